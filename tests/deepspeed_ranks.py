@@ -1,0 +1,273 @@
+"""What the ranks of the DeepSpeed tests run: a small tied or untied language model on the real pipeline engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCABULARY, WIDTH, CONTEXT = 32, 16, 6
+PLAIN: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 1e-2, "weight_decay": 0.1, "betas": [0.9, 0.95], "torch_adam": True},
+    },
+    "gradient_clipping": 0.0,
+    "steps_per_print": 1000000,
+}
+SECTION: dict[str, Any] = {
+    "warmup_steps": 1,
+    "monitoring_steps": 2,
+    "progressive_steps": 2,
+    "on_error": "raise",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run: what the JSON config says, the model, and for how long."""
+
+    stages: int = 2
+    config: dict[str, Any] = field(default_factory=dict)
+    section: dict[str, Any] | None = field(default_factory=dict)
+    tied: bool = False
+    steps: int = 6
+    ratios: float | dict[str, float] | None = None  # a plan to start with, instead of a measured one
+    output_dir: str = "."
+
+    @property
+    def microbatches(self) -> int:
+        return int(self.ds_config()["gradient_accumulation_steps"])
+
+    def ds_config(self) -> dict[str, Any]:
+        config = {**PLAIN, **self.config}
+        if self.section is not None:
+            config["timely_freeze"] = {**SECTION, "output_dir": self.output_dir, **self.section}
+        return config
+
+
+def setup() -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH) * 0.5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(tokens, self.weight)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def project(embed: Embed, x: torch.Tensor) -> torch.Tensor:
+    return x @ embed.weight.t()
+
+
+def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def batch(step: int, replica: int, microbatches: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The microbatches of one step: a pure function of its arguments."""
+    generator = torch.Generator().manual_seed(1000 * step + replica)
+    draw = lambda: torch.randint(VOCABULARY, (2, CONTEXT), generator=generator)  # noqa: E731
+    return [(draw(), draw()) for _ in range(microbatches)]
+
+
+def build_engine(case: Case) -> Any:
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    torch.manual_seed(7)
+    if case.tied:
+        first = TiedLayerSpec("embed", Embed)
+        last = TiedLayerSpec("embed", Embed, forward_fn=project)
+    else:
+        first, last = LayerSpec(Embed), LayerSpec(Head)
+    module = PipelineModule(
+        layers=[first, *[LayerSpec(Block) for _ in range(4)], last],
+        num_stages=case.stages,
+        loss_fn=loss_fn,
+        partition_method="uniform",
+        seed_layers=True,
+        checkpointable_layers=["Block"],
+    )
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    return deepspeed.initialize(model=module, model_parameters=parameters, config=case.ds_config())[0]
+
+
+class Ordinary(nn.Module):
+    """The same model in one process. A tied weight is two parameters here, so each stage's share can be masked."""
+
+    def __init__(self, case: Case, state: list[dict[str, torch.Tensor]]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict()
+        self.tied = case.tied
+        names = ["embed_0" if case.tied else "0", *map(str, range(1, 5)), "embed_last" if case.tied else "5"]
+        kinds = [Embed, *[Block] * 4, Embed if case.tied else Head]
+        for name, kind in zip(names, kinds, strict=True):
+            self.layers[name] = kind()
+        for stage, values in enumerate(state):
+            for name, value in values.items():
+                self.get_parameter(self.rename(name, stage)).data.copy_(value)
+
+    def rename(self, name: str, stage: int) -> str:
+        """This model's name for a parameter of a pipeline stage."""
+        return "layers." + name.replace("tied_modules.embed", "embed_0" if stage == 0 else "embed_last")
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = tokens
+        for name, layer in self.layers.items():
+            x = project(layer, x) if name == "embed_last" else layer(x)
+        return x
+
+
+def force_plan(controller: Any, ratios: float | dict[str, float]) -> None:
+    """Put the controller into stable freezing with a plan of our choosing."""
+    from tf_adapters.ir import Action
+    from tf_adapters.planner import plan
+
+    made = plan(controller.schedule, dict.fromkeys(controller.schedule.actions, (1.0, 2.0)), 0.0)
+    chosen = {
+        action: ratios if isinstance(ratios, float) else ratios.get(str(action), 0.0) for action in made.freeze_ratio
+    }
+    data = {**made.to_json(), "freeze_ratio": {str(a): r for a, r in chosen.items()}}
+    controller.state.adopt(type(made).from_json(data), {}, 1.0, ())
+    controller.state.completed_steps = controller.state.phases.progressive_end
+    assert all(Action.parse(text) in chosen for text in data["freeze_ratio"])
+
+
+def parameters_of(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+class GradientRecorder:
+    """The gradients that reach the inner optimizer, by parameter name: this rank's fragments where it holds only those."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.latest: dict[str, torch.Tensor] = {}
+        self._hook = engine.basic_optimizer.register_step_pre_hook(self._record)
+
+    def _record(self, *_: Any) -> None:
+        for name, p in self.engine.module.named_parameters():
+            if self.engine.optimizer is self.engine.basic_optimizer:
+                self.latest[name] = torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+            elif p._hp_mapping is not None:
+                self._record_fragment(name, p)
+            else:
+                self.latest.setdefault(name, torch.zeros(p.shape))
+
+    def _record_fragment(self, name: str, p: Any) -> None:
+        from tf_adapters.deepspeed.optimizers import _flat_partitions
+
+        mapping = p._hp_mapping
+        flat = _flat_partitions(self.engine.optimizer)[mapping.param_group_index]
+        if flat.grad is None:
+            return
+        hp, lp = mapping.hp_fragment_address, mapping.lp_fragment_address
+        whole = torch.zeros(p.numel())
+        whole.narrow(0, lp.start, lp.numel).copy_(flat.grad.narrow(0, hp.start, hp.numel))
+        self.latest[name] = whole.view(p.shape)
+
+
+def optimizer_state(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Parameter and optimizer state by name, whichever path holds them (this rank's fragments)."""
+    from tf_adapters.deepspeed.optimizers import _flat_partitions
+
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, p in engine.module.named_parameters():
+        if engine.optimizer is engine.basic_optimizer:
+            state = engine.basic_optimizer.state.get(p, {})
+            found[name] = {"value": p.detach().clone()}
+            found[name] |= {k: v.clone() for k, v in state.items() if torch.is_tensor(v)}
+        elif p._hp_mapping is not None:
+            flat = _flat_partitions(engine.optimizer)[p._hp_mapping.param_group_index]
+            at = p._hp_mapping.hp_fragment_address
+            tensors = {"value": flat.detach(), **engine.basic_optimizer.state.get(flat, {})}
+            found[name] = {
+                k: v.narrow(0, at.start, at.numel).clone()
+                for k, v in tensors.items()
+                if torch.is_tensor(v) and v.shape == flat.shape
+            }
+    return found
+
+
+def train(case: Case) -> dict[str, Any]:
+    """Train and record, for every step, what the oracle needs."""
+    import tf_adapters.deepspeed
+
+    engine = build_engine(case)
+    adapter = tf_adapters.deepspeed.attach(engine)
+    recorder = GradientRecorder(engine)
+    if adapter is not None and case.ratios is not None:
+        force_plan(adapter.controller, case.ratios)
+    steps = [_step(case, engine, adapter, recorder, step) for step in range(case.steps)]
+    result = {
+        "stage": engine.stage_id,
+        "replica": engine.grid.data_parallel_id,
+        "steps": steps,
+        "parameters": parameters_of(engine),
+    }
+    if adapter is not None:
+        result["schedule"] = adapter.controller.schedule.to_text()
+        result["status"] = adapter.controller.state.failure
+        result["plan"] = adapter.controller.state.plan and adapter.controller.state.plan.to_json()
+    return result
+
+
+def _step(case: Case, engine: Any, adapter: Any, recorder: GradientRecorder, step: int) -> dict[str, Any]:
+    before, state_before = parameters_of(engine), optimizer_state(engine)
+    masks, phase = {}, None
+    if adapter is not None:
+        controller = adapter.controller
+        phase = controller.phase.value
+        masks = {
+            (s, m): controller.frozen_parameters(controller.step, s, m)
+            for s in range(case.stages)
+            for m in range(case.microbatches)
+        }
+    loss = engine.train_batch(iter(batch(step, engine.grid.data_parallel_id, case.microbatches)))
+    return {
+        "loss": float(loss),
+        "before": before,
+        "gradients": dict(recorder.latest),
+        "masks": masks,
+        "phase": phase,
+        "state_before": state_before,
+        "state_after": optimizer_state(engine),
+    }
+
+
+def batches(steps: range, replica: int, microbatches: int) -> Iterator[Any]:
+    for step in steps:
+        yield from batch(step, replica, microbatches)

@@ -1,0 +1,79 @@
+import pytest
+
+from tf_adapters.config import TimelyFreezeConfig, find_section
+from tf_adapters.errors import ConfigError
+
+
+def test_defaults_are_the_papers():
+    config = TimelyFreezeConfig.parse({})
+    assert config.enabled
+    assert config.method == "timely"
+    assert config.max_freeze_ratio == 0.8
+    assert config.warmup_steps == "auto"
+
+
+def test_every_field_is_read():
+    section = {
+        "enabled": False,
+        "method": "none",
+        "max_freeze_ratio": 0.5,
+        "warmup_steps": 3,
+        "monitoring_steps": 10,
+        "progressive_steps": 0,
+        "seed": 7,
+        "schedule": "gpipe",
+        "on_error": "raise",
+        "solver_time_limit_s": 5,
+        "report_every": 10,
+        "output_dir": "runs",
+    }
+    assert TimelyFreezeConfig.parse(section).model_dump() == section
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"max_freeze_ratio": 1.5}, ["timely_freeze.max_freeze_ratio is 1.5", "a number from 0 to 1"]),
+        ({"max_freeze_ratio": "0.8"}, ["max_freeze_ratio is '0.8'", "a number from 0 to 1"]),
+        ({"max_freeze_ratio": float("nan")}, ["max_freeze_ratio is nan"]),
+        ({"warmup_steps": -1}, ["warmup_steps is -1", '"auto" or an integer of at least 0']),
+        ({"warmup_steps": "automatic"}, ["warmup_steps is 'automatic'", '"auto"']),
+        ({"warmup_steps": True}, ["warmup_steps is True"]),
+        ({"monitoring_steps": 1}, ["monitoring_steps is 1", "at least 2"]),
+        ({"monitoring_steps": 2.5}, ["monitoring_steps is 2.5"]),
+        ({"seed": -1}, ["seed is -1"]),
+        ({"enabled": "yes"}, ["enabled is 'yes'", "true or false"]),
+        ({"method": "apf2"}, ["method is 'apf2'", '"timely" or "none"']),
+        ({"max_freze_ratio": 0.5}, ['unknown key "max_freze_ratio"', 'did you mean "max_freeze_ratio"?']),
+        ({"colour": 1}, ['unknown key "colour"', "allowed are enabled, method"]),
+    ],
+)
+def test_a_wrong_setting_is_one_line_that_names_field_value_and_what_is_allowed(section, words):
+    with pytest.raises(ConfigError) as caught:
+        TimelyFreezeConfig.parse(section)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_all_wrong_settings_are_named_at_once():
+    with pytest.raises(ConfigError, match="seed.*monitoring_steps|monitoring_steps.*seed"):
+        TimelyFreezeConfig.parse({"seed": -1, "monitoring_steps": 0})
+
+
+def test_a_section_that_is_no_object_is_refused():
+    with pytest.raises(ConfigError, match="must be an object"):
+        TimelyFreezeConfig.parse([1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", ["timelyfreeze", "timely-freeze", "TimelyFreeze", "timely_freez", "timly_freeze"])
+def test_a_section_spelt_almost_right_is_noticed(key):
+    with pytest.raises(ConfigError, match=f'"{key}".*did you mean "timely_freeze"'):
+        find_section({"train_batch_size": 1, key: {}})
+
+
+def test_other_sections_are_left_alone():
+    keys = {"optimizer": {}, "zero_optimization": {}, "timers": {}, "timely_freeze": {"seed": 1}}
+    assert find_section(keys) == {"seed": 1}
+    assert find_section({"optimizer": {}}) is None

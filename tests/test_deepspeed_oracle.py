@@ -1,0 +1,139 @@
+"""The gradients that reach DeepSpeed's optimizer are the mean over microbatches of (mask x full gradient)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from deepspeed_ranks import Case, Ordinary, batch, loss_fn, train
+
+from tf_adapters.testing import masked_gradients, relative_error
+
+pytestmark = pytest.mark.distributed
+
+ZERO1 = {"zero_optimization": {"stage": 1}}
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+REENTRANT = {"pipeline": {"activation_checkpoint_interval": 1}}
+NON_REENTRANT = {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}}
+SKIP_STAGE_0 = {"0B1": 1.0, "0B2": 0.5, "1B0": 0.7, "1B3": 1.0}
+ALL_STEP = {**{f"0B{m}": 1.0 for m in range(4)}, **{f"1B{m}": 0.9 for m in range(4)}}
+
+CASES = {
+    "fp32": Case(ratios=0.5),
+    "zero1": Case(config=ZERO1, ratios=0.5),
+    "clipping": Case(config={**ZERO1, "gradient_clipping": 0.1}, ratios=0.5),
+    "gpipe": Case(section={"schedule": "gpipe"}, ratios=0.5),
+    "tied": Case(tied=True, ratios=0.8),
+    "tied zero1": Case(tied=True, config=ZERO1, ratios=0.8),
+    "tied frozen all step": Case(tied=True, ratios=ALL_STEP),
+    "stage 0 frozen whole": Case(ratios=SKIP_STAGE_0),
+    "stage 0 frozen whole zero1": Case(config=ZERO1, ratios=SKIP_STAGE_0),
+    "stage 0 frozen all step": Case(ratios=ALL_STEP),
+    "stage 0 frozen all step zero1": Case(config=ZERO1, ratios=ALL_STEP),
+    "everything frozen": Case(ratios=1.0),
+    "reentrant": Case(config=REENTRANT, ratios=0.7),
+    "reentrant, stage 0 frozen whole": Case(config=REENTRANT, ratios=SKIP_STAGE_0),
+    "reentrant zero1": Case(config={**REENTRANT, **ZERO1}, ratios=0.7),
+    "non-reentrant": Case(config=NON_REENTRANT, ratios=0.7),
+    "interval 2": Case(config={"pipeline": {"activation_checkpoint_interval": 2}}, ratios=0.7),
+    "one stage": Case(stages=1, ratios=0.5),
+    "bf16": Case(config={**BF16, **ZERO1}, ratios=0.5),
+    "bf16 immediate": Case(
+        config={**BF16, **ZERO1, "bf16": {"enabled": True, "immediate_grad_update": True}}, ratios=0.5
+    ),
+    "bf16 gradients": Case(config={**BF16, **ZERO1, "data_types": {"grad_accum_dtype": "bf16"}}, ratios=0.5),
+    "bf16 zero0": Case(config={**BF16, "data_types": {"grad_accum_dtype": "bf16"}}, ratios=0.5),
+    "bf16 tied frozen all step": Case(tied=True, config={**BF16, **ZERO1}, ratios=ALL_STEP),
+    "bf16 reentrant": Case(config={**BF16, **ZERO1, **REENTRANT}, ratios=0.7),
+}
+REPLICATED = {
+    "fp32": Case(ratios=0.5, steps=4),
+    "zero1": Case(config=ZERO1, ratios=0.8, steps=4),
+    "zero1 frozen all step": Case(config=ZERO1, ratios=ALL_STEP, steps=4),
+    "bf16": Case(config={**BF16, **ZERO1}, ratios=0.5, steps=4),
+    "tied": Case(tied=True, config=ZERO1, ratios=0.8, steps=4),
+    "gpipe": Case(section={"schedule": "gpipe"}, ratios=0.8, steps=4),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_masked_gradients_reach_the_optimizer(pools, name):
+    case = CASES[name]
+    check_oracle(case, pools(case.stages).run(train, case))
+
+
+@pytest.mark.parametrize("name", REPLICATED)
+def test_masked_gradients_reach_the_optimizer_with_replicas(pools, name):
+    case = REPLICATED[name]
+    ranks = pools(4).run(train, case)
+    check_oracle(case, ranks)
+    for rank in ranks:
+        for step, other in zip(rank["steps"], ranks[0]["steps"], strict=True):
+            assert step["masks"] == other["masks"]
+
+
+def test_four_stages(pools):
+    case = Case(stages=4, config={"gradient_accumulation_steps": 6}, ratios=0.6, steps=3)
+    check_oracle(case, pools(4).run(train, case))
+
+
+def test_the_oracle_can_fail(pools):
+    ranks = pools(2).run(train, Case(ratios=0.5, steps=1))
+    shifted = {key: ranks[0]["steps"][0]["masks"][key[0], (key[1] + 1) % 4] for key in ranks[0]["steps"][0]["masks"]}
+    for rank in ranks:
+        rank["steps"][0]["masks"] = shifted
+    with pytest.raises(AssertionError):
+        check_oracle(Case(ratios=0.5, steps=1), ranks)
+
+
+def check_oracle(case: Case, ranks: list[dict]) -> None:
+    tolerance = 3e-2 if "bf16" in case.config else 1e-5
+    for number in range(len(ranks[0]["steps"])):
+        actual = gathered_gradients([(rank, rank["steps"][number]) for rank in ranks])
+        for name, expected in expected_gradients(case, ranks, number).items():
+            if expected.norm() == 0:
+                assert actual[name].abs().max() == 0, f"step {number}: {name} is frozen but has a gradient"
+            else:
+                error = relative_error(actual[name], expected)
+                assert error <= tolerance, f"step {number}: {name} is off by {error:.1e}"
+
+
+def gathered_gradients(steps: list[tuple[dict, dict]]) -> dict[str, torch.Tensor]:
+    """Whole gradients by name. Replicas hold equal gradients, or fragments that add up."""
+    by_stage: dict[int, list[dict[str, torch.Tensor]]] = {}
+    for rank, step in steps:
+        by_stage.setdefault(rank["stage"], []).append(step["gradients"])
+    whole: dict[str, torch.Tensor] = {}
+    for replicas in by_stage.values():
+        for name, first in replicas[0].items():
+            same = all(torch.equal(first, other[name]) for other in replicas)
+            whole[name] = first if same else torch.stack([other[name] for other in replicas]).sum(0)
+    return whole
+
+
+def expected_gradients(case: Case, ranks: list[dict], number: int) -> dict[str, torch.Tensor]:
+    """By the pipeline's names, from an ordinary copy of the model as it was before the step."""
+    state = {rank["stage"]: rank["steps"][number]["before"] for rank in ranks}
+    ordinary = Ordinary(case, [state[stage] for stage in sorted(state)])
+    masks = ranks[0]["steps"][number]["masks"]
+
+    def frozen(microbatch: int) -> set[str]:
+        return {ordinary.rename(n, s) for (s, m), names in masks.items() if m == microbatch for n in names}
+
+    replicas = sorted({rank["replica"] for rank in ranks})
+    per_replica = [
+        masked_gradients(ordinary, batch(number, replica, case.microbatches), loss_fn, frozen) for replica in replicas
+    ]
+    expected: dict[str, torch.Tensor] = {}
+    for stage, values in sorted(state.items()):
+        for name in values:
+            mean = torch.stack([g[ordinary.rename(name, stage)] for g in per_replica]).mean(0)
+            expected[name] = expected[name] + mean if name in expected else mean
+    return clipped(expected, case.config.get("gradient_clipping"))
+
+
+def clipped(gradients: dict[str, torch.Tensor], limit: float | None) -> dict[str, torch.Tensor]:
+    if limit is None:
+        return gradients
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    scale = max(1.0, float(norm + 1e-6) / limit)
+    return {name: g / scale for name, g in gradients.items()}

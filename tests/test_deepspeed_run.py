@@ -1,0 +1,355 @@
+"""Whole runs on DeepSpeed's engine: phases, identity with the host alone, checkpoints, failures, the report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed_ranks import Case, batch, build_engine, force_plan, optimizer_state, parameters_of, train
+
+pytestmark = pytest.mark.distributed
+
+ZERO1 = {"zero_optimization": {"stage": 1}}
+BF16 = {"bf16": {"enabled": True}, **ZERO1, "data_types": {"grad_accum_dtype": "fp32"}}
+BF16_ZERO = {**BF16, "data_types": {"grad_accum_dtype": "bf16"}}
+PATHS = {"zero0": {}, "zero1": ZERO1, "bf16 optimizer": BF16, "bf16 zero1": BF16_ZERO}
+FROZEN = {**{f"0B{m}": 1.0 for m in range(4)}, **{f"1B{m}": 0.75 for m in range(4)}}
+
+
+def assert_same(actual: list[dict], expected: list[dict]) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert [s["loss"] for s in ours["steps"]] == [s["loss"] for s in theirs["steps"]]
+        for name, value in theirs["parameters"].items():
+            assert torch.equal(ours["parameters"][name], value), name
+
+
+# --- the whole life of a run ---------------------------------------------------------------------------------
+
+
+def test_a_run_goes_through_all_phases_and_leaves_a_report(pools, tmp_path):
+    section = {"warmup_steps": 1, "monitoring_steps": 6, "progressive_steps": 2, "report_every": 2}
+    case = Case(section=section, steps=13, output_dir=str(tmp_path))
+    ranks = pools(2).run(train, case)
+    phases = [step["phase"] for step in ranks[0]["steps"]]
+    assert phases == (
+        ["warmup"] + ["monitoring_upper"] * 3 + ["monitoring_lower"] * 3 + ["progressive"] * 2 + ["stable"] * 4
+    )
+    assert [rank["status"] for rank in ranks] == [None, None]
+    assert ranks[0]["plan"] == ranks[1]["plan"]
+    report = json.loads((tmp_path / "timely_freeze" / "report.json").read_text())
+    assert report["status"] == "stable"
+    assert report["plan"] == ranks[0]["plan"]
+    assert report["host"]["name"] == "deepspeed"
+    assert set(report["times"]) == {action for rank in report["schedule"]["ranks"] for action in rank}
+    measured = report["measured"]
+    assert measured["step_ms_unfrozen"] > 0
+    assert measured["step_ms_stable"] > 0
+    assert measured["step_ratio"] == pytest.approx(measured["step_ms_stable"] / measured["step_ms_unfrozen"])
+    assert set(measured["mean_afr"]) == {"0", "1"}
+    assert {sample["action"] for sample in measured["backward_ms"]} == {f"{s}B{m}" for s in (0, 1) for m in range(4)}
+
+
+def test_monitoring_freezes_nothing_then_all_but_part_of_stage_0(pools):
+    ranks = pools(2).run(train, Case(steps=3))
+    upper, lower = ranks[0]["steps"][1]["masks"], ranks[0]["steps"][2]["masks"]
+    assert all(names == () for names in upper.values())
+    stage_1 = set(ranks[1]["steps"][0]["before"])
+    assert all(set(names) == stage_1 for (stage, _), names in lower.items() if stage == 1)
+    stage_0 = set(ranks[0]["steps"][0]["before"])
+    assert all(set(names) < stage_0 for (stage, _), names in lower.items() if stage == 0)
+
+
+def test_the_translated_schedule_is_deepspeeds_1f1b(pools):
+    ranks = pools(2).run(train, Case(steps=1))
+    assert ranks[0]["schedule"] == [
+        ["0F0", "0F1", "0B0", "0F2", "0B1", "0F3", "0B2", "0B3"],
+        ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "1F3", "1B3"],
+    ]
+
+
+def test_gpipe_gives_the_losses_of_1f1b(pools):
+    gpipe = pools(2).run(train, Case(section={"schedule": "gpipe", "method": "none"}))
+    alone = pools(2).run(train, Case(section=None))
+    assert gpipe[0]["schedule"][1] == ["1F0", "1F1", "1F2", "1F3", "1B0", "1B1", "1B2", "1B3"]
+    for ours, theirs in zip(gpipe[0]["steps"], alone[0]["steps"], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+
+
+def test_warmup_auto_takes_the_schedulers(pools):
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 0.01}}
+    case = Case(config={"scheduler": scheduler}, section={"warmup_steps": "auto"}, steps=4)
+    phases = [step["phase"] for step in pools(2).run(train, case)[0]["steps"]]
+    assert phases == ["warmup"] * 3 + ["monitoring_upper"]
+
+
+# --- identity with the host alone ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_ratio_zero_is_bit_identical_to_the_host_alone(pools, path):
+    case = Case(config=PATHS[path], section={"max_freeze_ratio": 0}, steps=8)
+    assert_same(pools(2).run(train, case), pools(2).run(train, replace(case, section=None)))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_after_detach_training_is_bit_identical_to_the_host_alone(pools, path, tmp_path):
+    case = Case(config=PATHS[path], section={}, ratios=0.6, output_dir=str(tmp_path))
+    detached, alone = zip(*pools(2).run(train_then_leave, case, str(tmp_path / "checkpoint")), strict=True)
+    assert_same(list(detached), list(alone))
+
+
+def train_then_leave(case: Case, folder: str) -> tuple[dict, dict]:
+    """Freeze, detach, go on; and, from the checkpoint of that moment, an engine that was never attached."""
+    import tf_adapters.deepspeed
+
+    engine = build_engine(case)
+    adapter = tf_adapters.deepspeed.attach(engine)
+    force_plan(adapter.controller, case.ratios)
+    losses(engine, case, range(3))
+    adapter.detach()
+    ours = {"_INSTRUCTION_MAP", "_train_schedule", "save_checkpoint", "load_checkpoint", "timely_freeze"}
+    assert ours.isdisjoint(vars(engine))
+    engine.save_checkpoint(folder)
+    other = build_engine(replace(case, section=None))
+    other.load_checkpoint(folder)
+    return after(engine, case), after(other, case)
+
+
+def losses(engine: Any, case: Case, steps: range) -> list[float]:
+    return [float(engine.train_batch(iter(batch(s, engine.grid.data_parallel_id, case.microbatches)))) for s in steps]
+
+
+def after(engine: Any, case: Case) -> dict:
+    return {
+        "steps": [{"loss": x} for x in losses(engine, case, range(3, 6))],
+        "parameters": parameters_of(engine),
+    }
+
+
+def test_evaluation_between_training_batches_changes_nothing(pools):
+    case = Case(ratios=0.5)
+    with_evaluation = pools(2).run(evaluated, case)
+    without = pools(2).run(train, case)
+    for ours, theirs in zip(with_evaluation, without, strict=True):
+        assert ours["losses"] == [s["loss"] for s in theirs["steps"]]
+        assert ours["evaluations"][0] == ours["expected"]
+
+
+def evaluated(case: Case) -> dict:
+    import tf_adapters.deepspeed
+
+    engine = build_engine(case)
+    data = batch(99, 0, case.microbatches)
+    expected = float(engine.eval_batch(iter(data)))
+    adapter = tf_adapters.deepspeed.attach(engine)
+    force_plan(adapter.controller, case.ratios)
+    trained, evaluations = [], []
+    for step in range(case.steps):
+        evaluations.append(float(engine.eval_batch(iter(data))))
+        trained += losses(engine, case, range(step, step + 1))
+    return {"losses": trained, "evaluations": evaluations, "expected": expected}
+
+
+# --- parameters that a whole step froze ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_parameters_frozen_in_every_microbatch_do_not_move_and_keep_their_state(pools, path, size):
+    ranks = pools(size).run(train, Case(config=PATHS[path], ratios=FROZEN, steps=4))
+    frozen_moved = trained_moved = 0
+    for rank in ranks:
+        stage = rank["stage"]
+        for step in rank["steps"]:
+            masks = [set(names) for (s, _), names in step["masks"].items() if s == stage]
+            held = set.intersection(*masks)
+            for name, before in step["state_before"].items():
+                now = step["state_after"][name]
+                same = all(torch.equal(now[k], before[k]) for k in before if k != "step" and k in now)
+                frozen_moved += name in held and not same
+                trained_moved += name not in held and not same
+    assert frozen_moved == 0
+    assert trained_moved > 0
+
+
+def test_stage_0_frozen_whole_does_not_move_at_all(pools):
+    rank = pools(2).run(train, Case(ratios=FROZEN))[0]
+    first = rank["steps"][0]["before"]
+    assert all(torch.equal(rank["parameters"][name], value) for name, value in first.items())
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_checkpoint_in_mid_ramp_resumes_the_same_phase_plan_and_masks(pools, path, tmp_path):
+    section = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 6}
+    case = Case(config=PATHS[path], section=section, output_dir=str(tmp_path))
+    for through, resumed in pools(2).run(interrupted, case, str(tmp_path / "checkpoint")):
+        assert resumed == through
+
+
+def interrupted(case: Case, folder: str) -> tuple[Any, Any]:
+    import tf_adapters.deepspeed
+
+    engine = build_engine(case)
+    adapter = tf_adapters.deepspeed.attach(engine)
+    losses(engine, case, range(5))
+    engine.save_checkpoint(folder, client_state={"mine": 1})
+    through = what_follows(engine, adapter, case)
+    other = build_engine(case)
+    adapter = tf_adapters.deepspeed.attach(other)
+    _, client_state = other.load_checkpoint(folder)
+    assert client_state["mine"] == 1
+    assert "timely_freeze" not in client_state
+    return through, what_follows(other, adapter, case)
+
+
+def what_follows(engine: Any, adapter: Any, case: Case) -> Any:
+    controller = adapter.controller
+    start, phase = controller.step, controller.phase
+    masks = [controller.frozen_parameters(t, s, m) for t in range(start, 12) for s in (0, 1) for m in range(4)]
+    return start, phase, controller.state.plan.to_json(), masks, losses(engine, case, range(5, 9))
+
+
+def test_a_checkpoint_without_freezing_starts_from_the_beginning(pools, tmp_path):
+    case = Case(section={"warmup_steps": "auto"}, output_dir=str(tmp_path))
+    assert pools(2).run(resumed_from_plain, case, str(tmp_path / "checkpoint")) == [(1, 10), (1, 10)]
+
+
+def resumed_from_plain(case: Case, folder: str) -> tuple[int, int]:
+    import tf_adapters.deepspeed
+
+    plain = build_engine(replace(case, section=None))
+    losses(plain, case, range(2))
+    plain.save_checkpoint(folder)
+    engine = build_engine(case)
+    adapter = tf_adapters.deepspeed.attach(engine)
+    engine.load_checkpoint(folder)
+    losses(engine, case, range(0))
+    return adapter.controller.step, adapter.controller.state.phases.warmup_end
+
+
+# --- changes and failures ------------------------------------------------------------------------------------
+
+
+def test_another_number_of_microbatches_in_mid_run_monitors_again(pools, tmp_path):
+    outcome = pools(2).run(resized, Case(section={"report_every": 1}, output_dir=str(tmp_path)))
+    assert outcome[0] == outcome[1]
+    phases, microbatches, replanned, failure = outcome[0]
+    assert failure is None
+    assert phases[:5] == ["warmup", "monitoring_upper", "monitoring_lower", "progressive", "progressive"]
+    assert phases[5:] == ["monitoring_upper", "monitoring_lower", "progressive", "progressive"]
+    assert microbatches == 6
+    assert replanned
+
+
+def resized(case: Case) -> tuple[Any, ...]:
+    import tf_adapters.deepspeed
+
+    engine = build_engine(case)
+    adapter = tf_adapters.deepspeed.attach(engine)
+    phases = []
+    for step in range(9):
+        if step == 5:
+            engine.set_train_batch_size(engine.train_batch_size() * 3 // 2)
+        engine.train_batch(iter(batch(step, 0, engine.micro_batches)))
+        phases.append(adapter.controller.state.phases.phase(step + 1).value)
+    state = adapter.controller.state
+    return phases, adapter.controller.schedule.num_microbatches, state.plan is not None, state.failure
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_a_failing_solver_is_the_same_on_all_ranks(pools, on_error):
+    case = Case(section={"on_error": on_error}, steps=6)
+    outcome = pools(2).run(with_broken_solver, case)
+    errors, masks = zip(*outcome, strict=True)
+    assert errors[0] == errors[1]
+    if on_error == "raise":
+        assert errors[0] == "RemoteError: RuntimeError: the solver broke"
+    else:
+        assert errors[0] is None
+        assert masks[0] == masks[1] == 0
+
+
+def with_broken_solver(case: Case) -> tuple[str | None, int]:
+    import tf_adapters.controller
+    import tf_adapters.deepspeed
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the solver broke")
+
+    engine = build_engine(case)
+    adapter = tf_adapters.deepspeed.attach(engine)
+    original, tf_adapters.controller.plan = tf_adapters.controller.plan, broken
+    try:
+        losses(engine, case, range(case.steps))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", -1
+    finally:
+        tf_adapters.controller.plan = original
+    controller = adapter.controller
+    frozen = [controller.frozen_parameters(t, s, m) for t in range(1, 20) for s in (0, 1) for m in range(4)]
+    return None, sum(map(len, frozen))
+
+
+def test_a_schedule_that_runs_otherwise_is_found_in_the_first_monitored_step(pools):
+    outcome = pools(2).run(with_another_schedule, Case(steps=2))
+    assert outcome[0] == outcome[1]
+    ran, expected = outcome[0].split("The schedule is:")
+    assert " ".join(ran.split()).count("1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3") == 1
+    assert "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3" in " ".join(expected.split())
+
+
+def with_another_schedule(case: Case) -> str:
+    import tf_adapters.deepspeed
+    from tf_adapters.deepspeed.schedules import GPipeSchedule
+
+    engine = build_engine(case)
+    adapter = tf_adapters.deepspeed.attach(engine)
+    adapter._schedule_type = GPipeSchedule
+    try:
+        losses(engine, case, range(case.steps))
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_error_of_the_users_leaves_no_parameter_frozen(pools):
+    assert pools(1).run(interrupted_by_user, Case(stages=1, ratios=0.9)) == [True]
+
+
+def interrupted_by_user(case: Case) -> bool:
+    import tf_adapters.deepspeed
+
+    engine = build_engine(case)
+    adapter = tf_adapters.deepspeed.attach(engine)
+    force_plan(adapter.controller, case.ratios)
+    with pytest.raises(StopIteration):
+        engine.train_batch(iter(batch(0, 0, 2)))  # two of four microbatches
+    return all(p.requires_grad for p in engine.module.parameters())
+
+
+# --- what the user sees --------------------------------------------------------------------------------------
+
+
+def test_metrics_go_through_deepspeeds_monitor(pools, tmp_path):
+    monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    pools(2).run(train, Case(config=monitor, output_dir=str(tmp_path)))
+    written = {path.name for path in (tmp_path / "job").iterdir()}
+    assert {f"TimelyFreeze_{n}.csv" for n in ("afr_stage_0", "afr_stage_1", "step_ms", "planned_step_ms")} <= written
+
+
+def test_optimizer_state_is_found_by_name(pools):
+    """The helpers above must see the state that they compare."""
+    for state in pools(2).run(momentum_names, Case(config=ZERO1, steps=2)):
+        assert {"value", "exp_avg", "exp_avg_sq"} <= state
+
+
+def momentum_names(case: Case) -> set[str]:
+    engine = build_engine(replace(case, section=None))
+    losses(engine, case, range(1))
+    return set.intersection(*map(set, optimizer_state(engine).values()))

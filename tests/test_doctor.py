@@ -1,0 +1,116 @@
+"""``tf-adapters doctor`` judges a table of versions; the tables here are made up."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import pytest
+
+from tf_adapters import doctor
+from tf_adapters.doctor import DEEPSPEED_TESTED, diagnose, render
+
+GOOD: dict[str, str | None] = {
+    "python": "3.11.7",
+    "torch": "2.13.0+cpu",
+    "numpy": "2.4.6",
+    "ortools": "9.15.6755",
+    "pydantic": "2.14.3",
+    "deepspeed": "0.19.8",
+    "megatron-core": None,
+    "matplotlib": "3.11.2",
+    "rich": "15.0.0",
+}
+
+
+def text(**changes: str | None) -> str:
+    renamed = {name.replace("_", "-"): version for name, version in changes.items()}
+    return render(diagnose({**GOOD, **renamed}), "CPU only")
+
+
+def test_a_complete_installation_is_ready() -> None:
+    diagnosis = diagnose(GOOD)
+    assert diagnosis.ready == ("deepspeed",)
+    assert diagnosis.problems == ()
+    assert diagnosis.hints == ()
+    assert text().splitlines()[-1] == "ready for: deepspeed"
+    assert "GPipe" in text()
+
+
+def test_without_deepspeed_it_names_the_line_that_installs_it() -> None:
+    shown = text(deepspeed=None)
+    assert diagnose({**GOOD, "deepspeed": None}).ready == ()
+    assert shown.splitlines()[-1].startswith("not ready: ")
+    assert 'pip install "tf-adapters[deepspeed]"' in shown.splitlines()[-1]
+    assert "GPipe" not in shown
+
+
+@pytest.mark.parametrize("version", ["0.18", "0.18.0", "0.18.9", "0.19.8", "0.19.8+abc"])
+def test_versions_in_the_tested_range(version: str) -> None:
+    host = diagnose({**GOOD, "deepspeed": version}).hosts[0]
+    assert host.usable
+    assert "in the tested range" in host.finding
+    assert host.remedy == ""
+
+
+@pytest.mark.parametrize("version", ["0.19.9", "0.20.0", "0.19.10", "1.0"])
+def test_newer_than_tested_is_usable_and_says_so(version: str) -> None:
+    host = diagnose({**GOOD, "deepspeed": version}).hosts[0]
+    assert host.usable
+    assert f"{version} is newer than what was tested" in host.finding
+    assert f"deepspeed=={DEEPSPEED_TESTED[1]}" in host.finding
+
+
+@pytest.mark.parametrize("version", ["0.17.6", "0.9.5"])
+def test_older_than_tested_is_not_usable(version: str) -> None:
+    diagnosis = diagnose({**GOOD, "deepspeed": version})
+    assert diagnosis.ready == ()
+    assert diagnosis.hosts[0].remedy == 'pip install --upgrade "deepspeed>=0.18"'
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"ortools": None}, 'ortools is not installed: pip install "ortools>=9.10"'),
+        ({"ortools": "9.9.1"}, 'ortools 9.9.1 is too old: pip install --upgrade "ortools>=9.10"'),
+        ({"python": "3.9.18"}, "Python 3.9.18 is too old: tf-adapters needs 3.10 or newer"),
+    ],
+)
+def test_a_core_problem_keeps_every_host_from_working(changes: dict[str, str | None], line: str) -> None:
+    diagnosis = diagnose({**GOOD, **changes})
+    assert diagnosis.problems == (line,)
+    assert diagnosis.ready == ()
+    assert text(**changes).splitlines()[-1] == f"not ready: {line}"
+
+
+def test_missing_extras_are_hints_only() -> None:
+    diagnosis = diagnose({**GOOD, "matplotlib": None, "rich": None})
+    assert diagnosis.ready == ("deepspeed",)
+    assert diagnosis.hints == (
+        'no matplotlib, so no Gantt charts: pip install "tf-adapters[plot]"',
+        'no rich, so no coloured tables: pip install "tf-adapters[cli]"',
+    )
+
+
+def test_megatron_is_listed_and_never_ready_without_an_adapter() -> None:
+    assert diagnose({**GOOD, "megatron-core": "0.16.1"}).ready == ("deepspeed",)
+    assert "0.16.1 is installed, but this version of tf-adapters has no" in text(megatron_core="0.16.1")
+
+
+@pytest.mark.parametrize(("deepspeed", "code"), [("0.19.8", 0), (None, 1)])
+def test_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], deepspeed: str | None, code: int
+) -> None:
+    monkeypatch.setattr(doctor, "installed_versions", lambda: {**GOOD, "deepspeed": deepspeed})
+    parser = argparse.ArgumentParser()
+    doctor.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["doctor"])
+    assert args.run(args) == code
+    assert "Devices" in capsys.readouterr().out
+
+
+def test_looking_for_versions_imports_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    versions = doctor.installed_versions()
+    assert versions["torch"] is not None
+    assert "deepspeed" in versions

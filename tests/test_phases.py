@@ -1,0 +1,38 @@
+import pytest
+
+from tf_adapters.phases import Phase, PhaseSchedule
+
+
+def test_phases_follow_each_other_at_the_papers_steps():
+    phases = PhaseSchedule.of_lengths(warmup=3, monitoring=4, progressive=5)
+    assert (phases.warmup_end, phases.monitoring_end, phases.progressive_end) == (3, 7, 12)
+    expected = (
+        [Phase.WARMUP] * 3
+        + [Phase.MONITORING_UPPER] * 2
+        + [Phase.MONITORING_LOWER] * 2
+        + [Phase.PROGRESSIVE] * 5
+        + [Phase.STABLE] * 2
+    )
+    assert [phases.phase(step) for step in range(1, 15)] == expected
+
+
+def test_upper_monitoring_is_half_of_monitoring_and_not_half_of_the_steps_so_far():
+    assert PhaseSchedule.of_lengths(warmup=100, monitoring=40, progressive=50).upper_end == 120
+
+
+def test_the_ramp_rises_in_equal_parts_and_stays():
+    phases = PhaseSchedule.of_lengths(warmup=0, monitoring=2, progressive=4)
+    assert [phases.ramp(step) for step in range(1, 9)] == [0, 0, 0.25, 0.5, 0.75, 1, 1, 1]
+
+
+def test_without_progressive_steps_freezing_is_stable_at_once():
+    phases = PhaseSchedule.of_lengths(warmup=0, monitoring=2, progressive=0)
+    assert phases.phase(3) is Phase.STABLE
+    assert phases.ramp(3) == 1
+
+
+@pytest.mark.parametrize("monitoring", [2, 3, 7])
+def test_both_bounds_get_at_least_one_step(monitoring):
+    phases = PhaseSchedule.of_lengths(warmup=1, monitoring=monitoring, progressive=0)
+    seen = {phases.phase(step) for step in range(2, 2 + monitoring)}
+    assert seen == {Phase.MONITORING_UPPER, Phase.MONITORING_LOWER}

@@ -1,0 +1,270 @@
+"""report.json (round trip, atomic write, one-line errors), its summary in every state, ``show``."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_gantt import PLAN, TIMES, report
+
+from tf_adapters.errors import ConfigError
+from tf_adapters.report import Report, cli
+from tf_adapters.report.terminal import print_summary, summary
+
+MEASURED = {
+    "step_ms_unfrozen": 812.0,
+    "step_ms_stable": 601.0,
+    "step_ratio": 601.0 / 812.0,
+    "planned_step_ms": 592.7,
+    "planned_ratio": 592.7 / 812.0,
+    "mean_afr": {"0": 0.49, "1": 0.76},
+    "backward_ms": [
+        {"action": "0B0", "afr": 0.0, "ms": 20.0},
+        {"action": "0B1", "afr": 0.0, "ms": 20.0},
+        {"action": "0B1", "afr": 1.0, "ms": 10.0},
+        {"action": "0B0", "afr": 0.0, "ms": 21.0},
+        {"action": "0B1", "afr": 0.99, "ms": 12.0},
+        {"action": "0B1", "afr": 1.0, "ms": 11.0},
+    ],
+    "peak_memory_bytes": {"unfrozen": [3 * 2**30, 2**30], "stable": [2 * 2**30, 2**30]},
+}
+
+
+def test_json_round_trip_keeps_everything() -> None:
+    first = report(measured=MEASURED, note=["a bound was clamped"], config={"max_freeze_ratio": 0.8})
+    data = json.loads(json.dumps(first.to_json()))
+    assert Report.from_json(data) == first
+    assert data["plan"] == PLAN
+    assert data["times"] == TIMES
+    assert data["measured"] == MEASURED
+    assert data["format"] == 1
+
+
+def test_unknown_keys_of_newer_versions_are_ignored() -> None:
+    data = report().to_json()
+    data["invented"] = 1
+    data["measured"]["invented"] = {"a": 2}
+    assert Report.from_json(data) == report()
+
+
+def test_absent_and_null_parts_read_alike() -> None:
+    bare = report(plan=None, times={})
+    assert report(plan=None, times=None, measured=None, note=None) == bare
+    assert bare.measured.step_ms_unfrozen is None
+
+
+def test_write_makes_folders_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "timely_freeze" / "report.json"
+    report(plan=None).write(path)
+    report().write(path)
+    assert Report.read(path) == report()
+    assert os.listdir(path.parent) == ["report.json"]
+
+
+def test_a_failed_write_keeps_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "report.json"
+    report(step=1).write(path)
+
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        report(step=2).write(path)
+    assert Report.read(path).step == 1
+    assert os.listdir(tmp_path) == ["report.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "this is not a report: a report is a JSON object"),
+        ("{}", 'this is not a report: it has no field "format"'),
+        (json.dumps(PLAN), "this is a plan; show wants the report"),
+        (json.dumps({"ranks": [], "times": {}}), "this is input for the planner"),
+        ('{"format": 2}', "format 2 is newer than this version reads"),
+        ('{"format": "one"}', "format is 'one': it must be an integer"),
+        ('{"format": 1}', "host is missing"),
+        (b"\xff\xfe", "is not JSON"),
+    ],
+)
+def test_bad_files_are_refused_in_one_line(tmp_path: Path, content: str | bytes, message: str) -> None:
+    path = tmp_path / "report.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError) as caught:
+        Report.read(path)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such file"):
+        Report.read(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Report.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"status": "sleeping"}, "status is 'sleeping'"),
+        ({"times": {"0F0": [1.0]}}, "times.0F0"),
+        ({"times": {"0F0": [-1.0, 1.0]}}, "times.0F0.0 is -1.0"),
+        ({"measured": {"mean_afr": {"0": 1.5}}}, "measured.mean_afr.0 is 1.5"),
+        ({"measured": {"step_ms_stable": float("nan")}}, "measured.step_ms_stable is nan"),
+        ({"plan": {"makespan_ms": {}}}, "plan is"),
+        ({"schedule": {"ranks": [["0F0", "nonsense"]]}}, "'nonsense' is not an action"),
+        ({"communication": {"0F0->0F1": 1.0}}, "communication.0F0->0F1 is not an edge between stages"),
+    ],
+)
+def test_the_first_wrong_field_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        report(**changes)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_summary_leads_with_what_was_gained() -> None:
+    text = summary(report(measured=MEASURED, config={"max_freeze_ratio": 0.8}))
+    assert text.splitlines()[0] == "step 812 ms -> 601 ms: 1.35x measured, 1.37x planned"
+    assert "skip 62% of the weight gradients on average, limit 80% per stage" in text
+    assert "90 ms nothing frozen, 65 ms planned, 60 ms everything frozen" in text
+    assert "GLOP, optimal in 0.01 s" in text
+    assert "3.00 GiB -> 2.00 GiB" in text
+
+
+def test_table_compares_plan_and_run_per_stage() -> None:
+    lines = summary(report(measured=MEASURED)).splitlines()
+    header = next(number for number, line in enumerate(lines) if line.lstrip().startswith("stage  rank"))
+    # Stage 0: of equal samples the last counts, of others the nearest to the plan: (21 + 11) / 2.
+    assert lines[header + 1].split() == ["0", "0", "50%", "49%", "20.0", "16.0"]
+    # Stage 1 has no samples: nothing is made up.
+    assert lines[header + 2].split() == ["1", "1", "75%", "76%", "20.0", "-"]
+
+
+def test_split_backwards_add_up_their_halves() -> None:
+    ranks = [["0F0", "0I0", "0W0"]]
+    times = {"0F0": [5.0, 5.0], "0I0": [6.0, 6.0], "0W0": [1.0, 7.0]}
+    measured = {"backward_ms": [{"action": "0W0", "afr": 1.0, "ms": 1.5}], "mean_afr": {"0": 1.0}}
+    text = summary(report(schedule={"ranks": ranks}, times=times, plan=None, measured=measured))
+    assert text.splitlines()[-1].split() == ["0", "0", "-", "100%", "13.0", "7.5"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"status": "warmup", "step": 3, "times": {}, "plan": None},
+            ["step time not measured yet", "warming up", "none yet"],
+        ),
+        (
+            {"status": "monitoring", "times": {}, "plan": None, "phases": {"warmup_end": 10}},
+            ["step time not measured yet", "timing the steps", "last step of warm-up 10"],
+        ),
+        (
+            {"status": "progressive", "measured": {"step_ms_unfrozen": 812.0, "planned_ratio": 0.8}},
+            ["step 812 ms with nothing frozen; 1.25x planned, stable freezing still to be measured"],
+        ),
+        (
+            {"status": "failed", "plan": None, "times": {}, "note": ["the solver ended ABNORMAL"]},
+            ["failed: the notes below say why", "note: the solver ended ABNORMAL"],
+        ),
+        (
+            {
+                "status": "failed",
+                "schedule": {"ranks": [["2F0"], []]},
+                "times": {"2F0": [1, 1]},
+                "plan": None,
+            },
+            ["failed: the notes below say why"],
+        ),
+        ({"status": "failed", "schedule": {"ranks": []}, "times": {}, "plan": None}, ["0 stages on 0 ranks"]),
+        ({"status": "disabled", "plan": None, "times": {}}, ["disabled: the host trains as if"]),
+        (
+            {"measured": {"step_ms_unfrozen": 100.0, "step_ms_stable": 125.0, "step_ratio": 1.25}},
+            ["step 100 ms -> 125 ms: 0.80x measured", "note: freezing has not made the step faster"],
+        ),
+    ],
+)
+def test_summary_of_partial_states(changes: dict[str, Any], expected: list[str]) -> None:
+    text = summary(report(**changes))
+    for piece in expected:
+        assert piece in text
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_terminal_gets_the_same_words_with_and_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = report(measured=MEASURED, note=["[bold] is no markup"])
+    with_rich = _Terminal()
+    print_summary(shown, with_rich)
+    for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    without = _Terminal()
+    print_summary(shown, without)
+    assert without.getvalue() == summary(shown) + "\n"
+    for piece in ("1.35x measured", "really skipped", "49%", "note: [bold] is no markup"):
+        assert piece in with_rich.getvalue()
+        assert piece in without.getvalue()
+
+
+def show(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["show", *arguments])
+    code = args.run(args)
+    assert isinstance(code, int)
+    return code
+
+
+def test_show_prints_and_draws_only_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path, picture = tmp_path / "report.json", tmp_path / "batch.png"
+    report(measured=MEASURED).write(path)
+    assert show(str(path)) == 0
+    assert "add --png FILE or --svg FILE" in capsys.readouterr().out
+    assert os.listdir(tmp_path) == ["report.json"]
+    assert show(str(path), "--png", str(picture)) == 0
+    assert picture.stat().st_size > 1000
+    assert f"picture: {picture}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["plan.json", "missing.json"])
+def test_show_refuses_with_2_and_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN), encoding="utf-8")
+    assert show(str(tmp_path / name)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert ("this is a plan" if name == "plan.json" else "no such file") in err
+
+
+def test_show_draws_no_schedule_that_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "report.json"
+    report(schedule={"ranks": [["0F0"]]}, plan=None).write(path)
+    assert show(str(path), "--png", str(tmp_path / "batch.png")) == 2
+    assert "0F0 has no backward" in capsys.readouterr().err
+
+
+def test_show_says_why_there_is_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "report.json"
+    report(times={}, plan=None, status="warmup").write(path)
+    assert show(str(path), "--svg", str(tmp_path / "batch.svg")) == 2
+    assert "nothing to draw yet" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["report.json"]

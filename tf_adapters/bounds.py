@@ -1,0 +1,51 @@
+"""From samples to the planner's bounds: per rank, then merged over data-parallel replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from tf_adapters.errors import TimelyFreezeError
+from tf_adapters.ir import Action, PipelineSchedule
+from tf_adapters.phases import Phase
+from tf_adapters.planner import Bounds
+from tf_adapters.timing import ActionTimer, lower_bound, median
+
+
+class MeasurementError(TimelyFreezeError, RuntimeError):
+    """An action of the schedule was never measured."""
+
+
+def local_bounds(timer: ActionTimer) -> dict[Action, Bounds]:
+    """Bounds, ms, of the actions that this rank ran during monitoring.
+
+    Forwards do not change with freezing (paper section 3.2.1), so both of their bounds are the unfrozen median.
+    """
+    bounds = {}
+    for action in timer.actions(Phase.MONITORING_UPPER):
+        upper = median(sample.ms for sample in timer.samples(Phase.MONITORING_UPPER, action))
+        assert upper is not None
+        lower = lower_bound(upper, timer.samples(Phase.MONITORING_LOWER, action)) if action.freezable else None
+        bounds[action] = Bounds(upper if lower is None else lower, upper)
+    return bounds
+
+
+def merge_bounds(
+    schedule: PipelineSchedule, per_rank: Iterable[Mapping[Action, Bounds]]
+) -> tuple[dict[Action, Bounds], tuple[str, ...]]:
+    """One bound for each action, and a sentence for each that noise had crossed and that was clamped.
+
+    A stage takes as long as its slowest replica. Raises MeasurementError for an action that nobody measured.
+    """
+    replicas = list(per_rank)
+    merged: dict[Action, Bounds] = {}
+    notes = []
+    for action in schedule.actions:
+        measured = [bounds[action] for bounds in replicas if action in bounds]
+        if not measured:
+            raise MeasurementError(f"{action} was never measured during monitoring")
+        upper = max(bounds.upper for bounds in measured)
+        lower = max(bounds.lower for bounds in measured)
+        if lower > upper:
+            notes.append(f"{action}: measured {lower:.3f} ms frozen, {upper:.3f} ms unfrozen; taken as not freezable")
+        merged[action] = Bounds(min(max(lower, 0.0), upper), upper)
+    return merged, tuple(notes)

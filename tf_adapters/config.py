@@ -1,0 +1,130 @@
+"""TimelyFreezeConfig: the one schema behind the JSON section, the arguments and the Python call.
+
+A field ``x_y`` is ``"x_y"`` in a ``timely_freeze`` JSON section and ``x_y=`` in Python.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tf_adapters.errors import ConfigError
+
+SECTION = "timely_freeze"
+
+
+class TimelyFreezeConfig(BaseModel):
+    """Settings of one training run. Steps are optimizer steps, ratios are shares in [0, 1].
+
+    The phases follow each other (paper section 3): ``warmup_steps`` (T_w), then ``monitoring_steps``
+    (T_m - T_w), then ``progressive_steps`` (T_f - T_m), then stable freezing to the end.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    enabled: bool = Field(True, description="false leaves the host exactly as it is")
+    method: Literal["timely", "none"] = Field(
+        "timely",
+        description="timely: planned ratios, uniform selection; none: measure and plan, freeze nothing",
+    )
+    max_freeze_ratio: float = Field(0.8, ge=0, le=1, description="r_max: the mean freeze ratio that no stage exceeds")
+    warmup_steps: Literal["auto"] | int = Field(
+        "auto", description='T_w; "auto" takes the learning-rate warm-up of the host\'s scheduler'
+    )
+    monitoring_steps: int = Field(
+        40,
+        ge=2,
+        description="first half times the steps with nothing frozen, second half with weight gradients frozen",
+    )
+    progressive_steps: int = Field(50, ge=0, description="steps over which the freeze ratios rise to the plan's")
+    seed: int = Field(0, ge=0, description="masks are a function of (seed, step, stage, microbatch)")
+    schedule: Literal["host", "1f1b", "gpipe"] = Field(
+        "host", description='the pipeline schedule to run; "host" keeps the one the host runs'
+    )
+    on_error: Literal["warn", "raise"] = Field(
+        "warn", description="an error of ours: warn and train without freezing, or raise it on all ranks"
+    )
+    solver_time_limit_s: float = Field(60.0, gt=0, description="seconds the planner may take")
+    report_every: int = Field(100, ge=1, description="steps of stable freezing between updates of the report")
+    output_dir: str = Field(".", description="the report is written to <output_dir>/timely_freeze/report.json")
+
+    @classmethod
+    def parse(cls, section: Mapping[str, Any] | TimelyFreezeConfig | None) -> TimelyFreezeConfig:
+        """Read a JSON section. Raises ConfigError: one line that names each wrong field, its value and what is allowed."""
+        if section is None:
+            return cls.model_validate({})
+        if isinstance(section, cls):
+            return section
+        if not isinstance(section, Mapping):
+            raise ConfigError(f'"{SECTION}" is {section!r}: it must be an object of settings')
+        unknown = [_unknown_key(key) for key in section if key not in cls.model_fields]
+        if unknown:
+            raise ConfigError("; ".join(unknown))
+        try:
+            config = cls.model_validate(dict(section))
+        except ValidationError as error:
+            raise ConfigError("; ".join(_describe(error))) from None
+        if config.warmup_steps != "auto" and config.warmup_steps < 0:
+            raise ConfigError(
+                f'{SECTION}.warmup_steps is {config.warmup_steps}: allowed is "auto" or an integer of at least 0'
+            )
+        return config
+
+
+def find_section(host_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The ``timely_freeze`` section of a host's JSON config, or None.
+
+    Raises ConfigError for a key that is almost the section's name: hosts ignore unknown keys, so a job
+    would otherwise train without freezing and say nothing.
+    """
+    for key in host_config:
+        if key != SECTION and _is_near_miss(key):
+            raise ConfigError(f'unknown section "{key}" in the config: did you mean "{SECTION}"?')
+    return host_config.get(SECTION)
+
+
+def _is_near_miss(key: str) -> bool:
+    squeezed = re.sub(r"[^a-z]", "", str(key).lower())
+    return difflib.SequenceMatcher(None, squeezed, SECTION.replace("_", "")).ratio() >= 0.85
+
+
+def _unknown_key(key: str) -> str:
+    close = difflib.get_close_matches(str(key), TimelyFreezeConfig.model_fields, n=1, cutoff=0.6)
+    hint = f'did you mean "{close[0]}"?' if close else f"allowed are {', '.join(TimelyFreezeConfig.model_fields)}"
+    return f'{SECTION} has an unknown key "{key}": {hint}'
+
+
+def _describe(error: ValidationError) -> list[str]:
+    lines: dict[str, str] = {}
+    for item in error.errors():
+        field = str(item["loc"][0])
+        lines.setdefault(field, f"{SECTION}.{field} is {_value(item)!r}: {_allowed(field)}")
+    return list(lines.values())
+
+
+def _value(item: Any) -> Any:
+    return item["input"]
+
+
+def _allowed(field: str) -> str:
+    return f"allowed is {_ALLOWED[field]}"
+
+
+_ALLOWED = {
+    "enabled": "true or false",
+    "method": '"timely" or "none"',
+    "max_freeze_ratio": "a number from 0 to 1",
+    "warmup_steps": '"auto" or an integer of at least 0',
+    "monitoring_steps": "an integer of at least 2",
+    "progressive_steps": "an integer of at least 0",
+    "seed": "an integer of at least 0",
+    "schedule": '"host", "1f1b" or "gpipe"',
+    "on_error": '"warn" or "raise"',
+    "solver_time_limit_s": "a number above 0",
+    "report_every": "an integer of at least 1",
+    "output_dir": "a path",
+}

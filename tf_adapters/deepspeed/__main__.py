@@ -1,0 +1,51 @@
+"""``deepspeed --module tf_adapters.deepspeed train.py ...``: run an unchanged script with freezing attached."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+_USAGE = "usage: deepspeed --module tf_adapters.deepspeed SCRIPT.py [its arguments]"
+
+
+def main() -> None:
+    """Run the script named in the arguments as ``__main__``, its ``deepspeed.initialize`` replaced by ours."""
+    script, arguments = split_arguments(sys.argv[1:])
+    import deepspeed
+
+    from tf_adapters.deepspeed import attach
+
+    host_initialize = deepspeed.initialize
+
+    def initialize(*args: object, **kwargs: object) -> object:
+        result = host_initialize(*args, **kwargs)
+        attach(result[0])
+        return result
+
+    deepspeed.initialize = initialize
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
+    """The script, and what it is to see: the launcher puts ``--local_rank=N`` before the script's name.
+
+    Raises SystemExit with one line where there is no such script.
+    """
+    before = [index for index, text in enumerate(arguments) if not text.startswith("--local_rank")]
+    if not before:
+        raise SystemExit(_USAGE)
+    position = before[0]
+    script = arguments[position]
+    if script in ("-h", "--help"):
+        print(_USAGE)
+        raise SystemExit(0)
+    if not Path(script).is_file():
+        raise SystemExit(f"tf_adapters.deepspeed: no such script: {script}")
+    return script, arguments[:position] + arguments[position + 1 :]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Freezing on DeepSpeed's pipeline engine, through the engine's own instruction map.
+
+Only attributes of the one engine instance are set, so ``detach()`` takes them off again and nothing remains.
+Source: deepspeed/runtime/pipe/engine.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing as host_checkpointing
+from deepspeed.runtime.pipe import schedule as host
+
+from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
+from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.controller import Controller, HostInfo
+from tf_adapters.deepspeed.optimizers import (
+    HeldParameters,
+    fill_missing_gradients,
+    fill_missing_tied_gradients,
+)
+from tf_adapters.deepspeed.schedules import SCHEDULES, MicrobatchTracker, translate
+from tf_adapters.errors import UnsupportedError
+from tf_adapters.ir import Action, Kind
+from tf_adapters.masking import units_of
+from tf_adapters.overrides import Overrides
+from tf_adapters.timing import clock_for
+from tf_adapters.units import FreezeUnit
+
+ATTRIBUTE = "timely_freeze"  # of the engine: its adapter
+CHECKPOINT_KEY = "timely_freeze"
+DEFAULT_WARMUP_STEPS = 10  # enough for kernels and allocators to settle where no scheduler names a warm-up
+_WARMUP_ATTRIBUTES = ("warmup_num_steps", "num_warmup_steps", "warmup_steps")
+
+
+class DeepSpeedAdapter:
+    """Runs a Controller inside one PipelineEngine. Made by ``tf_adapters.deepspeed.attach``."""
+
+    def __init__(self, engine: Any, config: TimelyFreezeConfig) -> None:
+        self.engine = engine
+        self._parameters = dict(engine.module.named_parameters())
+        self._first, self._last = engine.is_first_stage(), engine.is_last_stage()
+        self._microbatches = engine.micro_batches
+        self._tracker = MicrobatchTracker()
+        self._losses: dict[int, Any] = {}
+        self._running: tuple[int, int] | None = None
+        self._schedule_type = SCHEDULES.get(config.schedule) or type(engine._train_schedule())
+        collectives = ProcessGroupCollectives()
+        self.controller = Controller(
+            config=config,
+            schedule=translate(self._schedule_type, self._microbatches, engine.num_stages),
+            units=_units_of_all_stages(collectives, engine.stage_id, units_of(self._parameters)),
+            local_stages=(engine.stage_id,),
+            parameters=self._parameters,
+            collectives=collectives,
+            clock=clock_for(engine.device),
+            host=HostInfo("deepspeed", deepspeed.__version__),
+            auto_warmup=_warmup_steps(engine),
+            metrics=self._write_metrics if engine.monitor.enabled else None,
+        )
+        self._holder = HeldParameters(engine)
+        self._host_instructions: dict[type, Callable[..., None]] = dict(engine._INSTRUCTION_MAP)
+        self._overrides = Overrides()
+        self._install()
+
+    # --- on and off ------------------------------------------------------------------------------------------
+
+    def detach(self) -> None:
+        """Give the engine back as it was. Call it on all ranks, between two training batches."""
+        self._overrides.restore()
+        self._holder.remove()
+        self.controller.close()
+
+    def _install(self) -> None:
+        engine, overrides = self.engine, self._overrides
+        wrapped = {
+            host.ForwardPass: self._forward,
+            host.BackwardPass: self._backward,
+            host.ReduceTiedGrads: self._reduce_tied_gradients,
+            host.ReduceGrads: self._reduce_gradients,
+            host.OptimizerStep: self._optimizer_step,
+        }
+        overrides.set(engine, "_INSTRUCTION_MAP", {**self._host_instructions, **wrapped})
+        overrides.set(engine, "_train_schedule", self._begin_step)
+        overrides.set(engine, "save_checkpoint", self._saving(engine.save_checkpoint))
+        overrides.set(engine, "load_checkpoint", self._loading(engine.load_checkpoint))
+        overrides.set(engine, ATTRIBUTE, self)
+        checkpoint = engine.module.activation_checkpoint_func
+        if checkpoint is not host_checkpointing.non_reentrant_checkpoint:
+            overrides.set(engine.module, "activation_checkpoint_func", self._checkpointing(checkpoint))
+
+    # --- instructions ----------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> host.PipeSchedule:
+        engine = self.engine
+        if engine.micro_batches != self._microbatches:
+            self._microbatches = engine.micro_batches
+            self.controller.reschedule(translate(self._schedule_type, self._microbatches, engine.num_stages))
+        self._tracker = MicrobatchTracker()
+        self._losses.clear()
+        self.controller.begin_step()
+        return self._schedule_type(
+            micro_batches=engine.micro_batches, stages=engine.num_stages, stage_id=engine.stage_id
+        )
+
+    def _forward(self, engine: Any, buffer_id: int, **kwargs: Any) -> None:
+        run = self._host_instructions[host.ForwardPass]
+        if not self._trains():
+            run(engine, buffer_id, **kwargs)
+            return
+        with self._action(Kind.FORWARD, self._tracker.forward(buffer_id)):
+            run(engine, buffer_id, **kwargs)
+        if self._last:
+            self._losses[buffer_id] = engine.loss
+
+    def _backward(self, engine: Any, buffer_id: int, **kwargs: Any) -> None:
+        microbatch = self._tracker.backward(buffer_id)
+        if self._last:
+            # The engine keeps one loss, the last forward's: under GPipe that is another microbatch's.
+            engine.loss = self._losses.pop(buffer_id)
+        with self._action(Kind.BACKWARD, microbatch):
+            if self._first and self.controller.mask(engine.stage_id, microbatch).complete:
+                self._skip_backward(buffer_id)
+            else:
+                self._host_instructions[host.BackwardPass](engine, buffer_id, **kwargs)
+
+    def _action(self, kind: Kind, microbatch: int) -> Any:
+        self._running = (self.engine.stage_id, microbatch)
+        return self.controller.running(Action(self.engine.stage_id, kind, microbatch))
+
+    def _skip_backward(self, buffer_id: int) -> None:
+        """Nothing of the first stage needs a gradient: only free what the host's backward would have freed."""
+        self.engine.pipe_buffers["output_tensors"][buffer_id] = None
+        self.engine.pipe_buffers["outputs"][buffer_id] = None
+
+    def _reduce_tied_gradients(self, engine: Any, **kwargs: Any) -> None:
+        fill_missing_tied_gradients(engine)
+        self._host_instructions[host.ReduceTiedGrads](engine, **kwargs)
+
+    def _reduce_gradients(self, engine: Any, **kwargs: Any) -> None:
+        held = [self._parameters[name] for name in sorted(self.controller.held_parameters())]
+        fill_missing_gradients(engine.optimizer, held)
+        self._holder.hold(held)
+        self._host_instructions[host.ReduceGrads](engine, **kwargs)
+
+    def _optimizer_step(self, engine: Any, **kwargs: Any) -> None:
+        self._host_instructions[host.OptimizerStep](engine, **kwargs)
+        self._holder.hold(())
+        self.controller.end_step()
+
+    def _trains(self) -> bool:
+        """Whether this forward belongs to a training batch: evaluation runs the same instruction without gradients."""
+        return self.controller.in_step and torch.is_grad_enabled()
+
+    # --- activation checkpointing ----------------------------------------------------------------------------
+
+    def _checkpointing(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """Reentrant checkpointing passes gradients only if a segment's input needs one.
+
+        Behind a frozen first layer it does not, and the whole stage would lose its gradients without a word.
+        """
+
+        def checkpoint_with_gradients(function: Callable[..., Any], *inputs: Any) -> Any:
+            if self._trains() and self._running and not self.controller.mask(*self._running).complete:
+                for tensor in inputs:
+                    if torch.is_tensor(tensor) and tensor.is_floating_point() and not tensor.requires_grad:
+                        tensor.requires_grad_()
+            return checkpoint(function, *inputs)
+
+        return checkpoint_with_gradients
+
+    # --- checkpoints of the run ------------------------------------------------------------------------------
+
+    def _saving(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(save)
+
+        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            client_state = bound.arguments.get("client_state") or {}
+            bound.arguments["client_state"] = {**client_state, CHECKPOINT_KEY: self.controller.state_dict()}
+            return save(*bound.args, **bound.kwargs)
+
+        return save_checkpoint
+
+    def _loading(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(load)
+
+        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            path, client_state = load(*args, **kwargs)
+            weights_only = signature.bind(*args, **kwargs).arguments.get("load_module_only", False)
+            if path is not None:
+                state = (client_state or {}).pop(CHECKPOINT_KEY, None)
+                self.controller.load_state_dict(None if weights_only else state, _warmup_steps(self.engine))
+            return path, client_state
+
+        return load_checkpoint
+
+    # --- metrics ---------------------------------------------------------------------------------------------
+
+    def _write_metrics(self, figures: Mapping[str, float]) -> None:
+        samples = self.engine.global_samples
+        self.engine.monitor.write_events([(f"TimelyFreeze/{k}", v, samples) for k, v in figures.items()])
+
+
+def _units_of_all_stages(
+    collectives: ProcessGroupCollectives, stage: int, units: tuple[FreezeUnit, ...]
+) -> dict[int, tuple[FreezeUnit, ...]]:
+    by_stage: dict[int, tuple[FreezeUnit, ...]] = {}
+    for other_stage, other_units in on_all_ranks(collectives, lambda: (stage, units)):
+        if by_stage.setdefault(other_stage, other_units) != other_units:
+            raise UnsupportedError(
+                f"timely_freeze cannot run here: the replicas of stage {other_stage} train different parameters"
+            )
+    return by_stage
+
+
+def _warmup_steps(engine: Any) -> int:
+    """What is left of the learning-rate warm-up, in steps; a few steps where the scheduler names none."""
+    for name in _WARMUP_ATTRIBUTES:
+        length = getattr(engine.lr_scheduler, name, None)
+        if isinstance(length, int):
+            return max(0, length - int(engine.global_steps))
+    return DEFAULT_WARMUP_STEPS

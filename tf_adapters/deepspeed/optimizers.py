@@ -1,0 +1,128 @@
+"""Parameters that a whole step froze: no update, no decay, no change of optimizer state, in each optimizer path.
+
+DeepSpeed turns a gradient that never came into zeros, and zeros still move a parameter by momentum and decay.
+Source: deepspeed/runtime/engine.py, runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+
+class HeldParameters:
+    """Keeps chosen parameters and their optimizer state as they are through one optimizer step.
+
+    With ZeRO stage 0 the inner optimizer is given no gradient for them. With flat fp32 partitions (ZeRO stage 1,
+    BF16_Optimizer) their slices of the partition and of its state are saved before the step and put back after
+    it; the step counter of a partition belongs to all of it and goes on.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._outer = engine.optimizer
+        self._inner: torch.optim.Optimizer = engine.basic_optimizer
+        self._held: tuple[torch.nn.Parameter, ...] = ()
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._hooks = [
+            self._inner.register_step_pre_hook(self._before_step),
+            self._inner.register_step_post_hook(self._after_step),
+        ]
+
+    def hold(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Hold these parameters in the steps from now on, instead of the ones before."""
+        self._held = tuple(parameters)
+
+    def remove(self) -> None:
+        """Take the hooks off the optimizer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before_step(self, *_: Any) -> None:
+        self._saved.clear()
+        if self._outer is self._inner:
+            for parameter in self._held:
+                parameter.grad = None
+            return
+        for parameter in self._held:
+            for slice_ in self._slices(parameter):
+                self._saved.append((slice_, slice_.detach().clone()))
+
+    def _after_step(self, *_: Any) -> None:
+        with torch.no_grad():
+            for slice_, before in self._saved:
+                slice_.copy_(before)
+        self._saved.clear()
+
+    def _slices(self, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
+        """This rank's slice of the parameter in the flat partition that the current step updates, and of its state.
+
+        ZeRO steps one parameter group at a time and shows the inner optimizer only that group.
+        """
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is None:
+            return []
+        flat = _flat_partitions(self._outer)[mapping.param_group_index]
+        if not any(flat is p for group in self._inner.param_groups for p in group["params"]):
+            return []
+        address = mapping.hp_fragment_address
+        state = self._inner.state.get(flat, {})
+        whole = [flat.data, *(t for t in state.values() if torch.is_tensor(t) and t.shape == flat.shape)]
+        return [tensor.narrow(0, address.start, address.numel) for tensor in whole]
+
+
+def _flat_partitions(optimizer: Any) -> list[torch.Tensor]:
+    if isinstance(optimizer, BF16_Optimizer):
+        return optimizer.fp32_groups_flat_partition  # type: ignore[no-any-return]
+    return optimizer.single_partition_of_fp32_groups  # type: ignore[no-any-return]
+
+
+def fill_missing_gradients(optimizer: Any, parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Give parameters whose gradient never came in this step a zero one.
+
+    Every replica then reduces the same tensors, and no stage is left without any gradient to take the norm of.
+    """
+    if isinstance(optimizer, BF16_Optimizer):
+        wanted = set(map(id, parameters))
+        for group, index, parameter in _accumulated(optimizer):
+            if id(parameter) in wanted:
+                # The accumulation buffer holds zeros already. Unmarked, a stage without gradients fails in the
+                # norm while the others wait for it.
+                optimizer.fp32_groups_has_gradients[group][index] = True
+        return
+    attribute = "grad"
+    if isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.use_grad_accum_attribute:
+        attribute = "grad_accum"
+    for parameter in parameters:
+        if getattr(parameter, attribute, None) is None:
+            setattr(parameter, attribute, torch.zeros_like(parameter, requires_grad=False))
+
+
+def fill_missing_tied_gradients(engine: Any) -> None:
+    """Give tied weights the gradient that ReduceTiedGrads looks for.
+
+    Their stages draw different masks: without it one stage would skip the all-reduce that the other waits in.
+    """
+    for weight, _ in engine.module.get_tied_weights_and_groups():
+        if engine.using_bf16_optimizer:
+            if getattr(weight, "_hp_grad", None) is None:
+                weight._hp_grad = _accumulation_buffer(engine.optimizer, weight)
+        elif weight.grad is None:
+            weight.grad = torch.zeros_like(weight, requires_grad=False)
+
+
+def _accumulation_buffer(optimizer: Any, weight: torch.nn.Parameter) -> torch.Tensor:
+    for group, index, parameter in _accumulated(optimizer):
+        if parameter is weight:
+            return optimizer.fp32_groups_gradients[group][index]  # type: ignore[no-any-return]
+    raise KeyError("a tied weight is not among the optimizer's parameters")
+
+
+def _accumulated(optimizer: Any) -> Iterator[tuple[int, int, torch.nn.Parameter]]:
+    """Group, position and parameter of everything that a BF16_Optimizer accumulates gradients for."""
+    for group, parameters in enumerate(optimizer.bf16_groups):
+        for index, parameter in enumerate(parameters):
+            yield group, index, parameter

@@ -1,0 +1,96 @@
+"""DeepSpeed's instruction streams as our schedule, and GPipe as an instruction stream for DeepSpeed.
+
+Source: deepspeed/runtime/pipe/schedule.py. An instruction names only a buffer; which microbatch is in it follows
+from counting the forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from deepspeed.runtime.pipe import schedule as host
+
+from tf_adapters.ir import Action, Kind, PipelineSchedule
+
+
+class MicrobatchTracker:
+    """Which microbatch each pipeline buffer holds: the n-th ForwardPass of a batch is microbatch n."""
+
+    def __init__(self) -> None:
+        self._forwards = 0
+        self._in_buffer: dict[int, int] = {}
+
+    def forward(self, buffer_id: int) -> int:
+        """A ForwardPass on ``buffer_id``: the microbatch that it runs."""
+        microbatch = self._in_buffer[buffer_id] = self._forwards
+        self._forwards += 1
+        return microbatch
+
+    def backward(self, buffer_id: int) -> int:
+        """A BackwardPass on ``buffer_id``: the microbatch whose forward was the buffer's last."""
+        return self._in_buffer[buffer_id]
+
+
+def translate(schedule_type: type[host.PipeSchedule], microbatches: int, stages: int) -> PipelineSchedule:
+    """The schedule of all ranks, from the instruction streams that the host would run on each of them."""
+    streams = (schedule_type(micro_batches=microbatches, stages=stages, stage_id=s) for s in range(stages))
+    return PipelineSchedule(tuple(tuple(_actions(stream)) for stream in streams)).validate()
+
+
+def _actions(stream: host.PipeSchedule) -> Iterator[Action]:
+    tracker = MicrobatchTracker()
+    for instructions in stream.steps():
+        for instruction in instructions:
+            if type(instruction) is host.ForwardPass:
+                yield Action(stream.stage_id, Kind.FORWARD, tracker.forward(instruction.buffer_id))
+            elif type(instruction) is host.BackwardPass:
+                yield Action(stream.stage_id, Kind.BACKWARD, tracker.backward(instruction.buffer_id))
+
+
+class GPipeSchedule(host.PipeSchedule):  # type: ignore[misc]
+    """All forwards, then all backwards in the same order (GPipe), for DeepSpeed's engine.
+
+    Two stages, three microbatches (time to the right)::
+
+        stage 0   F0 F1 F2          B0 B1 B2
+        stage 1      F0 F1 F2 B0 B1 B2
+
+    Every microbatch keeps a buffer of its own until its backward, so activations cost as many microbatches as the
+    batch has. The engine must keep the loss of each microbatch until then too; the adapter sees to it.
+    """
+
+    def steps(self) -> Iterator[list[host.PipeInstruction]]:
+        """Yield the instructions of each step of the schedule."""
+        for microbatch in range(self.micro_batches):
+            yield self._forward(microbatch)
+        for microbatch in range(self.micro_batches):
+            yield self._backward(microbatch)
+        yield [host.ReduceTiedGrads(), host.ReduceGrads(), host.OptimizerStep()]
+
+    def num_pipe_buffers(self) -> int:
+        """One buffer for each microbatch."""
+        return int(self.micro_batches)
+
+    def _forward(self, buffer_id: int) -> list[host.PipeInstruction]:
+        commands: list[host.PipeInstruction] = []
+        if not self.is_first_stage:
+            commands.append(host.RecvActivation(buffer_id))
+        if self.is_first_stage or self.is_last_stage:
+            commands.append(host.LoadMicroBatch(buffer_id))
+        commands.append(host.ForwardPass(buffer_id))
+        if not self.is_last_stage:
+            commands.append(host.SendActivation(buffer_id))
+        return commands
+
+    def _backward(self, buffer_id: int) -> list[host.PipeInstruction]:
+        commands: list[host.PipeInstruction] = []
+        if not self.is_last_stage:
+            commands.append(host.RecvGrad(buffer_id))
+        commands.append(host.BackwardPass(buffer_id))
+        if not self.is_first_stage:
+            commands.append(host.SendGrad(buffer_id))
+        return commands
+
+
+SCHEDULES: dict[str, type[host.PipeSchedule]] = {"1f1b": host.TrainSchedule, "gpipe": GPipeSchedule}
+"""The schedules that the ``schedule`` setting can put in the place of the engine's own."""

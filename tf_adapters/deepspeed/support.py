@@ -1,0 +1,77 @@
+"""What freezing can be right under in DeepSpeed, checked by symbol before any training starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from tf_adapters.errors import UnsupportedError
+
+_ENGINE_SYMBOLS = (
+    "_INSTRUCTION_MAP",
+    "_train_schedule",
+    "_exec_schedule",
+    "pipe_buffers",
+    "save_checkpoint",
+    "load_checkpoint",
+)
+_UNTESTED_OPTIMIZERS = ("onebit", "zerooneadam", "muon")
+
+
+def check(engine: Any) -> None:
+    """Raise UnsupportedError, one line, if freezing this engine's parameters could be wrong."""
+    for problem in (_engine_problem(engine), _model_problem(engine), _optimizer_problem(engine)):
+        if problem:
+            raise UnsupportedError(f"timely_freeze cannot run here: {problem}")
+
+
+def _engine_problem(engine: Any) -> str | None:
+    if not isinstance(engine, PipelineEngine):
+        return (
+            f"the engine is a {type(engine).__name__}; it needs a PipelineEngine, "
+            "which deepspeed.initialize returns for a PipelineModule"
+        )
+    missing = [symbol for symbol in _ENGINE_SYMBOLS if not hasattr(engine, symbol)]
+    if missing:
+        return f"this DeepSpeed has no PipelineEngine.{missing[0]}; run `tf-adapters doctor` for the versions that work"
+    if "dualpipev" in type(engine).__module__:
+        return 'the DualPipeV engine is not supported; use the default pipeline engine (1F1B) or "schedule": "gpipe"'
+    if engine.grid.model_parallel_size > 1:
+        return f"model parallelism of size {engine.grid.model_parallel_size} inside pipeline stages is not supported"
+    return None
+
+
+def _model_problem(engine: Any) -> str | None:
+    compiled = [name for name, module in engine.module.named_modules() if _is_compiled(module)]
+    if getattr(engine, "is_compiled", False) or compiled:
+        return (
+            f"{compiled[0] or 'the model' if compiled else 'the engine'} is compiled with torch.compile, which "
+            "would recompile for every mask; train without compiling"
+        )
+    if getattr(engine, "has_moe_layers", False):
+        return "mixture-of-experts layers are not supported with DeepSpeed's pipeline"
+    return None
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    compiled_call = getattr(module, "_compiled_call_impl", None)
+    return compiled_call is not None or isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def _optimizer_problem(engine: Any) -> str | None:
+    if engine.fp16_enabled():
+        return "fp16 is not supported; use bf16 or fp32"
+    outer, inner = engine.optimizer, engine.basic_optimizer
+    if not isinstance(inner, torch.optim.Optimizer):
+        return f"the optimizer {type(inner).__name__} is no torch.optim.Optimizer"
+    if any(name in type(inner).__name__.lower() for name in _UNTESTED_OPTIMIZERS):
+        return f"the optimizer {type(inner).__name__} is not supported; use Adam, AdamW, SGD or another plain one"
+    if outer is not inner and not isinstance(outer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
+        return f"the optimizer wrapper {type(outer).__name__} is not supported; use ZeRO stage 0 or 1, fp32 or bf16"
+    if getattr(outer, "cpu_offload", False):
+        return "ZeRO's optimizer offload is not supported; remove zero_optimization.offload_optimizer"
+    return None

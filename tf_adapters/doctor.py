@@ -1,0 +1,181 @@
+"""``tf-adapters doctor``: what is installed, which host can be used, and the line that mends what is missing.
+
+Versions come from the packages' metadata: importing a host to ask for its version could start compilers
+or CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = [
+    "DEEPSPEED_TESTED",
+    "Diagnosis",
+    "HostCheck",
+    "add_parser",
+    "diagnose",
+    "installed_versions",
+    "render",
+    "run",
+]
+
+DEEPSPEED_TESTED = ("0.18", "0.19.8")
+"""Oldest and newest DeepSpeed that the adapter's tests ran with."""
+
+_PACKAGES = ("torch", "numpy", "ortools", "pydantic", "deepspeed", "megatron-core", "matplotlib", "rich")
+_CORE = {"torch": "2.3", "numpy": "1.26", "ortools": "9.10", "pydantic": "2.6"}
+_EXTRAS = {"matplotlib": ("plot", "Gantt charts"), "rich": ("cli", "coloured tables")}
+_DEEPSPEED_FEATURES = (
+    "schedules: 1F1B (DeepSpeed's own) and GPipe",
+    "ZeRO stages 0 and 1, data-parallel replicas",
+    "fp32 and bf16, activation checkpointing, tied layers",
+)
+
+Versions = Mapping[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class HostCheck:
+    """Whether one host can be used; ``remedy`` is a command line, empty where none is needed."""
+
+    name: str
+    usable: bool
+    finding: str
+    features: tuple[str, ...] = ()
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What ``diagnose`` found. ``problems`` keep every host from working, ``hints`` keep none."""
+
+    versions: dict[str, str | None]
+    hosts: tuple[HostCheck, ...]
+    problems: tuple[str, ...]
+    hints: tuple[str, ...]
+
+    @property
+    def ready(self) -> tuple[str, ...]:
+        """The hosts that can be used as things are."""
+        return () if self.problems else tuple(host.name for host in self.hosts if host.usable)
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Version of Python and of each package that matters here; None for what is not installed."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("tf-adapters", *_PACKAGES):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return versions
+
+
+def diagnose(versions: Versions) -> Diagnosis:
+    """Judge ``versions``, as ``installed_versions`` gives them; a missing key counts as not installed."""
+    hints = tuple(
+        f'no {package}, so no {use}: pip install "tf-adapters[{extra}]"'
+        for package, (extra, use) in _EXTRAS.items()
+        if versions.get(package) is None
+    )
+    hosts = (_check_deepspeed(versions.get("deepspeed")), _check_megatron(versions.get("megatron-core")))
+    return Diagnosis(dict(versions), hosts, _core_problems(versions), hints)
+
+
+def devices() -> str:
+    """The accelerators torch sees, in one line."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return f"unknown: torch cannot be imported ({str(error).splitlines()[0]})"
+    if not torch.cuda.is_available():
+        return f"CPU only ({torch.get_num_threads()} threads): fine for trying things out"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def render(diagnosis: Diagnosis, seen: str) -> str:
+    """The diagnosis as text; ``seen`` is the line about devices."""
+    width = max(len(name) for name in diagnosis.versions)
+    lines = ["Versions"]
+    lines += [f"  {name:<{width}}  {version or '-'}" for name, version in diagnosis.versions.items()]
+    lines += ["", "Devices", f"  {seen}", "", "Hosts"]
+    for host in diagnosis.hosts:
+        lines.append(f"  {host.name}: {host.finding}")
+        lines += [f"    - {feature}" for feature in host.features if host.usable]
+        lines += [f"    mend it: {host.remedy}"] if host.remedy else []
+    for title, notes in (("Problems", diagnosis.problems), ("Optional", diagnosis.hints)):
+        if notes:
+            lines += ["", title, *(f"  {note}" for note in notes)]
+    return "\n".join([*lines, "", _closing_line(diagnosis)])
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``doctor`` to the command line."""
+    about = "say what is installed, which host can be used, and what to install"
+    parser = subparsers.add_parser("doctor", help=about, description=f"tf-adapters doctor: {about}.")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the diagnosis; 0 when at least one host can be used, otherwise 1."""
+    diagnosis = diagnose(installed_versions())
+    print(render(diagnosis, devices()))
+    return 0 if diagnosis.ready else 1
+
+
+def _core_problems(versions: Versions) -> tuple[str, ...]:
+    problems = []
+    python = versions.get("python")
+    if python is not None and _release(python) < (3, 10):
+        problems.append(f"Python {python} is too old: tf-adapters needs 3.10 or newer")
+    for package, oldest in _CORE.items():
+        version = versions.get(package)
+        if version is None:
+            problems.append(f'{package} is not installed: pip install "{package}>={oldest}"')
+        elif _release(version) < _release(oldest):
+            problems.append(f'{package} {version} is too old: pip install --upgrade "{package}>={oldest}"')
+    return tuple(problems)
+
+
+def _check_deepspeed(version: str | None) -> HostCheck:
+    oldest, newest = DEEPSPEED_TESTED
+    tested = f"{oldest} to {newest} tested"
+    if version is None:
+        return HostCheck("deepspeed", False, "not installed", remedy='pip install "tf-adapters[deepspeed]"')
+    if _release(version) < _release(oldest):
+        remedy = f'pip install --upgrade "deepspeed>={oldest}"'
+        return HostCheck("deepspeed", False, f"{version} is too old ({tested})", remedy=remedy)
+    finding = f"{version}, in the tested range ({tested})"
+    if _release(version) > _release(newest):
+        mend = f'pip install "deepspeed=={newest}"'
+        finding = f"{version} is newer than what was tested ({tested}); if it fails: {mend}"
+    return HostCheck("deepspeed", True, finding, _DEEPSPEED_FEATURES)
+
+
+def _check_megatron(version: str | None) -> HostCheck:
+    found = f"{version} is installed, but" if version else "not installed;"
+    return HostCheck("megatron-core", False, f"{found} this version of tf-adapters has no adapter for it")
+
+
+def _closing_line(diagnosis: Diagnosis) -> str:
+    if diagnosis.ready:
+        return f"ready for: {', '.join(diagnosis.ready)}"
+    if diagnosis.problems:
+        return f"not ready: {diagnosis.problems[0]}"
+    remedies = [host.remedy for host in diagnosis.hosts if host.remedy]
+    return f"not ready: no host can be used; {' or '.join(remedies)}"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version, without trailing zeros: ``0.19.8+cu12`` is (0, 19, 8)."""
+    match = re.match(r"\d+(\.\d+)*", version.lstrip("v"))
+    numbers = [int(part) for part in match[0].split(".")] if match else []
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)

@@ -1,0 +1,261 @@
+"""Pipeline schedules as pure data: actions, their text, and what makes a schedule one that can run.
+
+The text of an action is the one torch.distributed.pipelining prints, ``{stage}{kind}{microbatch}``: ``2F0``
+is stage 2's forward of microbatch 0. Indices start at 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+
+from tf_adapters.errors import ScheduleError
+
+__all__ = ["Action", "Kind", "PipelineSchedule"]
+
+
+class Kind(str, Enum):
+    """What an action computes; the value is its letter in an action's text."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT_GRAD = "I"
+    WEIGHT_GRAD = "W"
+
+
+_FREEZABLE = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRAD})
+_ACTION = re.compile(r"(0|[1-9][0-9]*)([FBIW])(0|[1-9][0-9]*)")
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Action:
+    """One block of work: a stage's forward, backward or half a backward of one microbatch."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read an action's text, such as ``2F0``; the inverse of ``str``. Raises ScheduleError."""
+        match = _ACTION.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            raise ScheduleError(f"{text!r} is not an action: expected stage, one of F B I W, microbatch, such as '2F0'")
+        return cls(int(match[1]), Kind(match[2]), int(match[3]))
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+    @property
+    def freezable(self) -> bool:
+        """Whether it computes weight gradients, which freezing can skip."""
+        return self.kind in _FREEZABLE
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSchedule:
+    """What each pipeline rank runs in one batch, in order.
+
+    A stage lives on one rank; a rank may hold several stages (interleaved and V-shaped schedules) or none.
+    """
+
+    ranks: tuple[tuple[Action, ...], ...]
+
+    @classmethod
+    def from_text(cls, ranks: Sequence[Sequence[str]]) -> PipelineSchedule:
+        """Read one list of action texts per rank. Raises ScheduleError for the first that is no action."""
+        return cls(tuple(tuple(Action.parse(text) for text in rank) for rank in ranks))
+
+    def to_text(self) -> list[list[str]]:
+        """One list of action texts per rank; the inverse of ``from_text``."""
+        return [[str(action) for action in rank] for rank in self.ranks]
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """Every action, rank after rank."""
+        return tuple(action for rank in self.ranks for action in rank)
+
+    @property
+    def num_stages(self) -> int:
+        """One more than the highest stage; 0 without actions."""
+        return max((action.stage for action in self.actions), default=-1) + 1
+
+    @property
+    def num_microbatches(self) -> int:
+        """One more than the highest microbatch; 0 without actions."""
+        return max((action.microbatch for action in self.actions), default=-1) + 1
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds ``stage``. Raises ScheduleError when none does."""
+        for rank, actions in enumerate(self.ranks):
+            if any(action.stage == stage for action in actions):
+                return rank
+        raise ScheduleError(f"stage {stage} is on no rank: the stages are 0 to {self.num_stages - 1}")
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that ``rank`` holds, ascending."""
+        return tuple(sorted({action.stage for action in self.ranks[rank]}))
+
+    def transfers(self) -> Iterator[tuple[Action, Action]]:
+        """Every pair (source, target) in which the target needs what another stage's action sends it.
+
+        Activations go from F(s, m) to F(s+1, m); input gradients from B or I(s+1, m) to B or I(s, m).
+        """
+        present = set(self.actions)
+        for target in self.actions:
+            source = _upstream(target, present)
+            if source is not None:
+                yield source, target
+
+    def execution_order(self) -> tuple[Action, ...]:
+        """All actions in an order in which each comes after everything it waits for (Kahn, linear time).
+
+        Raises ScheduleError when ranks wait for one another for ever.
+        """
+        waiting = dict.fromkeys(self.actions, 0)
+        released: dict[Action, list[Action]] = {action: [] for action in waiting}
+        for source, target in [*self._chain(), *self.transfers()]:
+            waiting[target] += 1
+            released[source].append(target)
+        ready = deque(action for action, count in waiting.items() if count == 0)
+        order: list[Action] = []
+        while ready:
+            action = ready.popleft()
+            order.append(action)
+            for target in released[action]:
+                waiting[target] -= 1
+                if waiting[target] == 0:
+                    ready.append(target)
+        if len(order) < len(waiting):
+            raise self._deadlock(set(order))
+        return tuple(order)
+
+    def validate(self) -> PipelineSchedule:
+        """Return this schedule if it can run; otherwise raise ScheduleError with the marked grid."""
+        if not self.actions:
+            raise ScheduleError("the schedule has no actions")
+        self._check_unique()
+        self._check_one_rank_per_stage()
+        self._check_complete()
+        self._check_local_order()
+        self.execution_order()
+        return self
+
+    def grid(self, marked: Iterable[Action] = ()) -> str:
+        """Draw one row per rank and one column per slot, ``marked`` actions as ``>1B0<``."""
+        bad = set(marked)
+        rows = [[f">{action}<" if action in bad else f" {action} " for action in rank] for rank in self.ranks]
+        width = max((len(cell) for row in rows for cell in row), default=0)
+        label = len(f"rank {len(rows) - 1}")
+        return "\n".join(
+            f"{f'rank {rank}':<{label}} |{''.join(cell.center(width) for cell in row)}".rstrip()
+            for rank, row in enumerate(rows)
+        )
+
+    def _chain(self) -> Iterator[tuple[Action, Action]]:
+        for rank in self.ranks:
+            yield from pairwise(rank)
+
+    def _error(self, message: str, *marked: Action) -> ScheduleError:
+        return ScheduleError(message, grid=self.grid(marked))
+
+    def _check_unique(self) -> None:
+        seen: set[Action] = set()
+        for action in self.actions:
+            if action in seen:
+                raise self._error(f"{action} is listed twice: an action runs once in a batch", action)
+            seen.add(action)
+
+    def _check_one_rank_per_stage(self) -> None:
+        home: dict[int, int] = {}
+        for rank, actions in enumerate(self.ranks):
+            for action in actions:
+                first = home.setdefault(action.stage, rank)
+                if first != rank:
+                    raise self._error(
+                        f"{action} is on rank {rank} but stage {action.stage} is on rank {first}:"
+                        " a stage lives on one rank",
+                        action,
+                    )
+
+    def _check_complete(self) -> None:
+        actions = self.actions
+        stages, microbatches = {a.stage for a in actions}, {a.microbatch for a in actions}
+        self._check_gap("stage", stages, max(actions, key=lambda action: action.stage))
+        self._check_gap("microbatch", microbatches, max(actions, key=lambda action: action.microbatch))
+        present = set(actions)
+        for stage in range(len(stages)):
+            for microbatch in range(len(microbatches)):
+                self._check_cell(stage, microbatch, present)
+
+    def _check_gap(self, name: str, indices: set[int], highest: Action) -> None:
+        for expected, index in enumerate(sorted(indices)):
+            if index != expected:
+                raise self._error(f"{name} {expected} is missing although {highest} is there", highest)
+
+    def _check_cell(self, stage: int, microbatch: int, present: set[Action]) -> None:
+        forward, backward, input_grad, weight_grad = (Action(stage, kind, microbatch) for kind in Kind)
+        have = [action for action in (forward, backward, input_grad, weight_grad) if action in present]
+        if not have:
+            raise self._error(f"{forward} is missing: stage {stage} never runs microbatch {microbatch}")
+        if backward in have and (input_grad in have or weight_grad in have):
+            half = input_grad if input_grad in have else weight_grad
+            raise self._error(
+                f"{backward} and {half} are both there: a backward is either whole (B) or split (I and W)",
+                backward,
+                half,
+            )
+        if forward not in have:
+            raise self._error(f"{have[0]} has no forward: {forward} is missing", have[0])
+        if have == [forward]:
+            raise self._error(
+                f"{forward} has no backward: {backward}, or {input_grad} and {weight_grad}, is missing",
+                forward,
+            )
+        if (input_grad in have) != (weight_grad in have):
+            half, other = (input_grad, weight_grad) if input_grad in have else (weight_grad, input_grad)
+            raise self._error(f"{half} has no other half: {other} is missing", half)
+
+    def _check_local_order(self) -> None:
+        for rank, actions in enumerate(self.ranks):
+            here = set(actions)
+            done: set[Action] = set()
+            for action in actions:
+                needed = _local_need(action)
+                if needed in here and needed not in done:
+                    raise self._error(
+                        f"{action} comes before {needed} on rank {rank}, which it needs: they deadlock",
+                        action,
+                        needed,
+                    )
+                done.add(action)
+
+    def _deadlock(self, done: set[Action]) -> ScheduleError:
+        present = set(self.actions)
+        heads = [next((a for a in rank if a not in done), None) for rank in self.ranks]
+        stuck = [action for action in heads if action is not None]
+        waits = ", ".join(f"{action} waits for {_upstream(action, present)}" for action in stuck)
+        return self._error(f"the schedule deadlocks: {waits}", *stuck)
+
+
+def _upstream(action: Action, present: set[Action]) -> Action | None:
+    """The action of a neighbouring stage whose result ``action`` needs, if there is one."""
+    if action.kind is Kind.FORWARD:
+        candidates = [Action(action.stage - 1, Kind.FORWARD, action.microbatch)]
+    elif action.kind is Kind.WEIGHT_GRAD:
+        return None
+    else:
+        candidates = [Action(action.stage + 1, kind, action.microbatch) for kind in (Kind.BACKWARD, Kind.INPUT_GRAD)]
+    return next((candidate for candidate in candidates if candidate in present), None)
+
+
+def _local_need(action: Action) -> Action | None:
+    """The action of the same stage that must have run before ``action``."""
+    if action.kind is Kind.FORWARD:
+        return None
+    before = Kind.INPUT_GRAD if action.kind is Kind.WEIGHT_GRAD else Kind.FORWARD
+    return Action(action.stage, before, action.microbatch)

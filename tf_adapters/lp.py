@@ -1,0 +1,283 @@
+"""The planner's linear program, solved by GLOP, and a proof of how far from the optimum a plan can be.
+
+Paper, section "Linear Programming Formulation", with w_i = upper_i - r_i * range_i put in for the
+durations, so that the variables are the start times P_i, the freeze ratios r_i and the batch's end P_d. The
+paper's weighted objective becomes three solves in order of importance, so that no weight has to be small
+enough:
+
+1. the earliest end of the batch;
+2. the least total freezing that keeps that end;
+3. among those, freezing spread evenly (a piecewise linear sum of r squared), because a vertex freezes all of
+   one action and nothing of the next where a part of both would do. Keeping each stage's largest ratio low
+   would not do it: in most schedules some action near the batch's ends is frozen whole in every optimum.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tf_adapters.dag import PipelineDag
+from tf_adapters.errors import SolverError
+
+__all__ = ["FreezeProblem", "Optimum", "SolverStatus", "lower_bound", "solve"]
+
+Floats = NDArray[np.float64]
+
+_MAKESPAN_SLACK = 1e-11
+_MAKESPAN_TOLERANCE = 1e-9
+_FREEZING_SLACK = 1e-8
+_SEGMENTS = 4
+_SPREAD_UP_TO = 2_000
+"""Actions up to which the third solve is tried: beyond, it takes longer than the other two together."""
+
+# The presolve is off because it throws the basis away from which the next solve starts. That basis is primal
+# feasible for the next objective. The first solve has none; there the dual simplex is several times faster.
+_GLOP_FIRST = "use_preprocessing:false use_dual_simplex:true"
+_GLOP_NEXT = "use_preprocessing:false use_dual_simplex:false"
+_GLOP_AGAIN = "use_preprocessing:true use_dual_simplex:true"
+
+
+class SolverStatus(str, Enum):
+    """How a solve ended, in GLOP's words; NOT_NEEDED when nothing may be frozen or nothing can be gained."""
+
+    OPTIMAL = "OPTIMAL"
+    FEASIBLE = "FEASIBLE"
+    INFEASIBLE = "INFEASIBLE"
+    UNBOUNDED = "UNBOUNDED"
+    ABNORMAL = "ABNORMAL"
+    MODEL_INVALID = "MODEL_INVALID"
+    NOT_SOLVED = "NOT_SOLVED"
+    NOT_NEEDED = "NOT_NEEDED"
+
+
+_GLOP_STATUSES = tuple(status for status in SolverStatus if status is not SolverStatus.NOT_NEEDED)
+
+
+@dataclass(frozen=True, eq=False)
+class FreezeProblem:
+    """A DAG with durations in any unit, in the order of ``dag.actions``.
+
+    ``ranges`` is how much of ``upper`` full freezing saves, 0 where nothing can be frozen. ``stages`` maps
+    a stage to the positions of its actions that can be frozen, ``budgets`` to the largest sum of their
+    ratios.
+    """
+
+    dag: PipelineDag
+    upper: Floats
+    ranges: Floats
+    stages: Mapping[int, NDArray[np.int64]]
+    budgets: Mapping[int, float]
+
+    def end(self, ratios: Floats) -> float:
+        """Makespan under ``ratios``, in the problem's unit."""
+        return self.dag.end(self.upper - ratios * self.ranges)
+
+
+class Flow(NamedTuple):
+    """GLOP's dual values of the first solve: one per DAG edge, one per action (0 if it has a successor)."""
+
+    edges: Floats
+    ends: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Optimum:
+    """Freeze ratios in the order of ``dag.actions`` and the dual values that support their makespan."""
+
+    ratios: Floats
+    flow: Flow
+
+
+def solve(problem: FreezeProblem, time_limit_s: float | None = None) -> Optimum:
+    """Solve the program; its unit of time should be near a typical duration, for GLOP's sake.
+
+    Raises SolverError with GLOP's status when one of the first two solves does not end OPTIMAL. The third
+    only breaks ties: when it fails, the second's solution stands.
+    """
+    model = _Model(problem, time_limit_s)
+    flow = model.minimise_makespan()
+    ratios = model.minimise_freezing()
+    if len(problem.dag.actions) <= _SPREAD_UP_TO:
+        ratios = model.spread(ratios)
+    return Optimum(ratios, flow)
+
+
+class _Model:
+    """GLOP's model of a FreezeProblem; each solve starts from the basis of the one before."""
+
+    def __init__(self, problem: FreezeProblem, time_limit_s: float | None) -> None:
+        from ortools.linear_solver import pywraplp  # half a second that importing the planner should not take
+
+        self._problem = problem
+        self._deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+        self._solver: Any = pywraplp.Solver.CreateSolver("GLOP")
+        self._solver.SuppressOutput()
+        self._warm, self._fresh = pywraplp.MPSolverParameters(), pywraplp.MPSolverParameters()
+        self._fresh.SetIntegerParam(self._fresh.INCREMENTALITY, self._fresh.INCREMENTALITY_OFF)
+        self._statuses = {getattr(pywraplp.Solver, s.value): s for s in SolverStatus if s.value != "NOT_NEEDED"}
+        infinity = self._solver.infinity()
+        self._starts = [self._solver.NumVar(0.0, infinity, "") for _ in problem.dag.actions]
+        self._ratios = {int(i): self._solver.NumVar(0.0, 1.0, "") for i in np.flatnonzero(problem.ranges > 0.0)}
+        self._end = self._solver.NumVar(0.0, infinity, "")
+        self._edge_rows = self._add_edges()
+        self._end_rows = self._add_ends()
+        self._add_budgets()
+
+    def minimise_makespan(self) -> Flow:
+        self._solve([(self._end, 1.0)], "earliest end of the batch", _GLOP_FIRST)
+        ends = np.zeros(len(self._starts))
+        for position, row in self._end_rows.items():
+            ends[position] = row.dual_value()
+        flow = Flow(np.array([row.dual_value() for row in self._edge_rows], dtype=np.float64), ends)
+        # The end that the ratios really reach, not GLOP's value of it, is what later solves can surely keep.
+        self._end.SetUb(self._problem.end(self._read()) * (1.0 + _MAKESPAN_SLACK))
+        return flow
+
+    def minimise_freezing(self) -> Floats:
+        self._solve([(ratio, 1.0) for ratio in self._ratios.values()], "least freezing")
+        return self._read()
+
+    def spread(self, least: Floats) -> Floats:
+        """Even out ``least`` without a later end or more freezing; ``least`` itself when GLOP cannot."""
+        most = float(least.sum()) * (1.0 + _FREEZING_SLACK)
+        total = self._solver.Constraint(-self._solver.infinity(), most)
+        cost = []
+        for ratio in self._ratios.values():
+            total.SetCoefficient(ratio, 1.0)
+            parts = self._solver.Constraint(0.0, 0.0)
+            parts.SetCoefficient(ratio, -1.0)
+            for segment in range(_SEGMENTS):
+                part = self._solver.NumVar(0.0, 1.0 / _SEGMENTS, "")
+                parts.SetCoefficient(part, 1.0)
+                cost.append((part, 2.0 * segment + 1.0))
+        try:
+            self._solve(cost, "even freezing")
+        except SolverError:
+            return least
+        even = self._read()
+        holds = self._problem.end(even) <= self._problem.end(least) * (1.0 + _MAKESPAN_TOLERANCE)
+        return even if holds and float(even.sum()) <= most * (1.0 + _FREEZING_SLACK) else least
+
+    def _add_edges(self) -> list[Any]:
+        upper = self._problem.upper.tolist()
+        rows = []
+        for source, target, delay in zip(*(c.tolist() for c in self._problem.dag.edges), strict=True):
+            row = self._row_after(source, upper[source] + delay)
+            row.SetCoefficient(self._starts[target], 1.0)
+            rows.append(row)
+        return rows
+
+    def _add_ends(self) -> dict[int, Any]:
+        rows = {}
+        for position in set(range(len(self._starts))) - set(self._problem.dag.edges.sources.tolist()):
+            rows[position] = self._row_after(position, float(self._problem.upper[position]))
+            rows[position].SetCoefficient(self._end, 1.0)
+        return rows
+
+    def _row_after(self, source: int, length: float) -> Any:
+        """``P_target - P_source + range * r_source >= length``; the caller adds the target's term."""
+        row = self._solver.Constraint(length, self._solver.infinity())
+        row.SetCoefficient(self._starts[source], -1.0)
+        if source in self._ratios:
+            row.SetCoefficient(self._ratios[source], float(self._problem.ranges[source]))
+        return row
+
+    def _add_budgets(self) -> None:
+        for stage, positions in self._problem.stages.items():
+            row = self._solver.Constraint(-self._solver.infinity(), self._problem.budgets[stage])
+            for position in positions.tolist():
+                if position in self._ratios:
+                    row.SetCoefficient(self._ratios[position], 1.0)
+
+    def _solve(self, cost: list[tuple[Any, float]], purpose: str, parameters: str = _GLOP_NEXT) -> None:
+        objective = self._solver.Objective()
+        objective.Clear()
+        for variable, coefficient in cost:
+            objective.SetCoefficient(variable, coefficient)
+        objective.SetMinimization()
+        status = self._run(parameters, purpose)
+        if status is SolverStatus.ABNORMAL:
+            status = self._run(_GLOP_AGAIN, purpose)
+        if status is not SolverStatus.OPTIMAL:
+            raise SolverError(f"GLOP ended {status.value} while looking for the {purpose}")
+
+    def _run(self, parameters: str, purpose: str) -> SolverStatus:
+        if self._deadline is not None:
+            left = self._deadline - time.monotonic()
+            if left <= 0.0:
+                raise SolverError(
+                    f"GLOP ended {SolverStatus.NOT_SOLVED.value} while looking for the {purpose}: out of time"
+                )
+            self._solver.SetTimeLimit(max(1, int(left * 1e3)))
+        self._solver.SetSolverSpecificParametersAsString(parameters)
+        return self._statuses[self._solver.Solve(self._fresh if parameters == _GLOP_AGAIN else self._warm)]
+
+    def _read(self) -> Floats:
+        ratios = np.zeros(len(self._starts))
+        for position, variable in self._ratios.items():
+            ratios[position] = variable.solution_value()
+        return np.clip(ratios, 0.0, 1.0)
+
+
+def lower_bound(problem: FreezeProblem, optimum: Optimum) -> float:
+    """A makespan that no freeze ratios within the budgets can beat, in the problem's unit.
+
+    One unit of flow from the batch's start to its end is a weighted mean of paths, so the batch takes at
+    least the flow's length: sum of flow * (upper + delay) less what freezing can save on it. A stage saves
+    at most u * budget + sum of max(0, range * throughflow - u) for every u >= 0. The flow follows GLOP's
+    dual values but is made to conserve exactly, so the bound holds however rough they are.
+    """
+    edges, through = problem.dag.edges, _throughflow(problem, optimum)
+    length = float(through.nodes @ problem.upper + through.edges @ edges.delay)
+    saving = through.nodes * problem.ranges
+    most_saved = sum(_most_saved(saving[p], problem.budgets[stage]) for stage, p in problem.stages.items())
+    return max(length - most_saved, problem.end(np.ones_like(problem.upper)), 0.0)
+
+
+def _most_saved(saving: Floats, budget: float) -> float:
+    descending = np.sort(saving)[::-1]
+    whole = int(budget)
+    multiplier = float(descending[whole]) if whole < len(descending) else 0.0
+    return multiplier * budget + float(np.maximum(saving - multiplier, 0.0).sum())
+
+
+class _Throughflow(NamedTuple):
+    nodes: Floats
+    edges: Floats
+
+
+def _throughflow(problem: FreezeProblem, optimum: Optimum) -> _Throughflow:
+    """Send one unit back from the batch's end, over each action's incoming edges as the dual values say."""
+    dag = problem.dag
+    durations = problem.upper - optimum.ratios * problem.ranges
+    finish = dag.earliest_starts(durations) + durations
+    arrival = finish[dag.edges.sources] + dag.edges.delay
+    last = np.setdiff1d(np.arange(len(dag.actions)), dag.edges.sources)
+    nodes = np.zeros(len(dag.actions))
+    nodes[last] = _shares(optimum.flow.ends[last], finish[last])
+    flow = np.zeros(len(arrival))
+    first = np.searchsorted(dag.edges.targets, np.arange(len(dag.actions) + 1))
+    for position in range(len(dag.actions) - 1, -1, -1):
+        incoming = slice(first[position], first[position + 1])
+        if nodes[position] > 0.0 and incoming.stop > incoming.start:
+            flow[incoming] = nodes[position] * _shares(optimum.flow.edges[incoming], arrival[incoming])
+            np.add.at(nodes, dag.edges.sources[incoming], flow[incoming])
+    return _Throughflow(nodes, flow)
+
+
+def _shares(weights: Floats, arrivals: Floats) -> Floats:
+    """Shares in proportion to ``weights``; all to the latest arrival where none is positive."""
+    positive = np.where(np.isfinite(weights), np.maximum(weights, 0.0), 0.0)
+    total = float(positive.sum())
+    if total > 0.0:
+        return positive / total
+    shares = np.zeros_like(positive)
+    shares[int(np.argmax(arrivals))] = 1.0
+    return shares

@@ -1,0 +1,273 @@
+"""How much of each backward's weight-gradient work to skip: paper, "Phase II: Freeze Ratio Formulation"."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tf_adapters.dag import PipelineDag
+from tf_adapters.errors import PlanInputError, SolverError
+from tf_adapters.ir import Action, PipelineSchedule
+from tf_adapters.lp import FreezeProblem, Optimum, SolverStatus, lower_bound, solve
+from tf_adapters.plan_input import check_communication, check_ratio, check_times, read_input
+
+__all__ = ["Bounds", "FreezePlan", "Makespan", "SolverReport", "SolverStatus", "plan", "plan_from_json"]
+
+_SNAP = 1e-9
+_BUDGET_TOLERANCE = 1e-6
+_GRID = 2.0**-34
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How long an action takes in ms: ``lower`` with all its parameters frozen, ``upper`` with none."""
+
+    lower: float
+    upper: float
+
+
+@dataclass(frozen=True)
+class Makespan:
+    """How long a batch takes in ms with nothing frozen, as planned, and with everything frozen."""
+
+    unfrozen: float
+    planned: float
+    fully_frozen: float
+
+
+@dataclass(frozen=True)
+class SolverReport:
+    """Which solver ran, how it ended, its wall time in s, and how far the plan is from the optimum at most.
+
+    ``optimality_gap`` is proven: no freeze ratios within the budgets end the batch before
+    (1 - optimality_gap) * planned makespan.
+    """
+
+    name: str
+    status: SolverStatus
+    seconds: float
+    optimality_gap: float
+
+
+@dataclass(frozen=True)
+class FreezePlan:
+    """What to freeze, and the batch that follows. Times in ms from the batch's start, ratios in [0, 1].
+
+    ``freeze_ratio`` has the actions that compute weight gradients (B and W), ``start_ms`` and
+    ``duration_ms`` have every action. The means are over B and W actions, of all stages or of one.
+    """
+
+    makespan_ms: Makespan
+    freeze_ratio: Mapping[Action, float]
+    start_ms: Mapping[Action, float]
+    duration_ms: Mapping[Action, float]
+    mean_freeze_ratio: float
+    stage_freeze_ratio: Mapping[int, float]
+    critical_path: tuple[Action, ...]
+    solver: SolverReport
+
+    def to_json(self) -> dict[str, Any]:
+        """The PLAN object that ``tf-adapters plan`` prints; actions and stages become text keys."""
+        return {
+            "makespan_ms": asdict(self.makespan_ms),
+            "freeze_ratio": _text_keys(self.freeze_ratio),
+            "start_ms": _text_keys(self.start_ms),
+            "duration_ms": _text_keys(self.duration_ms),
+            "mean_freeze_ratio": self.mean_freeze_ratio,
+            "stage_freeze_ratio": _text_keys(self.stage_freeze_ratio),
+            "critical_path": [str(action) for action in self.critical_path],
+            "solver": {**asdict(self.solver), "status": self.solver.status.value},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> FreezePlan:
+        """Read a PLAN object, the inverse of ``to_json``. Raises PlanInputError naming the wrong field."""
+        return cls(
+            makespan_ms=_read(data, "makespan_ms", lambda value: Makespan(**value)),
+            freeze_ratio=_read(data, "freeze_ratio", _action_keys),
+            start_ms=_read(data, "start_ms", _action_keys),
+            duration_ms=_read(data, "duration_ms", _action_keys),
+            mean_freeze_ratio=_read(data, "mean_freeze_ratio", float),
+            stage_freeze_ratio=_read(
+                data, "stage_freeze_ratio", lambda value: {int(k): float(v) for k, v in value.items()}
+            ),
+            critical_path=_read(data, "critical_path", lambda value: tuple(map(Action.parse, value))),
+            solver=_read(
+                data,
+                "solver",
+                lambda value: SolverReport(**{**value, "status": SolverStatus(value["status"])}),
+            ),
+        )
+
+
+def plan(
+    schedule: PipelineSchedule,
+    times: Mapping[Action, Bounds | tuple[float, float]],
+    max_freeze_ratio: float,
+    communication: Mapping[tuple[Action, Action], float] | None = None,
+    time_limit_s: float | None = None,
+) -> FreezePlan:
+    """Choose the freeze ratios that end the batch earliest and, among those, freeze least.
+
+    ``times`` bounds every action's duration in ms: all frozen, nothing frozen. An F or I action computes no
+    weight gradient: should its two times differ, it takes the second. ``communication`` is ms on edges
+    between stages.
+
+    In every stage the sum of the ratios is at most ``max_freeze_ratio`` (in [0, 1]) times the number of the
+    stage's B and W actions (the paper's constraint [4]). An action whose two times are equal gets ratio 0
+    and still counts in that number: the budget bounds the share of its updates that a parameter loses in
+    expectation, and an update that is never skipped is one of them.
+
+    Raises ScheduleError for a schedule that cannot run, PlanInputError for times, ratios and limits that
+    are missing or out of range, SolverError when GLOP does not reach the optimum (within ``time_limit_s``,
+    if given).
+    """
+    schedule.validate()
+    as_pairs = {a: (b.lower, b.upper) if isinstance(b, Bounds) else b for a, b in times.items()}
+    bounds = check_times(schedule, as_pairs)
+    ratio = check_ratio(max_freeze_ratio)
+    if time_limit_s is not None and not time_limit_s > 0.0:
+        raise PlanInputError(f"time_limit_s: {time_limit_s!r} is not a number of seconds above 0")
+    dag = PipelineDag.from_schedule(schedule, check_communication(schedule, communication or {}))
+    problem = _problem(dag, bounds, ratio)
+    began = time.perf_counter()
+    status, optimum = _optimise(problem, ratio, time_limit_s)
+    return _describe(schedule, problem, optimum, status, time.perf_counter() - began)
+
+
+def plan_from_json(data: dict[str, Any]) -> FreezePlan:
+    """``plan`` of an INPUT object (ranks, times, max_freeze_ratio, communication).
+
+    Raises PlanInputError, one line that names the field, the value and what is allowed; SolverError as
+    ``plan``.
+    """
+    given = read_input(data)
+    return plan(given.schedule, given.times, given.max_freeze_ratio, given.communication)
+
+
+def _problem(dag: PipelineDag, bounds: Mapping[Action, tuple[float, float]], max_freeze_ratio: float) -> FreezeProblem:
+    upper = np.array([bounds[action][1] for action in dag.actions])
+    lower = np.array([bounds[action][0 if action.freezable else 1] for action in dag.actions])
+    if not math.isfinite(dag.end(upper)):
+        raise PlanInputError("times: they add up to more than a float holds")
+    members: dict[int, list[int]] = {}
+    for position, action in enumerate(dag.actions):
+        if action.freezable:
+            members.setdefault(action.stage, []).append(position)
+    return FreezeProblem(
+        dag=dag,
+        upper=upper,
+        ranges=upper - lower,
+        stages={stage: np.array(positions) for stage, positions in sorted(members.items())},
+        budgets={stage: max_freeze_ratio * len(positions) for stage, positions in members.items()},
+    )
+
+
+def _optimise(
+    problem: FreezeProblem, max_freeze_ratio: float, time_limit_s: float | None
+) -> tuple[SolverStatus, Optimum | None]:
+    scaled = _scaled(problem) if max_freeze_ratio > 0.0 else None
+    if scaled is None or not scaled.ranges.any():
+        return SolverStatus.NOT_NEEDED, None
+    optimum = solve(scaled, time_limit_s)
+    return SolverStatus.OPTIMAL, Optimum(_repair(problem, optimum.ratios), optimum.flow)
+
+
+def _scaled(problem: FreezeProblem) -> FreezeProblem | None:
+    """The same problem without a unit of time, or None when every time is 0.
+
+    Times become multiples of the unfrozen makespan, rounded to a grid of 2**-34 of it. Without the rounding
+    the same times in other units differ in their last bit, and that bit can choose another one of several
+    optima. The factor, about a rank's number of actions, then brings a typical duration near 1, GLOP's size.
+    """
+    makespan = problem.end(np.zeros_like(problem.upper))
+    if makespan == 0.0:
+        return None
+    factor = 2.0 ** math.ceil(math.log2(len(problem.dag.actions) / len(problem.stages) + 1.0))
+
+    def rescale(times: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.asarray(np.round(times / makespan / _GRID) * _GRID * factor, dtype=np.float64)
+
+    dag, upper = problem.dag, rescale(problem.upper)
+    return FreezeProblem(
+        dag=PipelineDag(dag.actions, dag.index, dag.edges._replace(delay=rescale(dag.edges.delay))),
+        upper=upper,
+        ranges=upper - rescale(problem.upper - problem.ranges),
+        stages=problem.stages,
+        budgets=problem.budgets,
+    )
+
+
+def _repair(problem: FreezeProblem, ratios: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Take the solver's tolerance out of ``ratios``: exact zeros and ones, budgets kept."""
+    repaired = np.clip(ratios, 0.0, 1.0)
+    repaired[repaired < _SNAP] = 0.0
+    repaired[repaired > 1.0 - _SNAP] = 1.0
+    for stage, positions in problem.stages.items():
+        total, budget = float(repaired[positions].sum()), problem.budgets[stage]
+        if total > budget * (1.0 + _BUDGET_TOLERANCE) + _BUDGET_TOLERANCE:
+            raise SolverError(f"GLOP ended OPTIMAL but stage {stage} freezes {total:g}, above {budget:g}")
+        if total > budget + _SNAP:
+            repaired[positions] *= budget / total
+    return repaired
+
+
+def _describe(
+    schedule: PipelineSchedule,
+    problem: FreezeProblem,
+    optimum: Optimum | None,
+    status: SolverStatus,
+    seconds: float,
+) -> FreezePlan:
+    dag, nothing = problem.dag, np.zeros_like(problem.upper)
+    ratios = nothing if optimum is None else optimum.ratios
+    # Not upper - ratio * range where the ratio is 1: rounding could end below the lower bound.
+    durations = np.where(ratios == 1.0, problem.upper - problem.ranges, problem.upper - ratios * problem.ranges)
+    starts, planned = dag.earliest_starts(durations), dag.end(durations)
+    bound = planned if optimum is None else lower_bound(problem, optimum)
+
+    def by_action(values: NDArray[np.float64], freezable: bool = False) -> dict[Action, float]:
+        keep = (action for action in schedule.actions if action.freezable or not freezable)
+        return {action: float(values[dag.index[action]]) for action in keep}
+
+    length = by_action(durations)
+    freezable = np.concatenate(list(problem.stages.values()))
+    return FreezePlan(
+        makespan_ms=Makespan(problem.end(nothing), planned, problem.end(np.ones_like(nothing))),
+        freeze_ratio=by_action(ratios, freezable=True),
+        start_ms=by_action(starts),
+        duration_ms=length,
+        mean_freeze_ratio=float(ratios[freezable].mean()),
+        stage_freeze_ratio={stage: float(ratios[p].mean()) for stage, p in problem.stages.items()},
+        critical_path=dag.critical_path(length),
+        solver=SolverReport("GLOP", status, seconds, _gap(planned, bound)),
+    )
+
+
+def _gap(planned: float, bound: float) -> float:
+    return max(0.0, (planned - bound) / planned) if planned > 0.0 else 0.0
+
+
+def _text_keys(values: Mapping[Any, float]) -> dict[str, float]:
+    return {str(key): value for key, value in values.items()}
+
+
+def _action_keys(values: Mapping[str, float]) -> dict[Action, float]:
+    return {Action.parse(key): float(value) for key, value in values.items()}
+
+
+def _read(data: Mapping[str, Any], field: str, convert: Callable[[Any], _T]) -> _T:
+    if not isinstance(data, Mapping) or field not in data:
+        raise PlanInputError(f"{field}: missing in the plan")
+    try:
+        return convert(data[field])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise PlanInputError(f"{field}: not what a plan holds there ({error})") from error

@@ -1,0 +1,8 @@
+"""What a run leaves behind, and how it is shown: ``report.json``, a summary for the terminal, a Gantt chart.
+
+Nothing here imports matplotlib or rich until a picture or a table is asked for.
+"""
+
+from tf_adapters.report.schema import BackwardSample, Host, Measured, PeakMemory, Phases, Report, Schedule
+
+__all__ = ["BackwardSample", "Host", "Measured", "PeakMemory", "Phases", "Report", "Schedule"]

@@ -1,0 +1,133 @@
+"""A report from a live run: what every rank measured, merged on rank 0."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+import tf_adapters
+from tf_adapters.ir import Action
+from tf_adapters.phases import Phase
+from tf_adapters.report.schema import BackwardSample, Host, Measured, Phases, Report, Schedule, Status
+from tf_adapters.timing import ActionTimer, median
+
+if TYPE_CHECKING:
+    from tf_adapters.controller import Controller
+
+_REPORTED = (Phase.MONITORING_UPPER, Phase.MONITORING_LOWER, Phase.STABLE)
+_STATUS: dict[Phase, Status] = {
+    Phase.WARMUP: "warmup",
+    Phase.MONITORING_UPPER: "monitoring",
+    Phase.MONITORING_LOWER: "monitoring",
+    Phase.PROGRESSIVE: "progressive",
+    Phase.STABLE: "stable",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LocalMeasurements:
+    """One rank's medians: steps in ms, and (mean frozen share, ms) of each freezable action, by phase."""
+
+    steps: Mapping[str, float | None]
+    actions: Mapping[str, Mapping[Action, tuple[float, float]]]
+
+
+def local_measurements(timer: ActionTimer) -> LocalMeasurements:
+    """What this rank has measured so far."""
+    timer.drain()
+    return LocalMeasurements(
+        steps={phase.value: timer.step_ms(phase) for phase in _REPORTED},
+        actions={phase.value: _medians(timer, phase) for phase in _REPORTED},
+    )
+
+
+def build_report(controller: Controller, ranks: Sequence[LocalMeasurements]) -> Report:
+    """The report of the run as far as it has come."""
+    state = controller.state
+    return Report(
+        host=Host(name=controller.host.name, version=controller.host.version),
+        versions=_versions(),
+        config=controller.config.model_dump(),
+        schedule=Schedule(ranks=tuple(map(tuple, controller.schedule.to_text()))),
+        status=_status(controller),
+        note=(*state.notes, *([state.failure] if state.failure else [])),
+        step=state.completed_steps,
+        phases=Phases(
+            warmup_end=state.phases.warmup_end,
+            monitoring_end=state.phases.monitoring_end,
+            progressive_end=state.phases.progressive_end,
+        ),
+        times={str(action): (bounds.lower, bounds.upper) for action, bounds in state.bounds.items()},
+        plan=state.plan,
+        measured=_measured(controller, ranks),
+    )
+
+
+def _medians(timer: ActionTimer, phase: Phase) -> dict[Action, tuple[float, float]]:
+    found = {}
+    for action in timer.actions(phase):
+        samples = timer.samples(phase, action)
+        ms = median(sample.ms for sample in samples)
+        if action.freezable and ms is not None:
+            found[action] = (sum(sample.share for sample in samples) / len(samples), ms)
+    return found
+
+
+def _measured(controller: Controller, ranks: Sequence[LocalMeasurements]) -> Measured:
+    state, expected = controller.state, controller.forecast
+    unfrozen = state.unfrozen_step_ms or _slowest(ranks, Phase.MONITORING_UPPER)
+    stable = _slowest(ranks, Phase.STABLE)
+    backwards = {phase: _merge([rank.actions[phase.value] for rank in ranks]) for phase in _REPORTED}
+    return Measured(
+        step_ms_unfrozen=unfrozen,
+        step_ms_stable=stable,
+        step_ratio=stable / unfrozen if stable and unfrozen else None,
+        planned_step_ms=expected.planned_ms if expected else None,
+        planned_ratio=expected.ratio if expected else None,
+        mean_afr=_mean_by_stage({action: share for action, (share, _) in backwards[Phase.STABLE].items()}),
+        backward_ms=tuple(
+            BackwardSample(action=str(action), afr=share, ms=ms)
+            for of_phase in backwards.values()
+            for action, (share, ms) in sorted(of_phase.items())
+        ),
+    )
+
+
+def _slowest(ranks: Sequence[LocalMeasurements], phase: Phase) -> float | None:
+    return max((ms for rank in ranks if (ms := rank.steps[phase.value]) is not None), default=None)
+
+
+def _merge(replicas: Sequence[Mapping[Action, tuple[float, float]]]) -> dict[Action, tuple[float, float]]:
+    """Each action at its slowest replica; replicas draw the same masks."""
+    merged: dict[Action, tuple[float, float]] = {}
+    for replica in replicas:
+        for action, (share, ms) in replica.items():
+            merged[action] = (share, max(ms, merged[action][1]) if action in merged else ms)
+    return merged
+
+
+def _mean_by_stage(shares: Mapping[Action, float]) -> dict[str, float]:
+    by_stage: dict[str, list[float]] = {}
+    for action, share in sorted(shares.items()):
+        by_stage.setdefault(str(action.stage), []).append(share)
+    return {stage: sum(of_stage) / len(of_stage) for stage, of_stage in by_stage.items()}
+
+
+def _status(controller: Controller) -> Status:
+    if controller.state.failure:
+        return "failed"
+    if controller.state.completed_steps == controller.state.phases.monitoring_end and controller.state.plan:
+        return "planned"
+    return _STATUS[controller.state.phases.phase(max(1, controller.state.completed_steps))]
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        "tf_adapters": tf_adapters.__version__,
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "ortools": metadata.version("ortools"),
+    }

@@ -1,0 +1,229 @@
+"""The report.json that rank 0 leaves: typed, written atomically, read with errors of one line.
+
+Times are milliseconds, memory is bytes, freeze ratios are shares in [0, 1]. Keys that are not known here
+are ignored, so that a newer version may add some without a new format number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+
+from tf_adapters.errors import ConfigError, ScheduleError, TimelyFreezeError
+from tf_adapters.ir import PipelineSchedule
+from tf_adapters.planner import FreezePlan
+
+__all__ = [
+    "FORMAT",
+    "BackwardSample",
+    "Host",
+    "Measured",
+    "PeakMemory",
+    "Phases",
+    "Report",
+    "Schedule",
+    "Status",
+]
+
+FORMAT: Literal[1] = 1
+
+Status = Literal["warmup", "monitoring", "planned", "progressive", "stable", "disabled", "failed"]
+Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# A mean of ratios may exceed 1 by a rounding error, which is no reason to lose a report.
+Share = Annotated[float, Field(ge=-1e-6, le=1 + 1e-6, allow_inf_nan=False)]
+Quotient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(ge=0)]
+
+
+def _to_plan(value: Any) -> FreezePlan:
+    if isinstance(value, FreezePlan):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError("expected the plan as an object")
+    try:
+        return FreezePlan.from_json(dict(value))
+    except (KeyError, TypeError, AttributeError, TimelyFreezeError) as error:
+        raise ValueError(f"not a plan ({type(error).__name__}: {error})") from None
+
+
+Plan = Annotated[FreezePlan, PlainValidator(_to_plan), PlainSerializer(lambda plan: plan.to_json())]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", coerce_numbers_to_str=True, arbitrary_types_allowed=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nulls_are_defaults(cls, data: Any) -> Any:
+        """An absent part may be spelt null: what has a default takes it."""
+        if not isinstance(data, Mapping):
+            return data
+        return {key: value for key, value in data.items() if value is not None}
+
+
+class Host(_Model):
+    """The framework that ran the pipeline."""
+
+    name: str
+    version: str
+
+
+class Phases(_Model):
+    """Last step of each phase: the paper's T_w, T_m and T_f; None before the run knows them."""
+
+    warmup_end: int | None = None
+    monitoring_end: int | None = None
+    progressive_end: int | None = None
+
+
+class Schedule(_Model):
+    """The pipeline schedule, one list of action texts per rank in execution order."""
+
+    ranks: tuple[tuple[str, ...], ...]
+
+    def parse(self) -> PipelineSchedule:
+        """The schedule as actions. Raises ScheduleError for a text that is no action."""
+        return PipelineSchedule.from_text(self.ranks)
+
+
+class BackwardSample(_Model):
+    """Median time ``ms`` of one backward ``action``, the share ``afr`` of its weight gradients skipped."""
+
+    action: str
+    afr: Share
+    ms: Milliseconds
+
+
+class PeakMemory(_Model):
+    """Most bytes that each pipeline rank had allocated, with nothing frozen and in the stable phase."""
+
+    unfrozen: tuple[Bytes, ...] | None = None
+    stable: tuple[Bytes, ...] | None = None
+
+
+class Measured(_Model):
+    """What the run measured. None, or empty, means not measured yet.
+
+    ``step_ratio`` is stable over unfrozen step time; ``planned_ratio`` the same for the planned step,
+    with the measured part that is no pipeline computation. Below 1 is faster.
+    """
+
+    step_ms_unfrozen: Milliseconds | None = None
+    step_ms_stable: Milliseconds | None = None
+    step_ratio: Quotient | None = None
+    planned_step_ms: Milliseconds | None = None
+    planned_ratio: Quotient | None = None
+    mean_afr: dict[str, Share] = Field(default_factory=dict)
+    backward_ms: tuple[BackwardSample, ...] = ()
+    peak_memory_bytes: PeakMemory = PeakMemory()
+
+
+class Report(_Model):
+    """One run, as far as it has come. ``times`` holds [all frozen, nothing frozen] ms for each action."""
+
+    format: Literal[1] = FORMAT
+    host: Host
+    versions: dict[str, str | None] = Field(default_factory=dict)
+    config: dict[str, Any] = Field(default_factory=dict)
+    schedule: Schedule
+    status: Status
+    note: tuple[str, ...] = ()
+    step: int = Field(ge=0)
+    phases: Phases = Phases()
+    times: dict[str, tuple[Milliseconds, Milliseconds]] = Field(default_factory=dict)
+    communication: dict[str, Milliseconds] = Field(default_factory=dict)
+    plan: Plan | None = None
+    measured: Measured = Measured()
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values; the inverse of ``from_json``."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Report:
+        """Read plain JSON values. Raises ConfigError: one line that names the first wrong field."""
+        _check_is_report(data)
+        try:
+            report = cls.model_validate(dict(data))
+            # Not validated: a run that failed for its schedule must be able to say so.
+            schedule = report.schedule.parse()
+        except ValidationError as error:
+            raise ConfigError(_first_problem(error)) from None
+        except ScheduleError as error:
+            raise ConfigError(f"schedule.ranks: {error}") from None
+        edges = {f"{source}->{target}" for source, target in schedule.transfers()}
+        for edge in report.communication:
+            if edge not in edges:
+                raise ConfigError(f"communication.{edge} is not an edge between stages of the schedule")
+        return report
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write to ``path``, making its folders. A reader sees the old report or the new one."""
+        target = Path(path)
+        text = json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Beside the target: os.replace is atomic only within one file system.
+        partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            with partial.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Report:
+        """Read a report file. Raises ConfigError with one line that names the file and the problem."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: there is no such file") from None
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: is not JSON ({error})") from None
+        try:
+            return cls.from_json(data)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+
+def _check_is_report(data: object) -> None:
+    if not isinstance(data, Mapping):
+        raise ConfigError("this is not a report: a report is a JSON object")
+    if "format" not in data:
+        if {"makespan_ms", "freeze_ratio"} <= data.keys():
+            raise ConfigError("this is a plan; show wants the report.json that a run leaves")
+        if {"ranks", "times"} <= data.keys():
+            raise ConfigError("this is input for the planner; show wants the report.json that a run leaves")
+        raise ConfigError('this is not a report: it has no field "format"')
+    number = data["format"]
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise ConfigError(f"format is {number!r}: it must be an integer")
+    if number > FORMAT:
+        raise ConfigError(f"format {number} is newer than this version reads ({FORMAT}): update tf-adapters")
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in problem["loc"]) or "report"
+    if problem["type"] == "missing":
+        return f"{field} is missing"
+    value = repr(problem["input"])
+    shown = value if len(value) <= 60 else value[:57] + "..."
+    return f"{field} is {shown}: {' '.join(problem['msg'].split())}"

@@ -1,0 +1,6 @@
+"""For tests of host adapters, ours and yours: real ranks over gloo, and oracles for what they must compute."""
+
+from tf_adapters.testing.oracle import masked_gradients, relative_error
+from tf_adapters.testing.ranks import RankPool, RanksFailed
+
+__all__ = ["RankPool", "RanksFailed", "masked_gradients", "relative_error"]

@@ -1,0 +1,130 @@
+"""Several real processes on this machine, joined by gloo, that run functions together."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_GRACE_S = 3.0  # for the ranks that still run when one has failed
+
+
+class RanksFailed(AssertionError):
+    """A rank raised, died or did not answer in time; the message holds every rank's traceback."""
+
+
+class RankPool:
+    """``size`` processes with a gloo process group, kept alive between calls because start-up dominates small tests.
+
+    After a failure the processes are killed, and the next call starts fresh ones: a hang ends with the timeout.
+    """
+
+    def __init__(self, size: int, setup: Callable[[], None] | None = None) -> None:
+        self.size = size
+        self._setup = setup
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """Call ``function(*args)`` on every rank at once; every rank's result. It must be importable by name.
+
+        Raises RanksFailed if any rank raises, dies, or has not answered after ``timeout_s`` seconds.
+        """
+        if not self._processes:
+            self._start()
+        try:
+            for connection in self._connections:
+                connection.send((function, args))
+            outcomes = self._collect(time.monotonic() + timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        failures = [f"rank {rank}:\n{text}" for rank, (_, text) in enumerate(outcomes) if text]
+        if failures:
+            self.close()
+            raise RanksFailed("\n".join(failures))
+        return [value for value, _ in outcomes]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = _free_port()
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, self.size, port, self._setup), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def _collect(self, deadline: float) -> list[tuple[Any, str | None]]:
+        """Every rank's value or traceback. One that failed usually leaves the others waiting: they get no long wait."""
+        outcomes: list[tuple[Any, str | None]] = [(None, "no answer in time")] * self.size
+        waiting = dict(zip(self._connections, range(self.size), strict=True))
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for connection in wait(list(waiting), left):
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                outcomes[rank] = self._answer(rank)
+                if outcomes[rank][1] is not None:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        return outcomes
+
+    def _answer(self, rank: int) -> tuple[Any, str | None]:
+        try:
+            return self._connections[rank].recv()  # type: ignore[no-any-return]
+        except (EOFError, ConnectionError):
+            return None, f"died with exit code {self._processes[rank].exitcode}"
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _serve(connection: Connection, rank: int, size: int, port: int, setup: Callable[[], None] | None) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # denormal numbers make toy models' times meaningless
+    if setup is not None:
+        setup()
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    with suppress(EOFError):
+        while True:
+            function, args = connection.recv()
+            try:
+                connection.send((function(*args), None))
+            except Exception:
+                connection.send((None, traceback.format_exc()))

@@ -1,0 +1,29 @@
+"""What a mask is made of: the smallest sets of parameters that a host can freeze on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FreezeUnit:
+    """Parameters that are frozen together: usually one tensor, where a host needs it a weight with its bias.
+
+    ``work`` is the unit's weight-gradient work in arbitrary but common units (elements: a weight gradient
+    costs as many multiply-adds per token as the tensor has elements). ``shape`` is the stratum it is drawn in.
+    """
+
+    names: tuple[str, ...]
+    work: float
+    shape: tuple[int, ...]
+
+
+def total_work(units: Iterable[FreezeUnit]) -> float:
+    return sum(unit.work for unit in units)
+
+
+def frozen_share(units: Sequence[FreezeUnit], frozen: frozenset[int]) -> float:
+    """Share of the stage's weight-gradient work that the units at ``frozen`` hold, in [0, 1]."""
+    total = total_work(units)
+    return sum(units[index].work for index in frozen) / total if total else 0.0
