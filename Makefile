@@ -1,9 +1,9 @@
 PYTHON ?= python3
 VENV ?= .venv
-BIN := $(VENV)/bin
+BIN := $(abspath $(VENV)/bin)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # DeepSpeed compiles nothing on CPU; one thread per rank keeps ranks from slowing each other.
-RUN := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python
+RUN := PATH="$(BIN):$$PATH" DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python
 
 .PHONY: demo test check bench test-oldest clean
 

@@ -171,7 +171,7 @@ def parameters_of(engine: Any) -> dict[str, torch.Tensor]:
 
 
 class GradientRecorder:
-    """The gradients that reach the inner optimizer, by parameter name: this rank's fragments where it holds only those."""
+    """The gradients that reach the inner optimizer, by parameter name: whole, or this rank's fragments of them."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine

@@ -58,7 +58,7 @@ def test_a_wrong_setting_is_one_line_that_names_field_value_and_what_is_allowed(
 
 
 def test_all_wrong_settings_are_named_at_once():
-    with pytest.raises(ConfigError, match="seed.*monitoring_steps|monitoring_steps.*seed"):
+    with pytest.raises(ConfigError, match=r"monitoring_steps is 0.*; timely_freeze\.seed is -1"):
         TimelyFreezeConfig.parse({"seed": -1, "monitoring_steps": 0})
 
 

@@ -39,9 +39,8 @@ def test_a_frozen_layer_keeps_no_activation_for_its_weight_gradient():
 def test_flags_come_back_after_an_error():
     net = model()
     mask = ParameterMask(dict(net.named_parameters()))
-    with pytest.raises(RuntimeError, match="inside"), mask.frozen(["0.weight"]):
-        assert not net[0].weight.requires_grad
-        raise RuntimeError("inside")
+    with pytest.raises(ZeroDivisionError), mask.frozen(["0.weight"]):
+        1 / (0 if not net[0].weight.requires_grad else 1)
     assert net[0].weight.requires_grad
 
 

@@ -54,7 +54,7 @@ class TimelyFreezeConfig(BaseModel):
 
     @classmethod
     def parse(cls, section: Mapping[str, Any] | TimelyFreezeConfig | None) -> TimelyFreezeConfig:
-        """Read a JSON section. Raises ConfigError: one line that names each wrong field, its value and what is allowed."""
+        """Read a JSON section. Raises ConfigError, one line: each wrong field, its value and what is allowed."""
         if section is None:
             return cls.model_validate({})
         if isinstance(section, cls):

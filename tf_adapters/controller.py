@@ -27,9 +27,12 @@ from tf_adapters.masks import NOTHING_FROZEN, Mask, StageMasks
 from tf_adapters.phases import Phase
 from tf_adapters.planner import plan
 from tf_adapters.prediction import Forecast, forecast
+from tf_adapters.report.build import build_report, local_measurements
 from tf_adapters.state import RunState, compatible_state
 from tf_adapters.timing import ActionTimer, Clock
 from tf_adapters.units import FreezeUnit
+
+_STAGE_0_MONITORING_RATIO = 0.8  # far along the line, yet short of its end
 
 MetricSink = Callable[[Mapping[str, float]], None]
 
@@ -78,7 +81,7 @@ class Controller:
         self.timer = ActionTimer(clock)
         self.state = RunState.fresh(config, auto_warmup)
         self.suspended = False
-        self._parameter_mask = ParameterMask(parameters)
+        self.parameter_mask = ParameterMask(parameters)
         self._collectives = collectives
         self._metrics = metrics
         self._backward = _weight_gradient_actions(schedule)
@@ -114,7 +117,7 @@ class Controller:
         """Around an action's compute, without its communication: masks it and times it."""
         mask = self.mask(action.stage, action.microbatch)
         self._executed.append(action)
-        with self._parameter_mask.frozen(mask.names), self.timer.timed(self.phase, action, mask.share):
+        with self.parameter_mask.frozen(mask.names), self.timer.timed(self.phase, action, mask.share):
             yield
 
     def mask(self, stage: int, microbatch: int) -> Mask:
@@ -171,7 +174,7 @@ class Controller:
         return self.state.plan.freeze_ratio[action] * self.state.phases.ramp(step)
 
     def frozen_parameters(self, step: int, stage: int, microbatch: int) -> tuple[str, ...]:
-        """Names frozen while ``microbatch`` passes ``stage`` at ``step``: the same on every replica and after a restart."""
+        """Names frozen on ``stage`` for ``microbatch`` at ``step``: the same on every replica and after a restart."""
         return self._draw(step, stage, microbatch).names
 
     @property
@@ -214,9 +217,9 @@ class Controller:
         return self.masks.draw(step, stage, microbatch, self.actual_freeze_ratio(step, action))
 
     def _monitoring_ratio(self, action: Action) -> float:
-        """Stage 0 is never frozen whole: its backward would disappear, and no mask of the plan could reach that bound."""
+        """Stage 0 is not frozen whole: its backward would disappear, a bound that no mask of the plan reaches."""
         vanishes = action.stage == 0 and action.kind is Kind.BACKWARD
-        return min(self.config.max_freeze_ratio, 0.8) if vanishes else 1.0
+        return _STAGE_0_MONITORING_RATIO if vanishes else 1.0
 
     def _frozen_all_step(self, stage: int) -> frozenset[str]:
         """Names that every microbatch of the current step freezes on one stage."""
@@ -285,10 +288,12 @@ class Controller:
         return stable == 10 or (stable > 0 and stable % self.config.report_every == 0)
 
     def _write_report(self) -> None:
-        from tf_adapters.report.build import build_report, local_measurements
-
-        measured = on_all_ranks(self._collectives, lambda: local_measurements(self.timer))
-        on_one_rank(self._collectives, lambda: build_report(self, measured).write(self.report_path))
+        """Leave the report on rank 0. A disk that is full is no reason to stop freezing."""
+        try:
+            measured = on_all_ranks(self._collectives, lambda: local_measurements(self.timer))
+            on_one_rank(self._collectives, lambda: build_report(self, measured).write(self.report_path))
+        except TimelyFreezeError as error:
+            announce(self._collectives.rank, f"the report could not be written: {error}", logging.WARNING)
 
     @property
     def report_path(self) -> Path:
@@ -338,7 +343,7 @@ class Controller:
         self._announce(
             f"measured {expected.unfrozen_ms:.1f} ms a step; plan: {expected.planned_ms:.1f} ms "
             f"({1 / expected.ratio:.2f}x) at mean freeze ratio {solved.mean_freeze_ratio:.2f} ({stages}); "
-            f"{solved.solver.name} {solved.solver.status} in {solved.solver.seconds:.2f} s"
+            f"{solved.solver.name} {solved.solver.status.value} in {solved.solver.seconds:.2f} s"
         )
         for note in self.state.notes:
             self._announce(note)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig, find_section
 from tf_adapters.deepspeed.adapter import ATTRIBUTE, DeepSpeedAdapter
-from tf_adapters.deepspeed.support import check
+from tf_adapters.deepspeed.support import check, warnings
 from tf_adapters.log import announce
 
 
@@ -25,6 +26,8 @@ def attach(engine: Any, config: TimelyFreezeConfig | Mapping[str, Any] | None) -
         return None
     adapter = DeepSpeedAdapter(engine, settings)
     adapter.controller.announce_start()
+    for warning in warnings(engine):
+        announce(collectives.rank, warning, logging.WARNING)
     return adapter
 
 

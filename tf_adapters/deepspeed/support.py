@@ -29,6 +29,17 @@ def check(engine: Any) -> None:
             raise UnsupportedError(f"timely_freeze cannot run here: {problem}")
 
 
+def warnings(engine: Any) -> list[str]:
+    """What a user should know of the host itself before trusting a run, one line each."""
+    found = []
+    if engine.optimizer is engine.basic_optimizer and engine.gradient_clipping() > 0 and engine.num_stages > 1:
+        found.append(
+            f"gradient_clipping is {engine.gradient_clipping():g} with ZeRO stage 0 in fp32: DeepSpeed's pipeline "
+            "engine then clips by the first stage's norm alone, with or without freezing; use ZeRO stage 1"
+        )
+    return found
+
+
 def _engine_problem(engine: Any) -> str | None:
     if not isinstance(engine, PipelineEngine):
         return (
