@@ -124,14 +124,13 @@ def peak_memory(options: paired.Options, mode: str) -> list[int]:
 
 
 def peak_of_rank(options: paired.Options, mode: str) -> int:
-    import tf_adapters.deepspeed
+    import ortools.linear_solver.pywraplp  # noqa: F401  code is no part of a step's memory: load it first
+
+    import tf_adapters.deepspeed.adapter  # noqa: F401
 
     idle = resident("VmRSS")
-    attached = mode != "alone"
     short = replace(options, warmup=3 if mode == "freezing" else 100, monitoring=6, progressive=0)
-    engine = paired.build_engine(short, {"timely_freeze": short.section()} if attached else {})
-    if attached:
-        tf_adapters.deepspeed.attach(engine)
+    engine = paired.build_engine(short, freezing=mode != "alone")[0]
     data = paired.training_data(engine, short)
     for _ in range(short.monitoring + 6):
         engine.train_batch(data)

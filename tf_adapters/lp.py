@@ -57,9 +57,6 @@ class SolverStatus(str, Enum):
     NOT_NEEDED = "NOT_NEEDED"
 
 
-_GLOP_STATUSES = tuple(status for status in SolverStatus if status is not SolverStatus.NOT_NEEDED)
-
-
 @dataclass(frozen=True, eq=False)
 class FreezeProblem:
     """A DAG with durations in any unit, in the order of ``dag.actions``.

@@ -39,9 +39,10 @@ class Options:
     def steps(self) -> int:
         return self.warmup + self.monitoring + self.progressive + self.stable
 
-    def section(self) -> dict[str, Any]:
-        """The `timely_freeze` section of the JSON config."""
-        return {
+    def ds_config(self) -> dict[str, Any]:
+        """The ready config, its steps and its `timely_freeze` section as the options say."""
+        config = json.loads((CONFIGS / f"{self.config}.json").read_text())
+        section = config["timely_freeze"] | {
             "max_freeze_ratio": self.max_freeze_ratio,
             "warmup_steps": self.warmup,
             "monitoring_steps": self.monitoring,
@@ -50,6 +51,8 @@ class Options:
             "on_error": "raise",
             "output_dir": self.output_dir,
         }
+        sizes = {"gradient_accumulation_steps": self.microbatches, "steps_per_print": 10**9}
+        return config | sizes | {"timely_freeze": section}
 
 
 @dataclass
@@ -92,11 +95,8 @@ def setup() -> None:
 
 def run(options: Options) -> Outcome:
     """Train both engines on this rank. Called on all ranks at once."""
-    import tf_adapters.deepspeed
-
-    alone, attached = build_engine(options, {}), build_engine(options, {"timely_freeze": options.section()})
-    adapter = tf_adapters.deepspeed.attach(attached)
-    assert adapter is not None
+    alone, _ = build_engine(options, freezing=False)
+    attached, adapter = build_engine(options, freezing=True)
     controller = adapter.controller
     streams = {id(engine): training_data(engine, options) for engine in (alone, attached)}
     pairs = Pairs()
@@ -118,18 +118,25 @@ def run(options: Options) -> Outcome:
     )
 
 
-def build_engine(options: Options, extra: dict[str, Any]) -> Any:
-    """A DeepSpeed engine on a fresh copy of the model; the same weights each time."""
+def build_engine(options: Options, freezing: bool) -> tuple[Any, Any]:
+    """A DeepSpeed engine on a fresh copy of the model, the same weights each time, and its adapter if it has one."""
     import deepspeed
     from model import GPTConfig, build_pipeline
 
-    config = json.loads((CONFIGS / f"{options.config}.json").read_text())
-    config.pop("timely_freeze")
-    config |= {"gradient_accumulation_steps": options.microbatches, "steps_per_print": 10**9, **extra}
+    import tf_adapters.deepspeed
+
+    config = options.ds_config()
+    if not freezing:
+        section = config.pop("timely_freeze")
+        if section.get("schedule"):  # a schedule of ours, without freezing
+            config["timely_freeze"] = {"schedule": section["schedule"], "method": "none", "warmup_steps": 10**9}
     shape = GPTConfig(context=options.context, width=options.width, blocks=options.blocks)
     with _quiet():
         model = build_pipeline(shape, num_stages=options.stages)
-        return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+        engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+        if not freezing:
+            tf_adapters.deepspeed.attach(engine)
+    return engine, tf_adapters.deepspeed.attach(engine) if freezing else None
 
 
 def training_data(engine: Any, options: Options) -> Iterator[Any]:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 _USAGE = "usage: deepspeed --module tf_adapters.deepspeed SCRIPT.py [its arguments]"
+_LOCAL_RANK = ("--local_rank=", "--local-rank=")  # DeepSpeed's launcher, torch's older one
 
 
 def main() -> None:
@@ -34,7 +35,7 @@ def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
 
     Raises SystemExit with one line where there is no such script.
     """
-    before = [index for index, text in enumerate(arguments) if not text.startswith("--local_rank")]
+    before = [index for index, text in enumerate(arguments) if not text.startswith(_LOCAL_RANK)]
     if not before:
         raise SystemExit(_USAGE)
     position = before[0]

@@ -57,11 +57,10 @@ def _engine_problem(engine: Any) -> str | None:
 
 
 def _model_problem(engine: Any) -> str | None:
-    compiled = [name for name, module in engine.module.named_modules() if _is_compiled(module)]
-    if getattr(engine, "is_compiled", False) or compiled:
+    if getattr(engine, "is_compiled", False) or any(map(_is_compiled, engine.module.modules())):
         return (
-            f"{compiled[0] or 'the model' if compiled else 'the engine'} is compiled with torch.compile, which "
-            "would recompile for every mask; train without compiling"
+            "the model or a part of it is compiled with torch.compile, which would recompile for every mask; "
+            "train without compiling"
         )
     if getattr(engine, "has_moe_layers", False):
         return "mixture-of-experts layers are not supported with DeepSpeed's pipeline"
@@ -76,7 +75,11 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 def _optimizer_problem(engine: Any) -> str | None:
     if engine.fp16_enabled():
         return "fp16 is not supported; use bf16 or fp32"
+    if hasattr(engine, "amp_enabled") and engine.amp_enabled():  # DeepSpeed before 0.19.8
+        return 'mixed precision by NVIDIA Apex ("amp") is not supported; use bf16 or fp32'
     outer, inner = engine.optimizer, engine.basic_optimizer
+    if inner is None:
+        return 'the engine has no optimizer; name one in the config ("optimizer") or pass one to deepspeed.initialize'
     if not isinstance(inner, torch.optim.Optimizer):
         return f"the optimizer {type(inner).__name__} is no torch.optim.Optimizer"
     if any(name in type(inner).__name__.lower() for name in _UNTESTED_OPTIMIZERS):

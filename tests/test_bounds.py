@@ -1,0 +1,60 @@
+"""Measured bounds of all ranks, merged into the one set that the planner is given."""
+
+from __future__ import annotations
+
+import pytest
+from schedules import gpipe
+
+from tf_adapters.bounds import MeasurementError, merge_bounds
+from tf_adapters.errors import TimelyFreezeError
+from tf_adapters.ir import Action
+from tf_adapters.planner import Bounds
+
+SCHEDULE = gpipe(2, 1)
+F0, B0, F1, B1 = (Action.parse(text) for text in ("0F0", "0B0", "1F0", "1B0"))
+STAGE_0 = {F0: Bounds(2.0, 2.0), B0: Bounds(3.0, 6.0)}
+STAGE_1 = {F1: Bounds(2.5, 2.5), B1: Bounds(4.0, 8.0)}
+
+
+def test_each_rank_brings_its_own_stage() -> None:
+    merged, notes = merge_bounds(SCHEDULE, [STAGE_0, STAGE_1])
+    assert merged == {**STAGE_0, **STAGE_1}
+    assert notes == ()
+
+
+def test_a_stage_takes_as_long_as_its_slowest_replica() -> None:
+    other = {F0: Bounds(1.0, 1.0), B0: Bounds(3.5, 5.0)}
+    merged, notes = merge_bounds(SCHEDULE, [STAGE_0, STAGE_1, other, STAGE_1])
+    assert merged[F0] == Bounds(2.0, 2.0)
+    assert merged[B0] == Bounds(3.5, 6.0)
+    assert merged[B1] == Bounds(4.0, 8.0)
+    assert notes == ()
+
+
+def test_bounds_that_noise_has_crossed_are_clamped_with_a_note() -> None:
+    merged, notes = merge_bounds(SCHEDULE, [{**STAGE_0, B0: Bounds(6.5, 6.0)}, STAGE_1])
+    assert merged[B0] == Bounds(6.0, 6.0)
+    assert notes == ("0B0: measured 6.500 ms frozen, 6.000 ms unfrozen; taken as not freezable",)
+
+
+def test_each_of_the_two_bounds_is_the_slowest_replicas_own() -> None:
+    merged, notes = merge_bounds(SCHEDULE, [STAGE_0, STAGE_1, {**STAGE_0, B0: Bounds(5.9, 5.9)}])
+    assert merged[B0] == Bounds(5.9, 6.0)
+    assert notes == ()
+
+
+def test_a_line_that_falls_below_zero_stops_there() -> None:
+    merged, notes = merge_bounds(SCHEDULE, [{**STAGE_0, B0: Bounds(-1.0, 6.0)}, STAGE_1])
+    assert merged[B0] == Bounds(0.0, 6.0)
+    assert notes == ()
+
+
+def test_an_action_that_nobody_measured_is_an_error_that_names_it() -> None:
+    with pytest.raises(MeasurementError, match="^1B0 was never measured during monitoring$") as caught:
+        merge_bounds(SCHEDULE, [STAGE_0, {F1: STAGE_1[F1]}])
+    assert isinstance(caught.value, TimelyFreezeError)
+
+
+def test_what_is_not_in_the_schedule_is_left_out() -> None:
+    merged, _ = merge_bounds(SCHEDULE, [STAGE_0, STAGE_1, {Action.parse("0B7"): Bounds(1.0, 2.0)}])
+    assert set(merged) == set(SCHEDULE.actions)

@@ -1,0 +1,122 @@
+"""Decisions that all ranks take together: two real ranks over gloo, one of which fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tf_adapters.collectives import ProcessGroupCollectives, RemoteError, SingleProcess, on_all_ranks, on_one_rank
+from tf_adapters.errors import ConfigError, UnsupportedError
+from tf_adapters.testing import RankPool
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as started:
+        yield started
+
+
+def outcome(decide: Any, *what: Any) -> tuple[str, str] | Any:
+    """On a rank: the value, or the error's type and text. A collective afterwards shows that nobody is left behind."""
+    collectives = ProcessGroupCollectives()
+    mine = what[collectives.rank]
+    try:
+        value = decide(collectives, lambda: _do(mine))
+    except Exception as error:
+        value = (type(error).__name__, str(error))
+    assert collectives.gather(collectives.rank) == [0, 1]
+    return value
+
+
+def _do(what: Any) -> Any:
+    if isinstance(what, Exception):
+        raise what
+    return what
+
+
+# --- on all ranks --------------------------------------------------------------------------------------------
+
+
+def test_every_rank_gets_every_ranks_value(pool: RankPool) -> None:
+    assert pool.run(outcome, on_all_ranks, 0.1, {"b": None}) == [[0.1, {"b": None}]] * 2
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_on_one_rank_is_raised_on_both_and_says_where(pool: RankPool, failing: int) -> None:
+    what: list[Any] = ["fine", "fine"]
+    what[failing] = ConfigError("x is 3")
+    assert pool.run(outcome, on_all_ranks, *what) == [("ConfigError", f"rank {failing}: x is 3")] * 2
+
+
+def test_the_same_error_on_all_ranks_is_said_once(pool: RankPool) -> None:
+    what = [ConfigError("x is 3"), ConfigError("x is 3")]
+    assert pool.run(outcome, on_all_ranks, *what) == [("ConfigError", "x is 3")] * 2
+
+
+def test_different_texts_of_one_kind_keep_the_kind(pool: RankPool) -> None:
+    what = [ConfigError("x is 3"), ConfigError("x is 4")]
+    assert pool.run(outcome, on_all_ranks, *what) == [("ConfigError", "rank 0: x is 3; rank 1: x is 4")] * 2
+
+
+def test_different_kinds_become_one_remote_error(pool: RankPool) -> None:
+    what = [ConfigError("x is 3"), UnsupportedError("no")]
+    assert pool.run(outcome, on_all_ranks, *what) == [("RemoteError", "rank 0: x is 3; rank 1: no")] * 2
+
+
+def test_an_error_that_is_not_ours_arrives_as_a_remote_error_with_its_type(pool: RankPool) -> None:
+    what = ["fine", KeyError("k")]
+    assert pool.run(outcome, on_all_ranks, *what) == [("RemoteError", "rank 1: KeyError: 'k'")] * 2
+
+
+# --- on one rank ---------------------------------------------------------------------------------------------
+
+
+def test_rank_0_decides_and_both_get_its_value(pool: RankPool) -> None:
+    assert pool.run(outcome, on_one_rank, [1, 2.5], ConfigError("never run")) == [[1, 2.5]] * 2
+
+
+def test_an_error_of_the_deciding_rank_is_raised_on_both(pool: RankPool) -> None:
+    assert pool.run(outcome, on_one_rank, ConfigError("x is 3"), "never run") == [("ConfigError", "x is 3")] * 2
+    assert pool.run(outcome, on_one_rank, ZeroDivisionError("0"), "never run") == [
+        ("RemoteError", "ZeroDivisionError: 0")
+    ] * 2
+
+
+def test_a_value_of_none_is_a_value(pool: RankPool) -> None:
+    assert pool.run(outcome, on_one_rank, None, "never run") == [None, None]
+    assert pool.run(outcome, on_all_ranks, None, None) == [[None, None]] * 2
+
+
+# --- groups --------------------------------------------------------------------------------------------------
+
+
+def test_floats_travel_without_rounding(pool: RankPool) -> None:
+    value = 0.1 + 0.2
+    assert pool.run(outcome, on_one_rank, value, None) == [value, value]
+
+
+def test_a_group_counts_its_own_ranks(pool: RankPool) -> None:
+    """In a group of global rank 1 alone, that rank is rank 0 and broadcasts."""
+    assert pool.run(in_a_group_of_the_last_rank) == [None, (0, ["mine"], "mine")]
+
+
+def in_a_group_of_the_last_rank() -> Any:
+    group = dist.new_group([1])
+    if dist.get_rank() != 1:
+        return None
+    collectives = ProcessGroupCollectives(group)
+    return collectives.rank, collectives.gather("mine"), collectives.broadcast("mine")
+
+
+def test_a_single_process_needs_no_group() -> None:
+    assert on_all_ranks(SingleProcess(), lambda: 3) == [3]
+    assert on_one_rank(SingleProcess(), lambda: 3) == 3
+    with pytest.raises(ConfigError, match="^x is 3$"):
+        on_all_ranks(SingleProcess(), lambda: _do(ConfigError("x is 3")))
+    with pytest.raises(RemoteError, match="^ValueError: v$"):
+        on_one_rank(SingleProcess(), lambda: _do(ValueError("v")))

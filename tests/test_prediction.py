@@ -1,0 +1,64 @@
+"""What the plan promises for a whole step, on a pipeline that can be added up by hand."""
+
+from __future__ import annotations
+
+import pytest
+from schedules import gpipe
+
+from tf_adapters.ir import Action, PipelineSchedule
+from tf_adapters.planner import Bounds, FreezePlan, plan
+from tf_adapters.prediction import forecast, planned_makespan
+
+# F0 10, F1 10, B1 20 (10 frozen), B0 30 (20 frozen): one microbatch, so the makespan is the sum.
+SCHEDULE = gpipe(2, 1)
+TIMES = {"0F0": (10.0, 10.0), "1F0": (10.0, 10.0), "1B0": (10.0, 20.0), "0B0": (20.0, 30.0)}
+
+
+def planned(max_freeze_ratio: float, schedule: PipelineSchedule = SCHEDULE) -> FreezePlan:
+    bounds = {Action.parse(text): Bounds(*pair) for text, pair in TIMES.items()}
+    return plan(schedule, bounds, max_freeze_ratio)
+
+
+def test_the_rest_of_the_step_stays_as_it_was_measured() -> None:
+    """70 ms of pipeline in a step of 100: what freezing takes off the pipeline, it takes off the step."""
+    promised = forecast(SCHEDULE, planned(0.5), 100.0)
+    assert promised.unfrozen_ms == 100.0
+    assert promised.planned_ms == pytest.approx(90.0)
+    assert promised.ratio == pytest.approx(0.9)
+
+
+def test_nothing_frozen_promises_nothing() -> None:
+    promised = forecast(SCHEDULE, planned(0.0), 100.0)
+    assert promised.planned_ms == pytest.approx(100.0)
+    assert promised.ratio == pytest.approx(1.0)
+
+
+def test_a_first_stage_frozen_whole_has_no_backward_at_all() -> None:
+    solved = planned(1.0)
+    assert solved.makespan_ms.planned == pytest.approx(50.0)
+    assert planned_makespan(SCHEDULE, solved) == pytest.approx(30.0)
+    assert forecast(SCHEDULE, solved, 100.0).planned_ms == pytest.approx(60.0)
+
+
+def test_another_stage_frozen_whole_still_passes_its_input_gradient_on() -> None:
+    solved = planned(1.0)
+    only_last = FreezePlan.from_json(
+        {
+            **solved.to_json(),
+            "freeze_ratio": {"0B0": 0.0, "1B0": 1.0},
+            "duration_ms": {"0F0": 10.0, "1F0": 10.0, "1B0": 10.0, "0B0": 30.0},
+        }
+    )
+    assert planned_makespan(SCHEDULE, only_last) == pytest.approx(60.0)
+
+
+def test_a_weight_gradient_half_of_stage_0_does_not_vanish() -> None:
+    """Split backwards: what disappears with the whole stage is B, the W half's floor is measured as it is."""
+    split = PipelineSchedule.from_text([["0F0", "0I0", "0W0"]])
+    bounds = {Action.parse(t): Bounds(*p) for t, p in {"0F0": (1, 1), "0I0": (2, 2), "0W0": (0.5, 4)}.items()}
+    solved = plan(split, bounds, 1.0)
+    assert planned_makespan(split, solved) == pytest.approx(3.5)
+
+
+def test_a_step_that_was_not_measured_has_ratio_1() -> None:
+    assert forecast(SCHEDULE, planned(0.0), 0.0).ratio == 1.0

@@ -1,0 +1,121 @@
+"""The rank pool that the distributed tests stand on: failures end in time, and it works again afterwards."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tf_adapters.testing import RankPool
+from tf_adapters.testing.ranks import RanksFailed
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as started:
+        yield started
+
+
+def total(value: float) -> tuple[int, float]:
+    tensor = torch.tensor(value * (dist.get_rank() + 1))
+    dist.all_reduce(tensor)
+    return os.getpid(), tensor.item()
+
+
+def raise_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("this rank raises")
+    dist.barrier()
+
+
+def raise_on_both() -> None:
+    raise ValueError(f"rank {dist.get_rank()} raises")
+
+
+def die_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os._exit(7)
+    dist.barrier()
+
+
+def hang_on_rank_0() -> int:
+    if dist.get_rank() == 0:
+        time.sleep(600)
+    return dist.get_rank()
+
+
+def returns_what_cannot_be_sent() -> object:
+    return lambda: None
+
+
+def is_ready(pool: RankPool) -> bool:
+    return [value for _, value in pool.run(total, 2.0)] == [6.0, 6.0]
+
+
+def test_results_come_by_rank_and_the_processes_stay(pool: RankPool) -> None:
+    first, second = pool.run(total, 1.0), pool.run(total, 2.0)
+    assert [value for _, value in first] == [3.0, 3.0]
+    assert [value for _, value in second] == [6.0, 6.0]
+    assert [pid for pid, _ in first] == [pid for pid, _ in second]
+    assert len({os.getpid(), *(pid for pid, _ in first)}) == 3
+
+
+def test_a_rank_that_raises_ends_the_call_with_its_traceback(pool: RankPool) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        pool.run(raise_on_rank_1)
+    text = str(caught.value)
+    assert "rank 1:\nTraceback" in text
+    assert "ValueError: this rank raises" in text
+    assert "in raise_on_rank_1" in text
+    assert is_ready(pool)
+
+
+def test_every_rank_that_raises_is_heard(pool: RankPool) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        pool.run(raise_on_both)
+    assert "ValueError: rank 0 raises" in str(caught.value)
+    assert "ValueError: rank 1 raises" in str(caught.value)
+    assert is_ready(pool)
+
+
+def test_a_rank_that_dies_is_named_with_its_exit_code(pool: RankPool) -> None:
+    with pytest.raises(RanksFailed, match="rank 1:\ndied with exit code 7"):
+        pool.run(die_on_rank_1)
+    assert is_ready(pool)
+
+
+def test_a_rank_that_hangs_ends_with_the_timeout(pool: RankPool) -> None:
+    assert is_ready(pool)  # started: what follows measures no start-up
+    with pytest.raises(RanksFailed) as caught:
+        pool.run(hang_on_rank_0, timeout_s=2.0)
+    assert str(caught.value) == "rank 0:\nno answer in time"
+    assert is_ready(pool)
+
+
+def test_a_result_that_cannot_be_sent_is_a_failure_of_that_rank(pool: RankPool) -> None:
+    with pytest.raises(RanksFailed, match="pickle"):
+        pool.run(returns_what_cannot_be_sent)
+    assert is_ready(pool)
+
+
+def test_processes_are_gone_after_closing() -> None:
+    with RankPool(1) as pool:
+        (pid, _), *_ = pool.run(total, 1.0)
+        os.kill(pid, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def failing_setup() -> None:
+    raise RuntimeError("the setup broke")
+
+
+def test_a_setup_that_fails_ends_the_call() -> None:
+    with RankPool(2, failing_setup) as pool, pytest.raises(RanksFailed, match="died with exit code 1"):
+        pool.run(total, 1.0)

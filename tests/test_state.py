@@ -1,0 +1,146 @@
+"""The state of a run: through a checkpoint and back, and how much of it still holds there."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from schedules import gpipe, one_f_one_b
+
+from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.ir import PipelineSchedule
+from tf_adapters.masks import StageMasks
+from tf_adapters.phases import Phase, PhaseSchedule
+from tf_adapters.planner import Bounds, plan
+from tf_adapters.state import FORMAT, RunState, compatible_state, fingerprint
+from tf_adapters.units import FreezeUnit
+
+SCHEDULE = one_f_one_b(2, 3)
+CONFIG = TimelyFreezeConfig(warmup_steps=5, monitoring_steps=10, progressive_steps=20)
+MASKS = StageMasks({stage: [FreezeUnit((f"{stage}.weight",), 4.0, (2, 2))] for stage in (0, 1)}, seed=0)
+AUTO_WARMUP = 3
+
+
+def planned_state(completed: int) -> RunState:
+    """A run that has its plan and is in progressive freezing at step ``completed``."""
+    state = RunState.fresh(CONFIG, AUTO_WARMUP)
+    state.completed_steps = completed
+    bounds = {a: Bounds(1.1, 2.3) if a.freezable else Bounds(1.0, 1.0) for a in SCHEDULE.actions}
+    state.adopt(plan(SCHEDULE, bounds, 0.8), bounds, 12.3456789012345, ("1B0: a note",))
+    return state
+
+
+def saved(state: RunState, config: TimelyFreezeConfig = CONFIG, **changes: Any) -> dict[str, Any]:
+    """What a checkpoint holds: through JSON text, as a file would have it."""
+    return {**json.loads(json.dumps(state.to_json(config, SCHEDULE, MASKS))), **changes}
+
+
+def resumed(
+    data: dict[str, Any] | None,
+    config: TimelyFreezeConfig = CONFIG,
+    schedule: PipelineSchedule = SCHEDULE,
+    masks: StageMasks = MASKS,
+) -> RunState:
+    return compatible_state(data, config, schedule, masks, AUTO_WARMUP)
+
+
+# --- there and back ------------------------------------------------------------------------------------------
+
+
+def test_a_state_comes_back_from_json_as_it_was() -> None:
+    state = planned_state(20)
+    assert RunState.from_json(saved(state)) == state
+    assert resumed(saved(state)) == state
+
+
+def test_a_state_without_a_plan_comes_back_too() -> None:
+    state = RunState.fresh(CONFIG, AUTO_WARMUP)
+    state.completed_steps = 2
+    assert resumed(saved(state)) == state
+    assert resumed(saved(state)).phases.phase(3) is Phase.WARMUP
+
+
+# --- starting ------------------------------------------------------------------------------------------------
+
+
+def test_a_fresh_run_takes_the_lengths_of_the_config() -> None:
+    assert RunState.fresh(CONFIG, AUTO_WARMUP) == RunState(PhaseSchedule(5, 15, 35))
+
+
+def test_warmup_auto_is_the_hosts() -> None:
+    config = CONFIG.model_copy(update={"warmup_steps": "auto"})
+    assert RunState.fresh(config, 7).phases == PhaseSchedule(7, 17, 37)
+
+
+@pytest.mark.parametrize("data", [None, saved(planned_state(20), format=FORMAT + 1), {"anything": "else"}])
+def test_without_a_state_that_can_be_read_the_run_starts_from_the_beginning(data: dict[str, Any] | None) -> None:
+    assert resumed(data) == RunState.fresh(CONFIG, AUTO_WARMUP)
+
+
+# --- what no longer holds ------------------------------------------------------------------------------------
+
+
+def other_units() -> StageMasks:
+    units = {stage: [FreezeUnit((f"{stage}.other",), 4.0, (2, 2))] for stage in (0, 1)}
+    return StageMasks(units, seed=0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schedule": gpipe(2, 3)},
+        {"schedule": one_f_one_b(2, 4)},
+        {"masks": other_units()},
+        {"config": CONFIG.model_copy(update={"max_freeze_ratio": 0.5})},
+        {"config": CONFIG.model_copy(update={"method": "none"})},
+    ],
+    ids=["order", "microbatches", "parameters", "budget", "method"],
+)
+def test_a_plan_for_something_else_is_made_anew_and_the_step_stays(change: dict[str, Any]) -> None:
+    state = resumed(saved(planned_state(20)), **change)
+    assert state.completed_steps == 20
+    assert state.plan is None
+    assert state.bounds == {}
+    assert state.phases == PhaseSchedule(20, 30, 50)
+    assert state.phases.phase(21) is Phase.MONITORING_UPPER
+    assert state.notes[0] == "1B0: a note"
+    assert state.notes[-1].startswith("monitoring began again after step 20: the checkpoint's plan is for another")
+
+
+def test_settings_that_the_plan_does_not_depend_on_may_change() -> None:
+    changed = CONFIG.model_copy(update={"seed": 9, "report_every": 3, "output_dir": "elsewhere"})
+    state = planned_state(20)
+    assert resumed(saved(state), config=changed) == state
+
+
+def test_monitoring_that_was_interrupted_starts_over() -> None:
+    state = RunState.fresh(CONFIG, AUTO_WARMUP)
+    state.completed_steps = 8
+    again = resumed(saved(state))
+    assert again.completed_steps == 8
+    assert again.phases == PhaseSchedule(8, 18, 38)
+    assert again.notes == ("monitoring began again after step 8: a checkpoint interrupted it",)
+
+
+def test_a_checkpoint_at_the_end_of_the_warmup_goes_on_without_a_note() -> None:
+    state = RunState.fresh(CONFIG, AUTO_WARMUP)
+    state.completed_steps = 5
+    again = resumed(saved(state))
+    assert again == state
+    assert again.phases.phase(6) is Phase.MONITORING_UPPER
+
+
+def test_a_restart_in_the_warmup_keeps_the_rest_of_it() -> None:
+    state = RunState.fresh(CONFIG, AUTO_WARMUP)
+    state.completed_steps = 2
+    assert state.restarted(CONFIG, "why").phases == PhaseSchedule(5, 15, 35)
+
+
+# --- the fingerprint -----------------------------------------------------------------------------------------
+
+
+def test_the_fingerprint_is_the_same_in_another_process() -> None:
+    """A constant: a change of it makes every checkpoint's plan be made anew."""
+    assert fingerprint(CONFIG, SCHEDULE, MASKS) == saved(planned_state(20))["fingerprint"]
+    assert len({fingerprint(CONFIG, s, MASKS) for s in (SCHEDULE, gpipe(2, 3), one_f_one_b(2, 4))}) == 3

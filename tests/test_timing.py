@@ -1,0 +1,210 @@
+"""The action timer, driven by a clock that the test moves and whose device lags behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tf_adapters.bounds import local_bounds
+from tf_adapters.ir import Action
+from tf_adapters.phases import Phase
+from tf_adapters.planner import Bounds
+from tf_adapters.timing import ActionTimer, HostClock, Sample, clock_for, lower_bound, median
+
+BACKWARD = Action.parse("0B0")
+UPPER, LOWER = Phase.MONITORING_UPPER, Phase.MONITORING_LOWER
+
+
+class FakeClock:
+    """Time stands still until the test moves it; the device has passed the marks up to ``reached``."""
+
+    def __init__(self, reached: float = float("inf")) -> None:
+        self.now = 0.0
+        self.reached = reached
+        self.waits = 0
+
+    def mark(self) -> float:
+        return self.now
+
+    def elapsed_ms(self, start: Any, stop: Any) -> float | None:
+        return stop - start if stop <= self.reached else None
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self.reached = float("inf")
+
+
+def run(timer: ActionTimer, clock: FakeClock, ms: float, action: Action = BACKWARD, share: float = 0.0) -> None:
+    with timer.timed(UPPER, action, share):
+        clock.now += ms
+
+
+def times(timer: ActionTimer, action: Action = BACKWARD) -> list[float]:
+    return [sample.ms for sample in timer.samples(UPPER, action)]
+
+
+def test_a_sample_has_the_time_and_the_frozen_share_of_its_action() -> None:
+    clock = FakeClock()
+    timer = ActionTimer(clock)
+    run(timer, clock, 3.0, share=0.25)
+    run(timer, clock, 5.0, Action.parse("0F0"))
+    timer.drain()
+    assert timer.samples(UPPER, BACKWARD) == (Sample(0.25, 3.0),)
+    assert timer.actions(UPPER) == (BACKWARD, Action.parse("0F0"))
+    assert timer.samples(LOWER, BACKWARD) == ()
+    assert timer.actions(LOWER) == ()
+
+
+def test_draining_takes_what_the_device_has_passed_and_leaves_the_rest() -> None:
+    clock = FakeClock(reached=4.0)
+    timer = ActionTimer(clock)
+    for ms in (1.0, 2.0, 3.0):
+        run(timer, clock, ms)
+    assert times(timer) == []
+    timer.drain()
+    assert times(timer) == [1.0, 2.0]
+    timer.drain()
+    assert times(timer) == [1.0, 2.0]
+    clock.reached = 6.0
+    timer.drain()
+    assert times(timer) == [1.0, 2.0, 3.0]
+    assert clock.waits == 0
+
+
+def test_draining_with_wait_takes_everything() -> None:
+    clock = FakeClock(reached=0.0)
+    timer = ActionTimer(clock)
+    run(timer, clock, 1.0)
+    timer.drain(wait=True)
+    assert times(timer) == [1.0]
+    assert clock.waits == 1
+
+
+def test_timing_never_waits_for_the_device() -> None:
+    clock = FakeClock(reached=0.0)
+    timer = ActionTimer(clock)
+    start = timer.start_step()
+    run(timer, clock, 1.0)
+    timer.stop_step(UPPER, start)
+    timer.drain()
+    assert clock.waits == 0
+    assert timer.step_ms(UPPER) is None
+
+
+def test_a_block_that_raises_leaves_no_sample() -> None:
+    clock = FakeClock()
+    timer = ActionTimer(clock)
+
+    def fail() -> None:
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"), timer.timed(UPPER, BACKWARD):
+        fail()
+    timer.drain()
+    assert times(timer) == []
+
+
+def test_only_the_newest_samples_are_kept() -> None:
+    clock = FakeClock()
+    timer = ActionTimer(clock, keep=3)
+    for ms in range(1, 8):
+        start = timer.start_step()
+        run(timer, clock, float(ms))
+        timer.stop_step(UPPER, start)
+        timer.drain()
+    assert times(timer) == [5.0, 6.0, 7.0]
+    assert timer.step_ms(UPPER) == 6.0
+    assert timer.last_step_ms(UPPER) == 7.0
+
+
+def test_steps_are_kept_apart_by_phase() -> None:
+    clock = FakeClock()
+    timer = ActionTimer(clock)
+    for phase, ms in ((UPPER, 10.0), (UPPER, 30.0), (UPPER, 11.0), (LOWER, 4.0)):
+        start = timer.start_step()
+        clock.now += ms
+        timer.stop_step(phase, start)
+    timer.drain()
+    assert timer.step_ms(UPPER) == 11.0
+    assert timer.step_ms(LOWER) == 4.0
+    assert timer.last_step_ms(LOWER) == 4.0
+    assert timer.step_ms(Phase.STABLE) is None
+    assert timer.last_step_ms(Phase.STABLE) is None
+
+
+def test_clear_forgets_samples_steps_and_marks_on_their_way() -> None:
+    clock = FakeClock(reached=1.0)
+    timer = ActionTimer(clock)
+    start = timer.start_step()
+    run(timer, clock, 1.0)
+    timer.drain()
+    run(timer, clock, 2.0)
+    timer.stop_step(UPPER, start)
+    timer.clear()
+    timer.drain(wait=True)
+    assert timer.actions(UPPER) == ()
+    assert timer.step_ms(UPPER) is None
+
+
+def test_the_host_clock_counts_milliseconds_forwards() -> None:
+    clock = HostClock()
+    assert clock.elapsed_ms(1_000_000, 3_500_000) == 2.5
+    first, second = clock.mark(), clock.mark()
+    assert clock.elapsed_ms(first, second) >= 0.0
+    clock.synchronize()
+
+
+def test_a_model_on_the_cpu_is_timed_by_the_host() -> None:
+    assert isinstance(clock_for(torch.device("cpu")), HostClock)
+
+
+def test_the_median_ignores_an_outlier() -> None:
+    assert median([3.0, 1000.0, 2.0]) == 3.0
+    assert median([2.0, 4.0]) == 3.0
+    assert median([]) is None
+
+
+# --- the lower bound -----------------------------------------------------------------------------------------
+
+
+def test_complete_masks_are_the_lower_bound_themselves() -> None:
+    assert lower_bound(20.0, [Sample(1.0, 9.0), Sample(1.0, 11.0), Sample(1.0, 90.0)]) == 11.0
+
+
+def test_partial_masks_are_extended_along_the_line_through_the_upper_bound() -> None:
+    samples = [Sample(0.5, 15.0), Sample(0.8, 12.0), Sample(0.25, 17.5)]
+    assert lower_bound(20.0, samples) == pytest.approx(10.0)
+
+
+def test_partial_masks_count_more_than_complete_ones() -> None:
+    """Stage 0: with everything frozen its backward vanishes, far below the line that partial masks follow."""
+    assert lower_bound(20.0, [Sample(0.5, 15.0), Sample(1.0, 0.1), Sample(1.0, 0.1)]) == pytest.approx(10.0)
+
+
+def test_samples_with_nothing_frozen_say_nothing_about_the_lower_bound() -> None:
+    assert lower_bound(20.0, [Sample(0.0, 3.0), Sample(1.0, 10.0)]) == 10.0
+    assert lower_bound(20.0, [Sample(0.0, 3.0)]) is None
+    assert lower_bound(20.0, []) is None
+
+
+def test_local_bounds_take_backwards_from_both_halves_and_forwards_from_the_first() -> None:
+    clock = FakeClock()
+    timer = ActionTimer(clock)
+    forward = Action.parse("0F0")
+    for phase, action, share, ms in (
+        (UPPER, forward, 0.0, 7.0),
+        (UPPER, BACKWARD, 0.0, 20.0),
+        (LOWER, forward, 0.5, 1.0),
+        (LOWER, BACKWARD, 0.5, 15.0),
+        (UPPER, Action.parse("0B1"), 0.0, 20.0),
+    ):
+        with timer.timed(phase, action, share):
+            clock.now += ms
+    timer.drain()
+    assert local_bounds(timer) == {
+        forward: Bounds(7.0, 7.0),
+        BACKWARD: Bounds(pytest.approx(10.0), 20.0),
+        Action.parse("0B1"): Bounds(20.0, 20.0),
+    }
