@@ -24,6 +24,7 @@ import paired
 from tf_adapters.testing import RankPool
 
 MEASURED_STEPS = 3
+NOT_FREEZING_PAIRS = 60
 # Large tensors in mappings of their own, so that resident memory follows what is allocated.
 PRECISE_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
@@ -89,7 +90,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configs", nargs="+", default=["plain", "gpipe"], help="names in deepspeed_configs/")
     parser.add_argument("--max-freeze-ratio", type=float, default=0.8)
-    parser.add_argument("--warmup", type=int, default=40, help="pairs of steps attached but not freezing")
+    parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--monitoring", type=int, default=60)
     parser.add_argument("--stable", type=int, default=40, help="pairs of steps in stable freezing")
     return parser.parse_args()
@@ -98,10 +99,12 @@ def parse_args() -> argparse.Namespace:
 def measure(options: paired.Options) -> Result:
     with RankPool(options.stages, paired.setup) as ranks:
         outcome = ranks.run(paired.run, options, timeout_s=3600)[0]
+        attached = replace(options, warmup=max(options.warmup, NOT_FREEZING_PAIRS))
+        not_freezing = ranks.run(paired.run_without_freezing, attached, timeout_s=3600)[0]
     frozen_ms = statistics.median(outcome.pairs.attached["stable"])
     return Result(
         config=options.config,
-        not_freezing_step_ratio=outcome.pairs.ratio("warmup"),
+        not_freezing_step_ratio=not_freezing.ratio("warmup"),
         stable_step_ratio=outcome.pairs.ratio("stable"),
         planned_step_ratio=outcome.planned_ratio,
         masks_share_of_step=outcome.mask_ms / frozen_ms,

@@ -50,7 +50,7 @@ def test_a_line_that_falls_below_zero_stops_there() -> None:
 
 
 def test_an_action_that_nobody_measured_is_an_error_that_names_it() -> None:
-    with pytest.raises(MeasurementError, match="^1B0 was never measured during monitoring$") as caught:
+    with pytest.raises(MeasurementError, match=r"^1B0 was never measured during monitoring$") as caught:
         merge_bounds(SCHEDULE, [STAGE_0, {F1: STAGE_1[F1]}])
     assert isinstance(caught.value, TimelyFreezeError)
 

@@ -82,9 +82,10 @@ def test_rank_0_decides_and_both_get_its_value(pool: RankPool) -> None:
 
 def test_an_error_of_the_deciding_rank_is_raised_on_both(pool: RankPool) -> None:
     assert pool.run(outcome, on_one_rank, ConfigError("x is 3"), "never run") == [("ConfigError", "x is 3")] * 2
-    assert pool.run(outcome, on_one_rank, ZeroDivisionError("0"), "never run") == [
-        ("RemoteError", "ZeroDivisionError: 0")
-    ] * 2
+    assert (
+        pool.run(outcome, on_one_rank, ZeroDivisionError("0"), "never run")
+        == [("RemoteError", "ZeroDivisionError: 0")] * 2
+    )
 
 
 def test_a_value_of_none_is_a_value(pool: RankPool) -> None:
@@ -116,7 +117,7 @@ def in_a_group_of_the_last_rank() -> Any:
 def test_a_single_process_needs_no_group() -> None:
     assert on_all_ranks(SingleProcess(), lambda: 3) == [3]
     assert on_one_rank(SingleProcess(), lambda: 3) == 3
-    with pytest.raises(ConfigError, match="^x is 3$"):
+    with pytest.raises(ConfigError, match=r"^x is 3$"):
         on_all_ranks(SingleProcess(), lambda: _do(ConfigError("x is 3")))
-    with pytest.raises(RemoteError, match="^ValueError: v$"):
+    with pytest.raises(RemoteError, match=r"^ValueError: v$"):
         on_one_rank(SingleProcess(), lambda: _do(ValueError("v")))

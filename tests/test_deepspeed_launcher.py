@@ -1,4 +1,4 @@
-"""``deepspeed --module tf_adapters.deepspeed SCRIPT.py``: the real launcher on the example, and scripts of other shapes."""
+"""``deepspeed --module tf_adapters.deepspeed SCRIPT.py``: the real launcher on the example, and other scripts."""
 
 from __future__ import annotations
 

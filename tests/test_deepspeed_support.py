@@ -182,12 +182,8 @@ REFUSED = {
         'the engine has no optimizer; name one in the config ("optimizer") or pass one to deepspeed.initialize'
     ),
     engine_with_no_torch_optimizer: "the optimizer NoTorchOptimizer is no torch.optim.Optimizer",
-    engine_with_onebit_adam: (
-        "the optimizer OnebitAdam is not supported; use Adam, AdamW, SGD or another plain one"
-    ),
-    engine_with_muon: (
-        "the optimizer MuonWithAuxAdam is not supported; use Adam, AdamW, SGD or another plain one"
-    ),
+    engine_with_onebit_adam: ("the optimizer OnebitAdam is not supported; use Adam, AdamW, SGD or another plain one"),
+    engine_with_muon: ("the optimizer MuonWithAuxAdam is not supported; use Adam, AdamW, SGD or another plain one"),
     fp16_engine: "fp16 is not supported; use bf16 or fp32",
     apex_engine: 'mixed precision by NVIDIA Apex ("amp") is not supported; use bf16 or fp32',
     engine_with_another_wrapper: (
@@ -213,8 +209,8 @@ def same(now: dict[str, Any], before: dict[str, Any]) -> bool:
     return now.keys() == before.keys() and all(now[name] is before[name] for name in before)
 
 
-def on_some(text: str, *ranks: int) -> str:
-    return "; ".join(f"rank {rank}: {PREFIX}{text}" for rank in ranks)
+def on_rank(rank: int, text: str) -> str:
+    return f"rank {rank}: {PREFIX}{text}"
 
 
 @distributed
@@ -251,9 +247,7 @@ def test_mixture_of_experts_is_refused(fresh_pool: RankPool) -> None:
 
 @distributed
 def test_another_version_of_deepspeed_is_refused_by_the_symbol_that_it_lacks(fresh_pool: RankPool) -> None:
-    text = (
-        f"{PREFIX}this DeepSpeed has no PipelineEngine._gone; run `tf-adapters doctor` for the versions that work"
-    )
+    text = f"{PREFIX}this DeepSpeed has no PipelineEngine._gone; run `tf-adapters doctor` for the versions that work"
     assert fresh_pool.run(attach_to, engine_without_a_symbol) == [("UnsupportedError", text, True)] * 2
 
 
@@ -266,7 +260,7 @@ def compiled_on_the_last_rank() -> Any:
 
 @distributed
 def test_what_is_wrong_on_one_rank_only_is_raised_on_all(pools: Any) -> None:
-    refusal = ("UnsupportedError", on_some(COMPILED, 1), True)
+    refusal = ("UnsupportedError", on_rank(1, COMPILED), True)
     assert pools(2).run(attach_to, compiled_on_the_last_rank) == [refusal] * 2
 
 
@@ -395,6 +389,23 @@ def initialized_by_us() -> tuple[int, bool]:
         model=module, model_parameters=list(module.parameters()), config=Case().ds_config()
     )
     return len(result), result[0].timely_freeze.controller.config.monitoring_steps == 2
+
+
+@distributed
+@pytest.mark.parametrize(("config", "warned"), [({}, 1), ({"zero_optimization": {"stage": 1}}, 0)], ids=["0", "1"])
+def test_clipping_that_deepspeed_gets_wrong_by_itself_is_said_once(pools: Any, config: Any, warned: int) -> None:
+    first, second = pools(2).run(lines_on_attaching, {**config, "gradient_clipping": 1.0})
+    assert sum("gradient_clipping is 1 with ZeRO stage 0 in fp32" in line for line in first) == warned
+    assert second == []
+
+
+def lines_on_attaching(config: dict[str, Any]) -> list[str]:
+    import tf_adapters.deepspeed
+
+    engine = build_engine(Case(config=config))
+    with Lines() as lines:
+        tf_adapters.deepspeed.attach(engine)
+    return lines.seen
 
 
 # --- wrong settings ------------------------------------------------------------------------------------------

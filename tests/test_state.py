@@ -140,7 +140,6 @@ def test_a_restart_in_the_warmup_keeps_the_rest_of_it() -> None:
 # --- the fingerprint -----------------------------------------------------------------------------------------
 
 
-def test_the_fingerprint_is_the_same_in_another_process() -> None:
-    """A constant: a change of it makes every checkpoint's plan be made anew."""
-    assert fingerprint(CONFIG, SCHEDULE, MASKS) == saved(planned_state(20))["fingerprint"]
-    assert len({fingerprint(CONFIG, s, MASKS) for s in (SCHEDULE, gpipe(2, 3), one_f_one_b(2, 4))}) == 3
+def test_the_fingerprint_is_the_same_in_every_process_and_release() -> None:
+    """Pinned: where it changes, every checkpoint's plan is made anew."""
+    assert fingerprint(CONFIG, SCHEDULE, MASKS) == "8a65c4ca15902a83"

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tf_adapters import messages
 from tf_adapters.bounds import local_bounds, merge_bounds
 from tf_adapters.collectives import Collectives, on_all_ranks, on_one_rank
 from tf_adapters.config import TimelyFreezeConfig
@@ -240,7 +241,7 @@ class Controller:
         if step == phases.warmup_end + 1:
             self._verify_schedule()
         if phases.phase(step).monitors:
-            self._log_monitoring(step)
+            self._announce_monitoring(step)
         if step == phases.monitoring_end:
             self._make_plan()
         elif step > phases.monitoring_end and self._report_is_due(step):
@@ -314,39 +315,25 @@ class Controller:
 
     def announce_start(self) -> None:
         """The line that says that freezing is on, and what will happen when."""
-        phases = self.state.phases
-        stages, microbatches = self.schedule.num_stages, self.schedule.num_microbatches
-        self._announce(
-            f"enabled: {self.host.name} {self.host.version}, {stages} stages x {microbatches} microbatches, "
-            f"method {self.config.method}, max freeze ratio {self.config.max_freeze_ratio:g}; warm-up to step "
-            f"{phases.warmup_end}, monitoring to {phases.monitoring_end}, progressive freezing to "
-            f"{phases.progressive_end}, then stable freezing"
-        )
+        host = f"{self.host.name} {self.host.version}"
+        self._announce(messages.enabled(host, self.schedule, self.config, self.state.phases))
 
     def _announce_phase(self, step: int) -> None:
         self._announce(f"step {step}: {self.state.phases.phase(step).description}")
 
-    def _log_monitoring(self, step: int) -> None:
+    def _announce_monitoring(self, step: int) -> None:
         done, length = step - self.state.phases.warmup_end, self.state.phases.monitoring_steps
-        every = max(1, length // 4)
-        if done % every == 0:
+        if done % max(1, length // 4) == 0:
             self.timer.drain()
             step_ms = self.timer.step_ms(self.state.phases.phase(step))
-            took = f", {step_ms:.1f} ms a step" if step_ms is not None else ""
-            self._announce(f"monitoring {done}/{length} steps{took}")
+            self._announce(messages.monitoring(done, length, step_ms))
 
     def _announce_plan(self) -> None:
-        solved, expected = self.state.plan, self.forecast
-        assert solved is not None
+        plan, expected = self.state.plan, self.forecast
+        assert plan is not None
         assert expected is not None
-        stages = ", ".join(f"stage {s}: {r:.2f}" for s, r in sorted(solved.stage_freeze_ratio.items()))
-        self._announce(
-            f"measured {expected.unfrozen_ms:.1f} ms a step; plan: {expected.planned_ms:.1f} ms "
-            f"({1 / expected.ratio:.2f}x) at mean freeze ratio {solved.mean_freeze_ratio:.2f} ({stages}); "
-            f"{solved.solver.name} {solved.solver.status.value} in {solved.solver.seconds:.2f} s"
-        )
-        for note in self.state.notes:
-            self._announce(note)
+        for line in (messages.planned(plan, expected), *self.state.notes):
+            self._announce(line)
 
     def _publish(self, step: int, phase: Phase) -> None:
         if self._metrics is None or self._collectives.rank != 0:

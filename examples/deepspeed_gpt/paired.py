@@ -118,6 +118,25 @@ def run(options: Options) -> Outcome:
     )
 
 
+def run_without_freezing(options: Options) -> Pairs:
+    """One engine, in turn detached and attached but not freezing. Called on all ranks at once."""
+    import logging
+
+    import tf_adapters.deepspeed
+
+    logging.getLogger("tf_adapters").setLevel(logging.WARNING)  # it would say "enabled" at every pair
+    engine, adapter = build_engine(options, freezing=True)
+    data = training_data(engine, options)
+    pairs = Pairs()
+    for step in range(options.warmup):
+        attached = timed_step(engine, data) if step % 2 else None
+        adapter.detach()
+        alone = timed_step(engine, data)
+        adapter = tf_adapters.deepspeed.attach(engine)
+        pairs.add("warmup", alone, attached if attached is not None else timed_step(engine, data))
+    return pairs
+
+
 def build_engine(options: Options, freezing: bool) -> tuple[Any, Any]:
     """A DeepSpeed engine on a fresh copy of the model, the same weights each time, and its adapter if it has one."""
     import deepspeed
