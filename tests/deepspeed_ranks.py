@@ -39,7 +39,7 @@ class Case:
     tied: bool = False
     steps: int = 6
     ratios: float | dict[str, float] | None = None  # a plan to start with, instead of a measured one
-    output_dir: str = "."
+    output_dir: str = "runs/tests"
 
     @property
     def microbatches(self) -> int:

@@ -24,10 +24,10 @@ STEPS = 17  # the report says "stable" from the tenth stable step on
 
 def launch(tmp_path: Path, script: str = "examples/deepspeed_gpt/train.py", **config: Any) -> tuple[int, str]:
     """Run a script under the launcher, on two ranks; its exit code, and all that it said."""
-    settings = tmp_path / "ds_config.json"
+    settings, port = tmp_path / "ds_config.json", free_port()
     settings.write_text(json.dumps({**PLAIN, "steps_per_print": 1, **config}))
     command = [
-        *(str(BIN / "deepspeed"), "--num_accelerators", "2", "--master_port", str(free_port())),
+        *(str(BIN / "deepspeed"), "--num_accelerators", "2", "--master_port", str(port)),
         *("--module", "tf_adapters.deepspeed", script, "--deepspeed_config", str(settings)),
         *("--steps", str(STEPS), "--width", "16", "--blocks", "2", "--context", "8"),
     ]
@@ -45,6 +45,8 @@ def launch(tmp_path: Path, script: str = "examples/deepspeed_gpt/train.py", **co
         output, _ = process.communicate(timeout=120)
     finally:
         end(process)
+        for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+            buffer.unlink()  # DeepSpeed's CPU backend leaves 69 MB of shared memory for each rank
     return process.returncode, output
 
 

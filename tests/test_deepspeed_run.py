@@ -110,7 +110,7 @@ def train_then_leave(case: Case, folder: str) -> tuple[dict, dict]:
     force_plan(adapter.controller, case.ratios)
     losses(engine, case, range(3))
     adapter.detach()
-    ours = {"_INSTRUCTION_MAP", "_train_schedule", "save_checkpoint", "load_checkpoint", "timely_freeze"}
+    ours = {"_INSTRUCTION_MAP", "_exec_schedule", "save_checkpoint", "load_checkpoint", "timely_freeze"}
     assert ours.isdisjoint(vars(engine))
     engine.save_checkpoint(folder)
     other = build_engine(replace(case, section=None))

@@ -11,7 +11,8 @@ from tf_adapters.bounds import local_bounds
 from tf_adapters.ir import Action
 from tf_adapters.phases import Phase
 from tf_adapters.planner import Bounds
-from tf_adapters.timing import ActionTimer, HostClock, Sample, clock_for, lower_bound, median
+from tf_adapters.robust import median
+from tf_adapters.timing import ActionTimer, HostClock, Sample, clock_for, durations_all_frozen
 
 BACKWARD = Action.parse("0B0")
 UPPER, LOWER = Phase.MONITORING_UPPER, Phase.MONITORING_LOWER
@@ -170,23 +171,23 @@ def test_the_median_ignores_an_outlier() -> None:
 
 
 def test_complete_masks_are_the_lower_bound_themselves() -> None:
-    assert lower_bound(20.0, [Sample(1.0, 9.0), Sample(1.0, 11.0), Sample(1.0, 90.0)]) == 11.0
+    assert durations_all_frozen(20.0, [Sample(1.0, 9.0), Sample(1.0, 11.0)]) == [9.0, 11.0]
 
 
 def test_partial_masks_are_extended_along_the_line_through_the_upper_bound() -> None:
     samples = [Sample(0.5, 15.0), Sample(0.8, 12.0), Sample(0.25, 17.5)]
-    assert lower_bound(20.0, samples) == pytest.approx(10.0)
+    assert durations_all_frozen(20.0, samples) == pytest.approx([10.0] * len(samples))
 
 
 def test_partial_masks_count_more_than_complete_ones() -> None:
     """Stage 0: with everything frozen its backward vanishes, far below the line that partial masks follow."""
-    assert lower_bound(20.0, [Sample(0.5, 15.0), Sample(1.0, 0.1), Sample(1.0, 0.1)]) == pytest.approx(10.0)
+    assert durations_all_frozen(20.0, [Sample(0.5, 15.0), Sample(1.0, 0.1), Sample(1.0, 0.1)]) == [10.0]
 
 
 def test_samples_with_nothing_frozen_say_nothing_about_the_lower_bound() -> None:
-    assert lower_bound(20.0, [Sample(0.0, 3.0), Sample(1.0, 10.0)]) == 10.0
-    assert lower_bound(20.0, [Sample(0.0, 3.0)]) is None
-    assert lower_bound(20.0, []) is None
+    assert durations_all_frozen(20.0, [Sample(0.0, 3.0), Sample(1.0, 10.0)]) == [10.0]
+    assert durations_all_frozen(20.0, [Sample(0.0, 3.0)]) == []
+    assert durations_all_frozen(20.0, []) == []
 
 
 def test_local_bounds_take_backwards_from_both_halves_and_forwards_from_the_first() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from tf_adapters.errors import TimelyFreezeError
-from tf_adapters.ir import Action, PipelineSchedule
+from tf_adapters.ir import Action, Kind, PipelineSchedule
 from tf_adapters.phases import Phase
 from tf_adapters.planner import Bounds
-from tf_adapters.timing import ActionTimer, lower_bound, median
+from tf_adapters.robust import Estimate, estimate, shrink
+from tf_adapters.timing import ActionTimer, durations_all_frozen
 
 
 class MeasurementError(TimelyFreezeError, RuntimeError):
@@ -18,15 +19,29 @@ class MeasurementError(TimelyFreezeError, RuntimeError):
 def local_bounds(timer: ActionTimer) -> dict[Action, Bounds]:
     """Bounds, ms, of the actions that this rank ran during monitoring.
 
-    Forwards do not change with freezing (paper section 3.2.1), so both of their bounds are the unfrozen median.
+    Forwards do not change with freezing (paper section 3.2.1), so both of their bounds are the unfrozen one.
     """
-    bounds = {}
-    for action in timer.actions(Phase.MONITORING_UPPER):
-        upper = median(sample.ms for sample in timer.samples(Phase.MONITORING_UPPER, action))
-        assert upper is not None
-        lower = lower_bound(upper, timer.samples(Phase.MONITORING_LOWER, action)) if action.freezable else None
-        bounds[action] = Bounds(upper if lower is None else lower, upper)
-    return bounds
+    unfrozen = {
+        action: estimate(sample.ms for sample in timer.samples(Phase.MONITORING_UPPER, action))
+        for action in timer.actions(Phase.MONITORING_UPPER)
+    }
+    upper = _alike(unfrozen)
+    frozen = {
+        action: estimate(durations_all_frozen(ms, timer.samples(Phase.MONITORING_LOWER, action)))
+        for action, ms in upper.items()
+        if action.freezable
+    }
+    lower = _alike(frozen)
+    return {action: Bounds(lower.get(action, ms), ms) for action, ms in upper.items()}
+
+
+def _alike(estimates: Mapping[Action, Estimate | None]) -> dict[Action, float]:
+    """The microbatches of a stage do the same work: their differences count as far as noise does not explain them."""
+    groups: dict[tuple[int, Kind], dict[Action, Estimate]] = {}
+    for action, found in estimates.items():
+        if found is not None:
+            groups.setdefault((action.stage, action.kind), {})[action] = found
+    return {action: ms for group in groups.values() for action, ms in shrink(group).items()}
 
 
 def merge_bounds(

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO
 
 logger = logging.getLogger("tf_adapters")
+
+
+class _CurrentStderr(logging.StreamHandler[TextIO]):
+    """Writes to what ``sys.stderr`` is when a line is logged, not to what it was when the handler was made."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def announce(rank: int, text: str, level: int = logging.INFO) -> None:
@@ -19,6 +28,6 @@ def _make_visible() -> None:
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
-        handler = logging.StreamHandler(sys.stderr)
+        handler = _CurrentStderr()
         handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", datefmt="%H:%M:%S"))
         logger.addHandler(handler)

@@ -5,7 +5,6 @@ Nothing here synchronises inside a step: a device mark is read once the device h
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from tf_adapters.ir import Action
+from tf_adapters.robust import median
 
 
 class Clock(Protocol):
@@ -132,14 +132,8 @@ class ActionTimer:
         self._steps.clear()
 
 
-def median(values: Iterable[float]) -> float | None:
-    """The median, robust to the outliers that shared machines and first steps produce."""
-    items = list(values)
-    return float(statistics.median(items)) if items else None
-
-
-def lower_bound(upper_ms: float, samples: Iterable[Sample]) -> float | None:
-    """Duration with all weight gradients frozen, ms, as partial masks predict it; None without a usable sample.
+def durations_all_frozen(upper_ms: float, samples: Iterable[Sample]) -> list[float]:
+    """What each sample says of the duration, ms, with all weight gradients frozen; ``upper_ms`` is with none.
 
     Where samples with a part of the work frozen exist, each is extended along the line through ``upper_ms`` to a
     share of 1. That matters on a first stage: with everything frozen its backward disappears altogether, far
@@ -148,5 +142,5 @@ def lower_bound(upper_ms: float, samples: Iterable[Sample]) -> float | None:
     usable = [sample for sample in samples if sample.share > 0.0]
     partial = [sample for sample in usable if sample.share < 1.0]
     if partial:
-        return median(upper_ms - (upper_ms - sample.ms) / sample.share for sample in partial)
-    return median(sample.ms for sample in usable)
+        return [upper_ms - (upper_ms - sample.ms) / sample.share for sample in partial]
+    return [sample.ms for sample in usable]

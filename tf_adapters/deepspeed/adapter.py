@@ -24,6 +24,7 @@ from tf_adapters.deepspeed.optimizers import (
     fill_missing_tied_gradients,
 )
 from tf_adapters.deepspeed.schedules import SCHEDULES, MicrobatchTracker, translate
+from tf_adapters.deepspeed.support import refuse_compiled
 from tf_adapters.errors import UnsupportedError
 from tf_adapters.ir import Action, Kind
 from tf_adapters.masking import units_of
@@ -48,7 +49,8 @@ class DeepSpeedAdapter:
         self._tracker = MicrobatchTracker()
         self._losses: dict[int, Any] = {}
         self._running: tuple[int, int] | None = None
-        self._schedule_type = SCHEDULES.get(config.schedule) or type(engine._train_schedule())
+        self._schedule_type = SCHEDULES.get(config.schedule) or _own_schedule_type(engine)
+        self._host_exec_schedule: Callable[[host.PipeSchedule], None] = engine._exec_schedule
         collectives = ProcessGroupCollectives()
         self.controller = Controller(
             config=config,
@@ -85,7 +87,7 @@ class DeepSpeedAdapter:
             host.OptimizerStep: self._optimizer_step,
         }
         overrides.set(engine, "_INSTRUCTION_MAP", {**self._host_instructions, **wrapped})
-        overrides.set(engine, "_train_schedule", self._begin_step)
+        overrides.set(engine, "_exec_schedule", self._exec_schedule)
         overrides.set(engine, "save_checkpoint", self._saving(engine.save_checkpoint))
         overrides.set(engine, "load_checkpoint", self._loading(engine.load_checkpoint))
         overrides.set(engine, ATTRIBUTE, self)
@@ -95,8 +97,16 @@ class DeepSpeedAdapter:
 
     # --- instructions ----------------------------------------------------------------------------------------
 
+    def _exec_schedule(self, schedule: host.PipeSchedule) -> None:
+        if isinstance(schedule, host.InferenceSchedule):
+            self._host_exec_schedule(schedule)
+        else:
+            self._host_exec_schedule(self._begin_step())
+
     def _begin_step(self) -> host.PipeSchedule:
+        """Start a training step; the schedule that the engine is to run in it."""
         engine = self.engine
+        refuse_compiled(engine)  # it may have been compiled after attaching
         if engine.micro_batches != self._microbatches:
             self._microbatches = engine.micro_batches
             self.controller.reschedule(translate(self._schedule_type, self._microbatches, engine.num_stages))
@@ -204,6 +214,11 @@ class DeepSpeedAdapter:
     def _write_metrics(self, figures: Mapping[str, float]) -> None:
         samples = self.engine.global_samples
         self.engine.monitor.write_events([(f"TimelyFreeze/{k}", v, samples) for k, v in figures.items()])
+
+
+def _own_schedule_type(engine: Any) -> type[host.PipeSchedule]:
+    """What the engine runs by itself. Before 0.19.8 it had no method to ask."""
+    return type(engine._train_schedule()) if hasattr(engine, "_train_schedule") else host.TrainSchedule
 
 
 def _units_of_all_stages(

@@ -13,11 +13,14 @@ from tf_adapters.errors import UnsupportedError
 
 _ENGINE_SYMBOLS = (
     "_INSTRUCTION_MAP",
-    "_train_schedule",
     "_exec_schedule",
     "pipe_buffers",
     "save_checkpoint",
     "load_checkpoint",
+)
+_COMPILED = (
+    "the model or a part of it is compiled with torch.compile, which would recompile for every mask; "
+    "train without compiling"
 )
 _UNTESTED_OPTIMIZERS = ("onebit", "zerooneadam", "muon")
 
@@ -27,6 +30,12 @@ def check(engine: Any) -> None:
     for problem in (_engine_problem(engine), _model_problem(engine), _optimizer_problem(engine)):
         if problem:
             raise UnsupportedError(f"timely_freeze cannot run here: {problem}")
+
+
+def refuse_compiled(engine: Any) -> None:
+    """Raise UnsupportedError if the engine itself has been compiled: a cheap check for every step."""
+    if getattr(engine, "is_compiled", False):
+        raise UnsupportedError(f"timely_freeze cannot run here: {_COMPILED}")
 
 
 def warnings(engine: Any) -> list[str]:
@@ -58,10 +67,7 @@ def _engine_problem(engine: Any) -> str | None:
 
 def _model_problem(engine: Any) -> str | None:
     if getattr(engine, "is_compiled", False) or any(map(_is_compiled, engine.module.modules())):
-        return (
-            "the model or a part of it is compiled with torch.compile, which would recompile for every mask; "
-            "train without compiling"
-        )
+        return _COMPILED
     if getattr(engine, "has_moe_layers", False):
         return "mixture-of-experts layers are not supported with DeepSpeed's pipeline"
     return None
@@ -69,7 +75,7 @@ def _model_problem(engine: Any) -> str | None:
 
 def _is_compiled(module: torch.nn.Module) -> bool:
     compiled_call = getattr(module, "_compiled_call_impl", None)
-    return compiled_call is not None or isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+    return compiled_call is not None or type(module).__name__ == "OptimizedModule"
 
 
 def _optimizer_problem(engine: Any) -> str | None:

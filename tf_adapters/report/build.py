@@ -12,7 +12,8 @@ import tf_adapters
 from tf_adapters.ir import Action
 from tf_adapters.phases import Phase
 from tf_adapters.report.schema import BackwardSample, Host, Measured, Phases, Report, Schedule, Status
-from tf_adapters.timing import ActionTimer, median
+from tf_adapters.robust import median
+from tf_adapters.timing import ActionTimer
 
 if TYPE_CHECKING:
     from tf_adapters.controller import Controller

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _GRACE_S = 3.0  # for the ranks that still run when one has failed
+_STARTUP_S = 300.0  # a host may compile an extension when it is first imported
 
 
 class RanksFailed(AssertionError):
@@ -36,20 +37,15 @@ class RankPool:
 
         Raises RanksFailed if any rank raises, dies, or has not answered after ``timeout_s`` seconds.
         """
-        if not self._processes:
-            self._start()
         try:
+            if not self._processes:
+                self._start()
             for connection in self._connections:
                 connection.send((function, args))
-            outcomes = self._collect(time.monotonic() + timeout_s)
+            return self._collect(timeout_s)
         except BaseException:
             self.close()
             raise
-        failures = [f"rank {rank}:\n{text}" for rank, (_, text) in enumerate(outcomes) if text]
-        if failures:
-            self.close()
-            raise RanksFailed("\n".join(failures))
-        return [value for value, _ in outcomes]
 
     def close(self) -> None:
         """End the processes."""
@@ -76,9 +72,11 @@ class RankPool:
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
+        self._collect(_STARTUP_S)
 
-    def _collect(self, deadline: float) -> list[tuple[Any, str | None]]:
-        """Every rank's value or traceback. One that failed usually leaves the others waiting: they get no long wait."""
+    def _collect(self, timeout_s: float) -> list[Any]:
+        """Every rank's value. One that failed usually leaves the others waiting: they get no long wait then."""
+        deadline = time.monotonic() + timeout_s
         outcomes: list[tuple[Any, str | None]] = [(None, "no answer in time")] * self.size
         waiting = dict(zip(self._connections, range(self.size), strict=True))
         while waiting and (left := deadline - time.monotonic()) > 0:
@@ -88,12 +86,16 @@ class RankPool:
                 outcomes[rank] = self._answer(rank)
                 if outcomes[rank][1] is not None:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
-        return outcomes
+        failures = [f"rank {rank}:\n{text}" for rank, (_, text) in enumerate(outcomes) if text]
+        if failures:
+            raise RanksFailed("\n".join(failures))
+        return [value for value, _ in outcomes]
 
     def _answer(self, rank: int) -> tuple[Any, str | None]:
         try:
             return self._connections[rank].recv()  # type: ignore[no-any-return]
         except (EOFError, ConnectionError):
+            self._processes[rank].join(_GRACE_S)
             return None, f"died with exit code {self._processes[rank].exitcode}"
 
 
@@ -113,6 +115,13 @@ def _serve(connection: Connection, rank: int, size: int, port: int, setup: Calla
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
     )
+    _answer_call(connection, _join, (setup,))
+    with suppress(EOFError):
+        while True:
+            _answer_call(connection, *connection.recv())
+
+
+def _join(setup: Callable[[], None] | None) -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -121,10 +130,10 @@ def _serve(connection: Connection, rank: int, size: int, port: int, setup: Calla
         setup()
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
-    with suppress(EOFError):
-        while True:
-            function, args = connection.recv()
-            try:
-                connection.send((function(*args), None))
-            except Exception:
-                connection.send((None, traceback.format_exc()))
+
+
+def _answer_call(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        connection.send((function(*args), None))
+    except Exception:
+        connection.send((None, traceback.format_exc()))

@@ -1,0 +1,55 @@
+"""Estimates that a busy machine does not throw off."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+_K = TypeVar("_K", bound=Hashable)
+
+# For normal noise: the standard deviation in median absolute deviations, and a median's error in a mean's.
+_SIGMA_PER_MAD = 1.4826
+_MEDIAN_ERROR = 1.2533
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A median and its standard error, both in the samples' unit."""
+
+    value: float
+    error: float
+
+
+def median(values: Iterable[float]) -> float | None:
+    """The median; None of nothing."""
+    items = list(values)
+    return float(statistics.median(items)) if items else None
+
+
+def estimate(values: Iterable[float]) -> Estimate | None:
+    """The median with its error, from the median absolute deviation: outliers move neither. None of nothing."""
+    items = list(values)
+    middle = median(items)
+    if middle is None:
+        return None
+    deviation = median(abs(item - middle) for item in items) or 0.0
+    return Estimate(middle, _MEDIAN_ERROR * _SIGMA_PER_MAD * deviation / math.sqrt(len(items)))
+
+
+def shrink(estimates: Mapping[_K, Estimate]) -> dict[_K, float]:
+    """Move estimates of what should be alike to their common middle, as far as noise explains their differences.
+
+    Empirical Bayes, as James and Stein: of the variance between the estimates, the part that their own errors
+    account for is taken out. Real differences larger than the noise stay; equal things come out equal.
+    """
+    values = [e.value for e in estimates.values()]
+    if len(values) < 2:
+        return {key: e.value for key, e in estimates.items()}
+    middle = statistics.median(values)
+    noise = statistics.fmean(e.error**2 for e in estimates.values())
+    between = statistics.variance(values)
+    kept = max(0.0, 1.0 - noise / between) if between > 0.0 else 0.0
+    return {key: middle + kept * (e.value - middle) for key, e in estimates.items()}
