@@ -117,5 +117,5 @@ def failing_setup() -> None:
 
 
 def test_a_setup_that_fails_ends_the_call() -> None:
-    with RankPool(2, failing_setup) as pool, pytest.raises(RanksFailed, match="died with exit code 1"):
+    with RankPool(2, failing_setup) as pool, pytest.raises(RanksFailed, match="the setup broke"):
         pool.run(total, 1.0)
