@@ -36,7 +36,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip --quiet install -c constraints.txt torch
 	grep -v '^deepspeed==' constraints.txt > .venv-oldest/constraints.txt
-	.venv-oldest/bin/python -m pip --quiet install -c .venv-oldest/constraints.txt -e ".[plot,cli,test]" deepspeed==0.18.0
+	.venv-oldest/bin/python -m pip --quiet install -c .venv-oldest/constraints.txt -e ".[plot,cli,test]" deepspeed==0.19.3
 	touch $@
 
 clean:

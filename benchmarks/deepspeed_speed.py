@@ -127,10 +127,12 @@ def peak_memory(options: paired.Options, mode: str) -> list[int]:
 
 
 def peak_of_rank(options: paired.Options, mode: str) -> int:
-    import ortools.linear_solver.pywraplp  # noqa: F401  code is no part of a step's memory: load it first
-
     import tf_adapters.deepspeed.adapter  # noqa: F401
+    from tf_adapters.planner import plan_from_json
 
+    # Code is no part of a step's memory: load it first, the solver's by solving.
+    times = {"0F0": [1, 1], "0B0": [1, 2]}
+    plan_from_json({"ranks": [["0F0", "0B0"]], "times": times, "max_freeze_ratio": 0.5})
     idle = resident("VmRSS")
     short = replace(options, warmup=3 if mode == "freezing" else 100, monitoring=6, progressive=0)
     engine = paired.build_engine(short, freezing=mode != "alone")[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
 import pytest
 import torch
 from deepspeed_ranks import Case, Ordinary, batch, loss_fn, train
@@ -10,6 +12,7 @@ from tf_adapters.testing import masked_gradients, relative_error
 
 pytestmark = pytest.mark.distributed
 
+CHECKPOINTS_ON_CPU = tuple(map(int, metadata.version("deepspeed").split(".")[:3])) >= (0, 19, 8)
 ZERO1 = {"zero_optimization": {"stage": 1}}
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 REENTRANT = {"pipeline": {"activation_checkpoint_interval": 1}}
@@ -58,6 +61,8 @@ REPLICATED = {
 @pytest.mark.parametrize("name", CASES)
 def test_masked_gradients_reach_the_optimizer(pools, name):
     case = CASES[name]
+    if "pipeline" in case.config and not CHECKPOINTS_ON_CPU:
+        pytest.skip("activation checkpointing needs a device in this DeepSpeed, with or without us")
     check_oracle(case, pools(case.stages).run(train, case))
 
 

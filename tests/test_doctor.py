@@ -45,7 +45,7 @@ def test_without_deepspeed_it_names_the_line_that_installs_it() -> None:
     assert "GPipe" not in shown
 
 
-@pytest.mark.parametrize("version", ["0.18", "0.18.0", "0.18.9", "0.19.8", "0.19.8+abc"])
+@pytest.mark.parametrize("version", ["0.19.3", "0.19.3.post1", "0.19.7", "0.19.8", "0.19.8+abc"])
 def test_versions_in_the_tested_range(version: str) -> None:
     host = diagnose({**GOOD, "deepspeed": version}).hosts[0]
     assert host.usable
@@ -61,11 +61,11 @@ def test_newer_than_tested_is_usable_and_says_so(version: str) -> None:
     assert f"deepspeed=={DEEPSPEED_TESTED[1]}" in host.finding
 
 
-@pytest.mark.parametrize("version", ["0.17.6", "0.9.5"])
+@pytest.mark.parametrize("version", ["0.18.9", "0.19.2", "0.9.5"])
 def test_older_than_tested_is_not_usable(version: str) -> None:
     diagnosis = diagnose({**GOOD, "deepspeed": version})
     assert diagnosis.ready == ()
-    assert diagnosis.hosts[0].remedy == 'pip install --upgrade "deepspeed>=0.18"'
+    assert diagnosis.hosts[0].remedy == 'pip install --upgrade "deepspeed>=0.19.3"'
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_a_block_that_raises_leaves_no_sample() -> None:
     def fail() -> None:
         raise RuntimeError("mine")
 
-    with pytest.raises(RuntimeError, match="mine"), timer.timed(UPPER, BACKWARD):
+    with pytest.raises(RuntimeError, match="mine"), timer.timed(UPPER, BACKWARD, 0.0):
         fail()
     timer.drain()
     assert times(timer) == []

@@ -81,7 +81,6 @@ class Controller:
         self.masks = StageMasks(units, config.seed)
         self.timer = ActionTimer(clock)
         self.state = RunState.fresh(config, auto_warmup)
-        self.suspended = False
         self.parameter_mask = ParameterMask(parameters)
         self._collectives = collectives
         self._metrics = metrics
@@ -161,8 +160,7 @@ class Controller:
     @property
     def freezes(self) -> bool:
         """Whether this run freezes anything at all."""
-        settings = self.config
-        return not (self.suspended or self.state.failure or settings.method == "none" or settings.max_freeze_ratio == 0)
+        return not self.state.failure and self.config.method != "none" and self.config.max_freeze_ratio > 0
 
     def actual_freeze_ratio(self, step: int, action: Action) -> float:
         """AFR of an action at a step, in [0, 1] (paper section 3.3); during lower-bound monitoring, its mask's."""

@@ -24,11 +24,11 @@ __all__ = [
     "run",
 ]
 
-DEEPSPEED_TESTED = ("0.18", "0.19.8")
-"""Oldest and newest DeepSpeed that the adapter's tests ran with."""
+DEEPSPEED_TESTED = ("0.19.3", "0.19.8")
+"""Oldest and newest DeepSpeed that the adapter's tests pass with."""
 
 _PACKAGES = ("torch", "numpy", "ortools", "pydantic", "deepspeed", "megatron-core", "matplotlib", "rich")
-_CORE = {"torch": "2.3", "numpy": "1.26", "ortools": "9.10", "pydantic": "2.6"}
+_CORE = {"torch": "2.5", "numpy": "1.26", "ortools": "9.10", "pydantic": "2.6"}
 _EXTRAS = {"matplotlib": ("plot", "Gantt charts"), "rich": ("cli", "coloured tables")}
 _DEEPSPEED_FEATURES = (
     "schedules: 1F1B (DeepSpeed's own) and GPipe",

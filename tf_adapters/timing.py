@@ -85,8 +85,8 @@ class ActionTimer:
         self._steps: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=keep))
 
     @contextmanager
-    def timed(self, phase: str, action: Action | None, share: float = 0.0) -> Iterator[None]:
-        """Time the block as ``action``, or as a whole step where it is None. A block that raises leaves no sample."""
+    def timed(self, phase: str, action: Action, share: float) -> Iterator[None]:
+        """Time the block as one run of ``action``. A block that raises leaves no sample."""
         start = self._clock.mark()
         yield
         self._pending.append((phase, action, share, start, self._clock.mark()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -18,6 +19,7 @@ _ENGINE_SYMBOLS = (
     "save_checkpoint",
     "load_checkpoint",
 )
+_FIRST_RIGHT_VERSION = (0, 19, 3)
 _COMPILED = (
     "the model or a part of it is compiled with torch.compile, which would recompile for every mask; "
     "train without compiling"
@@ -41,6 +43,12 @@ def refuse_compiled(engine: Any) -> None:
 def warnings(engine: Any) -> list[str]:
     """What a user should know of the host itself before trusting a run, one line each."""
     found = []
+    version = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
+    if version < _FIRST_RIGHT_VERSION:
+        found.append(
+            f"DeepSpeed {deepspeed.__version__} divides the last pipeline stage's gradients by the number of "
+            "microbatches twice, with or without freezing; use 0.19.3 or newer"
+        )
     if engine.optimizer is engine.basic_optimizer and engine.gradient_clipping() > 0 and engine.num_stages > 1:
         found.append(
             f"gradient_clipping is {engine.gradient_clipping():g} with ZeRO stage 0 in fp32: DeepSpeed's pipeline "
