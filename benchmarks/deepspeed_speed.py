@@ -34,7 +34,7 @@ class Result:
     """Ratios to DeepSpeed alone, shares of a step, and bytes by pipeline rank."""
 
     config: str
-    not_freezing_step_ratio: float
+    not_freezing_step_ratio: float | None  # None where the host alone runs another schedule
     stable_step_ratio: float
     planned_step_ratio: float
     masks_share_of_step: float
@@ -49,7 +49,7 @@ class Result:
         rows = [
             ("step with freezing / alone", f"{self.stable_step_ratio:.3f}", f"{measured:.2f}x"),
             ("   as planned", f"{self.planned_step_ratio:.3f}", f"{planned:.2f}x; measured is {off:+.1%} of it"),
-            ("step attached, not freezing / alone", f"{self.not_freezing_step_ratio:.3f}", ""),
+            ("step attached, not freezing / alone", _ratio(self.not_freezing_step_ratio), ""),
             ("masks, share of a step", f"{self.masks_share_of_step:.2%}", ""),
             (
                 "held-out loss, alone / freezing",
@@ -64,6 +64,10 @@ class Result:
             )
             rows.append((f"peak memory by rank, {mode}", shown, ""))
         return [f"{name:<40}{value:>10}  {note}" for name, value, note in rows]
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def main() -> None:
@@ -99,12 +103,14 @@ def parse_args() -> argparse.Namespace:
 def measure(options: paired.Options) -> Result:
     with RankPool(options.stages, paired.setup) as ranks:
         outcome = ranks.run(paired.run, options, timeout_s=3600)[0]
-        attached = replace(options, warmup=max(options.warmup, NOT_FREEZING_PAIRS))
-        not_freezing = ranks.run(paired.run_without_freezing, attached, timeout_s=3600)[0]
+        not_freezing = None
+        if "schedule" not in options.ds_config()["timely_freeze"]:
+            attached = replace(options, warmup=NOT_FREEZING_PAIRS)
+            not_freezing = ranks.run(paired.run_without_freezing, attached, timeout_s=3600)[0].ratio("warmup")
     frozen_ms = statistics.median(outcome.pairs.attached["stable"])
     return Result(
         config=options.config,
-        not_freezing_step_ratio=not_freezing.ratio("warmup"),
+        not_freezing_step_ratio=not_freezing,
         stable_step_ratio=outcome.pairs.ratio("stable"),
         planned_step_ratio=outcome.planned_ratio,
         masks_share_of_step=outcome.mask_ms / frozen_ms,
@@ -134,7 +140,13 @@ def peak_of_rank(options: paired.Options, mode: str) -> int:
     times = {"0F0": [1, 1], "0B0": [1, 2]}
     plan_from_json({"ranks": [["0F0", "0B0"]], "times": times, "max_freeze_ratio": 0.5})
     idle = resident("VmRSS")
-    short = replace(options, warmup=3 if mode == "freezing" else 100, monitoring=6, progressive=0)
+    short = replace(
+        options,
+        warmup=3 if mode == "freezing" else 100,
+        monitoring=6,
+        progressive=0,
+        output_dir=f"{options.output_dir}/memory",
+    )
     engine = paired.build_engine(short, freezing=mode != "alone")[0]
     data = paired.training_data(engine, short)
     for _ in range(short.monitoring + 6):
