@@ -8,8 +8,8 @@ from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.ir import Action, Kind, PipelineSchedule
 from tf_adapters.phases import Phase
 from tf_adapters.planner import Bounds
-from tf_adapters.robust import Estimate, estimate, shrink
-from tf_adapters.timing import ActionTimer, durations_all_frozen
+from tf_adapters.robust import Estimate, estimate, median, shrink
+from tf_adapters.timing import ActionTimer, Sample, durations_all_frozen
 
 
 class MeasurementError(TimelyFreezeError, RuntimeError):
@@ -26,13 +26,35 @@ def local_bounds(timer: ActionTimer) -> dict[Action, Bounds]:
         for action in timer.actions(Phase.MONITORING_UPPER)
     }
     upper = _alike(unfrozen)
+    drift = {stage: _drift(timer, stage) for stage in {action.stage for action in upper}}
     frozen = {
-        action: estimate(durations_all_frozen(ms, timer.samples(Phase.MONITORING_LOWER, action)))
+        action: estimate(durations_all_frozen(ms, _at_first_halfs_speed(timer, action, drift[action.stage])))
         for action, ms in upper.items()
         if action.freezable
     }
     lower = _alike(frozen)
     return {action: Bounds(lower.get(action, ms), ms) for action, ms in upper.items()}
+
+
+def _drift(timer: ActionTimer, stage: int) -> float:
+    """How much slower the machine was in the second half of monitoring than in the first.
+
+    Forwards do the same work in both halves. Without them a change of clock rate or of the neighbours' load between
+    the halves would be taken for an effect of freezing.
+    """
+    ratios = []
+    for action in timer.actions(Phase.MONITORING_LOWER):
+        if action.stage == stage and action.kind is Kind.FORWARD:
+            first = median(sample.ms for sample in timer.samples(Phase.MONITORING_UPPER, action))
+            second = median(sample.ms for sample in timer.samples(Phase.MONITORING_LOWER, action))
+            if first and second:
+                ratios.append(second / first)
+    return median(ratios) or 1.0
+
+
+def _at_first_halfs_speed(timer: ActionTimer, action: Action, drift: float) -> list[Sample]:
+    samples = timer.samples(Phase.MONITORING_LOWER, action)
+    return [Sample(sample.share, sample.ms / drift) for sample in samples]
 
 
 def _alike(estimates: Mapping[Action, Estimate | None]) -> dict[Action, float]:
