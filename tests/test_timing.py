@@ -14,7 +14,7 @@ from tf_adapters.planner import Bounds
 from tf_adapters.robust import median
 from tf_adapters.timing import ActionTimer, HostClock, Sample, clock_for, durations_all_frozen
 
-BACKWARD = Action.parse("0B0")
+FORWARD, BACKWARD = Action.parse("0F0"), Action.parse("0B0")
 UPPER, LOWER = Phase.MONITORING_UPPER, Phase.MONITORING_LOWER
 
 
@@ -191,21 +191,30 @@ def test_samples_with_nothing_frozen_say_nothing_about_the_lower_bound() -> None
 
 
 def test_local_bounds_take_backwards_from_both_halves_and_forwards_from_the_first() -> None:
+    bounds = measured_bounds((7.0, 20.0), (7.0, 15.0))
+    assert bounds == {FORWARD: Bounds(7.0, 7.0), BACKWARD: Bounds(pytest.approx(10.0), 20.0)}
+
+
+def test_a_machine_that_got_faster_between_the_halves_is_not_taken_for_an_effect_of_freezing() -> None:
+    assert measured_bounds((7.0, 20.0), (3.5, 7.5)) == measured_bounds((7.0, 20.0), (7.0, 15.0))
+    assert measured_bounds((7.0, 20.0), (14.0, 30.0)) == measured_bounds((7.0, 20.0), (7.0, 15.0))
+
+
+def test_a_backward_that_was_never_seen_frozen_is_not_freezable() -> None:
     clock = FakeClock()
     timer = ActionTimer(clock)
-    forward = Action.parse("0F0")
-    for phase, action, share, ms in (
-        (UPPER, forward, 0.0, 7.0),
-        (UPPER, BACKWARD, 0.0, 20.0),
-        (LOWER, forward, 0.5, 1.0),
-        (LOWER, BACKWARD, 0.5, 15.0),
-        (UPPER, Action.parse("0B1"), 0.0, 20.0),
-    ):
-        with timer.timed(phase, action, share):
-            clock.now += ms
+    run(timer, clock, 20.0)
     timer.drain()
-    assert local_bounds(timer) == {
-        forward: Bounds(7.0, 7.0),
-        BACKWARD: Bounds(pytest.approx(10.0), 20.0),
-        Action.parse("0B1"): Bounds(20.0, 20.0),
-    }
+    assert local_bounds(timer) == {BACKWARD: Bounds(20.0, 20.0)}
+
+
+def measured_bounds(first: tuple[float, float], second: tuple[float, float]) -> dict[Action, Bounds]:
+    """Bounds from one forward and one backward in each half of monitoring, half of the work frozen in the second."""
+    clock = FakeClock()
+    timer = ActionTimer(clock)
+    for phase, share, durations in ((UPPER, 0.0, first), (LOWER, 0.5, second)):
+        for action, ms in zip((FORWARD, BACKWARD), durations, strict=True):
+            with timer.timed(phase, action, share):
+                clock.now += ms
+    timer.drain()
+    return local_bounds(timer)
