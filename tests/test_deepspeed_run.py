@@ -129,8 +129,9 @@ def after(engine: Any, case: Case) -> dict:
     }
 
 
-def test_evaluation_between_training_batches_changes_nothing(pools):
-    case = Case(ratios=0.5)
+@pytest.mark.parametrize("path", PATHS)
+def test_evaluation_between_training_batches_changes_nothing(pools, path):
+    case = Case(config=PATHS[path], ratios=0.5)
     with_evaluation = pools(2).run(evaluated, case)
     without = pools(2).run(train, case)
     for ours, theirs in zip(with_evaluation, without, strict=True):
