@@ -77,3 +77,16 @@ def test_other_sections_are_left_alone():
     keys = {"optimizer": {}, "zero_optimization": {}, "timers": {}, "timely_freeze": {"seed": 1}}
     assert find_section(keys) == {"seed": 1}
     assert find_section({"optimizer": {}}) is None
+
+
+def test_python_settings_are_checked_as_the_json_ones():
+    assert TimelyFreezeConfig(max_freeze_ratio=0.5) == TimelyFreezeConfig.parse({"max_freeze_ratio": 0.5})
+    with pytest.raises(ConfigError, match=r"max_freeze_ratio is 2: allowed is a number from 0 to 1"):
+        TimelyFreezeConfig(max_freeze_ratio=2)
+    with pytest.raises(ConfigError, match='did you mean "seed"'):
+        TimelyFreezeConfig(sed=1)
+
+
+def test_settings_do_not_change_afterwards():
+    with pytest.raises(ValueError, match="frozen"):
+        TimelyFreezeConfig().seed = 3

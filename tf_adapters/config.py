@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -32,7 +32,7 @@ class TimelyFreezeConfig(BaseModel):
         description="timely: planned ratios, uniform selection; none: measure and plan, freeze nothing",
     )
     max_freeze_ratio: float = Field(0.8, ge=0, le=1, description="r_max: the mean freeze ratio that no stage exceeds")
-    warmup_steps: Literal["auto"] | int = Field(
+    warmup_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         "auto", description='T_w; "auto" takes the learning-rate warm-up of the host\'s scheduler'
     )
     monitoring_steps: int = Field(
@@ -52,27 +52,26 @@ class TimelyFreezeConfig(BaseModel):
     report_every: int = Field(100, ge=1, description="steps of stable freezing between updates of the report")
     output_dir: str = Field(".", description="the report is written to <output_dir>/timely_freeze/report.json")
 
-    @classmethod
-    def parse(cls, section: Mapping[str, Any] | TimelyFreezeConfig | None) -> TimelyFreezeConfig:
-        """Read a JSON section. Raises ConfigError, one line: each wrong field, its value and what is allowed."""
-        if section is None:
-            return cls.model_validate({})
-        if isinstance(section, cls):
-            return section
-        if not isinstance(section, Mapping):
-            raise ConfigError(f'"{SECTION}" is {section!r}: it must be an object of settings')
-        unknown = [_unknown_key(key) for key in section if key not in cls.model_fields]
+    def __init__(self, **settings: Any) -> None:
+        """Raises ConfigError, one line: each wrong setting, its value and what is allowed."""
+        unknown = [_unknown_key(key) for key in settings if key not in type(self).model_fields]
         if unknown:
             raise ConfigError("; ".join(unknown))
         try:
-            config = cls.model_validate(dict(section))
+            super().__init__(**settings)
         except ValidationError as error:
             raise ConfigError("; ".join(_describe(error))) from None
-        if config.warmup_steps != "auto" and config.warmup_steps < 0:
-            raise ConfigError(
-                f'{SECTION}.warmup_steps is {config.warmup_steps}: allowed is "auto" or an integer of at least 0'
-            )
-        return config
+
+    @classmethod
+    def parse(cls, section: Mapping[str, Any] | TimelyFreezeConfig | None) -> TimelyFreezeConfig:
+        """Read a JSON section; None is all defaults. Raises ConfigError."""
+        if isinstance(section, cls):
+            return section
+        if section is None:
+            return cls()
+        if not isinstance(section, Mapping):
+            raise ConfigError(f'"{SECTION}" is {section!r}: it must be an object of settings')
+        return cls(**{str(key): value for key, value in section.items()})
 
 
 def find_section(host_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -102,16 +101,8 @@ def _describe(error: ValidationError) -> list[str]:
     lines: dict[str, str] = {}
     for item in error.errors():
         field = str(item["loc"][0])
-        lines.setdefault(field, f"{SECTION}.{field} is {_value(item)!r}: {_allowed(field)}")
+        lines.setdefault(field, f"{SECTION}.{field} is {item['input']!r}: allowed is {_ALLOWED[field]}")
     return list(lines.values())
-
-
-def _value(item: Any) -> Any:
-    return item["input"]
-
-
-def _allowed(field: str) -> str:
-    return f"allowed is {_ALLOWED[field]}"
 
 
 _ALLOWED = {
