@@ -21,13 +21,13 @@ from tf_adapters.bounds import local_bounds, merge_bounds
 from tf_adapters.collectives import Collectives, on_all_ranks, on_one_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ScheduleError, TimelyFreezeError
-from tf_adapters.ir import Action, Kind, PipelineSchedule
+from tf_adapters.ir import Action, PipelineSchedule
 from tf_adapters.log import announce
 from tf_adapters.masking import ParameterMask
 from tf_adapters.masks import NOTHING_FROZEN, Mask, StageMasks
 from tf_adapters.phases import Phase
-from tf_adapters.planner import plan
-from tf_adapters.prediction import Forecast, forecast
+from tf_adapters.planner import FreezePlan, plan
+from tf_adapters.prediction import Forecast, disappears, forecast
 from tf_adapters.report.build import build_report, local_measurements
 from tf_adapters.state import RunState, compatible_state
 from tf_adapters.timing import ActionTimer, Clock
@@ -89,6 +89,7 @@ class Controller:
         self._executed: list[Action] = []
         self._step_start: Any = None
         self._drawn: dict[tuple[int, int], Mask] = {}
+        self._forecast: tuple[FreezePlan, Forecast] | None = None
 
     # --- what the host calls in every step -------------------------------------------------------------------
 
@@ -179,9 +180,12 @@ class Controller:
     @property
     def forecast(self) -> Forecast | None:
         """What the plan promises for a whole step; None before there is a plan."""
-        if self.state.plan is None:
+        plan = self.state.plan
+        if plan is None:
             return None
-        return forecast(self.schedule, self.state.plan, self.state.unfrozen_step_ms)
+        if self._forecast is None or self._forecast[0] is not plan:  # asked for in every step, the same for one plan
+            self._forecast = plan, forecast(self.schedule, plan, self.state.unfrozen_step_ms)
+        return self._forecast[1]
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that resuming needs, as plain JSON values; the same on every rank."""
@@ -217,8 +221,7 @@ class Controller:
 
     def _monitoring_ratio(self, action: Action) -> float:
         """Stage 0 is not frozen whole: its backward would disappear, a bound that no mask of the plan reaches."""
-        vanishes = action.stage == 0 and action.kind is Kind.BACKWARD
-        return _STAGE_0_MONITORING_RATIO if vanishes else 1.0
+        return _STAGE_0_MONITORING_RATIO if disappears(action) else 1.0
 
     def _frozen_all_step(self, stage: int) -> frozenset[str]:
         """Names that every microbatch of the current step freezes on one stage."""
@@ -249,7 +252,6 @@ class Controller:
 
     def _verify_schedule(self) -> None:
         """What really ran on each rank in the first monitored step must be what the schedule says."""
-
         executed = on_all_ranks(self._collectives, lambda: tuple(self._executed))
         ran = {self.schedule.rank_of(actions[0].stage): actions for actions in executed if actions}
         wrong = [actions for actions in executed if not actions or actions not in self.schedule.ranks]

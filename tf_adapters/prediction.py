@@ -39,10 +39,11 @@ def planned_makespan(schedule: PipelineSchedule, plan: FreezePlan) -> float:
     """
     durations = dict(plan.duration_ms)
     for action, ratio in plan.freeze_ratio.items():
-        if ratio >= 1.0 and _disappears(action):
+        if ratio >= 1.0 and disappears(action):
             durations[action] = 0.0
     return PipelineDag.from_schedule(schedule).makespan(durations)
 
 
-def _disappears(action: Action) -> bool:
+def disappears(action: Action) -> bool:
+    """Whether nothing of a backward is left once all of its parameters are frozen: stage 0 passes no gradient on."""
     return action.stage == 0 and action.kind is Kind.BACKWARD
