@@ -2,8 +2,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(abspath $(VENV)/bin)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-# DeepSpeed builds its CPU communication with ninja from PATH; one thread per rank keeps ranks from slowing each other.
-RUN := PATH="$(BIN):$$PATH" DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python
+# One thread per rank keeps ranks from slowing each other. DeepSpeed compiles its CPU communication, once, with ninja
+# from PATH. A build that is killed leaves a lock that every later one waits for, so it is built here and kept here.
+HOST_SETTINGS = DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(1)/torch_extensions" PATH="$(1)/bin:$$PATH"
+RUN := $(call HOST_SETTINGS,$(abspath $(VENV))) $(BIN)/python
+BUILD_SHM := -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 
 .PHONY: demo test check bench test-oldest clean
 
@@ -23,13 +26,15 @@ bench: $(VENV)/ready
 
 # The distributed tests again on the oldest DeepSpeed that is supported.
 test-oldest: .venv-oldest/ready
-	PATH="$(abspath .venv-oldest/bin):$$PATH" DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -m distributed
+	$(call HOST_SETTINGS,$(abspath .venv-oldest)) .venv-oldest/bin/python -m pytest -m distributed
 
 # torch first: DeepSpeed's build looks for it.
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt torch
 	$(PIP) install -c constraints.txt -e ".[deepspeed,plot,cli,test,dev]"
+	rm -rf $(VENV)/torch_extensions
+	$(RUN) $(BUILD_SHM)
 	touch $@
 
 .venv-oldest/ready: pyproject.toml constraints.txt
@@ -37,6 +42,8 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	.venv-oldest/bin/python -m pip --quiet install -c constraints.txt torch
 	grep -v '^deepspeed==' constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip --quiet install -c .venv-oldest/constraints.txt -e ".[plot,cli,test]" deepspeed==0.19.3
+	rm -rf .venv-oldest/torch_extensions
+	$(call HOST_SETTINGS,$(abspath .venv-oldest)) .venv-oldest/bin/python $(BUILD_SHM)
 	touch $@
 
 clean:

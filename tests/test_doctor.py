@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
 from tf_adapters import doctor
-from tf_adapters.doctor import DEEPSPEED_TESTED, diagnose, render
+from tf_adapters.doctor import DEEPSPEED_TESTED, diagnose, interrupted_builds, render
 
 GOOD: dict[str, str | None] = {
     "python": "3.11.7",
@@ -35,6 +37,22 @@ def test_a_complete_installation_is_ready() -> None:
     assert diagnosis.hints == ()
     assert text().splitlines()[-1] == "ready for: deepspeed"
     assert "GPipe" in text()
+
+
+def test_the_lock_of_a_killed_build_is_a_problem_that_names_the_line_that_mends_it(tmp_path: Path) -> None:
+    old, new = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock", tmp_path / "py311_cpu" / "fused_adam" / "lock"
+    for lock in (old, new):
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+    os.utime(old, (0, 0))
+    locks = interrupted_builds(tmp_path)
+    assert locks == (old,)
+    assert interrupted_builds(tmp_path / "nowhere") == ()
+    diagnosis = diagnose(GOOD, locks)
+    assert diagnosis.ready == ()
+    assert diagnosis.problems == (
+        f"a build of deepspeed_shm_comm was killed, and training would wait for it forever: rm {old}",
+    )
 
 
 def test_without_deepspeed_it_names_the_line_that_installs_it() -> None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import platform
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 __all__ = [
     "DEEPSPEED_TESTED",
@@ -20,6 +23,7 @@ __all__ = [
     "add_parser",
     "diagnose",
     "installed_versions",
+    "interrupted_builds",
     "render",
     "run",
 ]
@@ -35,6 +39,8 @@ _DEEPSPEED_FEATURES = (
     "ZeRO stages 0 and 1, data-parallel replicas",
     "fp32 and bf16, activation checkpointing, tied layers",
 )
+
+_BUILD_S = 600.0  # a lock older than this was left by a build that was killed
 
 Versions = Mapping[str, str | None]
 
@@ -76,15 +82,30 @@ def installed_versions() -> dict[str, str | None]:
     return versions
 
 
-def diagnose(versions: Versions) -> Diagnosis:
-    """Judge ``versions``, as ``installed_versions`` gives them; a missing key counts as not installed."""
+def interrupted_builds(root: Path | None = None, older_than_s: float = _BUILD_S) -> tuple[Path, ...]:
+    """Locks that killed builds of torch extensions left behind: whoever needs such an extension waits forever.
+
+    ``root`` is where torch keeps what it compiles, by default as torch finds it.
+    """
+    configured = os.environ.get("TORCH_EXTENSIONS_DIR")
+    root = root or (Path(configured) if configured else Path.home() / ".cache" / "torch_extensions")
+    locks = [path for path in root.rglob("lock") if path.is_file()]
+    return tuple(sorted(path for path in locks if time.time() - path.stat().st_mtime > older_than_s))
+
+
+def diagnose(versions: Versions, locks: Sequence[Path] = ()) -> Diagnosis:
+    """Judge ``versions``, as ``installed_versions`` gives them; a missing key counts as not installed.
+
+    ``locks`` are those of ``interrupted_builds``.
+    """
     hints = tuple(
         f'no {package}, so no {use}: pip install "tf-adapters[{extra}]"'
         for package, (extra, use) in _EXTRAS.items()
         if versions.get(package) is None
     )
     hosts = (_check_deepspeed(versions.get("deepspeed")), _check_megatron(versions.get("megatron-core")))
-    return Diagnosis(dict(versions), hosts, _core_problems(versions), hints)
+    problems = (*_core_problems(versions), *map(_interrupted, locks))
+    return Diagnosis(dict(versions), hosts, problems, hints)
 
 
 def devices() -> str:
@@ -124,7 +145,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis; 0 when at least one host can be used, otherwise 1."""
-    diagnosis = diagnose(installed_versions())
+    diagnosis = diagnose(installed_versions(), interrupted_builds())
     print(render(diagnosis, devices()))
     return 0 if diagnosis.ready else 1
 
@@ -141,6 +162,10 @@ def _core_problems(versions: Versions) -> tuple[str, ...]:
         elif _release(version) < _release(oldest):
             problems.append(f'{package} {version} is too old: pip install --upgrade "{package}>={oldest}"')
     return tuple(problems)
+
+
+def _interrupted(lock: Path) -> str:
+    return f"a build of {lock.parent.name} was killed, and training would wait for it forever: rm {lock}"
 
 
 def _check_deepspeed(version: str | None) -> HostCheck:
