@@ -31,7 +31,7 @@ from tf_adapters.prediction import Forecast, disappears, forecast
 from tf_adapters.report.build import build_report, local_measurements
 from tf_adapters.state import RunState, compatible_state
 from tf_adapters.timing import ActionTimer, Clock
-from tf_adapters.units import FreezeUnit
+from tf_adapters.units import FreezeUnit, Tie
 
 _STAGE_0_MONITORING_RATIO = 0.8  # far along the line, yet short of its end
 
@@ -53,11 +53,11 @@ class Controller:
         config: the settings.
         schedule: the pipeline schedule that the host runs, all ranks of it.
         units: the freezable units of every stage of the pipeline, the same on every rank.
-        local_stages: the stages that this rank runs.
-        parameters: this rank's parameters by name; every name in its stages' units is among them.
+        parameters: this rank's stages, and the parameters of each by name; every name in their units is among them.
         collectives: the group of all ranks that train together.
         clock: the clock of this rank's device.
         host: what the report calls the host.
+        ties: weights that several stages hold.
         auto_warmup: warm-up steps that ``warmup_steps: "auto"`` stands for.
         metrics: called on rank 0 after each step with named figures (ratios in [0, 1], ms).
     """
@@ -67,11 +67,11 @@ class Controller:
         config: TimelyFreezeConfig,
         schedule: PipelineSchedule,
         units: Mapping[int, Sequence[FreezeUnit]],
-        local_stages: Sequence[int],
-        parameters: Mapping[str, torch.nn.Parameter],
+        parameters: Mapping[int, Mapping[str, torch.nn.Parameter]],
         collectives: Collectives,
         clock: Clock,
         host: HostInfo,
+        ties: Sequence[Tie] = (),
         auto_warmup: int = 0,
         metrics: MetricSink | None = None,
     ) -> None:
@@ -81,11 +81,12 @@ class Controller:
         self.masks = StageMasks(units, config.seed)
         self.timer = ActionTimer(clock)
         self.state = RunState.fresh(config, auto_warmup)
-        self.parameter_mask = ParameterMask(parameters)
+        self.parameter_masks = {stage: ParameterMask(of_stage) for stage, of_stage in parameters.items()}
         self._collectives = collectives
         self._metrics = metrics
         self._backward = _weight_gradient_actions(schedule)
-        self._local_stages = tuple(local_stages)
+        self._parameters = parameters
+        self._ties = {place: tie for tie in ties for place in tie}
         self._executed: list[Action] = []
         self._step_start: Any = None
         self._drawn: dict[tuple[int, int], Mask] = {}
@@ -118,7 +119,7 @@ class Controller:
         """Around an action's compute, without its communication: masks it and times it."""
         mask = self.mask(action.stage, action.microbatch)
         self._executed.append(action)
-        with self.parameter_mask.frozen(mask.names), self.timer.timed(self.phase, action, mask.share):
+        with self.parameter_masks[action.stage].frozen(mask.names), self.timer.timed(self.phase, action, mask.share):
             yield
 
     def mask(self, stage: int, microbatch: int) -> Mask:
@@ -128,18 +129,17 @@ class Controller:
             self._drawn[key] = self._draw(self.step, stage, microbatch)
         return self._drawn[key]
 
-    def held_parameters(self) -> frozenset[str]:
+    def held_parameters(self) -> tuple[torch.nn.Parameter, ...]:
         """This rank's parameters that every microbatch of the current step froze, on every stage that holds them.
 
         They take no update in this step: the host must leave them and their optimizer state as they are.
         """
-        held: set[str] = set()
-        for stage in self._local_stages:
-            for name in self._frozen_all_step(stage):
-                others = (other for other in self.masks.holders(name) if other != stage)
-                if all(name in self._frozen_all_step(other) for other in others):
-                    held.add(name)
-        return frozenset(held)
+        return tuple(
+            parameters[name]
+            for stage, parameters in self._parameters.items()
+            for name in sorted(self._frozen_all_step(stage))
+            if all(held in self._frozen_all_step(other) for other, held in self._ties.get((stage, name), ()))
+        )
 
     def end_step(self) -> None:
         """The host has updated the weights. Decides, on all ranks at once, what the next step does.

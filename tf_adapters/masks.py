@@ -53,7 +53,3 @@ class StageMasks:
     def names(self, stage: int) -> tuple[str, ...]:
         """Every parameter of a stage that can be frozen."""
         return self._names[stage]
-
-    def holders(self, name: str) -> tuple[int, ...]:
-        """The stages that hold a parameter of this name: several where the host ties weights across stages."""
-        return tuple(stage for stage in self.stages if name in self._names[stage])

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+DEFAULT_WARMUP_STEPS = 10  # enough for kernels and allocators to settle where no scheduler names a warm-up
+
 
 class Phase(str, Enum):
     """The phases of paper section 3, monitoring split into its two halves."""

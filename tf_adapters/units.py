@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+Tie = tuple[tuple[int, str], ...]
+"""(stage, name) of each place where one weight is held: several stages that reduce its gradient together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +30,13 @@ def frozen_share(units: Sequence[FreezeUnit], frozen: frozenset[int]) -> float:
     """Share of the stage's weight-gradient work that the units at ``frozen`` hold, in [0, 1]."""
     total = total_work(units)
     return sum(units[index].work for index in frozen) / total if total else 0.0
+
+
+def same_names(units: Mapping[int, Iterable[FreezeUnit]]) -> tuple[Tie, ...]:
+    """The ties of a host that gives a tied weight the same name on every stage that holds it."""
+    stages: dict[str, list[int]] = {}
+    for stage in sorted(units):
+        for unit in units[stage]:
+            for name in unit.names:
+                stages.setdefault(name, []).append(stage)
+    return tuple(tuple((stage, name) for stage in held) for name, held in stages.items() if len(held) > 1)

@@ -192,7 +192,7 @@ def time_masks(controller: Any, stage: int, steps: int = 50) -> float:
         for microbatch in microbatches:
             names = controller.frozen_parameters(step, stage, microbatch)
             for _ in ("forward", "backward"):
-                with controller.parameter_mask.frozen(names):
+                with controller.parameter_masks[stage].frozen(names):
                     pass
     return (time.perf_counter() - start) * 1e3 / steps
 

@@ -15,7 +15,8 @@ import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as host_checkpointing
 from deepspeed.runtime.pipe import schedule as host
 
-from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
+from tf_adapters.agreement import gather_units
+from tf_adapters.collectives import ProcessGroupCollectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.controller import Controller, HostInfo
 from tf_adapters.deepspeed.optimizers import (
@@ -25,16 +26,15 @@ from tf_adapters.deepspeed.optimizers import (
 )
 from tf_adapters.deepspeed.schedules import SCHEDULES, MicrobatchTracker, translate
 from tf_adapters.deepspeed.support import refuse_compiled
-from tf_adapters.errors import UnsupportedError
 from tf_adapters.ir import Action, Kind
 from tf_adapters.masking import units_of
 from tf_adapters.overrides import Overrides
+from tf_adapters.phases import DEFAULT_WARMUP_STEPS
 from tf_adapters.timing import clock_for
-from tf_adapters.units import FreezeUnit
+from tf_adapters.units import same_names
 
 ATTRIBUTE = "timely_freeze"  # of the engine: its adapter
 CHECKPOINT_KEY = "timely_freeze"
-DEFAULT_WARMUP_STEPS = 10  # enough for kernels and allocators to settle where no scheduler names a warm-up
 _WARMUP_ATTRIBUTES = ("warmup_num_steps", "num_warmup_steps", "warmup_steps")
 
 
@@ -52,12 +52,13 @@ class DeepSpeedAdapter:
         self._schedule_type = SCHEDULES.get(config.schedule) or _own_schedule_type(engine)
         self._host_exec_schedule: Callable[[host.PipeSchedule], None] = engine._exec_schedule
         collectives = ProcessGroupCollectives()
+        units = gather_units(collectives, {engine.stage_id: units_of(self._parameters)})
         self.controller = Controller(
             config=config,
             schedule=translate(self._schedule_type, self._microbatches, engine.num_stages),
-            units=_units_of_all_stages(collectives, engine.stage_id, units_of(self._parameters)),
-            local_stages=(engine.stage_id,),
-            parameters=self._parameters,
+            units=units,
+            parameters={engine.stage_id: self._parameters},
+            ties=same_names(units),
             collectives=collectives,
             clock=clock_for(engine.device),
             host=HostInfo("deepspeed", deepspeed.__version__),
@@ -152,7 +153,7 @@ class DeepSpeedAdapter:
         self._host_instructions[host.ReduceTiedGrads](engine, **kwargs)
 
     def _reduce_gradients(self, engine: Any, **kwargs: Any) -> None:
-        held = [self._parameters[name] for name in sorted(self.controller.held_parameters())]
+        held = self.controller.held_parameters()
         fill_missing_gradients(engine.optimizer, held)
         self._holder.hold(held)
         self._host_instructions[host.ReduceGrads](engine, **kwargs)
@@ -219,18 +220,6 @@ class DeepSpeedAdapter:
 def _own_schedule_type(engine: Any) -> type[host.PipeSchedule]:
     """What the engine runs by itself. Before 0.19.8 it had no method to ask."""
     return type(engine._train_schedule()) if hasattr(engine, "_train_schedule") else host.TrainSchedule
-
-
-def _units_of_all_stages(
-    collectives: ProcessGroupCollectives, stage: int, units: tuple[FreezeUnit, ...]
-) -> dict[int, tuple[FreezeUnit, ...]]:
-    by_stage: dict[int, tuple[FreezeUnit, ...]] = {}
-    for other_stage, other_units in on_all_ranks(collectives, lambda: (stage, units)):
-        if by_stage.setdefault(other_stage, other_units) != other_units:
-            raise UnsupportedError(
-                f"timely_freeze cannot run here: the replicas of stage {other_stage} train different parameters"
-            )
-    return by_stage
 
 
 def _warmup_steps(engine: Any) -> int:
