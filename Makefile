@@ -32,7 +32,7 @@ test-oldest: .venv-oldest/ready
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt torch
-	$(PIP) install -c constraints.txt -e ".[deepspeed,plot,cli,test,dev]"
+	$(PIP) install -c constraints.txt -e ".[deepspeed,megatron,plot,cli,test,dev]"
 	rm -rf $(VENV)/torch_extensions
 	$(RUN) $(BUILD_SHM)
 	touch $@

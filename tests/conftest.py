@@ -1,32 +1,48 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tf_adapters.testing import RankPool
 
+GetPool = Callable[[int], RankPool]
+
 
 @pytest.fixture(scope="session")
-def pools():
-    """Rank pools for DeepSpeed by size, one at a time: there are two cores."""
+def pools() -> Iterator[GetPool]:
+    """Rank pools for DeepSpeed by size."""
     import deepspeed_ranks
 
-    started: dict[int, RankPool] = {}
     before = shared_buffers()
+    yield from one_at_a_time(deepspeed_ranks.setup)
+    for buffer in shared_buffers() - before:
+        buffer.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="session")
+def megatron() -> Iterator[GetPool]:
+    """Rank pools for Megatron-Core by size."""
+    import megatron_ranks
+
+    yield from one_at_a_time(megatron_ranks.setup)
+
+
+def one_at_a_time(setup: Callable[[], None]) -> Iterator[GetPool]:
+    """Starts a pool when a test asks for its size, and ends the one before: there are two cores."""
+    started: dict[int, RankPool] = {}
 
     def get(size: int) -> RankPool:
         if size not in started:
             close()
-            started[size] = RankPool(size, deepspeed_ranks.setup)
+            started[size] = RankPool(size, setup)
         return started[size]
 
     def close() -> None:
         for pool in started.values():
             pool.close()
         started.clear()
-        for buffer in shared_buffers() - before:
-            buffer.unlink(missing_ok=True)
 
     yield get
     close()

@@ -59,7 +59,7 @@ class Controller:
         host: what the report calls the host.
         ties: weights that several stages hold.
         auto_warmup: warm-up steps that ``warmup_steps: "auto"`` stands for.
-        metrics: called on rank 0 after each step with named figures (ratios in [0, 1], ms).
+        metrics: called on this rank after each step with named figures (ratios in [0, 1], ms).
     """
 
     def __init__(
@@ -336,7 +336,7 @@ class Controller:
             self._announce(line)
 
     def _publish(self, step: int, phase: Phase) -> None:
-        if self._metrics is None or self._collectives.rank != 0:
+        if self._metrics is None:
             return
         figures: dict[str, float] = {}
         for stage in self.masks.stages:

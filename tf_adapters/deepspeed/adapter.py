@@ -63,7 +63,7 @@ class DeepSpeedAdapter:
             clock=clock_for(engine.device),
             host=HostInfo("deepspeed", deepspeed.__version__),
             auto_warmup=_warmup_steps(engine),
-            metrics=self._write_metrics if engine.monitor.enabled else None,
+            metrics=self._write_metrics if engine.monitor.enabled and collectives.rank == 0 else None,
         )
         self._holder = HeldParameters(engine)
         self._host_instructions: dict[type, Callable[..., None]] = dict(engine._INSTRUCTION_MAP)

@@ -10,6 +10,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from tf_adapters.compiled import COMPILED, is_compiled
 from tf_adapters.errors import UnsupportedError
 
 _ENGINE_SYMBOLS = (
@@ -20,10 +21,6 @@ _ENGINE_SYMBOLS = (
     "load_checkpoint",
 )
 _FIRST_RIGHT_VERSION = (0, 19, 3)
-_COMPILED = (
-    "the model or a part of it is compiled with torch.compile, which would recompile for every mask; "
-    "train without compiling"
-)
 _UNTESTED_OPTIMIZERS = ("onebit", "zerooneadam", "muon")
 
 
@@ -37,7 +34,7 @@ def check(engine: Any) -> None:
 def refuse_compiled(engine: Any) -> None:
     """Raise UnsupportedError if the engine itself has been compiled: a cheap check for every step."""
     if getattr(engine, "is_compiled", False):
-        raise UnsupportedError(f"timely_freeze cannot run here: {_COMPILED}")
+        raise UnsupportedError(f"timely_freeze cannot run here: {COMPILED}")
 
 
 def warnings(engine: Any) -> list[str]:
@@ -74,16 +71,11 @@ def _engine_problem(engine: Any) -> str | None:
 
 
 def _model_problem(engine: Any) -> str | None:
-    if getattr(engine, "is_compiled", False) or any(map(_is_compiled, engine.module.modules())):
-        return _COMPILED
+    if getattr(engine, "is_compiled", False) or any(map(is_compiled, engine.module.modules())):
+        return COMPILED
     if getattr(engine, "has_moe_layers", False):
         return "mixture-of-experts layers are not supported with DeepSpeed's pipeline"
     return None
-
-
-def _is_compiled(module: torch.nn.Module) -> bool:
-    compiled_call = getattr(module, "_compiled_call_impl", None)
-    return compiled_call is not None or type(module).__name__ == "OptimizedModule"
 
 
 def _optimizer_problem(engine: Any) -> str | None:

@@ -1,0 +1,47 @@
+"""``megatron.core.pipeline_parallel.schedules.forward_backward_*``: one batch through the pipeline.
+
+Why here: only these functions know whether a batch trains or evaluates (``forward_only``), and how many microbatches
+it has. ``get_forward_backward_func`` looks them up in the module when it is called, so wrapping them works for
+scripts that have imported that function by name, as Megatron-LM's training loop does. What it does not cover: a loop
+that called ``get_forward_backward_func`` before this patch and kept the result; ``tf_adapters.megatron`` warns then.
+
+Versions: run on 0.16.1 and 0.19.2; read in 0.17.1 and 0.18.1, the same keyword arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_patches.patch import Patch
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+PATCHES = (
+    Patch(_SCHEDULES, "forward_backward_no_pipelining"),
+    Patch(_SCHEDULES, "forward_backward_pipelining_without_interleaving"),
+    Patch(_SCHEDULES, "forward_backward_pipelining_with_interleaving"),
+)
+
+Handler = Callable[[Callable[[], Any], Any, int, bool], Any]
+"""Called with the host's schedule (no arguments), the model, the number of microbatches and ``forward_only``."""
+
+
+def apply(handler: Handler) -> None:
+    """Let ``handler`` run each batch."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forward_backward(**kwargs: Any) -> Any:
+            run = functools.partial(original, **kwargs)
+            return handler(run, kwargs["model"], kwargs["num_microbatches"], kwargs.get("forward_only", False))
+
+        return forward_backward
+
+    for patch in PATCHES:
+        patch.apply(wrapper)
+
+
+def revert() -> None:
+    for patch in PATCHES:
+        patch.revert()

@@ -1,0 +1,370 @@
+"""What the ranks of the Megatron tests run: a small GPTModel in Megatron-Core's real schedules, DDP and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+VOCABULARY, WIDTH, HEADS, CONTEXT, BATCH = 32, 16, 4, 8, 2
+SECTION: dict[str, Any] = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 2, "on_error": "raise"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run: the parallel sizes, what the configs say, and for how long."""
+
+    pp: int = 2
+    vp: int | None = None
+    tp: int = 1
+    ep: int = 1
+    layers: int = 4
+    microbatches: int = 4
+    model: dict[str, Any] = field(default_factory=dict)  # of TransformerConfig
+    ddp: dict[str, Any] = field(default_factory=dict)  # of DistributedDataParallelConfig
+    optimizer: dict[str, Any] = field(default_factory=dict)  # of OptimizerConfig
+    align: bool = False  # communicate at the same time on all pipeline ranks
+    section: dict[str, Any] | None = field(default_factory=dict)
+    tied: bool = False
+    steps: int = 3
+    ratios: float | dict[str, float] | None = None  # a plan to start with, instead of a measured one
+    output_dir: str = "runs/tests"
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vp,
+            "expert_model_parallel_size": self.ep,
+        }
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {**SECTION, "output_dir": self.output_dir, **(self.section or {})}
+
+
+def setup() -> None:
+    """Runs first in every rank."""
+    from tf_adapters.testing.cuda_stand_in import install
+
+    install()
+    torch.distributed.init_process_group("gloo")
+    from megatron.core.transformer.moe import moe_utils
+
+    # Megatron's router looks for this name, which exists only where Transformer Engine is installed.
+    vars(moe_utils).setdefault("te_general_gemm", None)
+
+
+def initialize(case: Case) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(**case.sizes)
+    torch.manual_seed(7)
+    model_parallel_cuda_manual_seed(7)
+
+
+def transformer_config(case: Case) -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    chosen: dict[str, Any] = {
+        "num_layers": case.layers,
+        "hidden_size": WIDTH,
+        "num_attention_heads": HEADS,
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "batch_p2p_comm": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "deallocate_pipeline_outputs": True,
+        "pipeline_dtype": torch.float32,
+        "init_method_std": 0.2,
+        **case.sizes,
+        **case.model,
+    }
+    if case.pp == 1:
+        chosen.pop("pipeline_dtype")
+    return TransformerConfig(**chosen)
+
+
+class Norm(torch.nn.LayerNorm):
+    """torch's, for sequence parallelism too: without Apex or Transformer Engine Megatron has none."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+
+def build_chunks(case: Case, wrap: bool = True) -> list[torch.nn.Module]:
+    """This rank's model chunks, as a training script makes them."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    config = transformer_config(case)
+    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    chunks: list[Any] = []
+    for chunk in range(case.vp or 1):
+        virtual = {} if case.vp is None else {"vp_stage": chunk}
+        layers = get_num_layers_to_build(config, **virtual)
+        model = GPTModel(
+            config,
+            TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=Norm),
+            VOCABULARY,
+            CONTEXT,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **virtual),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **virtual),
+            share_embeddings_and_output_weights=case.tied,
+            **virtual,
+        )
+        chunks.append(model)
+    if config.bf16 or config.fp16:
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    if wrap:
+        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, bucket_size=2000, **case.ddp)
+        # The order in which Megatron-LM wraps them: only the first chunk's last bucket is reduced late.
+        chunks = [DistributedDataParallel(config, settings, c, disable_bucketing=i > 0) for i, c in enumerate(chunks)]
+        for chunk in chunks:
+            chunk.broadcast_params()
+    return chunks
+
+
+def build_optimizer(case: Case, chunks: list[Any]) -> Any:
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.utils import get_model_config
+
+    chosen: dict[str, Any] = {"optimizer": "adam", "lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.0, **case.optimizer}
+    optimizer = get_megatron_optimizer(OptimizerConfig(**chosen), chunks)
+    config = get_model_config(chunks[0])
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    if case.ddp.get("overlap_grad_reduce"):
+        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
+        if case.align:
+            config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in chunks])
+    if case.ddp.get("overlap_param_gather") and case.align:
+        config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in chunks])
+    return optimizer
+
+
+def _one_or_all(functions: list[Any]) -> Any:
+    return functions if len(functions) > 1 else functions[0]
+
+
+def batch(step: int, replica: int, microbatches: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens and labels of the given microbatches of one step: a pure function of its arguments."""
+    for microbatch in microbatches:
+        generator = torch.Generator().manual_seed(10000 * step + 100 * replica + microbatch)
+        tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), generator=generator)
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = per_token.float().mean()
+    return loss, {"loss": loss.detach().clone()}
+
+
+def forward_step(data: Any, model: Any) -> Any:
+    tokens, labels = next(data)
+    positions = torch.arange(CONTEXT).expand(BATCH, CONTEXT)
+    causal = torch.triu(torch.ones(1, 1, CONTEXT, CONTEXT, dtype=torch.bool), diagonal=1)
+    return model(tokens, positions, causal, labels=labels), mean_loss
+
+
+def run_batch(case: Case, chunks: list[Any], step: int, microbatches: Sequence[int], forward_only: bool = False) -> Any:
+    """One pass of Megatron's schedule over microbatches; the losses, on the last stage."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    replica = parallel_state.get_data_parallel_rank()
+    data = [batch(step, replica, microbatches) for _ in chunks]
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=data if len(chunks) > 1 else data[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(microbatches),
+        seq_length=CONTEXT,
+        micro_batch_size=BATCH,
+        forward_only=forward_only,
+    )
+
+
+def zero_gradients(chunks: list[Any], optimizer: Any) -> None:
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
+def stage_of(case: Case, chunk: int) -> int:
+    from megatron.core import parallel_state
+
+    return chunk * case.pp + parallel_state.get_pipeline_model_parallel_rank()
+
+
+def innermost(chunk: Any) -> torch.nn.Module:
+    from tf_adapters.megatron.chunks import innermost as unwrap
+
+    return unwrap(chunk)
+
+
+def by_name(case: Case, chunks: list[Any], value: Any) -> dict[tuple[int, str], torch.Tensor]:
+    """``value`` of every parameter of this rank, by stage and name."""
+    return {
+        (stage_of(case, index), name): value(parameter)
+        for index, chunk in enumerate(chunks)
+        for name, parameter in innermost(chunk).named_parameters()
+    }
+
+
+def main_gradient(parameter: Any) -> torch.Tensor:
+    return parameter.main_grad.detach().clone().float()
+
+
+def owned_ranges(case: Case, chunks: list[Any], optimizer: Any) -> dict[tuple[int, str], tuple[int, int]]:
+    """The elements of each parameter whose reduced gradient this rank holds: all, or its optimizer shard's."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    leaves = getattr(optimizer, "chained_optimizers", [optimizer])
+    sharded = [leaf for leaf in leaves if isinstance(leaf, DistributedOptimizer)]
+
+    def owned(parameter: Any) -> tuple[int, int]:
+        if not sharded:
+            return 0, parameter.numel()
+        for leaf in sharded:
+            if parameter in leaf.model_param_group_index_map:
+                shard = leaf._get_model_param_range_map(parameter)["param"]
+                return shard.start, shard.end
+        return 0, 0
+
+    return by_name(case, chunks, owned)
+
+
+def force_plan(controller: Any, ratios: float | dict[str, float]) -> None:
+    """Put the controller into stable freezing with a plan of our choosing."""
+    from tf_adapters.planner import plan
+
+    made = plan(controller.schedule, dict.fromkeys(controller.schedule.actions, (1.0, 2.0)), 0.0)
+    chosen = {a: ratios if isinstance(ratios, float) else ratios.get(str(a), 0.0) for a in made.freeze_ratio}
+    data = {**made.to_json(), "freeze_ratio": {str(a): r for a, r in chosen.items()}}
+    controller.state.adopt(type(made).from_json(data), {}, 1.0, ())
+    controller.state.completed_steps = controller.state.phases.progressive_end
+
+
+def all_masks(controller: Any) -> dict[tuple[int, int], tuple[str, ...]]:
+    schedule = controller.schedule
+    return {
+        (s, m): controller.frozen_parameters(controller.step, s, m)
+        for s in range(schedule.num_stages)
+        for m in range(schedule.num_microbatches)
+    }
+
+
+def start(case: Case) -> tuple[list[Any], Any, Any]:
+    """Model, optimizer and adapter of a fresh run (no adapter where the case has no section)."""
+    import tf_adapters.megatron
+
+    initialize(case)
+    chunks = build_chunks(case)
+    optimizer = build_optimizer(case, chunks)
+    adapter = None
+    if case.section is not None:
+        adapter = tf_adapters.megatron.attach(chunks, optimizer, case.settings, num_microbatches=case.microbatches)
+        if adapter is not None and case.ratios is not None:
+            force_plan(adapter.controller, case.ratios)
+    return chunks, optimizer, adapter
+
+
+def train_step(case: Case, chunks: list[Any], optimizer: Any, step: int) -> Any:
+    zero_gradients(chunks, optimizer)
+    losses = run_batch(case, chunks, step, range(case.microbatches))
+    optimizer.step()
+    return [float(entry["loss"]) for entry in losses]
+
+
+def full_gradients(case: Case, chunks: list[Any], step: int) -> list[dict[tuple[int, str], torch.Tensor]]:
+    """Full gradients of each microbatch, from an ordinary copy of the chunks that nothing masks.
+
+    The copy has the same parallel sizes and none of what is under test: no adapter, recompute, overlap or tied
+    weights (each place of a tied weight has a gradient of its own here).
+    """
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.utils import get_model_config
+
+    plain = replace(
+        case,
+        tied=False,
+        ddp={},
+        model={k: v for k, v in case.model.items() if not k.startswith("recompute_")},
+    )
+    copies = build_chunks(plain)
+    get_model_config(copies[0]).finalize_model_grads_func = finalize_model_grads
+    for copy, chunk in zip(copies, chunks, strict=True):
+        own = dict(innermost(chunk).named_parameters())
+        for name, parameter in innermost(copy).named_parameters():
+            parameter.data.copy_(own.get(name, own.get("embedding.word_embeddings.weight")).data)
+    # Interleaving needs a whole group of microbatches: several of the same have the same mean.
+    at_least = max(case.pp, case.model.get("microbatch_group_size_per_vp_stage", 1))
+    found = []
+    for microbatch in range(case.microbatches):
+        for copy in copies:
+            copy.zero_grad_buffer()
+        run_batch(plain, copies, step, [microbatch] * at_least)
+        found.append(by_name(plain, copies, main_gradient))
+    return found
+
+
+def train(case: Case) -> dict[str, Any]:
+    """Train and record, for every step, what the oracle needs."""
+    from megatron.core import parallel_state
+
+    chunks, optimizer, adapter = start(case)
+    steps = []
+    for number in range(case.steps):
+        masks = all_masks(adapter.controller) if adapter is not None else {}
+        zero_gradients(chunks, optimizer)
+        losses = run_batch(case, chunks, number, range(case.microbatches))
+        gradients = by_name(case, chunks, main_gradient)
+        # Only now: an overlapped all-gather of the parameters ends in the forward.
+        before = by_name(case, chunks, values)
+        full = full_gradients(case, chunks, number) if adapter is not None else []
+        optimizer.step()
+        steps.append(
+            {
+                "losses": [float(entry["loss"]) for entry in losses],
+                "full": full,
+                "masks": masks,
+                "gradients": gradients,
+                "owned": owned_ranges(case, chunks, optimizer),
+                "before": before,
+                "after": by_name(case, chunks, values),
+            }
+        )
+    result = {
+        "place": (parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
+        "steps": steps,
+    }
+    if adapter is not None:
+        state = adapter.controller.state
+        result["schedule"] = adapter.controller.schedule.to_text()
+        result["plan"] = state.plan and state.plan.to_json()
+        result["status"] = state.failure
+        adapter.detach()
+    return result
+
+
+def values(parameter: Any) -> torch.Tensor:
+    return parameter.detach().clone()

@@ -1,0 +1,64 @@
+"""TimelyFreeze for Megatron-Core's pipeline schedules.
+
+Three ways in, the same result:
+
+- ``torchrun ... -m tf_adapters.megatron pretrain_gpt.py ... --timely-freeze``: a Megatron-LM script, unchanged;
+- ``tf_adapters.megatron.install()`` in such a script, before ``pretrain(...)``;
+- ``tf_adapters.megatron.attach(model_chunks, optimizer, config)`` for a training loop of your own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.phases import DEFAULT_WARMUP_STEPS
+
+if TYPE_CHECKING:
+    import torch
+
+    from tf_adapters.controller import MetricSink
+    from tf_adapters.megatron.adapter import MegatronAdapter
+
+__all__ = ["attach", "revert"]
+
+
+def attach(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    optimizer: Any,
+    config: TimelyFreezeConfig | Mapping[str, Any] | None = None,
+    *,
+    num_microbatches: int | None = None,
+    pp_group: Any = None,
+    warmup_steps: int = DEFAULT_WARMUP_STEPS,
+    metrics: MetricSink | None = None,
+) -> MegatronAdapter | None:
+    """Freeze in this model's training from here on. Call it on all ranks, before the first training batch.
+
+    Args:
+        model: the model chunks of this rank, as they are given to Megatron's forward-backward function.
+        optimizer: what ``get_megatron_optimizer`` returned, or a torch optimizer.
+        config: the settings; by default all defaults.
+        num_microbatches: of a training batch; by default what Megatron's num_microbatches_calculator says.
+        pp_group: the pipeline's process group; by default that of ``parallel_state``.
+        warmup_steps: what ``warmup_steps: "auto"`` stands for: the length of the learning-rate warm-up.
+        metrics: called on this rank after each step with named figures (ratios in [0, 1], ms).
+
+    Returns:
+        The adapter, with ``controller`` and ``detach()``; None where ``enabled`` is false. Attaching twice returns
+        the first adapter.
+
+    Raises:
+        ConfigError: a setting is wrong. UnsupportedError: freezing cannot be right with this model. On all ranks.
+    """
+    from tf_adapters.megatron.entry import attach as attach_model
+
+    return attach_model(model, optimizer, config, num_microbatches, pp_group, warmup_steps, metrics)
+
+
+def revert() -> None:
+    """Take every patch of Megatron back. Detach the adapters first."""
+    from tf_adapters.megatron.entry import revert_schedules
+
+    revert_schedules()

@@ -1,0 +1,76 @@
+"""Gradients that will not come, and Megatron's DistributedDataParallel.
+
+It counts the parameters of each bucket as their gradients arrive and reduces a bucket when all are there, and it
+waits for a parameter's all-gather in the forward that uses it. Both expect every parameter to train in every
+microbatch. Source: megatron/core/distributed/distributed_data_parallel.py and param_and_grad_buffer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+
+
+class FrozenGradients:
+    """What one model chunk's data parallelism must be told while some of its parameters are frozen.
+
+    ``chunk`` is what the schedule gets; without DistributedDataParallel around the model there is nothing to tell.
+    """
+
+    def __init__(self, chunk: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._ddp = chunk if isinstance(chunk, DistributedDataParallel) else None
+        self._hidden: dict[torch.nn.Parameter, Any] = {}
+        self._hooks: list[Any] = []
+        if self._ddp is not None and self._ddp.use_forward_hook:
+            self._hooks = [m.register_forward_pre_hook(self._finish_gather) for m in self._ddp.module.modules()]
+
+    def remove(self) -> None:
+        """Take our hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def hidden(self, names: tuple[str, ...]) -> Iterator[None]:
+        """While these are frozen, keep them from DDP's forward hook: it asserts that what it gathers trains.
+
+        Our hook waits for their all-gathers in its place, in the module that uses them, so these still overlap.
+        """
+        if not self._hooks or self._ddp is None or not self._ddp.remove_forward_pre_hook_handles:
+            yield
+            return
+        groups = self._ddp.param_to_bucket_group
+        frozen = [parameter for parameter in map(self._parameters.__getitem__, names) if parameter in groups]
+        self._hidden = {parameter: groups.pop(parameter) for parameter in frozen}
+        try:
+            yield
+        finally:
+            groups.update(self._hidden)
+            self._hidden = {}
+
+    def report(self, names: tuple[str, ...]) -> None:
+        """After a backward: these gradients are as ready as they will be.
+
+        With ``overlap_grad_reduce`` their bucket would otherwise never be reduced.
+        """
+        ddp = self._ddp
+        if ddp is None or not ddp.ddp_config.overlap_grad_reduce:
+            return
+        for parameter in map(self._parameters.__getitem__, names):
+            group = ddp.param_to_bucket_group.get(parameter)
+            if group is not None and group.is_last_microbatch:
+                group.register_grad_ready(parameter, ddp.force_all_reduce)
+
+    def _finish_gather(self, module: torch.nn.Module, *_: Any) -> None:
+        if not self._hidden or self._ddp is None:
+            return
+        ddp = self._ddp
+        dispatched_elsewhere = ddp.ddp_config.align_param_gather or ddp.overlap_param_gather_with_optimizer_step
+        for parameter in module.parameters(recurse=False):
+            group = self._hidden.get(parameter)
+            if group is not None:
+                group.finish_param_sync(skip_next_bucket_dispatch=dispatched_elsewhere)

@@ -1,0 +1,120 @@
+"""Deciding, on all ranks together, whether and with which settings a Megatron model freezes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.utils import get_model_config
+
+import megatron_patches.backward_step
+import megatron_patches.forward_backward
+import megatron_patches.forward_step
+from tf_adapters.agreement import agree_on_settings
+from tf_adapters.collectives import ProcessGroupCollectives
+from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.controller import MetricSink
+from tf_adapters.errors import ConfigError
+from tf_adapters.megatron.adapter import MegatronAdapter, adapter_of, tagged
+from tf_adapters.megatron.support import check
+from tf_adapters.phases import DEFAULT_WARMUP_STEPS
+
+Config = TimelyFreezeConfig | Mapping[str, Any] | None
+
+
+def attach(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    optimizer: Any,
+    config: Config,
+    num_microbatches: int | None = None,
+    pp_group: Any = None,
+    warmup_steps: int = DEFAULT_WARMUP_STEPS,
+    metrics: MetricSink | None = None,
+) -> MegatronAdapter | None:
+    """See ``tf_adapters.megatron.attach``."""
+    chunks = list(model) if isinstance(model, Sequence) else [model]
+    existing = adapter_of(chunks)
+    if existing is not None:
+        return existing
+    settings = agree_on_settings(ProcessGroupCollectives(), lambda: _settings(chunks, optimizer, config))
+    if settings is None:
+        return None
+    patch_schedules()
+    adapter = MegatronAdapter(
+        chunks,
+        optimizer,
+        get_model_config(chunks[0]),
+        settings,
+        num_microbatches or _microbatches_of_the_run(),
+        pp_group or parallel_state.get_pipeline_model_parallel_group(),
+        _expert_parallel_size(),
+        warmup_steps,
+        metrics,
+    )
+    adapter.controller.announce_start()
+    return adapter
+
+
+def patch_schedules() -> None:
+    """Let the adapters see every batch, forward and backward. Models without an adapter run as before."""
+    megatron_patches.forward_backward.apply(_on_batch)
+    megatron_patches.forward_step.apply(_on_forward)
+    megatron_patches.backward_step.apply(_on_backward)
+
+
+def revert_schedules() -> None:
+    """Take the patches of the schedules back."""
+    megatron_patches.backward_step.revert()
+    megatron_patches.forward_step.revert()
+    megatron_patches.forward_backward.revert()
+
+
+def _on_batch(run: Any, model: Any, num_microbatches: int, forward_only: bool) -> Any:
+    adapter = adapter_of(model)
+    if adapter is None or forward_only:
+        return run()
+    with adapter.batch(num_microbatches):
+        return run()
+
+
+def _on_forward(run: Any, model: Any, microbatch: int | None) -> Any:
+    adapter = adapter_of(model)
+    return run() if adapter is None else adapter.forward(run, model, microbatch)
+
+
+def _on_backward(run: Any, output: Any) -> Any:
+    ours = tagged(output)
+    if ours is None:
+        return run()
+    adapter, chunk, microbatch = ours
+    return adapter.backward(run, chunk, microbatch)
+
+
+def _settings(chunks: Sequence[Any], optimizer: Any, config: Config) -> TimelyFreezeConfig:
+    settings = TimelyFreezeConfig.parse(config)
+    if not settings.enabled:
+        return settings
+    if settings.schedule != "host":
+        raise ConfigError(
+            f'timely_freeze.schedule is "{settings.schedule}": with Megatron-Core the schedule follows from the '
+            'pipeline\'s sizes; allowed is "host"'
+        )
+    check(chunks, optimizer, get_model_config(chunks[0]))
+    return settings
+
+
+def _microbatches_of_the_run() -> int:
+    try:
+        return int(get_num_microbatches())
+    except AttributeError:
+        raise ConfigError(
+            "num_microbatches is None, and Megatron's num_microbatches_calculator is not initialized: "
+            "pass the number of microbatches of a batch, an integer of at least 1"
+        ) from None
+
+
+def _expert_parallel_size() -> int:
+    return int(parallel_state.get_expert_model_parallel_world_size())

@@ -1,0 +1,73 @@
+"""Megatron-Core's pipeline schedules as ours, from Megatron's own tables and warm-up counts.
+
+Source: megatron/core/pipeline_parallel/schedules.py (``get_schedule_table``, ``get_pp_rank_microbatches``) and
+megatron/core/transformer/cuda_graphs.py (``convert_schedule_table_to_order``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
+from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
+
+from tf_adapters.collectives import Collectives, on_all_ranks
+from tf_adapters.errors import ScheduleError
+from tf_adapters.ir import Action, Kind, PipelineSchedule
+
+
+@dataclass(frozen=True)
+class PipelinePosition:
+    """Where this rank is in the pipeline. Chunk c of rank r is stage ``c * size + r``, as activations flow."""
+
+    rank: int
+    size: int
+    chunks: int
+
+    def stage(self, chunk: int) -> int:
+        return chunk * self.size + self.rank
+
+
+def translate(
+    collectives: Collectives, position: PipelinePosition, config: Any, pp_group: Any, num_microbatches: int
+) -> PipelineSchedule:
+    """The schedule of all ranks, each rank's row made by Megatron's own functions on that rank.
+
+    ``config`` is the model's. Called on all ranks. Raises ScheduleError on all if replicas disagree.
+    """
+
+    def row() -> tuple[int, tuple[Action, ...]]:
+        return position.rank, local_actions(position, config, pp_group, num_microbatches)
+
+    rows: dict[int, tuple[Action, ...]] = {}
+    for rank, actions in on_all_ranks(collectives, row):
+        if rows.setdefault(rank, actions) != actions:
+            both = PipelineSchedule((rows[rank], actions)).grid()
+            raise ScheduleError(f"two replicas of pipeline rank {rank} run different schedules:\n{both}")
+    return PipelineSchedule(tuple(rows[rank] for rank in sorted(rows))).validate()
+
+
+def local_actions(position: PipelinePosition, config: Any, pp_group: Any, num_microbatches: int) -> tuple[Action, ...]:
+    """What this rank runs in one batch, in order."""
+    interleaved = position.chunks > 1
+    group_size = config.microbatch_group_size_per_vp_stage if interleaved else num_microbatches
+    warmup = get_pp_rank_microbatches(
+        num_microbatches, position.chunks, group_size, p2p_communicator=P2PCommunicator(pp_group, config)
+    )[2]
+    table = get_schedule_table(num_microbatches, position.chunks, group_size)
+    return actions_of_order(convert_schedule_table_to_order(warmup, position.chunks, table), position)
+
+
+def actions_of_order(order: Sequence[int], position: PipelinePosition) -> tuple[Action, ...]:
+    """Actions from Megatron's order: c is a forward of chunk c - 1, -c a backward; microbatches ascend for each."""
+    done: Counter[int] = Counter()
+    actions = []
+    for entry in order:
+        kind = Kind.FORWARD if entry > 0 else Kind.BACKWARD
+        actions.append(Action(position.stage(abs(entry) - 1), kind, done[entry]))
+        done[entry] += 1
+    return tuple(actions)
