@@ -3,3 +3,15 @@
 ``tf_adapters.megatron`` decides what happens there; a patch only lets it. Every module has ``apply`` and
 ``revert``; a symbol that a version of Megatron does not have is an UnsupportedError that names its path.
 """
+
+from __future__ import annotations
+
+from megatron_patches import arguments, backward_step, checkpointing, forward_backward, forward_step, model_setup
+
+ALL = (forward_backward, forward_step, backward_step, arguments, model_setup, checkpointing)
+
+
+def revert_all() -> None:
+    """Put back every symbol that is replaced."""
+    for patch in ALL:
+        patch.revert()

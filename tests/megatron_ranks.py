@@ -288,9 +288,9 @@ def start(case: Case) -> tuple[list[Any], Any, Any]:
     return chunks, optimizer, adapter
 
 
-def train_step(case: Case, chunks: list[Any], optimizer: Any, step: int) -> Any:
+def train_step(case: Case, chunks: list[Any], optimizer: Any, step: int, microbatches: int = 0) -> list[float]:
     zero_gradients(chunks, optimizer)
-    losses = run_batch(case, chunks, step, range(case.microbatches))
+    losses = run_batch(case, chunks, step, range(microbatches or case.microbatches))
     optimizer.step()
     return [float(entry["loss"]) for entry in losses]
 
@@ -327,30 +327,36 @@ def full_gradients(case: Case, chunks: list[Any], step: int) -> list[dict[tuple[
     return found
 
 
-def train(case: Case) -> dict[str, Any]:
-    """Train and record, for every step, what the oracle needs."""
+def train(case: Case, oracle: bool = True, evaluate: bool = False) -> dict[str, Any]:
+    """Train and record, for every step, what the oracle needs; with ``evaluate``, evaluate after each step."""
     from megatron.core import parallel_state
 
     chunks, optimizer, adapter = start(case)
     steps = []
     for number in range(case.steps):
         masks = all_masks(adapter.controller) if adapter is not None else {}
+        phase = adapter and adapter.controller.phase.value
         zero_gradients(chunks, optimizer)
         losses = run_batch(case, chunks, number, range(case.microbatches))
         gradients = by_name(case, chunks, main_gradient)
         # Only now: an overlapped all-gather of the parameters ends in the forward.
         before = by_name(case, chunks, values)
-        full = full_gradients(case, chunks, number) if adapter is not None else []
+        full = full_gradients(case, chunks, number) if adapter is not None and oracle else []
+        state_before = optimizer_state(chunks, optimizer)
         optimizer.step()
         steps.append(
             {
                 "losses": [float(entry["loss"]) for entry in losses],
                 "full": full,
                 "masks": masks,
+                "phase": phase,
+                "state_before": state_before,
+                "state_after": optimizer_state(chunks, optimizer),
                 "gradients": gradients,
                 "owned": owned_ranges(case, chunks, optimizer),
                 "before": before,
                 "after": by_name(case, chunks, values),
+                "evaluations": evaluate and evaluation(case, chunks, number),
             }
         )
     result = {
@@ -364,6 +370,32 @@ def train(case: Case) -> dict[str, Any]:
         result["status"] = state.failure
         adapter.detach()
     return result
+
+
+def evaluation(case: Case, chunks: list[Any], step: int) -> list[float]:
+    """Losses of a forward-only pass, as Megatron evaluates."""
+    for chunk in chunks:
+        chunk.eval()
+    with torch.no_grad():
+        losses = run_batch(case, chunks, 1000 + step, range(case.microbatches), forward_only=True)
+    for chunk in chunks:
+        chunk.train()
+    return [float(entry["loss"]) for entry in losses]
+
+
+def optimizer_state(chunks: list[Any], optimizer: Any) -> dict[tuple[int, str], dict[str, torch.Tensor]]:
+    """What the inner optimizer keeps for each parameter (this rank's shard of it), by chunk and name."""
+    from tf_adapters.megatron.optimizers import _updated, inner_of, leaves
+
+    found: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
+    for index, chunk in enumerate(chunks):
+        for name, parameter in innermost(chunk).named_parameters():
+            for leaf in leaves(optimizer):
+                for main in _updated(leaf, parameter):
+                    state = inner_of(leaf).state.get(main, {})
+                    kept = {k: v.clone() for k, v in state.items() if torch.is_tensor(v)}
+                    found.setdefault((index, name), {}).update(value=main.detach().clone(), **kept)
+    return found
 
 
 def values(parameter: Any) -> torch.Tensor:

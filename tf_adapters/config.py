@@ -1,6 +1,7 @@
 """TimelyFreezeConfig: the one schema behind the JSON section, the arguments and the Python call.
 
-A field ``x_y`` is ``"x_y"`` in a ``timely_freeze`` JSON section and ``x_y=`` in Python.
+A field ``x_y`` is ``"x_y"`` in a ``timely_freeze`` JSON section, ``x_y=`` in Python and ``--timely-freeze-x-y`` on a
+command line (``tf_adapters.arguments``).
 """
 
 from __future__ import annotations
@@ -74,6 +75,11 @@ class TimelyFreezeConfig(BaseModel):
         return cls(**{str(key): value for key, value in section.items()})
 
 
+def allowed(field: str) -> str:
+    """What a setting may be, in words."""
+    return _ALLOWED[field]
+
+
 def find_section(host_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The ``timely_freeze`` section of a host's JSON config, or None.
 
@@ -101,7 +107,7 @@ def _describe(error: ValidationError) -> list[str]:
     lines: dict[str, str] = {}
     for item in error.errors():
         field = str(item["loc"][0])
-        lines.setdefault(field, f"{SECTION}.{field} is {item['input']!r}: allowed is {_ALLOWED[field]}")
+        lines.setdefault(field, f"{SECTION}.{field} is {item['input']!r}: allowed is {allowed(field)}")
     return list(lines.values())
 
 

@@ -3,7 +3,7 @@
 Three ways in, the same result:
 
 - ``torchrun ... -m tf_adapters.megatron pretrain_gpt.py ... --timely-freeze``: a Megatron-LM script, unchanged;
-- ``tf_adapters.megatron.install()`` in such a script, before ``pretrain(...)``;
+- ``tf_adapters.megatron.install()`` in such a script, before it parses its arguments;
 - ``tf_adapters.megatron.attach(model_chunks, optimizer, config)`` for a training loop of your own.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tf_adapters.arguments import add_arguments
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.phases import DEFAULT_WARMUP_STEPS
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from tf_adapters.controller import MetricSink
     from tf_adapters.megatron.adapter import MegatronAdapter
 
-__all__ = ["attach", "revert"]
+__all__ = ["add_arguments", "attach", "install", "revert"]
 
 
 def attach(
@@ -57,8 +58,19 @@ def attach(
     return attach_model(model, optimizer, config, num_microbatches, pp_group, warmup_steps, metrics)
 
 
+def install() -> None:
+    """Give a Megatron-LM script the ``--timely-freeze`` arguments, and freezing where they ask for it.
+
+    Call it before the script parses its arguments; what was imported before does not matter. Calling it twice does
+    nothing more. Raises UnsupportedError where ``megatron.training`` cannot be imported or lacks a symbol.
+    """
+    from tf_adapters.megatron.training import TrainingScript
+
+    TrainingScript().install()
+
+
 def revert() -> None:
     """Take every patch of Megatron back. Detach the adapters first."""
-    from tf_adapters.megatron.entry import revert_schedules
+    import megatron_patches
 
-    revert_schedules()
+    megatron_patches.revert_all()

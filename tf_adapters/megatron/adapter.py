@@ -31,6 +31,7 @@ from tf_adapters.timing import clock_for
 from tf_adapters.units import Tie
 
 ATTRIBUTE = "timely_freeze"  # of a model chunk: its adapter
+TIMER = "timely-freeze"  # among Megatron's timers: what freezing itself takes between the batches
 _TAG = "timely_freeze_action"  # of a forward's output: what its backward is
 
 
@@ -127,18 +128,30 @@ class MegatronAdapter:
         if not self.controller.in_step:
             self._warn_unseen()
             return self._host_step(*args, **kwargs)
-        self._holder.hold(self.controller.held_parameters())
+        with self._timed():
+            self._holder.hold(self.controller.held_parameters())
         try:
             result = self._host_step(*args, **kwargs)
         finally:
             self._holder.hold(())
-        self.controller.end_step()
+        with self._timed():
+            self.controller.end_step()
         return result
 
     # --- details ---------------------------------------------------------------------------------------------
 
     def _translate(self, num_microbatches: int) -> Any:
         return translate(self._collectives, self._position, self._model_config, self._pp_group, num_microbatches)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count our own time in Megatron's timers, where the model's config has them."""
+        timers = self._model_config.timers
+        if timers is not None:
+            timers(TIMER, log_level=1).start()
+        yield
+        if timers is not None:
+            timers(TIMER).stop()
 
     def _warn_unseen(self) -> None:
         if not self._batch_seen:

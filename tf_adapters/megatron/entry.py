@@ -65,13 +65,6 @@ def patch_schedules() -> None:
     megatron_patches.backward_step.apply(_on_backward)
 
 
-def revert_schedules() -> None:
-    """Take the patches of the schedules back."""
-    megatron_patches.backward_step.revert()
-    megatron_patches.forward_step.revert()
-    megatron_patches.forward_backward.revert()
-
-
 def _on_batch(run: Any, model: Any, num_microbatches: int, forward_only: bool) -> Any:
     adapter = adapter_of(model)
     if adapter is None or forward_only:

@@ -1,8 +1,9 @@
 """Parameters that a whole step froze: no update, no decay, no change of optimizer state, in each Megatron optimizer.
 
 Megatron's gradient buffers hold zeros for them, and zeros still move a parameter by momentum and weight decay. An
-inner optimizer skips a parameter that has no gradient at all, so just before its step theirs are taken away.
-Source: megatron/core/optimizer/optimizer.py and distrib_optimizer.py.
+inner optimizer skips a parameter that has no gradient at all, so just before its step theirs are taken away. Only
+the step counter goes on, as it does in optimizers that have one for a whole group: Megatron saves no checkpoint of
+an optimizer whose parameters count differently. Source: megatron/core/optimizer/optimizer.py, distrib_optimizer.py.
 """
 
 from __future__ import annotations
@@ -20,23 +21,62 @@ class HeldParameters:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizers = leaves(optimizer)
-        self._hooks = [inner_of(o).register_step_pre_hook(self._before_step) for o in self._optimizers]
-        self._held: list[torch.Tensor] = []
+        self._held: dict[int, list[torch.Tensor]] = {}  # by inner optimizer
+        self._hooks: list[Any] = []
+        for inner in map(inner_of, self._optimizers):
+            keeper = _Keeper(inner)
+            self._held[id(inner)] = keeper.held
+            self._hooks += [inner.register_step_pre_hook(keeper.before), inner.register_step_post_hook(keeper.after)]
 
     def hold(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Hold these model parameters from now on, instead of the ones before."""
-        self._held = [main for p in parameters for o in self._optimizers for main in _updated(o, p)]
+        chosen = tuple(parameters)
+        for optimizer in self._optimizers:
+            held = self._held[id(inner_of(optimizer))]
+            held[:] = [main for parameter in chosen for main in _updated(optimizer, parameter)]
 
     def remove(self) -> None:
         """Take the hooks off the optimizers."""
         for hook in self._hooks:
             hook.remove()
 
-    def _before_step(self, *_: Any) -> None:
-        for tensor in self._held:
-            tensor.grad = None
-            if "decoupled_grad" in vars(tensor):  # where a precision-aware optimizer looks
-                tensor.decoupled_grad = None  # type: ignore[attr-defined]
+
+class _Keeper:
+    """Holds tensors of one inner optimizer through each of its steps."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._inner = inner
+        self.held: list[torch.Tensor] = []
+        self._counted: list[torch.Tensor] = []
+        self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def before(self, *_: Any) -> None:
+        own = {id(p) for group in self._inner.param_groups for p in group["params"]}
+        for tensor in self.held:
+            if id(tensor) not in own:
+                continue
+            if self._inner.state.get(tensor):
+                _drop_gradient(tensor)
+                self._counted.append(tensor)
+            else:  # a first step makes its state, out of zeros, and that must not wait
+                self._values.append((tensor, tensor.detach().clone()))
+
+    def after(self, *_: Any) -> None:
+        for tensor in self._counted:
+            state = self._inner.state[tensor]
+            if "step" in state:
+                state["step"] += 1
+        with torch.no_grad():
+            for tensor, value in self._values:
+                tensor.copy_(value)
+        self._counted.clear()
+        self._values.clear()
+
+
+def _drop_gradient(tensor: torch.Tensor) -> None:
+    tensor.grad = None
+    if "decoupled_grad" in vars(tensor):  # where a precision-aware optimizer looks
+        tensor.decoupled_grad = None  # type: ignore[attr-defined]
 
 
 def leaves(optimizer: Any) -> list[Any]:

@@ -1,0 +1,37 @@
+"""``megatron.training.arguments.add_megatron_arguments``: all of a Megatron-LM script's arguments.
+
+Why here: every script's parser passes through it, whether ``pretrain`` parses (to 0.17.1) or the script does (from
+0.18.1 on), and ``parse_args`` looks it up in its own module when it is called. What it does not cover: scripts with a
+parser of their own, which can call ``tf_adapters.arguments.add_arguments``.
+
+Versions: run on Megatron-LM 0.16.1; read in 0.19.0 and main, the same name and argument.
+"""
+
+from __future__ import annotations
+
+import functools
+from argparse import ArgumentParser
+from collections.abc import Callable
+from typing import Any
+
+from megatron_patches.patch import Patch
+
+PATCH = Patch("megatron.training.arguments", "add_megatron_arguments")
+
+
+def apply(add: Callable[[ArgumentParser], Any]) -> None:
+    """Let ``add`` put arguments of its own into the parser, after Megatron's."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def add_megatron_arguments(parser: ArgumentParser) -> Any:
+            result = original(parser)
+            add(result)
+            return result
+
+        return add_megatron_arguments
+
+    PATCH.apply(wrapper)
+
+
+revert = PATCH.revert

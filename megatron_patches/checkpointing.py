@@ -1,0 +1,61 @@
+"""``megatron.training.checkpointing``: what a Megatron-LM checkpoint holds besides model and optimizer.
+
+Why here: ``generate_state_dict`` makes what ``save_checkpoint`` writes, in every format; entries that are not sharded
+go to rank 0's common part. ``_load_base_checkpoint`` returns what was read, before ``load_checkpoint`` takes out what
+it knows. Both are looked up in their own module when they are called. What it does not cover: Megatron's ``local``
+and FSDP checkpoints, which have been read only.
+
+Versions: run on Megatron-LM 0.16.1; read in 0.19.0 and main, the same names.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron_patches.patch import Patch
+
+_MODULE = "megatron.training.checkpointing"
+SAVE = Patch(_MODULE, "generate_state_dict")
+LOAD = Patch(_MODULE, "_load_base_checkpoint")
+
+
+def apply(key: str, to_save: Callable[[], Any], loaded: Callable[[Any], None]) -> None:
+    """Save what ``to_save()`` returns under ``key`` (nothing for None), and hand what a checkpoint has to ``loaded``.
+
+    ``loaded`` is not called for reads that only look at a checkpoint's arguments.
+    """
+
+    def saving(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def generate_state_dict(*args: Any, **kwargs: Any) -> Any:
+            state_dict = original(*args, **kwargs)
+            ours = to_save()
+            if ours is not None:
+                state_dict[key] = ours
+            return state_dict
+
+        return generate_state_dict
+
+    def loading(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            only_looks = signature.bind(*args, **kwargs).arguments.get("rank0", False)
+            if not only_looks and result[0] is not None:
+                loaded(result[0].get(key))
+            return result
+
+        return load_base_checkpoint
+
+    SAVE.apply(saving)
+    LOAD.apply(loading)
+
+
+def revert() -> None:
+    SAVE.revert()
+    LOAD.revert()

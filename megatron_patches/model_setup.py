@@ -1,0 +1,36 @@
+"""``megatron.training.training.setup_model_and_optimizer``: model, optimizer and checkpoint of a Megatron-LM script.
+
+Why here: it is the last thing before training that has all of them, and ``pretrain``, in the same module, looks it up
+when it is called. What it does not cover: loops that build their model otherwise, which can call
+``tf_adapters.megatron.attach``.
+
+Versions: run on Megatron-LM 0.16.1; read in 0.19.0 and main: other arguments, the same three results.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_patches.patch import Patch
+
+PATCH = Patch("megatron.training.training", "setup_model_and_optimizer")
+
+
+def apply(after: Callable[[Any, Any, Any], None]) -> None:
+    """Call ``after(model chunks, optimizer, learning-rate scheduler)`` when they are ready to train."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            after(*result[:3])
+            return result
+
+        return setup_model_and_optimizer
+
+    PATCH.apply(wrapper)
+
+
+revert = PATCH.revert

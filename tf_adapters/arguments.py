@@ -1,0 +1,74 @@
+"""The settings as command-line arguments: field ``x_y`` is ``--timely-freeze-x-y``, made from the one schema.
+
+``--timely-freeze`` alone switches freezing on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from tf_adapters.config import SECTION, TimelyFreezeConfig, allowed
+from tf_adapters.errors import ConfigError
+
+SWITCH = "--timely-freeze"
+_FIELDS = {name: field for name, field in TimelyFreezeConfig.model_fields.items() if name != "enabled"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the group ``timely freeze`` to a parser, unless it is there already; returns the parser."""
+    if SWITCH in parser._option_string_actions:
+        return parser
+    group = parser.add_argument_group("timely freeze", "Freeze weight gradients where they hold the pipeline up.")
+    group.add_argument(SWITCH, action="store_true", help="switch freezing on")
+    for name, field in _FIELDS.items():
+        description = f"{field.description}; allowed: {allowed(name)}".replace("%", "%%")
+        group.add_argument(
+            f"{SWITCH}-{name.replace('_', '-')}",
+            dest=f"{SECTION}_{name}",
+            type=_reader(parser, name),
+            default=field.default,
+            metavar=name.split("_")[-1].upper(),
+            help=f"{description} (default: {field.default})",
+        )
+    return parser
+
+
+def config_from_args(args: argparse.Namespace) -> TimelyFreezeConfig | None:
+    """The settings that a parsed command line gives; None without ``--timely-freeze``.
+
+    Raises ConfigError where a setting is given but freezing is not switched on.
+    """
+    given = vars(args)
+    settings = {name: given[f"{SECTION}_{name}"] for name in _FIELDS if f"{SECTION}_{name}" in given}
+    if given.get(SECTION):
+        return TimelyFreezeConfig(**settings)
+    for name, value in settings.items():
+        if value != _FIELDS[name].default:
+            option = f"{SWITCH}-{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is {value!r}, but {SWITCH} is not given: give it, or leave {option} out")
+    return None
+
+
+def _reader(parser: argparse.ArgumentParser, name: str) -> Callable[[str], Any]:
+    """Reads one argument; a wrong one ends the program with one line, without a host's pages of usage."""
+
+    def read(text: str) -> Any:
+        value = _as_number(text) if not isinstance(_FIELDS[name].default, str) or name == "warmup_steps" else text
+        try:
+            return getattr(TimelyFreezeConfig(**{name: value}), name)
+        except ConfigError:
+            option = f"{SWITCH}-{name.replace('_', '-')}"
+            parser.exit(2, f"{parser.prog}: error: {option} is {text!r}: allowed is {allowed(name)}\n")
+
+    return read
+
+
+def _as_number(text: str) -> int | float | str:
+    for convert in (int, float):
+        try:
+            return convert(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,85 @@
+"""Freezing in a Megatron-LM training script, from its arguments to its checkpoints and logs.
+
+Source: megatron/training (the Megatron-LM repository; the megatron-core package does not have it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import megatron_patches.arguments
+import megatron_patches.checkpointing
+import megatron_patches.model_setup
+from tf_adapters.arguments import add_arguments, config_from_args
+from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
+from tf_adapters.config import SECTION
+from tf_adapters.megatron.adapter import TIMER, MegatronAdapter
+from tf_adapters.megatron.entry import attach
+from tf_adapters.phases import DEFAULT_WARMUP_STEPS
+
+
+class TrainingScript:
+    """One run of a Megatron-LM script: what the patches of ``megatron.training`` tell, and what they are told."""
+
+    def __init__(self) -> None:
+        self.adapter: MegatronAdapter | None = None
+        self._loaded: Mapping[str, Any] | None = None
+
+    def install(self) -> None:
+        """Patch ``megatron.training``. Raises UnsupportedError where a symbol is missing."""
+        megatron_patches.arguments.apply(add_arguments)
+        megatron_patches.model_setup.apply(self._attach)
+        megatron_patches.checkpointing.apply(SECTION, self._state_to_save, self._keep)
+
+    def _state_to_save(self) -> dict[str, Any] | None:
+        return None if self.adapter is None else self.adapter.controller.state_dict()
+
+    def _keep(self, state: Mapping[str, Any] | None) -> None:
+        self._loaded = state
+
+    def _attach(self, model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
+        from megatron.training import get_args
+
+        args = get_args()
+        settings = on_all_ranks(ProcessGroupCollectives(), lambda: config_from_args(args))[0]
+        if settings is None or optimizer is None:
+            return  # not asked for, or an evaluation only (--skip-train)
+        warmup = _warmup_left(scheduler, args.global_batch_size)
+        logs = TrainingLogs(args)
+        self.adapter = attach(list(model), optimizer, settings, warmup_steps=warmup, metrics=logs.write)
+        if self.adapter is not None and args.iteration > 0:
+            self.adapter.controller.load_state_dict(self._loaded, warmup)
+        self._loaded = None
+
+
+class TrainingLogs:
+    """Figures of each step to Megatron's writers, which live on the last rank, and our time to its timers."""
+
+    def __init__(self, args: Any) -> None:
+        from megatron.training import get_tensorboard_writer, get_timers, get_wandb_writer
+
+        self._tensorboard, self._wandb, self._timers = get_tensorboard_writer(), get_wandb_writer(), get_timers()
+        self._iteration, self._interval = int(args.iteration), int(args.log_interval)
+        self._tensorboard_interval = int(args.tensorboard_log_interval)
+
+    def write(self, figures: Mapping[str, float]) -> None:
+        """Called on every rank after each step."""
+        self._iteration += 1
+        named = {f"timely-freeze/{name}": value for name, value in figures.items()}
+        if self._iteration % self._tensorboard_interval == 0:
+            for name, value in named.items():
+                if self._tensorboard:
+                    self._tensorboard.add_scalar(name, value, self._iteration)
+            if self._wandb:
+                self._wandb.log(named, self._iteration)
+        if self._iteration % self._interval == 0:
+            self._timers.log([TIMER], normalizer=self._interval)
+
+
+def _warmup_left(scheduler: Any, global_batch_size: int) -> int:
+    """What is left of the learning-rate warm-up, in steps; Megatron's scheduler counts samples."""
+    if scheduler.lr_warmup_steps <= 0:
+        return DEFAULT_WARMUP_STEPS
+    return max(0, math.ceil((scheduler.lr_warmup_steps - scheduler.num_steps) / global_batch_size))
