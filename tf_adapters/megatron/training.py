@@ -61,25 +61,26 @@ class TrainingLogs:
         from megatron.training import get_tensorboard_writer, get_timers, get_wandb_writer
 
         self._tensorboard, self._wandb, self._timers = get_tensorboard_writer(), get_wandb_writer(), get_timers()
-        self._iteration, self._interval = int(args.iteration), int(args.log_interval)
-        self._tensorboard_interval = int(args.tensorboard_log_interval)
+        self._args = args
 
     def write(self, figures: Mapping[str, float]) -> None:
         """Called on every rank after each step."""
-        self._iteration += 1
+        args = self._args
+        iteration = args.curr_iteration + 1  # Megatron counts the finished ones there
         named = {f"timely-freeze/{name}": value for name, value in figures.items()}
-        if self._iteration % self._tensorboard_interval == 0:
-            for name, value in named.items():
-                if self._tensorboard:
-                    self._tensorboard.add_scalar(name, value, self._iteration)
+        if iteration % args.tensorboard_log_interval == 0:
+            if self._tensorboard:
+                for name, value in named.items():
+                    self._tensorboard.add_scalar(name, value, iteration)
             if self._wandb:
-                self._wandb.log(named, self._iteration)
-        if self._iteration % self._interval == 0:
-            self._timers.log([TIMER], normalizer=self._interval)
+                self._wandb.log(named, iteration)
+        if iteration % args.log_interval == 0:
+            self._timers.log([TIMER], normalizer=args.log_interval)  # gathers: on all ranks at once
 
 
 def _warmup_left(scheduler: Any, global_batch_size: int) -> int:
     """What is left of the learning-rate warm-up, in steps; Megatron's scheduler counts samples."""
     if scheduler.lr_warmup_steps <= 0:
         return DEFAULT_WARMUP_STEPS
-    return max(0, math.ceil((scheduler.lr_warmup_steps - scheduler.num_steps) / global_batch_size))
+    samples_left: float = scheduler.lr_warmup_steps - scheduler.num_steps
+    return max(0, math.ceil(samples_left / global_batch_size))

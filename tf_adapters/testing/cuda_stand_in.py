@@ -135,3 +135,12 @@ def _replace_generator() -> None:
         random.set_rng_state_all = lambda states: generator.set_state(states[0]) and None
         random.manual_seed = random.manual_seed_all = lambda seed: generator.manual_seed(seed) and None
         random.initial_seed = generator.initial_seed
+    iterate = torch.utils.data.DataLoader.__iter__
+
+    def iterate_apart(self: Any) -> Any:
+        state = generator.get_state()  # a new loader draws a seed: not from dropout's generator
+        iterator = iterate(self)
+        generator.set_state(state)
+        return iterator
+
+    torch.utils.data.DataLoader.__iter__ = iterate_apart  # type: ignore[method-assign]
