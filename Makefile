@@ -8,7 +8,7 @@ HOST_SETTINGS = DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(1)/
 RUN := $(call HOST_SETTINGS,$(abspath $(VENV))) $(BIN)/python
 BUILD_SHM := -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 
-.PHONY: demo test check bench test-oldest clean
+.PHONY: demo test check bench test-oldest test-megatron-new clean
 
 demo: $(VENV)/ready
 	$(RUN) examples/deepspeed_gpt/demo.py
@@ -27,6 +27,17 @@ bench: $(VENV)/ready
 # The distributed tests again on the oldest DeepSpeed that is supported.
 test-oldest: .venv-oldest/ready
 	$(call HOST_SETTINGS,$(abspath .venv-oldest)) .venv-oldest/bin/python -m pytest -m distributed
+
+# The Megatron tests again on the newest Megatron-Core that was run: its wheel is for Python 3.12, its code runs on 3.11.
+MEGATRON_NEW := megatron_core-0.19.2
+test-megatron-new: $(VENV)/ready $(VENV)/$(MEGATRON_NEW)/ready
+	PYTHONPATH="$(abspath $(VENV))/$(MEGATRON_NEW)" $(RUN) -m pytest tests/test_megatron_oracle.py tests/test_megatron_run.py
+
+$(VENV)/$(MEGATRON_NEW)/ready: $(VENV)/ready
+	rm -rf $(@D) && mkdir -p $(@D)
+	$(PIP) download --no-deps --python-version 3.12 --only-binary=:all: -d $(@D) megatron-core==0.19.2
+	cd $(@D) && $(BIN)/python -m zipfile -e *.whl .
+	touch $@
 
 # torch first: DeepSpeed's build looks for it.
 $(VENV)/ready: pyproject.toml constraints.txt

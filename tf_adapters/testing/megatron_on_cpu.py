@@ -1,0 +1,69 @@
+"""Megatron-Core where there is no GPU, Triton or Transformer Engine: for trying things out and for tests.
+
+``cuda_stand_in`` answers for ``torch.cuda``; here is what Megatron-Core imports or looks up whether it is used or not.
+Seen to run: megatron-core 0.16.1 and 0.19.2.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from tf_adapters.testing import cuda_stand_in
+
+CHANGED: dict[str, dict[str, Any]] = {  # names that are missing without Transformer Engine
+    "megatron.core.models.bert.bert_layer_specs": {"bert_layer_with_transformer_engine_spec": None},
+    "megatron.core.transformer.moe.moe_utils": {"te_general_gemm": None},
+}
+"""Attributes to set in a module of Megatron when it is imported."""
+
+_NEED_TRITON = (
+    "megatron.core.transformer.custom_layers.batch_invariant_kernels",
+    "megatron.core.transformer.moe.ops.paged_stash",
+)
+
+
+class _AfterImport:
+    """An import hook that sets attributes of a module right after its own code has run."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
+        spec: Any = importlib.machinery.PathFinder.find_spec(name, path) if name in CHANGED else None
+        if spec is not None:
+            execute = spec.loader.exec_module
+
+            def execute_then_change(module: types.ModuleType) -> None:
+                execute(module)
+                vars(module).update(CHANGED[name])
+
+            spec.loader.exec_module = execute_then_change
+        return spec
+
+
+def install() -> None:
+    """Prepare this process for Megatron-Core. Call it before anything of Megatron is imported; once is enough."""
+    if _AfterImport in sys.meta_path:
+        return
+    cuda_stand_in.install()
+    sys.meta_path.insert(0, _AfterImport)
+    if not hasattr(typing, "override"):  # 0.19 assumes Python 3.12
+        vars(typing)["override"] = lambda function: function
+    if importlib.util.find_spec("triton") is None:
+        for name in _NEED_TRITON:
+            sys.modules[name] = _module_of_functions_that_answer_false(name)
+
+
+def _module_of_functions_that_answer_false(name: str) -> types.ModuleType:
+    def attribute(wanted: str) -> Any:
+        if wanted.startswith("__"):
+            raise AttributeError(wanted)
+        return lambda *args, **kwargs: False
+
+    module = types.ModuleType(name)
+    module.__getattr__ = attribute  # type: ignore[method-assign]
+    return module
