@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tf_adapters import doctor
-from tf_adapters.doctor import DEEPSPEED_TESTED, diagnose, interrupted_builds, render
+from tf_adapters.doctor import HOSTS, diagnose, interrupted_builds, render
 
 GOOD: dict[str, str | None] = {
     "python": "3.11.7",
@@ -76,7 +76,7 @@ def test_newer_than_tested_is_usable_and_says_so(version: str) -> None:
     host = diagnose({**GOOD, "deepspeed": version}).hosts[0]
     assert host.usable
     assert f"{version} is newer than what was tested" in host.finding
-    assert f"deepspeed=={DEEPSPEED_TESTED[1]}" in host.finding
+    assert f"deepspeed=={HOSTS[0].newest}" in host.finding
 
 
 @pytest.mark.parametrize("version", ["0.18.9", "0.19.2", "0.9.5"])
@@ -110,9 +110,11 @@ def test_missing_extras_are_hints_only() -> None:
     )
 
 
-def test_megatron_is_listed_and_never_ready_without_an_adapter() -> None:
-    assert diagnose({**GOOD, "megatron-core": "0.16.1"}).ready == ("deepspeed",)
-    assert "0.16.1 is installed, but this version of tf-adapters has no" in text(megatron_core="0.16.1")
+def test_every_host_that_is_installed_is_ready() -> None:
+    assert diagnose({**GOOD, "megatron-core": "0.16.1"}).ready == ("deepspeed", "megatron-core")
+    assert diagnose({**GOOD, "deepspeed": None, "megatron-core": "0.19.2"}).ready == ("megatron-core",)
+    assert "interleaved" in text(megatron_core="0.17.1")
+    assert "0.15.3 is too old (0.16.1 to 0.19.2 tested)" in text(megatron_core="0.15.3")
 
 
 @pytest.mark.parametrize(("deepspeed", "code"), [("0.19.8", 0), (None, 1)])

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
-    "DEEPSPEED_TESTED",
+    "HOSTS",
     "Diagnosis",
+    "Host",
     "HostCheck",
     "add_parser",
     "diagnose",
@@ -28,21 +29,49 @@ __all__ = [
     "run",
 ]
 
-DEEPSPEED_TESTED = ("0.19.3", "0.19.8")
-"""Oldest and newest DeepSpeed that the adapter's tests pass with."""
-
 _PACKAGES = ("torch", "numpy", "ortools", "pydantic", "deepspeed", "megatron-core", "matplotlib", "rich")
 _CORE = {"torch": "2.5", "numpy": "1.26", "ortools": "9.10", "pydantic": "2.6"}
 _EXTRAS = {"matplotlib": ("plot", "Gantt charts"), "rich": ("cli", "coloured tables")}
-_DEEPSPEED_FEATURES = (
-    "schedules: 1F1B (DeepSpeed's own) and GPipe",
-    "ZeRO stages 0 and 1, data-parallel replicas",
-    "fp32 and bf16, activation checkpointing, tied layers",
-)
-
 _BUILD_S = 600.0  # a lock older than this was left by a build that was killed
 
 Versions = Mapping[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host that has an adapter: oldest and newest version that the adapter's tests pass with, and what works."""
+
+    package: str
+    extra: str
+    oldest: str
+    newest: str
+    features: tuple[str, ...]
+
+
+HOSTS = (
+    Host(
+        "deepspeed",
+        "deepspeed",
+        "0.19.3",
+        "0.19.8",
+        (
+            "schedules: 1F1B (DeepSpeed's own) and GPipe",
+            "ZeRO stages 0 and 1, data-parallel replicas",
+            "fp32 and bf16, activation checkpointing, tied layers",
+        ),
+    ),
+    Host(
+        "megatron-core",
+        "megatron",
+        "0.16.1",
+        "0.19.2",
+        (
+            "schedules: no pipelining, 1F1B, interleaved 1F1B",
+            "tensor, sequence, data and expert parallel; distributed optimizer, overlapped communication",
+            "fp32, bf16 and fp16, full and selective recomputation, tied embeddings",
+        ),
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +132,7 @@ def diagnose(versions: Versions, locks: Sequence[Path] = ()) -> Diagnosis:
         for package, (extra, use) in _EXTRAS.items()
         if versions.get(package) is None
     )
-    hosts = (_check_deepspeed(versions.get("deepspeed")), _check_megatron(versions.get("megatron-core")))
+    hosts = tuple(_check_host(host, versions.get(host.package)) for host in HOSTS)
     problems = (*_core_problems(versions), *map(_interrupted, locks))
     return Diagnosis(dict(versions), hosts, problems, hints)
 
@@ -168,24 +197,18 @@ def _interrupted(lock: Path) -> str:
     return f"a build of {lock.parent.name} was killed, and training would wait for it forever: rm {lock}"
 
 
-def _check_deepspeed(version: str | None) -> HostCheck:
-    oldest, newest = DEEPSPEED_TESTED
-    tested = f"{oldest} to {newest} tested"
+def _check_host(host: Host, version: str | None) -> HostCheck:
+    name, tested = host.package, f"{host.oldest} to {host.newest} tested"
     if version is None:
-        return HostCheck("deepspeed", False, "not installed", remedy='pip install "tf-adapters[deepspeed]"')
-    if _release(version) < _release(oldest):
-        remedy = f'pip install --upgrade "deepspeed>={oldest}"'
-        return HostCheck("deepspeed", False, f"{version} is too old ({tested})", remedy=remedy)
+        return HostCheck(name, False, "not installed", remedy=f'pip install "tf-adapters[{host.extra}]"')
+    if _release(version) < _release(host.oldest):
+        remedy = f'pip install --upgrade "{name}>={host.oldest}"'
+        return HostCheck(name, False, f"{version} is too old ({tested})", remedy=remedy)
     finding = f"{version}, in the tested range ({tested})"
-    if _release(version) > _release(newest):
-        mend = f'pip install "deepspeed=={newest}"'
+    if _release(version) > _release(host.newest):
+        mend = f'pip install "{name}=={host.newest}"'
         finding = f"{version} is newer than what was tested ({tested}); if it fails: {mend}"
-    return HostCheck("deepspeed", True, finding, _DEEPSPEED_FEATURES)
-
-
-def _check_megatron(version: str | None) -> HostCheck:
-    found = f"{version} is installed, but" if version else "not installed;"
-    return HostCheck("megatron-core", False, f"{found} this version of tf-adapters has no adapter for it")
+    return HostCheck(name, True, finding, host.features)
 
 
 def _closing_line(diagnosis: Diagnosis) -> str:
