@@ -61,6 +61,8 @@ def _optimizer_problem(optimizer: Any) -> str | None:
             return (
                 f"the optimizer {type(leaf).__name__} is not supported; use Megatron's FP32, float16 or distributed one"
             )
+        if getattr(getattr(leaf, "config", None), "optimizer_cuda_graph", False):  # from 0.19 on
+            return "optimizer_cuda_graph is True, and a CUDA graph would update frozen parameters too"
         if type(inner).__name__ == "HybridDeviceOptimizer":
             return "the optimizer's offload to the CPU (optimizer_cpu_offload) is not supported"
         if not isinstance(inner, torch.optim.Optimizer):

@@ -6,6 +6,7 @@ Seen to run: megatron-core 0.16.1 and 0.19.2.
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import sys
@@ -51,11 +52,25 @@ def install() -> None:
         return
     cuda_stand_in.install()
     sys.meta_path.insert(0, _AfterImport)
+    _send_copies()
     if not hasattr(typing, "override"):  # 0.19 assumes Python 3.12
         vars(typing)["override"] = lambda function: function
     if importlib.util.find_spec("triton") is None:
         for name in _NEED_TRITON:
             sys.modules[name] = _module_of_functions_that_answer_false(name)
+
+
+def _send_copies() -> None:
+    """Interleaved pipelines free an output right after isend: a stream orders that on a GPU, gloo reads it later."""
+    import torch.distributed as dist
+
+    host_isend: Any = dist.isend
+
+    @functools.wraps(host_isend)
+    def isend(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return host_isend(tensor.clone(), *args, **kwargs)
+
+    dist.isend = dist.distributed_c10d.isend = isend
 
 
 def _module_of_functions_that_answer_false(name: str) -> types.ModuleType:
