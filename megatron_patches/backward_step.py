@@ -2,7 +2,7 @@
 
 Why here: all three schedules run every backward through it. It is told neither the chunk nor the microbatch, only the
 tensor that the forward returned, so the forward tags that tensor. What it does not cover:
-``backward_step_multimodule`` (0.17 on), whose tensors come in dicts; several modules in one pipeline are refused.
+``backward_step_multimodule`` (0.17 on), whose tensors come in dicts and take no tag.
 
 Versions: run on 0.16.1 (with ``model_type``) and 0.19.2 (without); read in 0.17.1 and 0.18.1 (without).
 """

@@ -52,6 +52,8 @@ def apply(key: str, to_save: Callable[[], Any], loaded: Callable[[Any], None]) -
 
         return load_base_checkpoint
 
+    SAVE.check()
+    LOAD.check()
     SAVE.apply(saving)
     LOAD.apply(loading)
 

@@ -11,6 +11,7 @@ Versions: run on 0.16.1 and 0.19.2; read in 0.17.1 and 0.18.1, the same keyword 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -31,13 +32,18 @@ def apply(handler: Handler) -> None:
     """Let ``handler`` run each batch."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
         @functools.wraps(original)
-        def forward_backward(**kwargs: Any) -> Any:
-            run = functools.partial(original, **kwargs)
-            return handler(run, kwargs["model"], kwargs["num_microbatches"], kwargs.get("forward_only", False))
+        def forward_backward(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            run = functools.partial(original, *args, **kwargs)
+            return handler(run, given["model"], given["num_microbatches"], given.get("forward_only", False))
 
         return forward_backward
 
+    for patch in PATCHES:
+        patch.check()
     for patch in PATCHES:
         patch.apply(wrapper)
 

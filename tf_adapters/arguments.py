@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             metavar=name.split("_")[-1].upper(),
             help=f"{description} (default: {field.default})",
         )
+    _check_after_parsing(parser)
     return parser
 
 
@@ -49,6 +50,21 @@ def config_from_args(args: argparse.Namespace) -> TimelyFreezeConfig | None:
             option = f"{SWITCH}-{name.replace('_', '-')}"
             raise ConfigError(f"{option} is {value!r}, but {SWITCH} is not given: give it, or leave {option} out")
     return None
+
+
+def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
+    """End the program with one line, before a host starts anything, where settings are given without the switch."""
+    parse: Any = parser.parse_known_args
+
+    def parse_known_args(*args: Any, **kwargs: Any) -> Any:
+        namespace, rest = parse(*args, **kwargs)
+        try:
+            config_from_args(namespace)
+        except ConfigError as error:
+            parser.exit(2, f"{parser.prog}: error: {error}\n")
+        return namespace, rest
+
+    vars(parser)["parse_known_args"] = parse_known_args
 
 
 def _reader(parser: argparse.ArgumentParser, name: str) -> Callable[[str], Any]:

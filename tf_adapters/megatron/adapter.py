@@ -52,7 +52,7 @@ class MegatronAdapter:
     ) -> None:
         self._model_config, self._pp_group = model_config, pp_group
         self._position = PipelinePosition(pp_group.rank(), pp_group.size(), len(chunks))
-        self._chunks = {id(c): Chunk(self._position.stage(index), c, model_config) for index, c in enumerate(chunks)}
+        self._chunks = {id(c): Chunk(self._position.stage(index), c) for index, c in enumerate(chunks)}
         self._num_microbatches = num_microbatches
         self._collectives = ProcessGroupCollectives()
         self._in_batch = False
@@ -78,6 +78,8 @@ class MegatronAdapter:
         self._overrides.set(optimizer, "step", self._step)
         for chunk in chunks:
             self._overrides.set(chunk, ATTRIBUTE, self)
+        for stage_chunk in by_stage.values():
+            stage_chunk.hook(model_config)
 
     # --- on and off ------------------------------------------------------------------------------------------
 
@@ -165,8 +167,14 @@ class MegatronAdapter:
 
 
 def tag(output: Any, value: tuple[MegatronAdapter, Chunk, int]) -> None:
-    """Remember on a forward's output what its backward will be: the host tells the backward nothing else."""
-    setattr(output[0] if isinstance(output, list) else output, _TAG, value)
+    """Remember on a forward's output what its backward will be: the host tells the backward nothing else.
+
+    Several modules in one pipeline (0.17 on) put their outputs into dicts, which take no tag: their backwards then
+    run unmasked, and the check of what was executed ends freezing before any mask is drawn.
+    """
+    tensor = output[0] if isinstance(output, list) else output
+    if isinstance(tensor, torch.Tensor):
+        setattr(tensor, _TAG, value)
 
 
 def tagged(output: Any) -> tuple[MegatronAdapter, Chunk, int] | None:
@@ -177,8 +185,8 @@ def tagged(output: Any) -> tuple[MegatronAdapter, Chunk, int] | None:
 
 def adapter_of(model: Any) -> MegatronAdapter | None:
     """The adapter attached to a model chunk, or to the first of a list of chunks."""
-    chunk = model[0] if isinstance(model, (list, tuple)) else model
-    return vars(chunk).get(ATTRIBUTE)
+    chunk = model[0] if isinstance(model, (list, tuple)) and model else model
+    return vars(chunk).get(ATTRIBUTE) if isinstance(chunk, torch.nn.Module) else None
 
 
 def _ties(collectives: ProcessGroupCollectives, parameters: Mapping[int, Mapping[str, Any]]) -> tuple[Tie, ...]:

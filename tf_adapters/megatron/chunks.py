@@ -18,13 +18,17 @@ class Chunk:
     ``model`` is the innermost module, and ``parameters`` its parameters by the names that they have there.
     """
 
-    def __init__(self, stage: int, wrapped: torch.nn.Module, config: Any) -> None:
+    def __init__(self, stage: int, wrapped: torch.nn.Module) -> None:
         self.stage = stage
         self.model = innermost(wrapped)
         self.parameters = dict(self.model.named_parameters())
         self.gradients = FrozenGradients(wrapped, self.parameters)
         self._mask = NOTHING_FROZEN
         self._hooks: list[Any] = []
+
+    def hook(self, config: Any) -> None:
+        """Put our hooks on the model, whose TransformerConfig this is."""
+        self.gradients.hook()
         embedding = getattr(self.model, "embedding", None)  # of a first stage
         if isinstance(embedding, torch.nn.Module) and config.recompute_granularity is not None:
             self._hooks.append(embedding.register_forward_hook(self._keep_gradients))

@@ -26,6 +26,9 @@ class FrozenGradients:
         self._ddp = chunk if isinstance(chunk, DistributedDataParallel) else None
         self._hidden: dict[torch.nn.Parameter, Any] = {}
         self._hooks: list[Any] = []
+
+    def hook(self) -> None:
+        """Put our hooks on the model, where DDP gathers parameters in the forward."""
         if self._ddp is not None and self._ddp.use_forward_hook:
             self._hooks = [m.register_forward_pre_hook(self._finish_gather) for m in self._ddp.module.modules()]
 

@@ -14,7 +14,7 @@ import megatron_patches.backward_step
 import megatron_patches.forward_backward
 import megatron_patches.forward_step
 from tf_adapters.agreement import agree_on_settings
-from tf_adapters.collectives import ProcessGroupCollectives
+from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.controller import MetricSink
 from tf_adapters.errors import ConfigError
@@ -39,16 +39,18 @@ def attach(
     existing = adapter_of(chunks)
     if existing is not None:
         return existing
-    settings = agree_on_settings(ProcessGroupCollectives(), lambda: _settings(chunks, optimizer, config))
+    collectives = ProcessGroupCollectives()
+    settings = agree_on_settings(collectives, lambda: _settings(chunks, optimizer, config))
     if settings is None:
         return None
+    microbatches = _same_number(on_all_ranks(collectives, lambda: num_microbatches or _microbatches_of_the_run()))
     patch_schedules()
     adapter = MegatronAdapter(
         chunks,
         optimizer,
         get_model_config(chunks[0]),
         settings,
-        num_microbatches or _microbatches_of_the_run(),
+        microbatches,
         pp_group or parallel_state.get_pipeline_model_parallel_group(),
         _expert_parallel_size(),
         warmup_steps,
@@ -59,7 +61,13 @@ def attach(
 
 
 def patch_schedules() -> None:
-    """Let the adapters see every batch, forward and backward. Models without an adapter run as before."""
+    """Let the adapters see every batch, forward and backward. Models without an adapter run as before.
+
+    Raises UnsupportedError where Megatron lacks a symbol, with none of them replaced.
+    """
+    for patch in (*megatron_patches.forward_backward.PATCHES, megatron_patches.forward_step.PATCH):
+        patch.check()
+    megatron_patches.backward_step.PATCH.check()
     megatron_patches.forward_backward.apply(_on_batch)
     megatron_patches.forward_step.apply(_on_forward)
     megatron_patches.backward_step.apply(_on_backward)
@@ -95,7 +103,7 @@ def _settings(chunks: Sequence[Any], optimizer: Any, config: Config) -> TimelyFr
             f'timely_freeze.schedule is "{settings.schedule}": with Megatron-Core the schedule follows from the '
             'pipeline\'s sizes; allowed is "host"'
         )
-    check(chunks, optimizer, get_model_config(chunks[0]))
+    check(chunks, optimizer)
     return settings
 
 
@@ -109,5 +117,15 @@ def _microbatches_of_the_run() -> int:
         ) from None
 
 
+def _same_number(given: list[int]) -> int:
+    different = next((rank for rank, number in enumerate(given) if number != given[0]), None)
+    if different is not None:
+        raise ConfigError(
+            f"num_microbatches is {given[0]} on rank 0 and {given[different]} on rank {different}: "
+            "every rank needs the same"
+        )
+    return given[0]
+
+
 def _expert_parallel_size() -> int:
-    return int(parallel_state.get_expert_model_parallel_world_size())
+    return max(1, int(parallel_state.get_expert_model_parallel_world_size()))

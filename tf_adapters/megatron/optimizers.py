@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 
 class HeldParameters:
@@ -87,7 +87,7 @@ def leaves(optimizer: Any) -> list[Any]:
 
 def inner_of(optimizer: Any) -> Any:
     """The torch optimizer that does the arithmetic; None for a rank's stub without parameters."""
-    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
+    return optimizer.optimizer if isinstance(optimizer, MegatronOptimizer) else optimizer
 
 
 def _updated(optimizer: Any, parameter: torch.nn.Parameter) -> list[torch.Tensor]:

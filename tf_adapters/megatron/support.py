@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.utils import get_model_config
 
 from tf_adapters.compiled import COMPILED, is_compiled
 from tf_adapters.errors import UnsupportedError
@@ -21,17 +22,24 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("hybrid_context_parallel", bool, "its schedule runs forwards and backwards of its own"),
     ("delay_wgrad_compute", bool, "weight gradients are computed apart from the backward that is masked"),
     ("defer_embedding_wgrad_compute", bool, "weight gradients are computed apart from the backward that is masked"),
+    ("overlap_dispatch_backward_with_experts_wgrad", bool, "weight gradients are computed apart from the backward"),
+    ("moe_paged_stash", bool, "it keeps count of activations that freezing does not keep"),
     ("fine_grained_activation_offloading", bool, "it keeps count of activations that freezing does not keep"),
     ("mtp_num_layers", bool, "multi-token prediction uses the embedding on two stages in one microbatch"),
 )
 _OPTIMIZERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
 
 
-def check(chunks: Sequence[Any], optimizer: Any, config: Any) -> None:
-    """Raise UnsupportedError, one line, if freezing these model chunks could be wrong."""
-    for problem in (_config_problem(config), _model_problem(chunks), _optimizer_problem(optimizer)):
-        if problem:
-            raise UnsupportedError(f"timely_freeze cannot run here: {problem}")
+def check(chunks: Sequence[Any], optimizer: Any, config: Any = None) -> None:
+    """Raise UnsupportedError, one line, if freezing these model chunks could be wrong.
+
+    ``config`` is the model's TransformerConfig; by default the first chunk's own.
+    """
+    problem = _model_problem(chunks)
+    if problem is None:
+        problem = _config_problem(config or get_model_config(chunks[0])) or _optimizer_problem(optimizer)
+    if problem:
+        raise UnsupportedError(f"timely_freeze cannot run here: {problem}")
 
 
 def _config_problem(config: Any) -> str | None:
@@ -43,6 +51,8 @@ def _config_problem(config: Any) -> str | None:
 
 
 def _model_problem(chunks: Sequence[Any]) -> str | None:
+    if not chunks:
+        return "there is no model chunk; it needs the list of modules that the schedule gets"
     for chunk in chunks:
         if not isinstance(chunk, torch.nn.Module):
             return f"a model chunk is a {type(chunk).__name__}; it needs the list of modules that the schedule gets"
@@ -55,6 +65,8 @@ def _model_problem(chunks: Sequence[Any]) -> str | None:
 
 
 def _optimizer_problem(optimizer: Any) -> str | None:
+    if optimizer is None:
+        return "the optimizer is None; pass the one that get_megatron_optimizer returned, or a torch optimizer"
     for leaf in leaves(optimizer):
         inner = inner_of(leaf)
         if not isinstance(leaf, (*_OPTIMIZERS, torch.optim.Optimizer)):

@@ -28,7 +28,9 @@ class TrainingScript:
         self._loaded: Mapping[str, Any] | None = None
 
     def install(self) -> None:
-        """Patch ``megatron.training``. Raises UnsupportedError where a symbol is missing."""
+        """Patch ``megatron.training``. Raises UnsupportedError where a symbol is missing, with none replaced."""
+        for patch in (megatron_patches.arguments.PATCH, megatron_patches.model_setup.PATCH):
+            patch.check()
         megatron_patches.arguments.apply(add_arguments)
         megatron_patches.model_setup.apply(self._attach)
         megatron_patches.checkpointing.apply(SECTION, self._state_to_save, self._keep)

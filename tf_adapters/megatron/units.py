@@ -17,11 +17,16 @@ def units_of(chunk: torch.nn.Module, config: Any, expert_parallel_size: int) -> 
     All of a grouped linear's weights are one: it asks only the first one whether it trains.
     """
     units = []
+    known = dict(chunk.named_parameters())  # a parameter that two modules share has one name there
     for prefix, module in chunk.named_modules():
-        own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad and p.numel()}
+        own = {
+            name: parameter
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.requires_grad and parameter.numel() and _full(prefix, name) in known
+        }
         for names in _groups(module, own):
             work = sum(_work(module, own[name]) for name in names) * _tokens(prefix, config, expert_parallel_size)
-            full = tuple(f"{prefix}.{name}" if prefix else name for name in names)
+            full = tuple(_full(prefix, name) for name in names)
             units.append(FreezeUnit(full, work, tuple(own[names[0]].shape)))
     return tuple(units)
 
@@ -34,6 +39,10 @@ def tied_places(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> T
         for name, parameter in of_stage.items()
         if "shared_embedding" in vars(parameter)
     )
+
+
+def _full(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
 
 
 def _groups(module: torch.nn.Module, own: Mapping[str, torch.nn.Parameter]) -> list[tuple[str, ...]]:
