@@ -33,13 +33,18 @@ SECTION: dict[str, Any] = {
 class Case:
     """One training run: what the JSON config says, the model, and for how long."""
 
-    stages: int = 2
+    stages: int = 2  # ranks of the pipeline; DualPipeV has two stages on each
+    dualpipev: bool = False
     config: dict[str, Any] = field(default_factory=dict)
     section: dict[str, Any] | None = field(default_factory=dict)
     tied: bool = False
     steps: int = 6
     ratios: float | dict[str, float] | None = None  # a plan to start with, instead of a measured one
     output_dir: str = "runs/tests"
+
+    @property
+    def num_stages(self) -> int:
+        return self.stages * (2 if self.dualpipev else 1)
 
     @property
     def microbatches(self) -> int:
@@ -113,7 +118,7 @@ def build_engine(case: Case) -> Any:
         last = TiedLayerSpec("embed", Embed, forward_fn=project)
     else:
         first, last = LayerSpec(Embed), LayerSpec(Head)
-    module = PipelineModule(
+    module = (deepspeed.pipe.DualPipeVModule if case.dualpipev else PipelineModule)(
         layers=[first, *[LayerSpec(Block) for _ in range(4)], last],
         num_stages=case.stages,
         loss_fn=loss_fn,
@@ -131,14 +136,19 @@ class Ordinary(nn.Module):
     def __init__(self, case: Case, state: list[dict[str, torch.Tensor]]) -> None:
         super().__init__()
         self.layers = nn.ModuleDict()
-        self.tied = case.tied
+        self.tied, self.dualpipev, self.last_stage = case.tied, case.dualpipev, case.num_stages - 1
         names = ["embed_0" if case.tied else "0", *map(str, range(1, 5)), "embed_last" if case.tied else "5"]
         kinds = [Embed, *[Block] * 4, Embed if case.tied else Head]
         for name, kind in zip(names, kinds, strict=True):
             self.layers[name] = kind()
-        for stage, values in enumerate(state):
+        for rank, values in enumerate(state):
             for name, value in values.items():
-                self.get_parameter(self.rename(name, stage)).data.copy_(value)
+                for stage in self.stages_of(rank, name):
+                    self.get_parameter(self.rename(name, stage)).data.copy_(value)
+
+    def stages_of(self, rank: int, name: str) -> tuple[int, ...]:
+        """The stages of a rank that hold a parameter; it matters for tied weights, whose places are told apart."""
+        return (0, self.last_stage) if self.dualpipev and name.startswith("tied") else (rank,)
 
     def rename(self, name: str, stage: int) -> str:
         """This model's name for a parameter of a pipeline stage."""
@@ -253,7 +263,7 @@ def _step(case: Case, engine: Any, adapter: Any, recorder: GradientRecorder, ste
         phase = controller.phase.value
         masks = {
             (s, m): controller.frozen_parameters(controller.step, s, m)
-            for s in range(case.stages)
+            for s in range(case.num_stages)
             for m in range(case.microbatches)
         }
     loss = engine.train_batch(iter(batch(step, engine.grid.data_parallel_id, case.microbatches)))

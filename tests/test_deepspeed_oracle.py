@@ -53,6 +53,20 @@ CASES = {
     "bf16 tied frozen all step": Case(tied=True, config={**BF16, **ZERO1}, ratios=ALL_STEP),
     "bf16 reentrant": Case(config={**BF16, **ZERO1, **REENTRANT}, ratios=0.7),
 }
+SKIP_V = {**{f"0B{m}": 1.0 for m in (1, 2)}, "0B0": 0.5, "2B1": 1.0, "3B3": 1.0, "1B2": 0.7}
+DUALPIPEV = {
+    "fp32": Case(dualpipev=True, ratios=0.5),
+    "zero1": Case(dualpipev=True, config=ZERO1, ratios=0.5),
+    "bf16": Case(dualpipev=True, config={**BF16, **ZERO1}, ratios=0.5),
+    "six microbatches": Case(dualpipev=True, config={"gradient_accumulation_steps": 6}, ratios=0.6),
+    "stage 0 frozen whole": Case(dualpipev=True, ratios=SKIP_V),
+    "everything frozen": Case(dualpipev=True, ratios=1.0),
+    "tied": Case(dualpipev=True, tied=True, ratios=0.8),
+    "tied zero1": Case(dualpipev=True, tied=True, config=ZERO1, ratios=0.8),
+    "reentrant": Case(dualpipev=True, config=REENTRANT, ratios=0.7),
+    "non-reentrant zero1": Case(dualpipev=True, config={**NON_REENTRANT, **ZERO1}, ratios=0.7),
+}
+HAS_DUALPIPEV = CHECKPOINTS_ON_CPU  # both came with 0.19.8
 REPLICATED = {
     "fp32": Case(ratios=0.5, steps=4),
     "zero1": Case(config=ZERO1, ratios=0.8, steps=4),
@@ -69,6 +83,19 @@ def test_masked_gradients_reach_the_optimizer(pools, name):
     if "pipeline" in case.config and not CHECKPOINTS_ON_CPU:
         pytest.skip("activation checkpointing needs a device in this DeepSpeed, with or without us")
     check_oracle(case, pools(case.stages).run(train, case))
+
+
+@pytest.mark.skipif(not HAS_DUALPIPEV, reason="this DeepSpeed has no DualPipeV engine")
+@pytest.mark.parametrize("name", DUALPIPEV)
+def test_masked_gradients_reach_the_optimizer_in_dualpipev(pools, name):
+    check_oracle(DUALPIPEV[name], pools(2).run(train, DUALPIPEV[name]))
+
+
+@pytest.mark.skipif(not HAS_DUALPIPEV, reason="this DeepSpeed has no DualPipeV engine")
+@pytest.mark.parametrize("config", [{}, ZERO1], ids=["fp32", "zero1"])
+def test_masked_gradients_reach_the_optimizer_in_dualpipev_with_replicas(pools, config):
+    case = Case(dualpipev=True, config=config, ratios=0.6, steps=3)
+    check_oracle(case, pools(4).run(train, case))
 
 
 @pytest.mark.parametrize("name", REPLICATED)
@@ -136,8 +163,9 @@ def expected_gradients(case: Case, ranks: list[dict], number: int) -> dict[str, 
     expected: dict[str, torch.Tensor] = {}
     for stage, values in sorted(state.items()):
         for name in values:
-            mean = torch.stack([g[ordinary.rename(name, stage)] for g in per_replica]).mean(0)
-            expected[name] = expected[name] + mean if name in expected else mean
+            for place in ordinary.stages_of(stage, name):
+                mean = torch.stack([g[ordinary.rename(name, place)] for g in per_replica]).mean(0)
+                expected[name] = expected[name] + mean if name in expected else mean
     return clipped(expected, case.config.get("gradient_clipping"))
 
 

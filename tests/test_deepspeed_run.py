@@ -6,16 +6,25 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import deepspeed.pipe
 import pytest
 import torch
 from deepspeed_ranks import Case, batch, build_engine, force_plan, optimizer_state, parameters_of, train
 
 pytestmark = pytest.mark.distributed
 
+HAS_DUALPIPEV = hasattr(deepspeed.pipe, "DualPipeVModule")  # from 0.19.8 on
 ZERO1 = {"zero_optimization": {"stage": 1}}
 BF16 = {"bf16": {"enabled": True}, **ZERO1, "data_types": {"grad_accum_dtype": "fp32"}}
 BF16_ZERO = {**BF16, "data_types": {"grad_accum_dtype": "bf16"}}
-PATHS = {"zero0": {}, "zero1": ZERO1, "bf16 optimizer": BF16, "bf16 zero1": BF16_ZERO}
+PATHS = {
+    "zero0": Case(),
+    "zero1": Case(config=ZERO1),
+    "bf16 optimizer": Case(config=BF16),
+    "bf16 zero1": Case(config=BF16_ZERO),
+}
+if HAS_DUALPIPEV:
+    PATHS |= {"dualpipev": Case(dualpipev=True), "dualpipev zero1": Case(dualpipev=True, config=ZERO1)}
 FROZEN = {**{f"0B{m}": 1.0 for m in range(4)}, **{f"1B{m}": 0.75 for m in range(4)}}
 
 
@@ -70,6 +79,20 @@ def test_the_translated_schedule_is_deepspeeds_1f1b(pools):
     ]
 
 
+@pytest.mark.skipif(not HAS_DUALPIPEV, reason="this DeepSpeed has no DualPipeV engine")
+def test_dualpipev_goes_through_all_phases_with_two_stages_on_each_rank(pools, tmp_path):
+    section = {"monitoring_steps": 6, "progressive_steps": 2, "report_every": 2}
+    case = Case(dualpipev=True, section=section, steps=13, output_dir=str(tmp_path))
+    ranks = pools(2).run(train, case)
+    assert [rank["status"] for rank in ranks] == [None, None]
+    assert {action[0] for action in ranks[0]["schedule"][0]} == {"0", "3"}
+    assert {action[0] for action in ranks[0]["schedule"][1]} == {"1", "2"}
+    report = json.loads((tmp_path / "timely_freeze" / "report.json").read_text())
+    assert report["status"] == "stable"
+    assert set(report["measured"]["mean_afr"]) == {"0", "1", "2", "3"}
+    assert max(report["plan"]["freeze_ratio"].values()) > 0.2
+
+
 def test_gpipe_gives_the_losses_of_1f1b(pools):
     gpipe = pools(2).run(train, Case(section={"schedule": "gpipe", "method": "none"}))
     alone = pools(2).run(train, Case(section=None))
@@ -90,13 +113,13 @@ def test_warmup_auto_takes_the_schedulers(pools):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_ratio_zero_is_bit_identical_to_the_host_alone(pools, path):
-    case = Case(config=PATHS[path], section={"max_freeze_ratio": 0}, steps=8)
+    case = replace(PATHS[path], section={"max_freeze_ratio": 0}, steps=8)
     assert_same(pools(2).run(train, case), pools(2).run(train, replace(case, section=None)))
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_after_detach_training_is_bit_identical_to_the_host_alone(pools, path, tmp_path):
-    case = Case(config=PATHS[path], section={}, ratios=0.6, output_dir=str(tmp_path))
+    case = replace(PATHS[path], section={}, ratios=0.6, output_dir=str(tmp_path))
     detached, alone = zip(*pools(2).run(train_then_leave, case, str(tmp_path / "checkpoint")), strict=True)
     assert_same(list(detached), list(alone))
 
@@ -131,7 +154,7 @@ def after(engine: Any, case: Case) -> dict:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_evaluation_between_training_batches_changes_nothing(pools, path):
-    case = Case(config=PATHS[path], ratios=0.5)
+    case = replace(PATHS[path], ratios=0.5)
     with_evaluation = pools(2).run(evaluated, case)
     without = pools(2).run(train, case)
     for ours, theirs in zip(with_evaluation, without, strict=True):
@@ -160,7 +183,7 @@ def evaluated(case: Case) -> dict:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_parameters_frozen_in_every_microbatch_do_not_move_and_keep_their_state(pools, path, size):
-    ranks = pools(size).run(train, Case(config=PATHS[path], ratios=FROZEN, steps=4))
+    ranks = pools(size).run(train, replace(PATHS[path], ratios=FROZEN, steps=4))
     frozen_moved = trained_moved = 0
     for rank in ranks:
         stage = rank["stage"]
@@ -188,7 +211,7 @@ def test_stage_0_frozen_whole_does_not_move_at_all(pools):
 @pytest.mark.parametrize("path", PATHS)
 def test_a_checkpoint_in_mid_ramp_resumes_the_same_phase_plan_and_masks(pools, path, tmp_path):
     section = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 6}
-    case = Case(config=PATHS[path], section=section, output_dir=str(tmp_path))
+    case = replace(PATHS[path], section=section, output_dir=str(tmp_path))
     for through, resumed in pools(2).run(interrupted, case, str(tmp_path / "checkpoint")):
         assert resumed == through
 

@@ -81,10 +81,10 @@ def engine_with_model_parallelism() -> Any:
     return initialize(pipeline(topology=PipeModelDataParallelTopology(1, 2, 1)))
 
 
-def dualpipev_engine() -> Any:
+def dualpipev_on_one_rank() -> Any:
     from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
-    return initialize(pipeline(DualPipeVModule))
+    return initialize(pipeline(DualPipeVModule, num_stages=1))
 
 
 def compiled_engine() -> Any:
@@ -171,8 +171,8 @@ COMPILED = (
 )
 REFUSED = {
     engine_with_model_parallelism: "model parallelism of size 2 inside pipeline stages is not supported",
-    dualpipev_engine: (
-        'the DualPipeV engine is not supported; use the default pipeline engine (1F1B) or "schedule": "gpipe"'
+    dualpipev_on_one_rank: (
+        "DualPipeV on one pipeline rank is not supported; use two or more, or the default pipeline engine"
     ),
     compiled_engine: COMPILED,
     engine_with_compiled_layers: COMPILED,
@@ -216,7 +216,7 @@ def on_rank(rank: int, text: str) -> str:
 @distributed
 @pytest.mark.parametrize("build", REFUSED, ids=lambda build: build.__name__)
 def test_an_engine_is_refused_with_the_same_line_on_all_ranks(pools: Any, build: Any) -> None:
-    if build is dualpipev_engine:
+    if build is dualpipev_on_one_rank:
         pytest.importorskip("deepspeed.runtime.pipe.dualpipev")
     refusal = ("UnsupportedError", PREFIX + REFUSED[build], True)
     assert pools(2).run(attach_to, build) == [refusal] * 2
@@ -462,6 +462,34 @@ def test_a_misspelt_section_is_an_error_on_all(pools: Any) -> None:
 
 def misspelt_engine() -> Any:
     return initialize(config={"timely_freze": {}})
+
+
+@distributed
+def test_a_schedule_setting_is_refused_with_dualpipev(pools: Any) -> None:
+    pytest.importorskip("deepspeed.runtime.pipe.dualpipev")
+    text = 'timely_freeze.schedule is "gpipe": DeepSpeed\'s DualPipeV engine runs its own; allowed is "host"'
+    assert pools(2).run(attach_dualpipev_with_gpipe) == [("ConfigError", text)] * 2
+
+
+def attach_dualpipev_with_gpipe() -> tuple[str, str]:
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+
+    import tf_adapters.deepspeed
+    from tf_adapters.errors import ConfigError
+
+    engine = initialize(pipeline(DualPipeVModule))
+    with pytest.raises(ConfigError) as refused:
+        tf_adapters.deepspeed.attach(engine, {"schedule": "gpipe"})
+    return type(refused.value).__name__, str(refused.value)
+
+
+def test_dualpipev_translates_to_two_stages_on_each_rank() -> None:
+    if not hasattr(host, "DualPipeVSchedule"):
+        pytest.skip("this DeepSpeed has no DualPipeV engine")
+    assert [" ".join(rank) for rank in translate(host.DualPipeVSchedule, 4, 2).to_text()] == [
+        "0F0 0F1 0F2 3F0 3B0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0B2 0B3",
+        "1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2B3 1B3",
+    ]
 
 
 # --- schedules -----------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from tf_adapters.deepspeed.optimizers import (
     fill_missing_tied_gradients,
 )
 from tf_adapters.deepspeed.schedules import SCHEDULES, MicrobatchTracker, translate
+from tf_adapters.deepspeed.stages import is_dualpipev, parameters_by_stage, stages_of
 from tf_adapters.deepspeed.support import refuse_compiled
 from tf_adapters.ir import Action, Kind
 from tf_adapters.masking import units_of
@@ -43,8 +44,9 @@ class DeepSpeedAdapter:
 
     def __init__(self, engine: Any, config: TimelyFreezeConfig) -> None:
         self.engine = engine
-        self._parameters = dict(engine.module.named_parameters())
-        self._first, self._last = engine.is_first_stage(), engine.is_last_stage()
+        self._stages = stages_of(engine)
+        # The engine keeps one loss, the last forward's: under GPipe that is another microbatch's. DualPipeV's does not.
+        self._keeps_losses = engine.is_last_stage() and not is_dualpipev(engine)
         self._microbatches = engine.micro_batches
         self._tracker = MicrobatchTracker()
         self._losses: dict[int, Any] = {}
@@ -52,12 +54,13 @@ class DeepSpeedAdapter:
         self._schedule_type = SCHEDULES.get(config.schedule) or _own_schedule_type(engine)
         self._host_exec_schedule: Callable[[host.PipeSchedule], None] = engine._exec_schedule
         collectives = ProcessGroupCollectives()
-        units = gather_units(collectives, {engine.stage_id: units_of(self._parameters)})
+        parameters = parameters_by_stage(engine)
+        units = gather_units(collectives, {stage: units_of(held) for stage, held in parameters.items()})
         self.controller = Controller(
             config=config,
             schedule=translate(self._schedule_type, self._microbatches, engine.num_stages),
             units=units,
-            parameters={engine.stage_id: self._parameters},
+            parameters=parameters,
             ties=same_names(units),
             collectives=collectives,
             clock=clock_for(engine.device),
@@ -99,7 +102,8 @@ class DeepSpeedAdapter:
     # --- instructions ----------------------------------------------------------------------------------------
 
     def _exec_schedule(self, schedule: host.PipeSchedule) -> None:
-        if isinstance(schedule, host.InferenceSchedule):
+        evaluates = isinstance(schedule, host.InferenceSchedule) or getattr(schedule, "forward_only", False)
+        if evaluates:  # the second is DualPipeV's
             self._host_exec_schedule(schedule)
         else:
             self._host_exec_schedule(self._begin_step())
@@ -123,30 +127,32 @@ class DeepSpeedAdapter:
         if not self._trains():
             run(engine, buffer_id, **kwargs)
             return
-        with self._action(Kind.FORWARD, self._tracker.forward(buffer_id)):
+        phase = kwargs.get("phase", 0)
+        with self._action(self._stages[phase], Kind.FORWARD, self._tracker.forward(buffer_id, phase)):
             run(engine, buffer_id, **kwargs)
-        if self._last:
+        if self._keeps_losses:
             self._losses[buffer_id] = engine.loss
 
     def _backward(self, engine: Any, buffer_id: int, **kwargs: Any) -> None:
-        microbatch = self._tracker.backward(buffer_id)
-        if self._last:
-            # The engine keeps one loss, the last forward's: under GPipe that is another microbatch's.
+        stage, microbatch = self._stages[kwargs.get("phase", 0)], self._tracker.backward(buffer_id)
+        if self._keeps_losses:
             engine.loss = self._losses.pop(buffer_id)
-        with self._action(Kind.BACKWARD, microbatch):
-            if self._first and self.controller.mask(engine.stage_id, microbatch).complete:
+        with self._action(stage, Kind.BACKWARD, microbatch):
+            if stage == 0 and self.controller.mask(stage, microbatch).complete:
                 self._skip_backward(buffer_id)
             else:
                 self._host_instructions[host.BackwardPass](engine, buffer_id, **kwargs)
 
-    def _action(self, kind: Kind, microbatch: int) -> Any:
-        self._running = (self.engine.stage_id, microbatch)
-        return self.controller.running(Action(self.engine.stage_id, kind, microbatch))
+    def _action(self, stage: int, kind: Kind, microbatch: int) -> Any:
+        self._running = (stage, microbatch)
+        return self.controller.running(Action(stage, kind, microbatch))
 
     def _skip_backward(self, buffer_id: int) -> None:
         """Nothing of the first stage needs a gradient: only free what the host's backward would have freed."""
-        self.engine.pipe_buffers["output_tensors"][buffer_id] = None
-        self.engine.pipe_buffers["outputs"][buffer_id] = None
+        buffers = self.engine.pipe_buffers
+        buffers["output_tensors"][buffer_id] = buffers["outputs"][buffer_id] = None
+        if is_dualpipev(self.engine):
+            buffers["inputs"][buffer_id] = buffers["grads"][buffer_id] = None
 
     def _reduce_tied_gradients(self, engine: Any, **kwargs: Any) -> None:
         fill_missing_tied_gradients(engine)

@@ -10,7 +10,9 @@ from tf_adapters.agreement import agree_on_settings
 from tf_adapters.collectives import ProcessGroupCollectives
 from tf_adapters.config import TimelyFreezeConfig, find_section
 from tf_adapters.deepspeed.adapter import ATTRIBUTE, DeepSpeedAdapter
+from tf_adapters.deepspeed.stages import is_dualpipev
 from tf_adapters.deepspeed.support import check, warnings
+from tf_adapters.errors import ConfigError
 from tf_adapters.log import announce
 
 
@@ -38,4 +40,9 @@ def _settings(engine: Any, config: TimelyFreezeConfig | Mapping[str, Any] | None
     settings = TimelyFreezeConfig.parse(config)
     if settings.enabled:
         check(engine)
+        if settings.schedule != "host" and is_dualpipev(engine):
+            raise ConfigError(
+                f'timely_freeze.schedule is "{settings.schedule}": DeepSpeed\'s DualPipeV engine runs its own; '
+                'allowed is "host"'
+            )
     return settings

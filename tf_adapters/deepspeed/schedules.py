@@ -6,24 +6,26 @@ from counting the forwards.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from deepspeed.runtime.pipe import schedule as host
 
+from tf_adapters.deepspeed.stages import stage_of
 from tf_adapters.ir import Action, Kind, PipelineSchedule
 
 
 class MicrobatchTracker:
-    """Which microbatch each pipeline buffer holds: the n-th ForwardPass of a batch is microbatch n."""
+    """Which microbatch each pipeline buffer holds: the n-th ForwardPass of a stage in a batch is microbatch n."""
 
     def __init__(self) -> None:
-        self._forwards = 0
+        self._forwards: Counter[int] = Counter()
         self._in_buffer: dict[int, int] = {}
 
-    def forward(self, buffer_id: int) -> int:
-        """A ForwardPass on ``buffer_id``: the microbatch that it runs."""
-        microbatch = self._in_buffer[buffer_id] = self._forwards
-        self._forwards += 1
+    def forward(self, buffer_id: int, phase: int = 0) -> int:
+        """A ForwardPass on ``buffer_id``: the microbatch that it runs. Phases (DualPipeV) have buffers of their own."""
+        microbatch = self._in_buffer[buffer_id] = self._forwards[phase]
+        self._forwards[phase] += 1
         return microbatch
 
     def backward(self, buffer_id: int) -> int:
@@ -41,10 +43,14 @@ def _actions(stream: host.PipeSchedule) -> Iterator[Action]:
     tracker = MicrobatchTracker()
     for instructions in stream.steps():
         for instruction in instructions:
+            if type(instruction) not in (host.ForwardPass, host.BackwardPass):
+                continue
+            phase = instruction.kwargs.get("phase", 0)  # of the DualPipeV schedule
+            stage = stage_of(stream.stage_id, stream.stages, phase)
             if type(instruction) is host.ForwardPass:
-                yield Action(stream.stage_id, Kind.FORWARD, tracker.forward(instruction.buffer_id))
-            elif type(instruction) is host.BackwardPass:
-                yield Action(stream.stage_id, Kind.BACKWARD, tracker.backward(instruction.buffer_id))
+                yield Action(stage, Kind.FORWARD, tracker.forward(instruction.buffer_id, phase))
+            else:
+                yield Action(stage, Kind.BACKWARD, tracker.backward(instruction.buffer_id))
 
 
 class GPipeSchedule(host.PipeSchedule):  # type: ignore[misc]

@@ -11,6 +11,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from tf_adapters.compiled import COMPILED, is_compiled
+from tf_adapters.deepspeed.stages import is_dualpipev
 from tf_adapters.errors import UnsupportedError
 
 _ENGINE_SYMBOLS = (
@@ -63,8 +64,8 @@ def _engine_problem(engine: Any) -> str | None:
     missing = [symbol for symbol in _ENGINE_SYMBOLS if not hasattr(engine, symbol)]
     if missing:
         return f"this DeepSpeed has no PipelineEngine.{missing[0]}; run `tf-adapters doctor` for the versions that work"
-    if "dualpipev" in type(engine).__module__:
-        return 'the DualPipeV engine is not supported; use the default pipeline engine (1F1B) or "schedule": "gpipe"'
+    if is_dualpipev(engine) and engine.num_stages == 1:
+        return "DualPipeV on one pipeline rank is not supported; use two or more, or the default pipeline engine"
     if engine.grid.model_parallel_size > 1:
         return f"model parallelism of size {engine.grid.model_parallel_size} inside pipeline stages is not supported"
     return None

@@ -1,0 +1,53 @@
+"""The pipeline stages of a DeepSpeed rank: one, or two with the DualPipeV engine.
+
+Source: deepspeed/runtime/pipe/engine.py, dualpipev.py and module.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def is_dualpipev(engine: Any) -> bool:
+    """Whether this is DeepSpeed's DualPipeVEngine (from 0.19.8 on)."""
+    return any(cls.__name__ == "DualPipeVEngine" for cls in type(engine).__mro__)
+
+
+def stage_of(rank: int, ranks: int, phase: int) -> int:
+    """Stage of a pipeline rank's phase: activations flow out through phase 0 and come back through phase 1."""
+    return rank if phase == 0 else 2 * ranks - 1 - rank
+
+
+def stages_of(engine: Any) -> dict[int, int]:
+    """This rank's stage in each phase."""
+    phases = (0, 1) if is_dualpipev(engine) else (0,)
+    return {phase: stage_of(engine.stage_id, engine.num_stages, phase) for phase in phases}
+
+
+def parameters_by_stage(engine: Any) -> dict[int, dict[str, torch.nn.Parameter]]:
+    """This rank's parameters by stage, and by the names that they have in ``engine.module``.
+
+    Layers tied between the first and the last stage of DualPipeV are one module on rank 0, and so in both.
+    """
+    named = dict(engine.module.named_parameters())
+    if not is_dualpipev(engine):
+        return {engine.stage_id: named}
+    return {
+        stage: {name: p for name, p in named.items() if _belongs(name, _layers(engine.module, phase))}
+        for phase, stage in stages_of(engine).items()
+    }
+
+
+def _layers(module: Any, phase: int) -> set[str]:
+    """The first parts of the names of a phase's parameters: a layer's index, or a tied layer's key."""
+    start, stop = module.phase_bounds[phase]
+    indices = range(start, stop)
+    tied = {f"tied_modules.{key}" for index in indices if (key := getattr(module._layer_specs[index], "key", None))}
+    return {str(index) for index in indices} | tied
+
+
+def _belongs(name: str, layers: set[str]) -> bool:
+    parts = name.split(".")
+    return parts[0] in layers or ".".join(parts[:2]) in layers
