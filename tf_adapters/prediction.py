@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tf_adapters.dag import PipelineDag
-from tf_adapters.ir import Action, Kind, PipelineSchedule
+from tf_adapters.ir import Action, PipelineSchedule
 from tf_adapters.planner import FreezePlan
 
 
@@ -45,5 +45,8 @@ def planned_makespan(schedule: PipelineSchedule, plan: FreezePlan) -> float:
 
 
 def disappears(action: Action) -> bool:
-    """Whether nothing of a backward is left once all of its parameters are frozen: stage 0 passes no gradient on."""
-    return action.stage == 0 and action.kind is Kind.BACKWARD
+    """Whether nothing of a backward is left once all of its parameters are frozen: stage 0 passes no gradient on.
+
+    With split backwards that is stage 0's W: torch computes its whole backward there and nothing in its I.
+    """
+    return action.stage == 0 and action.freezable
