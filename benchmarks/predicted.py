@@ -75,9 +75,10 @@ Not measured: computed from the models' sizes by `python benchmarks/predicted.py
 - **No constant was fitted.**
 
 *plan* is the planner's makespan with nothing frozen over the planned one, less 1. *stable* also counts that stage 0's
-backward is gone where the plan freezes it whole. *run* is the mean over all steps, warm-up,
-monitoring and ramp included, which is what the paper's tables hold. That they do is inferred: the paper defines its freeze ratio as a mean over steps, the authors' code (`log_final`) averages the time over all
-logging windows, and the 72.2% of 13B are what a pipeline frozen at 80% throughout stable freezing comes to over such a
+backward is gone where the plan freezes it whole. *run* is the mean over all steps, warm-up, monitoring and ramp
+included, which is what the paper's tables hold. That they do is inferred: the paper defines its freeze ratio as a mean
+over steps, the authors' code (`log_final`) averages the time over all logging windows, and the 72.2% of 13B are what a
+pipeline frozen at 80% throughout stable freezing comes to over such a
 run ({saturated:.1f}%)."""
 
 FREEZE_RATIOS = """\
