@@ -1,0 +1,132 @@
+"""The gradients that reach the optimizers are the mean over microbatches of (mask x full gradient)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch_ranks import SCHEDULES, Case, Layers, batch, loss_fn, pool, train
+
+from tf_adapters.testing import masked_gradients, relative_error
+
+pytestmark = pytest.mark.distributed
+
+PLANS = (
+    0.5,
+    {"0.1": 1.0, "0.2": 1.0, "1": 0.5, "2": 0.7, "3": 0.5},  # stage 0 frozen whole for two microbatches
+    {"0": 1.0, "1": 0.8},  # stage 0 frozen all step
+    {"0": 0.5, "1": 1.0, "2": 0.3, "3": 1.0},  # the last stage of two or of four frozen all step
+    1.0,
+)
+REPLICATED = {
+    "ddp": Case(replicas="ddp"),
+    "ddp interleaved": Case(replicas="ddp", schedule="ScheduleInterleaved1F1B"),
+    "ddp gradients as views": Case(replicas="ddp view"),
+    "tp": Case(replicas="tp"),
+    "tp zbv": Case(replicas="tp", schedule="ScheduleZBVZeroBubble"),
+    "fsdp gpipe": Case(replicas="fsdp", schedule="ScheduleGPipe"),
+    "fsdp 1f1b, parts too": Case(replicas="fsdp nested"),
+    "fsdp 1f1b, resharded": Case(replicas="fsdp whole"),
+    "fsdp looped, parts too": Case(replicas="fsdp nested", schedule="ScheduleLoopedBFS"),
+    "fsdp interleaved": Case(replicas="fsdp", schedule="ScheduleInterleaved1F1B"),
+    "fsdp zero bubble": Case(replicas="fsdp", schedule="ScheduleInterleavedZeroBubble"),
+    "fsdp zbv, parts too, kept": Case(replicas="fsdp kept", schedule="ScheduleZBVZeroBubble"),
+    "fsdp dualpipev": Case(replicas="fsdp", schedule="ScheduleDualPipeV"),
+}
+EVALUATED = {
+    "1f1b": Case(),
+    "1f1b, two batches": Case(batches=2),
+    "zero bubble": Case(schedule="ScheduleInterleavedZeroBubble"),
+    "ddp": Case(replicas="ddp"),
+    "fsdp": Case(replicas="fsdp nested"),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule(schedule: str, ranks: int) -> None:
+    case = Case(schedule=schedule, ranks=ranks, ratios=PLANS, steps=len(PLANS))
+    check_oracle(case, pool(ranks).run(train, case))
+
+
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"])
+def test_activation_checkpointing(schedule: str) -> None:
+    case = Case(schedule=schedule, ratios=0.7, checkpoint=True)
+    check_oracle(case, pool(2).run(train, case))
+
+
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
+def test_batches_that_accumulate_share_the_steps_masks(schedule: str) -> None:
+    case = Case(schedule=schedule, ratios=PLANS, batches=3)
+    check_oracle(case, pool(2).run(train, case))
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_evaluation_in_between(name: str) -> None:
+    """Not with V-shaped schedules, where torch's own ``eval()`` fails, nor where it would divide gradients again."""
+    case = replace(EVALUATED[name], ratios=PLANS, evaluate=True)
+    ranks = pool(4 if case.replicas else 2).run(train, case)
+    check_oracle(case, ranks)
+    assert all(rank["failure"] is None for rank in ranks)
+
+
+@pytest.mark.parametrize("name", REPLICATED)
+def test_replicas(name: str) -> None:
+    case = replace(REPLICATED[name], ratios=PLANS, steps=len(PLANS))
+    ranks = pool(4).run(train, case)
+    check_oracle(case, ranks)
+    for rank in ranks:
+        assert [step["masks"] for step in rank["steps"]] == [step["masks"] for step in ranks[0]["steps"]]
+
+
+def test_the_oracle_can_fail() -> None:
+    case = Case(ratios=0.5, steps=1)
+    ranks = pool(2).run(train, case)
+    masks = ranks[0]["steps"][0]["masks"]
+    ranks[0]["steps"][0]["masks"] = {(s, m): masks[s, (m + 1) % case.microbatches] for s, m in masks}
+    with pytest.raises(AssertionError):
+        check_oracle(case, ranks)
+
+
+def check_oracle(case: Case, ranks: list[dict[str, Any]]) -> None:
+    for number in range(case.steps):
+        actual = gathered([rank["steps"][number]["gradients"] for rank in ranks])
+        expected = expected_gradients(case, ranks, number)
+        assert actual.keys() == expected.keys()
+        for name, gradient in expected.items():
+            if gradient.norm() == 0:
+                assert actual[name].abs().max() == 0, f"step {number}: {name} is frozen but has a gradient"
+            else:
+                error = relative_error(actual[name], gradient)
+                assert error <= 1e-5, f"step {number}: {name} is off by {error:.1e}"
+        assert all(rank["steps"][number]["trainable"] for rank in ranks)
+
+
+def gathered(of_ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """All stages' gradients by name. Replicas hold the same."""
+    everything: dict[str, torch.Tensor] = {}
+    for gradients in of_ranks:
+        for name, gradient in gradients.items():
+            assert torch.equal(everything.setdefault(name, gradient), gradient), f"{name} differs between replicas"
+    return everything
+
+
+def expected_gradients(case: Case, ranks: list[dict[str, Any]], number: int) -> dict[str, torch.Tensor]:
+    ordinary = Layers()
+    ordinary.load_state_dict(gathered([rank["steps"][number]["before"] for rank in ranks]))
+    masks = ranks[0]["steps"][number]["masks"]
+
+    def frozen(microbatch: int) -> set[str]:
+        return {name for (_, m), names in masks.items() if m == microbatch for name in names}
+
+    totals: dict[str, torch.Tensor] = {}
+    replicas = sorted({rank["replica"] for rank in ranks})
+    for replica in replicas:
+        for part in range(case.batches):
+            tensors = batch(case, number, replica, part)
+            microbatches = zip(*(tensor.chunk(case.microbatches) for tensor in tensors), strict=True)
+            for name, gradient in masked_gradients(ordinary, microbatches, loss_fn, frozen).items():
+                totals[name] = totals.get(name, 0) + gradient / (len(replicas) * case.batches)
+    return totals

@@ -1,0 +1,366 @@
+"""What the ranks of the torch tests run: a small language model on torch.distributed.pipelining's own schedules."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tf_adapters.testing import RankPool
+
+VOCABULARY, WIDTH, CONTEXT, BLOCKS, ROWS = 32, 12, 5, 8, 2
+SECTION: dict[str, Any] = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 2, "on_error": "raise"}
+Plan = float | dict[str, float]  # a ratio for all backwards, or by "stage" or "stage.microbatch"
+SINGLE = ("ScheduleGPipe", "Schedule1F1B")
+V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+SCHEDULES = (
+    *SINGLE,
+    "ScheduleLoopedBFS",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    *V_SHAPED,
+)
+
+
+@functools.cache
+def pool(size: int) -> RankPool:
+    """Ranks that all torch tests share; they end with this process."""
+    return RankPool(size)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run."""
+
+    schedule: str = "Schedule1F1B"
+    ranks: int = 2  # of one pipeline
+    microbatches: int = 8
+    section: dict[str, Any] | None = field(default_factory=dict)  # None: the host alone
+    ratios: Plan | tuple[Plan, ...] | None = None  # plans in force, in turn, instead of a measured one
+    steps: int = 3
+    batches: int = 1  # schedule.step() calls for each update
+    replicas: str = ""  # what the other half of four ranks is for: "ddp", "fsdp" or "tp", and a variant of it
+    optimizer: str = "AdamW"
+    set_to_none: bool = True
+    checkpoint: bool = False
+    give_optimizer: bool = True
+    evaluate: bool = False  # before each batch
+    csv: str = ""  # a file that the schedule is loaded from
+    output_dir: str = "runs/tests"
+    recorded: bool = True  # keep what the oracle needs of every step
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * (1 if self.schedule in SINGLE else 2)
+
+    @property
+    def scale_grads(self) -> bool:
+        return self.batches == 1  # the host divides what earlier batches have accumulated again
+
+    def settings(self) -> dict[str, Any] | None:
+        return None if self.section is None else {**SECTION, "output_dir": self.output_dir, **self.section}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Layers(nn.Module):
+    """Layers ``first`` to ``last`` of the model, named alike in every cut: the whole of it, or one stage."""
+
+    def __init__(self, first: int = 0, last: int = BLOCKS + 1, checkpoint: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(index): _layer(index) for index in range(first, last + 1)})
+        self.checkpoint = checkpoint
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoint else layer(x)
+        return x
+
+
+def _layer(index: int) -> nn.Module:
+    torch.manual_seed(index)
+    if index == 0:
+        return nn.Embedding(VOCABULARY, WIDTH)
+    return Block() if index <= BLOCKS else nn.Linear(WIDTH, VOCABULARY)
+
+
+def stage_layers(stage: int, stages: int) -> tuple[int, int]:
+    """First and last layer of a stage: the blocks in equal shares, the embedding first and the head last."""
+    share = BLOCKS // stages
+    first, last = 1 + stage * share, (stage + 1) * share
+    return first - (stage == 0), last + (stage == stages - 1)
+
+
+def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def batch(case: Case, step: int, replica: int, number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels of a whole batch: a pure function of its arguments."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * replica + number)
+    draw = lambda: torch.randint(VOCABULARY, (ROWS * case.microbatches, CONTEXT), generator=generator)  # noqa: E731
+    return draw(), draw()
+
+
+@dataclass
+class Run:
+    """One rank's part of a run."""
+
+    case: Case
+    schedule: Any
+    stages: list[Any]
+    optimizers: list[torch.optim.Optimizer]
+    replica: int
+    adapter: Any = None
+
+    @property
+    def named(self) -> dict[str, nn.Parameter]:
+        return {plain(n): p for stage in self.stages for n, p in stage.submod.named_parameters()}
+
+    def force_plan(self, step: int) -> None:
+        """Put the case's plan for this step into force, if it has any."""
+        ratios = self.case.ratios
+        if self.adapter is not None and ratios is not None:
+            force_plan(self.adapter.controller, ratios[step % len(ratios)] if isinstance(ratios, tuple) else ratios)
+
+    def train_step(self, step: int) -> float:
+        """One update; the mean loss on the rank of the last stage, 0 on others."""
+        losses: list[torch.Tensor] = []
+        mean = []
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=self.case.set_to_none)
+        for number in range(self.case.batches):
+            if self.case.evaluate:
+                self.evaluate(step)
+            self._run(self.schedule.step, batch(self.case, step, self.replica, number), losses)
+            mean += [float(loss.detach()) for loss in losses]
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return sum(mean) / len(mean) if mean else 0.0
+
+    def evaluate(self, step: int) -> float:
+        losses: list[torch.Tensor] = []
+        self._run(self.schedule.eval, batch(self.case, 500 + step, 0), losses)
+        return sum(float(loss.detach()) for loss in losses)
+
+    def _run(self, call: Callable[..., Any], data: tuple[torch.Tensor, torch.Tensor], losses: list[Any]) -> None:
+        inputs, labels = data
+        first = any(stage.is_first for stage in self.stages)
+        last = any(stage.is_last for stage in self.stages)
+        call(*([inputs] if first else []), **({"target": labels, "losses": losses} if last else {}))
+
+
+def plain(name: str) -> str:
+    """A parameter's name without the wrapper's."""
+    return name.removeprefix("module.")
+
+
+def build(case: Case) -> Run:
+    """A pipeline of the host alone, on the ranks that run this; what is left of them are replicas."""
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage
+
+    mesh = device_mesh(dist.get_world_size() // case.ranks, case.ranks)
+    rank = mesh.get_local_rank("pp")
+    stages = []
+    for index in stage_indices(case, rank):
+        module = Layers(*stage_layers(index, case.stages), checkpoint=case.checkpoint)
+        wrapped = wrap(module, case.replicas, mesh["dp"])
+        stages.append(PipelineStage(wrapped, index, case.stages, torch.device("cpu"), group=mesh.get_group("pp")))
+    optimizers = [make_optimizer(case, stage.submod.parameters()) for stage in stages]
+    replica = 0 if case.replicas == "tp" else mesh.get_local_rank("dp")
+    return Run(case, make_schedule(case, stages), stages, optimizers, replica)
+
+
+@functools.cache
+def device_mesh(replicas: int, ranks: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp", "pp"))
+
+
+def stage_indices(case: Case, rank: int) -> tuple[int, ...]:
+    if case.schedule in SINGLE:
+        return (rank,)
+    return (rank, case.stages - 1 - rank) if case.schedule in V_SHAPED else (rank, rank + case.ranks)
+
+
+def wrap(module: nn.Module, kind: str, mesh: Any) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.nn.parallel import DistributedDataParallel
+
+    name, _, variant = kind.partition(" ")
+    if name == "ddp":
+        group = mesh.get_group()
+        return DistributedDataParallel(
+            module,
+            process_group=group,
+            find_unused_parameters=variant == "unused",
+            gradient_as_bucket_view=variant == "view",
+            static_graph=variant == "static",
+        )
+    if name == "tp":
+        return parallelize_module(
+            module,
+            mesh,
+            {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()},
+        )
+    if name == "fsdp":
+        if variant in ("nested", "kept"):
+            for layer in module.layers.values():
+                fully_shard(layer, mesh=mesh, reshard_after_forward=variant == "nested")
+        if variant == "whole":
+            return fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        return fully_shard(module, mesh=mesh)
+    return module
+
+
+def make_optimizer(case: Case, parameters: Any) -> torch.optim.Optimizer:
+    if case.optimizer == "SGD":
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def make_schedule(case: Case, stages: list[Any]) -> Any:
+    from torch.distributed.pipelining import schedules as host
+
+    scale = 1 if case.scale_grads else case.microbatches * case.batches
+    scaled = lambda logits, labels: loss_fn(logits, labels) / scale  # noqa: E731
+    kind = host._PipelineScheduleRuntime if case.csv else getattr(host, case.schedule)
+    single = kind.__name__ in SINGLE
+    schedule = kind(stages[0] if single else stages, case.microbatches, loss_fn=scaled, scale_grads=case.scale_grads)
+    if case.csv:
+        schedule._load_csv(case.csv, format="compute_comms" if "comms" in case.csv else "compute_only")
+    return schedule
+
+
+def attached(case: Case) -> Run:
+    """The same pipeline with freezing, as far as the case asks for it."""
+    import tf_adapters.torch_pipelining
+
+    run = build(case)
+    if case.section is not None:
+        run.adapter = tf_adapters.torch_pipelining.attach(
+            run.schedule, case.settings(), optimizer=run.optimizers if case.give_optimizer else None
+        )
+        run.force_plan(0)
+    return run
+
+
+def force_plan(controller: Any, ratios: Plan) -> None:
+    """Put the controller into stable freezing with a plan of our choosing."""
+    from tf_adapters.planner import plan
+
+    made = plan(controller.schedule, dict.fromkeys(controller.schedule.actions, (1.0, 2.0)), 0.0)
+    chosen = {
+        action: ratios
+        if isinstance(ratios, float)
+        else ratios.get(f"{action.stage}.{action.microbatch}", ratios.get(f"{action.stage}", 0.0))
+        for action in made.freeze_ratio
+    }
+    data = {**made.to_json(), "freeze_ratio": {str(a): r for a, r in chosen.items()}}
+    controller.state.adopt(type(made).from_json(data), {}, 1.0, ())
+    controller.state.completed_steps = max(controller.state.completed_steps, controller.state.phases.progressive_end)
+
+
+class GradientRecorder:
+    """The gradients that the optimizers see, whole, by name."""
+
+    def __init__(self, run: Run) -> None:
+        self.latest: dict[str, torch.Tensor] = {}
+        self._run = run
+        for optimizer in run.optimizers:
+            optimizer.register_step_pre_hook(self._record)
+
+    def _record(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, p in self._run.named.items():
+            if id(p) in mine:
+                self.latest[name] = torch.zeros(p.shape) if p.grad is None else whole(p.grad).clone()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, wherever FSDP has put the rest of it."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def values(run: Run) -> dict[str, torch.Tensor]:
+    return {name: whole(p.detach()).clone() for name, p in run.named.items()}
+
+
+def optimizer_state(run: Run) -> dict[str, dict[str, torch.Tensor]]:
+    """Parameter and optimizer state by name, whole."""
+    by_parameter = {p: s for optimizer in run.optimizers for p, s in optimizer.state.items()}
+    found = {name: {"value": whole(p.detach()).clone()} for name, p in run.named.items()}
+    for name, p in run.named.items():
+        found[name] |= {k: whole(v).clone() for k, v in by_parameter.get(p, {}).items() if torch.is_tensor(v)}
+    return found
+
+
+def train(case: Case) -> dict[str, Any]:
+    """Train; with ``recorded``, keep for every step what the oracle needs."""
+    run = attached(case)
+    recorder = GradientRecorder(run) if case.recorded else None
+    steps = [_step(run, recorder, step) for step in range(case.steps)]
+    result: dict[str, Any] = {"replica": run.replica, "steps": steps, "parameters": values(run)}
+    if run.adapter is not None:
+        controller = run.adapter.controller
+        result |= {
+            "schedule": controller.schedule.to_text(),
+            "failure": controller.state.failure,
+            "plan": controller.state.plan and controller.state.plan.to_json(),
+            "step": controller.step,
+        }
+    return result
+
+
+def _step(run: Run, recorder: GradientRecorder | None, step: int) -> dict[str, Any]:
+    run.force_plan(step)
+    phase = run.adapter.controller.phase.value if run.adapter is not None else None
+    if recorder is None:
+        return {"phase": phase, "loss": run.train_step(step)}
+    before, state_before, masks = values(run), optimizer_state(run), masks_of(run)
+    loss = run.train_step(step)
+    return {
+        "phase": phase,
+        "loss": loss,
+        "before": before,
+        "gradients": dict(recorder.latest),
+        "masks": masks,
+        "state_before": state_before,
+        "state_after": optimizer_state(run),
+        "trainable": all(p.requires_grad for p in run.named.values()),
+    }
+
+
+def masks_of(run: Run) -> dict[tuple[int, int], tuple[str, ...]]:
+    """Frozen names of the next step, by stage and microbatch."""
+    if run.adapter is None:
+        return {}
+    controller = run.adapter.controller
+    return {
+        (s, m): tuple(map(plain, controller.frozen_parameters(controller.step, s, m)))
+        for s in range(run.case.stages)
+        for m in range(run.case.microbatches)
+    }
+
+
+def losses_of(run: Run, steps: range) -> list[float]:
+    return [run.train_step(step) for step in steps]

@@ -1,0 +1,38 @@
+"""What a stage can freeze on its own, how much work that spares, and which parameters its rank's stages share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from tf_adapters.units import FreezeUnit, Tie
+
+
+def units_of(module: torch.nn.Module) -> tuple[FreezeUnit, ...]:
+    """One unit for each trainable tensor of a stage's module; what the user froze stays frozen and counts as no work.
+
+    The work is in elements that a token's weight gradient touches: all of a matrix, one row of an embedding table.
+    """
+    parts = list(module.modules())
+    looked_up = _own(part for part in parts if isinstance(part, torch.nn.Embedding))
+    multiplied = _own(part for part in parts if not isinstance(part, torch.nn.Embedding))
+    tables = looked_up - multiplied  # not one that is tied to an output layer of the same stage
+    return tuple(
+        FreezeUnit((name,), float(p.shape[-1] if id(p) in tables else p.numel()), tuple(p.shape))
+        for name, p in module.named_parameters()
+        if p.requires_grad and p.numel()
+    )
+
+
+def _own(parts: Iterable[torch.nn.Module]) -> set[int]:
+    return {id(parameter) for part in parts for parameter in part.parameters(recurse=False)}
+
+
+def shared_parameters(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> tuple[Tie, ...]:
+    """Parameters that several stages of this rank hold as one object, as a V-shaped schedule's ends may."""
+    places: dict[int, list[tuple[int, str]]] = {}
+    for stage, of_stage in parameters.items():
+        for name, parameter in of_stage.items():
+            places.setdefault(id(parameter), []).append((stage, name))
+    return tuple(tuple(held) for held in places.values() if len(held) > 1)
