@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tf_adapters.testing import force_plan
+
 VOCABULARY, WIDTH, CONTEXT = 32, 16, 6
 PLAIN: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -159,21 +161,6 @@ class Ordinary(nn.Module):
         for name, layer in self.layers.items():
             x = project(layer, x) if name == "embed_last" else layer(x)
         return x
-
-
-def force_plan(controller: Any, ratios: float | dict[str, float]) -> None:
-    """Put the controller into stable freezing with a plan of our choosing."""
-    from tf_adapters.ir import Action
-    from tf_adapters.planner import plan
-
-    made = plan(controller.schedule, dict.fromkeys(controller.schedule.actions, (1.0, 2.0)), 0.0)
-    chosen = {
-        action: ratios if isinstance(ratios, float) else ratios.get(str(action), 0.0) for action in made.freeze_ratio
-    }
-    data = {**made.to_json(), "freeze_ratio": {str(a): r for a, r in chosen.items()}}
-    controller.state.adopt(type(made).from_json(data), {}, 1.0, ())
-    controller.state.completed_steps = controller.state.phases.progressive_end
-    assert all(Action.parse(text) in chosen for text in data["freeze_ratio"])
 
 
 def parameters_of(engine: Any) -> dict[str, torch.Tensor]:

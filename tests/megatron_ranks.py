@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tf_adapters.testing import force_plan
+
 VOCABULARY, WIDTH, HEADS, CONTEXT, BATCH = 32, 16, 4, 8, 2
 SECTION: dict[str, Any] = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 2, "on_error": "raise"}
 
@@ -247,17 +249,6 @@ def owned_ranges(case: Case, chunks: list[Any], optimizer: Any) -> dict[tuple[in
         return 0, 0
 
     return by_name(case, chunks, owned)
-
-
-def force_plan(controller: Any, ratios: float | dict[str, float]) -> None:
-    """Put the controller into stable freezing with a plan of our choosing."""
-    from tf_adapters.planner import plan
-
-    made = plan(controller.schedule, dict.fromkeys(controller.schedule.actions, (1.0, 2.0)), 0.0)
-    chosen = {a: ratios if isinstance(ratios, float) else ratios.get(str(a), 0.0) for a in made.freeze_ratio}
-    data = {**made.to_json(), "freeze_ratio": {str(a): r for a, r in chosen.items()}}
-    controller.state.adopt(type(made).from_json(data), {}, 1.0, ())
-    controller.state.completed_steps = controller.state.phases.progressive_end
 
 
 def all_masks(controller: Any) -> dict[tuple[int, int], tuple[str, ...]]:

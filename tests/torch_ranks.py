@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tf_adapters import testing
 from tf_adapters.testing import RankPool
 
 VOCABULARY, WIDTH, CONTEXT, BLOCKS, ROWS = 32, 12, 5, 8, 2
@@ -264,18 +265,10 @@ def attached(case: Case) -> Run:
 
 def force_plan(controller: Any, ratios: Plan) -> None:
     """Put the controller into stable freezing with a plan of our choosing."""
-    from tf_adapters.planner import plan
-
-    made = plan(controller.schedule, dict.fromkeys(controller.schedule.actions, (1.0, 2.0)), 0.0)
-    chosen = {
-        action: ratios
-        if isinstance(ratios, float)
-        else ratios.get(f"{action.stage}.{action.microbatch}", ratios.get(f"{action.stage}", 0.0))
-        for action in made.freeze_ratio
-    }
-    data = {**made.to_json(), "freeze_ratio": {str(a): r for a, r in chosen.items()}}
-    controller.state.adopt(type(made).from_json(data), {}, 1.0, ())
-    controller.state.completed_steps = max(controller.state.completed_steps, controller.state.phases.progressive_end)
+    if isinstance(ratios, float):
+        testing.force_plan(controller, ratios)
+        return
+    testing.force_plan(controller, lambda a: ratios.get(f"{a.stage}.{a.microbatch}", ratios.get(f"{a.stage}", 0.0)))
 
 
 class GradientRecorder:

@@ -1,0 +1,92 @@
+"""torch.distributed.pipelining's Schedule1F1B, replicas under DistributedDataParallel, for the contract tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch_ranks import ROWS, Case, GradientRecorder, Layers, batch, build, loss_fn, plain, values
+
+from hosts import MICROBATCHES, STAGES, Tensors
+from tf_adapters.testing import masked_gradients
+
+__all__ = ["TorchTraining", "setup", "start"]
+
+
+def setup() -> None:
+    """Nothing to prepare: the ranks have a gloo group."""
+
+
+class TorchTraining:
+    """A small language model in two stages."""
+
+    def __init__(self, settings: dict[str, Any] | None) -> None:
+        import tf_adapters.torch_pipelining
+
+        self.replicas = dist.get_world_size() // STAGES
+        kind = "ddp" if self.replicas > 1 else ""
+        self.run = build(Case(ranks=STAGES, microbatches=MICROBATCHES, replicas=kind))
+        self.adapter = None
+        if settings is not None:
+            self.adapter = tf_adapters.torch_pipelining.attach(
+                self.run.schedule, settings, optimizer=self.run.optimizers
+            )
+        self.controller = self.adapter and self.adapter.controller
+        self.recorder = GradientRecorder(self.run)
+
+    def step(self, number: int) -> list[float]:
+        return [self.run.train_step(number)]
+
+    def parameters(self) -> Tensors:
+        return self._by_stage(values(self.run))
+
+    def gradients(self) -> Tensors:
+        return self._by_stage(self.recorder.latest)
+
+    def full_gradients(self, number: int) -> list[Tensors]:
+        states: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(states, values(self.run))
+        model = Layers()
+        model.load_state_dict({name: value for state in states for name, value in state.items()})
+        found = []
+        for microbatch in range(MICROBATCHES):
+            rows = slice(microbatch * ROWS, (microbatch + 1) * ROWS)
+            per_replica = []
+            for replica in range(self.replicas):
+                tokens, labels = batch(self.run.case, number, replica)
+                per_replica.append(masked_gradients(model, [(tokens[rows], labels[rows])], loss_fn, lambda _: ()))
+            mean = {name: torch.stack([g[name] for g in per_replica]).mean(0) for name in per_replica[0]}
+            found.append({key: mean[plain(key[1])] for key in self.parameters()})
+        return found
+
+    def save(self, folder: str) -> None:
+        state = {
+            "model": [stage.submod.state_dict() for stage in self.run.stages],
+            "optimizer": [optimizer.state_dict() for optimizer in self.run.optimizers],
+            "freezing": self.adapter and self.adapter.state_dict(),
+        }
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        torch.save(state, Path(folder) / f"rank{dist.get_rank()}.pt")
+        dist.barrier()
+
+    def load(self, folder: str) -> None:
+        state = torch.load(Path(folder) / f"rank{dist.get_rank()}.pt")
+        for stage, saved in zip(self.run.stages, state["model"], strict=True):
+            stage.submod.load_state_dict(saved)
+        for optimizer, saved in zip(self.run.optimizers, state["optimizer"], strict=True):
+            optimizer.load_state_dict(saved)
+        if self.adapter is not None:
+            self.adapter.load_state_dict(state["freezing"])
+
+    def detach(self) -> None:
+        self.adapter.detach()
+
+    def _by_stage(self, named: dict[str, torch.Tensor]) -> Tensors:
+        """By the names that the stage's module, wrapped or not, has for them."""
+        names = {plain(n): (s.stage_index, n) for s in self.run.stages for n, _ in s.submod.named_parameters()}
+        return {names[name]: value for name, value in named.items()}
+
+
+start = TorchTraining

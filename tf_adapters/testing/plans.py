@@ -1,0 +1,31 @@
+"""Plans of a test's choosing, in the place of measured ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from tf_adapters.ir import Action
+from tf_adapters.planner import FreezePlan, plan
+
+if TYPE_CHECKING:
+    from tf_adapters.controller import Controller
+
+Ratios = float | Mapping[str, float] | Callable[[Action], float]
+
+
+def force_plan(controller: Controller, ratios: Ratios) -> None:
+    """Put a controller into stable freezing with these freeze ratios in [0, 1]. Do the same on every rank.
+
+    ``ratios`` is one for all backwards, or by an action's text (``"1B0"``, 0 where it is missing), or a function.
+    """
+    made = plan(controller.schedule, dict.fromkeys(controller.schedule.actions, (1.0, 2.0)), 0.0)
+    data = {**made.to_json(), "freeze_ratio": {str(a): _ratio(ratios, a) for a in made.freeze_ratio}}
+    controller.state.adopt(FreezePlan.from_json(data), {}, 1.0, ())
+    controller.state.completed_steps = max(controller.state.completed_steps, controller.state.phases.progressive_end)
+
+
+def _ratio(ratios: Ratios, action: Action) -> float:
+    if callable(ratios):
+        return ratios(action)
+    return ratios.get(str(action), 0.0) if isinstance(ratios, Mapping) else ratios
