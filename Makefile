@@ -23,6 +23,7 @@ check: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(RUN) benchmarks/deepspeed_speed.py
+	$(RUN) benchmarks/megatron_speed.py
 
 # The distributed tests again on the oldest DeepSpeed that is supported.
 test-oldest: .venv-oldest/ready
@@ -43,7 +44,7 @@ $(VENV)/$(MEGATRON_NEW)/ready: $(VENV)/ready
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt torch
-	$(PIP) install -c constraints.txt -e ".[deepspeed,megatron,plot,cli,test,dev]"
+	$(PIP) install -c constraints.txt -e ".[deepspeed,megatron,plot,cli,examples,test,dev]"
 	rm -rf $(VENV)/torch_extensions
 	$(RUN) $(BUILD_SHM)
 	touch $@

@@ -10,11 +10,10 @@ Versions: run on 0.16.1 (with ``model_type``) and 0.19.2 (without); read in 0.17
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-from megatron_patches.patch import Patch
+from megatron_patches.patch import Patch, argument
 
 PATCH = Patch("megatron.core.pipeline_parallel.schedules", "backward_step")
 
@@ -26,12 +25,11 @@ def apply(handler: Handler) -> None:
     """Let ``handler`` run each backward."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+        output = argument(original, "output_tensor")
 
         @functools.wraps(original)
         def backward_step(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            return handler(functools.partial(original, *args, **kwargs), given["output_tensor"])
+            return handler(functools.partial(original, *args, **kwargs), output(args, kwargs))
 
         return backward_step
 

@@ -11,11 +11,10 @@ Versions: run on Megatron-LM 0.16.1; read in 0.19.0 and main, the same names.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-from megatron_patches.patch import Patch
+from megatron_patches.patch import Patch, argument
 
 _MODULE = "megatron.training.checkpointing"
 SAVE = Patch(_MODULE, "generate_state_dict")
@@ -40,13 +39,12 @@ def apply(key: str, to_save: Callable[[], Any], loaded: Callable[[Any], None]) -
         return generate_state_dict
 
     def loading(original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+        rank0 = argument(original, "rank0")
 
         @functools.wraps(original)
         def load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            only_looks = signature.bind(*args, **kwargs).arguments.get("rank0", False)
-            if not only_looks and result[0] is not None:
+            if not rank0(args, kwargs) and result[0] is not None:
                 loaded(result[0].get(key))
             return result
 

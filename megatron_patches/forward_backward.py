@@ -11,11 +11,10 @@ Versions: run on 0.16.1 and 0.19.2; read in 0.17.1 and 0.18.1, the same keyword 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-from megatron_patches.patch import Patch
+from megatron_patches.patch import Patch, argument
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 PATCHES = (
@@ -32,13 +31,13 @@ def apply(handler: Handler) -> None:
     """Let ``handler`` run each batch."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+        model, microbatches = argument(original, "model"), argument(original, "num_microbatches")
+        forward_only = argument(original, "forward_only")
 
         @functools.wraps(original)
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
             run = functools.partial(original, *args, **kwargs)
-            return handler(run, given["model"], given["num_microbatches"], given.get("forward_only", False))
+            return handler(run, model(args, kwargs), microbatches(args, kwargs), bool(forward_only(args, kwargs)))
 
         return forward_backward
 

@@ -10,11 +10,10 @@ Versions: run on 0.16.1 and 0.19.2; read in 0.17.1 and 0.18.1, the same signatur
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-from megatron_patches.patch import Patch
+from megatron_patches.patch import Patch, argument
 
 PATCH = Patch("megatron.core.pipeline_parallel.schedules", "forward_step")
 
@@ -26,13 +25,12 @@ def apply(handler: Handler) -> None:
     """Let ``handler`` run each forward."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+        model, microbatch = argument(original, "model"), argument(original, "current_microbatch")
 
         @functools.wraps(original)
         def forward_step(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
             run = functools.partial(original, *args, **kwargs)
-            return handler(run, given["model"], given.get("current_microbatch"))
+            return handler(run, model(args, kwargs), microbatch(args, kwargs))
 
         return forward_step
 

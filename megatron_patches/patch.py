@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from tf_adapters.errors import UnsupportedError
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """A getter of one argument of calls to ``function``, by position or by name; None where it is not given.
+
+    Cheaper than binding the signature in every call: these functions are called for every microbatch.
+    """
+    position = list(inspect.signature(function).parameters).index(name)
+
+    def get(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[position] if position < len(args) else kwargs.get(name)
+
+    return get
 
 
 class Patch:

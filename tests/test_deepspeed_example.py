@@ -1,4 +1,4 @@
-"""The DeepSpeed example's model, data and configs, in one process. Training runs are tested elsewhere."""
+"""The DeepSpeed example's model and configs and the text of all examples. Training runs are tested elsewhere."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "deepspeed_configs").glob("*.json"))
 
 
-def load_example(name: str) -> ModuleType:
-    """Import a file of the example under a name that no other test can clash with."""
-    qualified = f"deepspeed_gpt_{name}"
-    spec = importlib.util.spec_from_file_location(qualified, ROOT / "examples/deepspeed_gpt" / f"{name}.py")
+def load_example(file: str) -> ModuleType:
+    """Import a file of the examples under a name that no other test can clash with."""
+    qualified = f"examples_{file.removesuffix('.py').replace('/', '_')}"
+    spec = importlib.util.spec_from_file_location(qualified, ROOT / "examples" / file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -30,8 +30,8 @@ def load_example(name: str) -> ModuleType:
     return module
 
 
-model = load_example("model")
-data = load_example("data")
+model = load_example("deepspeed_gpt/model.py")
+data = load_example("text.py")
 
 SMALL = model.GPTConfig(context=8, width=16, heads=2, blocks=2)
 

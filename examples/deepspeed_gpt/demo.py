@@ -14,6 +14,7 @@ import paired
 from tf_adapters.report.gantt import draw
 from tf_adapters.report.schema import Report
 from tf_adapters.testing import RankPool
+from tf_adapters.testing.paired import Outcome
 
 
 def main() -> None:
@@ -37,7 +38,7 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def table(outcome: paired.Outcome) -> str:
+def table(outcome: Outcome) -> str:
     """What the run showed, for people."""
     pairs = outcome.pairs
     alone, frozen = (statistics.median(times["stable"]) for times in (pairs.alone, pairs.attached))

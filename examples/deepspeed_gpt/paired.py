@@ -1,19 +1,22 @@
-"""Train the example twice in the same processes, step by step in turn: with DeepSpeed alone, and with freezing.
-
-Whatever slows the machine down slows both, so the ratio of each pair of steps is worth more than any time.
-"""
+"""Train the example twice in the same processes, step by step in turn: with DeepSpeed alone, and with freezing."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import statistics
-import time
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from text import ByteDataset, load_text, split
+
+from tf_adapters.testing.paired import Outcome, Pairs, Step, in_turn, on_and_off, time_masks
 
 CONFIGS = Path(__file__).resolve().parents[2] / "deepspeed_configs"
 
@@ -55,35 +58,6 @@ class Options:
         return config | sizes | {"timely_freeze": section}
 
 
-@dataclass
-class Pairs:
-    """Times in ms of steps that ran in turn; one list for each phase."""
-
-    alone: dict[str, list[float]] = field(default_factory=dict)
-    attached: dict[str, list[float]] = field(default_factory=dict)
-
-    def add(self, phase: str, alone: float, attached: float) -> None:
-        self.alone.setdefault(phase, []).append(alone)
-        self.attached.setdefault(phase, []).append(attached)
-
-    def ratio(self, phase: str) -> float:
-        """Median over pairs of attached / alone."""
-        pairs = zip(self.attached[phase], self.alone[phase], strict=True)
-        return statistics.median(ours / theirs for ours, theirs in pairs)
-
-
-@dataclass
-class Outcome:
-    """What rank 0 found out."""
-
-    pairs: Pairs
-    held_out_alone: float
-    held_out_attached: float
-    planned_ratio: float
-    mask_ms: float
-    report: str
-
-
 def setup() -> None:
     """Join the ranks; DeepSpeed's own start-up lines stay out of the way."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -98,14 +72,13 @@ def run(options: Options) -> Outcome:
     alone, _ = build_engine(options, freezing=False)
     attached, adapter = build_engine(options, freezing=True)
     controller = adapter.controller
-    streams = {id(engine): training_data(engine, options) for engine in (alone, attached)}
-    pairs = Pairs()
-    for step in range(options.steps):
-        phase = controller.phase.value
-        order = (alone, attached) if step % 2 else (attached, alone)
-        took = {id(engine): timed_step(engine, streams[id(engine)]) for engine in order}
-        pairs.add(phase, took[id(alone)], took[id(attached)])
-    mask_ms = time_masks(controller, attached.stage_id)
+    pairs = in_turn(
+        training_step(alone, options),
+        training_step(attached, options),
+        phase_of=lambda: controller.phase.value,
+        steps=options.steps,
+    )
+    mask_ms = time_masks(controller)
     adapter.detach()
     assert controller.forecast is not None
     return Outcome(
@@ -125,16 +98,14 @@ def run_without_freezing(options: Options) -> Pairs:
     import tf_adapters.deepspeed
 
     logging.getLogger("tf_adapters").setLevel(logging.WARNING)  # it would say "enabled" at every pair
-    engine, adapter = build_engine(options, freezing=True)
-    data = training_data(engine, options)
-    pairs = Pairs()
-    for step in range(options.warmup):
-        attached = timed_step(engine, data) if step % 2 else None
-        adapter.detach()
-        alone = timed_step(engine, data)
-        adapter = tf_adapters.deepspeed.attach(engine)
-        pairs.add("warmup", alone, attached if attached is not None else timed_step(engine, data))
-    return pairs
+    engine, _ = build_engine(options, freezing=True)
+    return on_and_off(
+        training_step(engine, options),
+        attach=lambda: tf_adapters.deepspeed.attach(engine),
+        detach=lambda: engine.timely_freeze.detach(),
+        phase="warmup",
+        pairs=options.warmup,
+    )
 
 
 def build_engine(options: Options, freezing: bool) -> tuple[Any, Any]:
@@ -158,43 +129,21 @@ def build_engine(options: Options, freezing: bool) -> tuple[Any, Any]:
     return engine, tf_adapters.deepspeed.attach(engine) if freezing else None
 
 
+def training_step(engine: Any, options: Options) -> Step:
+    return partial(engine.train_batch, training_data(engine, options))
+
+
 def training_data(engine: Any, options: Options) -> Iterator[Any]:
-    from data import ByteDataset, load_text, split
     from train import microbatches
 
     return microbatches(engine, ByteDataset(split(load_text("topics"))[0], options.context))
 
 
 def held_out_loss(engine: Any, options: Options) -> float:
-    from data import ByteDataset, load_text, split
     from train import microbatches
 
     held_out = ByteDataset(split(load_text("topics"))[1], options.context)
     return float(engine.eval_batch(microbatches(engine, held_out), num_micro_batches=32))
-
-
-def timed_step(engine: Any, data: Iterator[Any]) -> float:
-    """One training batch, from all ranks ready to all ranks done; ms."""
-    import torch.distributed as dist
-
-    dist.barrier()
-    start = time.perf_counter()
-    engine.train_batch(data)
-    dist.barrier()
-    return (time.perf_counter() - start) * 1e3
-
-
-def time_masks(controller: Any, stage: int, steps: int = 50) -> float:
-    """Drawing one step's masks on this rank and switching them on and off for every forward and backward; ms."""
-    microbatches = range(controller.schedule.num_microbatches)
-    start = time.perf_counter()
-    for step in range(controller.step, controller.step + steps):
-        for microbatch in microbatches:
-            names = controller.frozen_parameters(step, stage, microbatch)
-            for _ in ("forward", "backward"):
-                with controller.parameter_masks[stage].frozen(names):
-                    pass
-    return (time.perf_counter() - start) * 1e3 / steps
 
 
 _SINK = open(os.devnull, "w")  # noqa: SIM115  the host's loggers may keep it

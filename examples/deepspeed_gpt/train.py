@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import deepspeed
 import torch
-from data import TEXTS, ByteDataset, load_text, split
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import RepeatingLoader
 from model import GPTConfig, build_pipeline
+from text import TEXTS, ByteDataset, load_text, split
 from torch.utils.data import DataLoader, DistributedSampler
 
 EVAL_MICROBATCHES = 32
