@@ -197,6 +197,8 @@ class Controller:
         self.state = compatible_state(chosen, self.config, self.schedule, self.masks, auto_warmup)
         self.timer.clear()
         self._announce(f"resumed after step {self.state.completed_steps}: {self.phase.description}")
+        for note in self.state.notes if self.state.plan is None else ():
+            self._announce(note)
 
     def reschedule(self, schedule: PipelineSchedule) -> None:
         """The host runs another schedule from here on (another number of microbatches, say): monitor and plan anew."""
@@ -281,7 +283,7 @@ class Controller:
 
         solved, bounds, notes = on_one_rank(self._collectives, solve)
         self.state.adopt(solved, bounds, max(step_ms for _, step_ms in measured), notes)
-        self._announce_plan()
+        self._announce_plan(notes)
         self._write_report()
 
     def _report_is_due(self, step: int) -> bool:
@@ -328,11 +330,11 @@ class Controller:
             step_ms = self.timer.step_ms(self.state.phases.phase(step))
             self._announce(messages.monitoring(done, length, step_ms))
 
-    def _announce_plan(self) -> None:
+    def _announce_plan(self, notes: Sequence[str]) -> None:
         plan, expected = self.state.plan, self.forecast
         assert plan is not None
         assert expected is not None
-        for line in (messages.planned(plan, expected), *self.state.notes):
+        for line in (messages.planned(plan, expected), *notes):
             self._announce(line)
 
     def _publish(self, step: int, phase: Phase) -> None:
