@@ -12,6 +12,7 @@ import pytest
 from tf_adapters import doctor
 from tf_adapters.doctor import HOSTS, diagnose, interrupted_builds, render
 
+TORCH = "torch.distributed.pipelining"
 GOOD: dict[str, str | None] = {
     "python": "3.11.7",
     "torch": "2.13.0+cpu",
@@ -32,10 +33,10 @@ def text(**changes: str | None) -> str:
 
 def test_a_complete_installation_is_ready() -> None:
     diagnosis = diagnose(GOOD)
-    assert diagnosis.ready == ("deepspeed",)
+    assert diagnosis.ready == ("deepspeed", TORCH)
     assert diagnosis.problems == ()
     assert diagnosis.hints == ()
-    assert text().splitlines()[-1] == "ready for: deepspeed"
+    assert text().splitlines()[-1] == f"ready for: deepspeed, {TORCH}"
     assert "GPipe" in text()
 
 
@@ -57,10 +58,16 @@ def test_the_lock_of_a_killed_build_is_a_problem_that_names_the_line_that_mends_
 
 def test_without_deepspeed_it_names_the_line_that_installs_it() -> None:
     shown = text(deepspeed=None)
-    assert diagnose({**GOOD, "deepspeed": None}).ready == ()
-    assert shown.splitlines()[-1].startswith("not ready: ")
-    assert 'pip install "tf-adapters[deepspeed]"' in shown.splitlines()[-1]
-    assert "GPipe" not in shown
+    assert diagnose({**GOOD, "deepspeed": None}).ready == (TORCH,)
+    assert 'mend it: pip install "tf-adapters[deepspeed]"' in shown
+    assert "GPipe" not in shown.split("torch.distributed")[0]
+
+
+def test_without_any_host_it_is_not_ready_and_says_what_to_install() -> None:
+    last = text(deepspeed=None, torch="2.12.1").splitlines()[-1]
+    assert last.startswith("not ready: no host can be used; ")
+    assert 'pip install "tf-adapters[deepspeed]"' in last
+    assert 'pip install --upgrade "torch>=2.13"' in last
 
 
 @pytest.mark.parametrize("version", ["0.19.3", "0.19.3.post1", "0.19.7", "0.19.8", "0.19.8+abc"])
@@ -82,7 +89,7 @@ def test_newer_than_tested_is_usable_and_says_so(version: str) -> None:
 @pytest.mark.parametrize("version", ["0.18.9", "0.19.2", "0.9.5"])
 def test_older_than_tested_is_not_usable(version: str) -> None:
     diagnosis = diagnose({**GOOD, "deepspeed": version})
-    assert diagnosis.ready == ()
+    assert diagnosis.ready == (TORCH,)
     assert diagnosis.hosts[0].remedy == 'pip install --upgrade "deepspeed>=0.19.3"'
 
 
@@ -103,7 +110,7 @@ def test_a_core_problem_keeps_every_host_from_working(changes: dict[str, str | N
 
 def test_missing_extras_are_hints_only() -> None:
     diagnosis = diagnose({**GOOD, "matplotlib": None, "rich": None})
-    assert diagnosis.ready == ("deepspeed",)
+    assert diagnosis.ready == ("deepspeed", TORCH)
     assert diagnosis.hints == (
         'no matplotlib, so no Gantt charts: pip install "tf-adapters[plot]"',
         'no rich, so no coloured tables: pip install "tf-adapters[cli]"',
@@ -111,17 +118,15 @@ def test_missing_extras_are_hints_only() -> None:
 
 
 def test_every_host_that_is_installed_is_ready() -> None:
-    assert diagnose({**GOOD, "megatron-core": "0.16.1"}).ready == ("deepspeed", "megatron-core")
-    assert diagnose({**GOOD, "deepspeed": None, "megatron-core": "0.19.2"}).ready == ("megatron-core",)
+    assert diagnose({**GOOD, "megatron-core": "0.16.1"}).ready == ("deepspeed", "megatron-core", TORCH)
+    assert diagnose({**GOOD, "deepspeed": None, "megatron-core": "0.19.2"}).ready == ("megatron-core", TORCH)
     assert "interleaved" in text(megatron_core="0.17.1")
     assert "0.15.3 is too old (0.16.1 to 0.19.2 tested)" in text(megatron_core="0.15.3")
 
 
-@pytest.mark.parametrize(("deepspeed", "code"), [("0.19.8", 0), (None, 1)])
-def test_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], deepspeed: str | None, code: int
-) -> None:
-    monkeypatch.setattr(doctor, "installed_versions", lambda: {**GOOD, "deepspeed": deepspeed})
+@pytest.mark.parametrize(("torch", "code"), [("2.13.0", 0), ("2.12.1", 1)])
+def test_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], torch: str, code: int) -> None:
+    monkeypatch.setattr(doctor, "installed_versions", lambda: {**GOOD, "deepspeed": None, "torch": torch})
     parser = argparse.ArgumentParser()
     doctor.add_parser(parser.add_subparsers())
     args = parser.parse_args(["doctor"])

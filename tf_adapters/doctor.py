@@ -41,8 +41,9 @@ Versions = Mapping[str, str | None]
 class Host:
     """A host that has an adapter: oldest and newest version that the adapter's tests pass with, and what works."""
 
+    name: str
     package: str
-    extra: str
+    install: str  # what pip is given
     oldest: str
     newest: str
     features: tuple[str, ...]
@@ -52,23 +53,36 @@ HOSTS = (
     Host(
         "deepspeed",
         "deepspeed",
+        "tf-adapters[deepspeed]",
         "0.19.3",
         "0.19.8",
         (
-            "schedules: 1F1B (DeepSpeed's own) and GPipe",
+            "schedules: 1F1B and DualPipeV (DeepSpeed's own), GPipe",
             "ZeRO stages 0 and 1, data-parallel replicas",
             "fp32 and bf16, activation checkpointing, tied layers",
         ),
     ),
     Host(
         "megatron-core",
-        "megatron",
+        "megatron-core",
+        "tf-adapters[megatron]",
         "0.16.1",
         "0.19.2",
         (
             "schedules: no pipelining, 1F1B, interleaved 1F1B",
             "tensor, sequence, data and expert parallel; distributed optimizer, overlapped communication",
             "fp32, bf16 and fp16, full and selective recomputation, tied embeddings",
+        ),
+    ),
+    Host(
+        "torch.distributed.pipelining",
+        "torch",
+        "torch==2.13.*",
+        "2.13",
+        "2.13",
+        (
+            "schedules: GPipe, 1F1B, looped BFS, interleaved 1F1B, interleaved zero bubble, ZBV, DualPipeV, CSV files",
+            "DistributedDataParallel (1F1B, interleaved 1F1B), fully_shard, non-reentrant checkpointing",
         ),
     ),
 )
@@ -198,17 +212,17 @@ def _interrupted(lock: Path) -> str:
 
 
 def _check_host(host: Host, version: str | None) -> HostCheck:
-    name, tested = host.package, f"{host.oldest} to {host.newest} tested"
+    tested = f"{host.oldest} to {host.newest} tested" if host.oldest != host.newest else f"{host.newest} tested"
     if version is None:
-        return HostCheck(name, False, "not installed", remedy=f'pip install "tf-adapters[{host.extra}]"')
+        return HostCheck(host.name, False, "not installed", remedy=f'pip install "{host.install}"')
     if _release(version) < _release(host.oldest):
-        remedy = f'pip install --upgrade "{name}>={host.oldest}"'
-        return HostCheck(name, False, f"{version} is too old ({tested})", remedy=remedy)
+        remedy = f'pip install --upgrade "{host.package}>={host.oldest}"'
+        return HostCheck(host.name, False, f"{version} is too old ({tested})", remedy=remedy)
     finding = f"{version}, in the tested range ({tested})"
-    if _release(version) > _release(host.newest):
-        mend = f'pip install "{name}=={host.newest}"'
+    if _is_newer(version, host.newest):
+        mend = f'pip install "{host.package}=={host.newest}"'
         finding = f"{version} is newer than what was tested ({tested}); if it fails: {mend}"
-    return HostCheck(name, True, finding, host.features)
+    return HostCheck(host.name, True, finding, host.features)
 
 
 def _closing_line(diagnosis: Diagnosis) -> str:
@@ -218,6 +232,12 @@ def _closing_line(diagnosis: Diagnosis) -> str:
         return f"not ready: {diagnosis.problems[0]}"
     remedies = [host.remedy for host in diagnosis.hosts if host.remedy]
     return f"not ready: no host can be used; {' or '.join(remedies)}"
+
+
+def _is_newer(version: str, tested: str) -> bool:
+    """Whether a version is newer than a tested one, as far as that names it: 2.13.1 is no newer than 2.13."""
+    tested_release = _release(tested)
+    return _release(version)[: len(tested_release)] > tested_release
 
 
 def _release(version: str) -> tuple[int, ...]:
