@@ -10,7 +10,7 @@ from tf_adapters.testing import RankPool
 GetPool = Callable[[int], RankPool]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pools() -> Iterator[GetPool]:
     """Rank pools for DeepSpeed by size."""
     import deepspeed_ranks
@@ -21,7 +21,7 @@ def pools() -> Iterator[GetPool]:
         buffer.unlink(missing_ok=True)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def megatron() -> Iterator[GetPool]:
     """Rank pools for Megatron-Core by size."""
     import megatron_ranks

@@ -77,7 +77,8 @@ def transformer_config(sizes: Sizes) -> TransformerConfig:
         "attention_dropout": 0.0,
         "pipeline_dtype": torch.float32,
         "use_cpu_initialization": True,  # the same weights wherever they are
-        "batch_p2p_comm": device.GPU,  # gloo sends one by one
+        "overlap_p2p_comm": sizes.virtual_pipeline > 1,  # as Megatron-LM does
+        "batch_p2p_comm": device.GPU and sizes.virtual_pipeline == 1,  # gloo sends one by one
         # Extensions that plain Megatron-Core does not bring along.
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
