@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr
@@ -16,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import ROOT, torchrun
 
 from tf_adapters.testing import RankPool
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.distributed
 
-ROOT = Path(__file__).resolve().parents[1]
-BIN = Path(sys.executable).parent
 TINY = ("--layers", "4", "--hidden", "16", "--context", "8", "--microbatches", "4", "--log-every", "1")
 FREEZE = {"warmup-steps": 1, "monitoring-steps": 4, "progressive-steps": 2, "on-error": "raise", "report-every": 1}
 SAVED_AT, STEPS = 18, 21  # the report says "stable" from the tenth stable step on
@@ -35,40 +31,8 @@ PHASES = [
 ]
 
 
-def train(*arguments: object, timeout_s: float = 120) -> tuple[int, str]:
-    """Run the example under torchrun on two ranks, as its README does; its exit code, and all that it said."""
-    process = subprocess.Popen(
-        [
-            *(BIN / "torchrun", "--nproc-per-node", "2", "--master-port", str(free_port())),
-            *("examples/megatron_gpt/train.py", *TINY, *map(str, arguments)),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    finally:
-        end(process)
-    return process.returncode, output
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    """End a launcher that still runs. It ends its ranks, by force after 30 s: they are not in its process group."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.communicate(timeout=60)
-        finally:
-            process.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+def train(*arguments: object) -> tuple[int, str]:
+    return torchrun("examples/megatron_gpt/train.py", *TINY, *arguments)
 
 
 def freezing(tmp_path: Path, **more: object) -> list[str]:

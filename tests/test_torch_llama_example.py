@@ -5,11 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -19,14 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from launching import ROOT, torchrun
 
 from tf_adapters.testing import RankPool
 
 pytest.importorskip("transformers")
 
-ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "torch_llama"
-BIN = Path(sys.executable).parent
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
 TINY = ("--layers", 5, "--width", 16, "--heads", 2, "--context", 8, "--microbatches", 4, "--log-every", 1)
 FREEZE = {"warmup-steps": 1, "monitoring-steps": 4, "progressive-steps": 2, "on-error": "raise", "report-every": 1}
@@ -138,7 +133,7 @@ def test_batches_depend_on_seed_and_number_only() -> None:
 def test_it_learns_through_all_phases_and_its_model_can_be_loaded_again(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     more = ("--steps", STEPS, "--lr", 0.02, "--eval-every", 7, "--save", folder)
-    code, output = torchrun(*TINY, *more, *freezing(tmp_path))
+    code, output = train(*TINY, *more, *freezing(tmp_path))
     assert code == 0, output
     check_phases(output, tmp_path, ["0", "1"])
     found = [float(loss) for loss in losses(output).values()]
@@ -163,40 +158,8 @@ def mean_loss(whole: Any, batches: Any, loss_fn: Any, count: int = 4) -> float:
     return sum(found) / count
 
 
-def torchrun(*arguments: object, timeout_s: float = 120) -> tuple[int, str]:
-    """Run the example on two ranks; its exit code, and all that it said."""
-    process = subprocess.Popen(
-        [
-            *(BIN / "torchrun", "--nproc-per-node", "2", "--master-port", str(free_port())),
-            *("examples/torch_llama/train.py", *map(str, arguments)),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    finally:
-        end(process)
-    return process.returncode, output
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    """End a launcher that still runs. It ends its ranks, by force after 30 s: they are not in its process group."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.communicate(timeout=60)
-        finally:
-            process.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+def train(*arguments: object) -> tuple[int, str]:
+    return torchrun("examples/torch_llama/train.py", *arguments)
 
 
 def freezing(folder: Path, **more: object) -> list[str]:
