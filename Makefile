@@ -24,6 +24,7 @@ check: $(VENV)/ready
 bench: $(VENV)/ready
 	$(RUN) benchmarks/deepspeed_speed.py
 	$(RUN) benchmarks/megatron_speed.py
+	$(RUN) benchmarks/schedules.py
 
 # The distributed tests again on the oldest DeepSpeed that is supported.
 test-oldest: .venv-oldest/ready

@@ -73,7 +73,10 @@ def main() -> None:
             max_freeze_ratio=args.max_freeze_ratio,
             output_dir=f"runs/bench/megatron_{config}",
         )
-        publish(f"megatron_speed_{config}", HOST, options, measure(options, args.pairs))
+        if args.not_freezing_only:
+            print(f"{config}: step attached, not freezing / alone  {not_freezing_ratio(options, args.pairs):.3f}")
+        else:
+            publish(f"megatron_speed_{config}", HOST, options, measure(options, args.pairs))
 
 
 def parse_args() -> argparse.Namespace:
@@ -85,15 +88,22 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--monitoring", type=int, default=60)
     parser.add_argument("--stable", type=int, default=40, help="pairs of steps in stable freezing")
     parser.add_argument("--pairs", type=int, default=NOT_FREEZING_PAIRS, help="pairs of steps that do not freeze")
+    parser.add_argument("--not-freezing-only", action="store_true", help="only what an idle adapter costs; no JSON")
     return parser.parse_args()
 
 
 def measure(options: Options, not_freezing_pairs: int) -> Result:
     with RankPool(options.pipeline, setup) as ranks:
         outcome = ranks.run(run, options, timeout_s=3600)[0]
-        not_freezing = ranks.run(run_without_freezing, options, not_freezing_pairs, timeout_s=3600)[0].ratio("off")
+    not_freezing = not_freezing_ratio(options, not_freezing_pairs)
     peaks = {mode: peak_memory(options.pipeline, setup, peak_of_rank, options, mode) for mode in MODES}
     return Result.of(options.config, outcome, not_freezing, peaks)
+
+
+def not_freezing_ratio(options: Options, pairs: int) -> float:
+    """Step time attached but not freezing, over that of Megatron alone."""
+    with RankPool(options.pipeline, setup) as ranks:
+        return ranks.run(run_without_freezing, options, pairs, timeout_s=3600)[0].ratio("off")
 
 
 def setup() -> None:
