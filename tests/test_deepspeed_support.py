@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from deepspeed.runtime.pipe import schedule as host
 from deepspeed_ranks import Block, Case, Embed, Head, build_engine, loss_fn
+from logged import Lines
 from schedules import gpipe, one_f_one_b
 from torch import nn
 
@@ -275,24 +275,6 @@ def attach_with(optimizer: str) -> tuple[str, str, bool]:
 
 
 # --- attaching -----------------------------------------------------------------------------------------------
-
-
-class Lines(logging.Handler):
-    """The lines that a user of this rank sees from us."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.seen.append(record.getMessage())
-
-    def __enter__(self) -> Lines:
-        logging.getLogger("tf_adapters").addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("tf_adapters").removeHandler(self)
 
 
 def attached_without(section: dict[str, Any] | None) -> tuple[bool, bool, list[str]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from logged import Lines
 from megatron_ranks import (
     Case,
     all_masks,
@@ -376,7 +377,6 @@ def test_a_loop_that_took_its_schedule_before_attaching_is_told_so(megatron):
 
 
 def taken_before(case: Case) -> tuple[int, list[str]]:
-    import logging
     from unittest import mock
 
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -386,17 +386,13 @@ def taken_before(case: Case) -> tuple[int, list[str]]:
     tf_adapters.megatron.revert()
     initialize(case)
     taken = get_forward_backward_func()
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("tf_adapters").addHandler(handler)
     chunks, optimizer, adapter = start(case)
-    with mock.patch("megatron.core.pipeline_parallel.get_forward_backward_func", return_value=taken):
+    taking = mock.patch("megatron.core.pipeline_parallel.get_forward_backward_func", return_value=taken)
+    with Lines() as lines, taking:
         for step in range(2):
             train_step(case, chunks, optimizer, step)
     adapter.detach()
-    logging.getLogger("tf_adapters").removeHandler(handler)
-    return adapter.controller.state.completed_steps, lines
+    return adapter.controller.state.completed_steps, lines.seen
 
 
 def test_a_wrong_setting_is_the_same_error_on_all_ranks(megatron):

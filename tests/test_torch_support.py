@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from logged import Lines
 from torch import nn
 from torch_ranks import Case, Layers, Run, build, device_mesh, pool
 
@@ -243,24 +243,6 @@ def test_what_would_be_refused_may_train_with_freezing_disabled() -> None:
 
 
 # --- attaching -----------------------------------------------------------------------------------------------
-
-
-class Lines(logging.Handler):
-    """The lines that a user of this rank sees from us."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.seen.append(record.getMessage())
-
-    def __enter__(self) -> Lines:
-        logging.getLogger("tf_adapters").addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("tf_adapters").removeHandler(self)
 
 
 @distributed

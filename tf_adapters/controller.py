@@ -340,10 +340,10 @@ class Controller:
     def _publish(self, step: int, phase: Phase) -> None:
         if self._metrics is None:
             return
-        figures: dict[str, float] = {}
-        for stage in self.masks.stages:
-            ratios = [self.actual_freeze_ratio(step, a) for (s, _), a in self._backward.items() if s == stage]
-            figures[f"afr_stage_{stage}"] = sum(ratios) / len(ratios) if ratios else 0.0
+        ratios: dict[int, list[float]] = {stage: [] for stage in self.masks.stages}
+        for (stage, _), action in self._backward.items():
+            ratios[stage].append(self.actual_freeze_ratio(step, action))
+        figures = {f"afr_stage_{s}": sum(rs) / len(rs) if rs else 0.0 for s, rs in ratios.items()}
         last = self.timer.last_step_ms(phase)
         if last is not None:
             figures["step_ms"] = last
