@@ -1,0 +1,275 @@
+"""The planner at scale: seconds and memory against the number of actions, four ways to solve the same program.
+
+ours        tf_adapters.planner.plan, all of it: schedule, solve, proof
+glop        the whole sparse program in one GLOP call (the end, plus a small price on freezing)
+highs       the same in HiGHS's interior point method, by scipy
+dense       the same with dense rows, as a first attempt at it would be written, in HiGHS
+
+Each solve is a process of its own, so that its memory is its own. A way of solving leaves the race at the first size
+that takes it longer than the limit, or more than 12 GiB. Prints a table, writes results/planner.json and draws results/planner.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measuring import machine
+from numpy.typing import NDArray
+from scipy import sparse
+
+from tf_adapters.dag import PipelineDag
+from tf_adapters.ir import Action, PipelineSchedule
+from tf_adapters.planner import plan
+from tf_adapters.torch_pipelining.named import named_schedule
+
+MAX_FREEZE_RATIO = 0.8
+PRICE = 2e-4  # of all freezing that the budgets allow, in unfrozen makespans: the same in every one-call program
+SCHEDULES = {
+    "1f1b": ("one_f_one_b", 1),
+    "interleaved": ("interleaved", 2),
+    "zero bubble": ("interleaved_zero_bubble", 2),
+}
+SIZES = (64, 256, 1024, 4096, 16384, 65536)
+WAYS = ("ours", "glop", "highs", "dense")
+MOST_GIB = 12
+
+
+@dataclass(frozen=True)
+class Solve:
+    """One solve: seconds, peak MiB of its process above an idle one, makespan in ms, proven gap (ours only)."""
+
+    way: str
+    schedule: str
+    actions: int
+    seconds: float
+    mebibytes: float
+    makespan_ms: float
+    gap: float | None
+
+
+def main() -> None:
+    args = parse_args()
+    if args.one:
+        way, schedule, size = args.one
+        print(json.dumps(asdict(one(way, schedule, int(size)))))
+        return
+    solves: list[Solve] = []
+    print(f"{'schedule':<12}{'way':<8}{'actions':>8}{'seconds':>10}{'MiB':>8}{'gap':>10}", flush=True)
+    for schedule in args.schedules:
+        for way in args.ways:
+            solves += race(way, schedule, args.sizes, args.limit_s)
+    exponents = {
+        f"{way}, {schedule}": exponent(solves, way, schedule) for schedule in args.schedules for way in args.ways
+    }
+    for name, value in exponents.items():
+        print(f"growth of time, {name}: actions^{value:.2f}" if value else f"growth of time, {name}: too few sizes")
+    folder = Path(__file__).with_name("results")
+    record = {"machine": machine("scipy"), "limit_s": args.limit_s, "time_grows_as_actions_to_the": exponents}
+    (folder / "planner.json").write_text(json.dumps({**record, "solves": [asdict(s) for s in solves]}, indent=1) + "\n")
+    draw(solves, folder / "planner.png")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="actions, about")
+    parser.add_argument("--limit-s", type=float, default=120.0, help="seconds that one process may take")
+    parser.add_argument("--one", nargs=3, metavar=("WAY", "SCHEDULE", "SIZE"), help="one solve, as JSON")
+    return parser.parse_args()
+
+
+def race(way: str, schedule: str, sizes: list[int], limit_s: float) -> list[Solve]:
+    """One way through the sizes, until it is out of time or memory."""
+    finished = []
+    for size in sizes:
+        command = [sys.executable, __file__, "--one", way, schedule, str(size)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True)
+        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+            print(f"{schedule:<12}{way:<8}{size:>8}  {why(error, limit_s)}", flush=True)
+            break
+        solve = Solve(**json.loads(done.stdout.splitlines()[-1]))
+        finished.append(solve)
+        gap = "-" if solve.gap is None else f"{solve.gap:.1e}"
+        print(
+            f"{schedule:<12}{way:<8}{solve.actions:>8}{solve.seconds:>10.2f}{solve.mebibytes:>8.0f}{gap:>10}",
+            flush=True,
+        )
+    return finished
+
+
+def why(error: Exception, limit_s: float) -> str:
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"over {limit_s:g} s"
+    assert isinstance(error, subprocess.CalledProcessError)
+    return f"failed: {(error.stderr.strip().splitlines() or [f'exit status {error.returncode}'])[-1]}"
+
+
+def one(way: str, schedule: str, size: int) -> Solve:
+    """Solve in this process, which may take ``MOST_GIB``."""
+    resource.setrlimit(resource.RLIMIT_AS, (int(MOST_GIB * 2**30), int(MOST_GIB * 2**30)))
+    order = pipeline(schedule, size)
+    times = noisy_times(order)
+    solver = {"ours": ours, "glop": glop, "highs": highs, "dense": dense}[way]
+    solver(pipeline(schedule, 64), noisy_times(pipeline(schedule, 64)))  # the solver's code is no part of a solve
+    idle = peak_mebibytes()
+    began = time.perf_counter()
+    makespan, gap = solver(order, times)
+    seconds = time.perf_counter() - began
+    return Solve(way, schedule, len(order.actions), seconds, peak_mebibytes() - idle, makespan, gap)
+
+
+def pipeline(schedule: str, size: int) -> PipelineSchedule:
+    """A schedule of about ``size`` actions: up to 32 stages, then more microbatches."""
+    name, per_rank = SCHEDULES[schedule]
+    kinds = 3 if name == "interleaved_zero_bubble" else 2
+    stages = min(32, max(4, 2 ** round(np.log2(np.sqrt(size / kinds)) - 1)))
+    ranks = stages // per_rank
+    microbatches = max(1, round(size / kinds / stages / ranks)) * ranks
+    return named_schedule(name, ranks, microbatches)
+
+
+def noisy_times(order: PipelineSchedule) -> dict[Action, tuple[float, float]]:
+    """Stages that differ by up to 20%, microbatches by some 3%: what monitoring measures."""
+    random = np.random.default_rng(0)
+    stage = random.uniform(0.8, 1.2, order.num_stages)
+    times = {}
+    for action in order.actions:
+        whole = (20.0 if action.kind.value == "B" else 10.0) * stage[action.stage] * random.normal(1.0, 0.03)
+        times[action] = (whole * (0.0 if action.kind.value == "W" else 0.5) if action.freezable else whole, whole)
+    return times
+
+
+Times = dict[Action, tuple[float, float]]
+
+
+def ours(order: PipelineSchedule, times: Times) -> tuple[float, float]:
+    found = plan(order, times, MAX_FREEZE_RATIO)
+    return found.makespan_ms.planned, found.solver.optimality_gap
+
+
+@dataclass(frozen=True)
+class Program:
+    """``min cost x`` with ``rows x >= least`` and ``low <= x <= high``: the paper's program, sparse."""
+
+    cost: NDArray[np.float64]
+    rows: sparse.csr_array
+    least: NDArray[np.float64]
+    high: NDArray[np.float64]
+    end: int
+
+    @classmethod
+    def of(cls, order: PipelineSchedule, times: Times) -> Program:
+        dag = PipelineDag.from_schedule(order)
+        actions = len(dag.actions)
+        upper = np.array([times[action][1] for action in dag.actions])
+        saved = upper - np.array([times[action][0] for action in dag.actions])
+        freezable = [position for position, action in enumerate(dag.actions) if action.freezable]
+        column = {position: actions + 1 + number for number, position in enumerate(freezable)}
+        last = np.setdiff1d(np.arange(actions), dag.edges.sources)
+        pairs = [*zip(dag.edges.sources, dag.edges.targets, strict=True), *((source, actions) for source in last)]
+        entries, least = [], []
+        for row, (source, target) in enumerate(pairs):
+            entries += [(row, target, 1.0), (row, source, -1.0)]
+            entries += [(row, column[source], saved[source])] if source in column else []
+            least.append(upper[source])
+        stages = sorted({dag.actions[position].stage for position in freezable})
+        budget = dict.fromkeys(stages, 0.0)
+        for position in freezable:
+            stage = dag.actions[position].stage
+            entries.append((len(pairs) + stages.index(stage), column[position], -1.0))
+            budget[stage] += MAX_FREEZE_RATIO
+        row, col, value = (np.array(part) for part in zip(*entries, strict=True))
+        size = actions + 1 + len(freezable)
+        high = np.full(size, np.inf)
+        high[actions + 1 :] = 1.0
+        cost = np.zeros(size)
+        cost[actions] = 1.0
+        cost[actions + 1 :] = PRICE * dag.end(upper) / sum(budget.values())
+        rows = sparse.csr_array((value, (row, col)), (len(pairs) + len(stages), size))
+        return cls(cost, rows, np.array([*least, *(-budget[stage] for stage in stages)]), high, actions)
+
+
+def glop(order: PipelineSchedule, times: Times) -> tuple[float, None]:
+    from ortools.linear_solver import pywraplp
+
+    program = Program.of(order, times)
+    solver: Any = pywraplp.Solver.CreateSolver("GLOP")
+    x = [solver.NumVar(0.0, float(high), "") for high in program.high]
+    for row, least in enumerate(program.least):
+        constraint = solver.Constraint(float(least), solver.infinity())
+        for entry in range(program.rows.indptr[row], program.rows.indptr[row + 1]):
+            constraint.SetCoefficient(x[program.rows.indices[entry]], float(program.rows.data[entry]))
+    for variable, cost in zip(x, program.cost, strict=True):
+        solver.Objective().SetCoefficient(variable, float(cost))
+    solver.SetSolverSpecificParametersAsString("use_dual_simplex:true")
+    if solver.Solve() != pywraplp.Solver.OPTIMAL:
+        raise RuntimeError("GLOP did not end OPTIMAL")
+    return x[program.end].solution_value(), None
+
+
+def highs(order: PipelineSchedule, times: Times) -> tuple[float, None]:
+    return by_scipy(Program.of(order, times), lambda rows: rows)
+
+
+def dense(order: PipelineSchedule, times: Times) -> tuple[float, None]:
+    return by_scipy(Program.of(order, times), lambda rows: rows.toarray())
+
+
+def by_scipy(program: Program, form: Callable[[Any], Any]) -> tuple[float, None]:
+    from scipy.optimize import linprog
+
+    bounds = np.stack([np.zeros_like(program.high), program.high], axis=1)
+    found = linprog(program.cost, -form(program.rows), -program.least, bounds=bounds, method="highs-ipm")
+    if found.status != 0:
+        raise RuntimeError(f"HiGHS: {found.message}")
+    return float(found.x[program.end]), None
+
+
+def peak_mebibytes() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def exponent(solves: list[Solve], way: str, schedule: str) -> float | None:
+    """b of seconds ~ actions^b, by least squares over the sizes that take a tenth of a second or more."""
+    points = [(s.actions, s.seconds) for s in solves if (s.way, s.schedule) == (way, schedule) and s.seconds >= 0.1]
+    if len(points) < 2:
+        return None
+    actions, seconds = np.log(np.array(points)).T
+    return float(np.polyfit(actions, seconds, 1)[0])
+
+
+def draw(solves: list[Solve], target: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    for panel, field, label in zip(panels, ("seconds", "mebibytes"), ("seconds", "peak MiB of the solve"), strict=True):
+        for colour, way in zip(("#0072b2", "#d55e00", "#009e73", "#999999"), WAYS, strict=True):
+            for style, schedule in zip(("-", "--", ":"), SCHEDULES, strict=True):
+                points = [s for s in solves if (s.way, s.schedule) == (way, schedule)]
+                if points:
+                    values = [max(getattr(s, field), 1e-3 if field == "seconds" else 1.0) for s in points]
+                    name = f"{way}, {schedule}"
+                    panel.plot([s.actions for s in points], values, style, color=colour, marker="o", ms=3, label=name)
+        panel.set(xscale="log", yscale="log", xlabel="actions", ylabel=label)
+        panel.grid(alpha=0.3)
+    panels[0].legend(fontsize=7)
+    figure.savefig(target, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
