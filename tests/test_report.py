@@ -15,7 +15,8 @@ from test_gantt import PLAN, TIMES, report
 
 from tf_adapters.errors import ConfigError
 from tf_adapters.report import Report, cli
-from tf_adapters.report.terminal import print_summary, summary
+from tf_adapters.report.page import print_page
+from tf_adapters.report.terminal import page, summary
 
 MEASURED = {
     "step_ms_unfrozen": 812.0,
@@ -87,7 +88,7 @@ def test_a_failed_write_keeps_the_old_report(tmp_path: Path, monkeypatch: pytest
         ("{", "is not JSON"),
         ("[1]", "this is not a report: a report is a JSON object"),
         ("{}", 'this is not a report: it has no field "format"'),
-        (json.dumps(PLAN), "this is a plan; show wants the report"),
+        (json.dumps(PLAN), "this is a plan and not the report.json"),
         (json.dumps({"ranks": [], "times": {}}), "this is input for the planner"),
         ('{"format": 2}', "format 2 is newer than this version reads"),
         ('{"format": "one"}', "format is 'one': it must be an integer"),
@@ -210,12 +211,12 @@ def test_the_terminal_gets_the_same_words_with_and_without_rich(monkeypatch: pyt
     monkeypatch.setenv("COLUMNS", "200")
     shown = report(measured=MEASURED, note=["[bold] is no markup"])
     with_rich = _Terminal()
-    print_summary(shown, with_rich)
+    print_page(page(shown), with_rich)
     for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich", None)
     without = _Terminal()
-    print_summary(shown, without)
+    print_page(page(shown), without)
     assert without.getvalue() == summary(shown) + "\n"
     for piece in ("1.35x measured", "really skipped", "49%", "note: [bold] is no markup"):
         assert piece in with_rich.getvalue()
@@ -268,3 +269,45 @@ def test_show_says_why_there_is_nothing_to_draw(tmp_path: Path, capsys: pytest.C
     assert show(str(path), "--svg", str(tmp_path / "batch.svg")) == 2
     assert "nothing to draw yet" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["report.json"]
+
+
+def test_show_draws_a_chart_and_writes_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "report.json"
+    samples = [{"action": f"{s}B{m}", "afr": 0.5, "ms": 12.0} for s in range(2) for m in range(2)]
+    report(measured={"backward_ms": samples}).write(path)
+    files = [str(tmp_path / name) for name in ("a.png", "a.svg", "a.json")]
+    assert show(str(path), "--png", files[0], "--svg", files[1], "--trace", files[2]) == 0
+    out = capsys.readouterr().out
+    for words in ("before: nothing frozen: 90.0 ms", "after: planned", "measured: medians of stable", "rank 1 "):
+        assert words in out
+    assert [line for line in out.splitlines() if line.startswith(("picture", "trace"))] == [
+        f"picture: {files[0]}",
+        f"picture: {files[1]}",
+        f"trace: {files[2]}",
+    ]
+    assert all(Path(file).stat().st_size > 1000 for file in files)
+    assert show(str(path), "--no-gantt") == 0
+    assert "rank 1 " not in capsys.readouterr().out
+
+
+def test_show_works_while_nothing_is_timed_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    report(times={}, plan=None, status="warmup").write(path)
+    assert show(str(path)) == 0
+    out = capsys.readouterr().out
+    assert "warming up" in out
+    assert "idle" not in out
+    assert "--trace" not in out
+
+
+def test_show_refuses_files_that_it_could_not_write_before_printing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    report().write(path)
+    assert show(str(path), "--trace", str(tmp_path / "none" / "a.json")) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "--trace: cannot write" in err
+    assert err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The ``tf-adapters`` command: ``plan``, ``show`` and ``doctor``, each in its own module."""
+"""The ``tf-adapters`` command: ``plan``, ``simulate``, ``show`` and ``doctor``, each in its own module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tf_adapters import __version__
 
 __all__ = ["build_parser", "main"]
 
-_SUBCOMMANDS = ("tf_adapters.plan_cli", "tf_adapters.report.cli", "tf_adapters.doctor")
+_SUBCOMMANDS = ("tf_adapters.plan_cli", "tf_adapters.simulate.cli", "tf_adapters.report.cli", "tf_adapters.doctor")
 """Modules with ``add_parser(subparsers)``, which sets ``run``: from the arguments to an exit status."""
 
 

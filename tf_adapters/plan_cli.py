@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from tf_adapters.errors import PlanInputError, SolverError
 from tf_adapters.planner import FreezePlan, plan_from_json
 
-__all__ = ["add_parser"]
+__all__ = ["add_parser", "load_json"]
 
 _DESCRIPTION = """\
 Read a pipeline schedule with each action's time, all frozen and nothing frozen, in ms;
@@ -39,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan as ``args`` say; returns the exit status."""
     try:
-        plan = plan_from_json(_load(args.input))
+        plan = plan_from_json(load_json(args.input))
     except PlanInputError as error:
         return _fail(str(error), 2)
     except SolverError as error:
@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(path: str) -> Any:
+def load_json(path: str) -> Any:
+    """The JSON in a file, or on standard input for ``-``. Raises PlanInputError, one line."""
     name = "standard input" if path == "-" else path
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")

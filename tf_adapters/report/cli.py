@@ -1,4 +1,4 @@
-"""``tf-adapters show REPORT.json``: the summary of a run, and its Gantt chart on request."""
+"""``tf-adapters show REPORT.json``: the summary of a run, also while it goes on; pictures and traces on request."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import os
 import sys
 
 from tf_adapters.errors import TimelyFreezeError
-from tf_adapters.report.gantt import draw
+from tf_adapters.report.layout import Panel, panels_of
+from tf_adapters.report.outputs import add_output_arguments, asked_for, check_outputs, write_outputs
+from tf_adapters.report.page import print_page
 from tf_adapters.report.schema import Report
-from tf_adapters.report.terminal import print_summary
+from tf_adapters.report.terminal import page
 
 __all__ = ["add_parser", "run"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``show`` to the command line."""
-    about = "show what freezing brought to a run, from its report.json"
+    about = "show what freezing brought to a run, from its report.json; also while the run goes on"
     parser = subparsers.add_parser("show", help=about, description=f"tf-adapters show: {about}.")
     parser.add_argument("report", metavar="REPORT.json", help="<output_dir>/timely_freeze/report.json of a run")
-    picture = parser.add_mutually_exclusive_group()
-    picture.add_argument("--png", metavar="FILE", help="also draw the batch, before and after, as PNG")
-    picture.add_argument("--svg", metavar="FILE", help="the same as SVG")
+    add_output_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -30,12 +30,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the summary and draw what was asked for; 0, or 2 with one line on stderr."""
     try:
         report = Report.read(args.report)
-        print_summary(report)
-        if args.png:
-            draw(report, args.png, "png")
-        elif args.svg:
-            draw(report, args.svg, "svg")
-        print(_about_pictures(report, args), flush=True)
+        check_outputs(args)
+        panels = panels_of(report) if asked_for(args) else _panels_if_any(report)
+        print_page(page(report, () if args.no_gantt else panels))
+        lines = write_outputs(args, panels, f"One batch on {report.host.name}") or _hint(panels)
+        print("".join(f"\n{line}" for line in lines), flush=True)
     except BrokenPipeError:
         # The reader, such as head, has seen enough: no error, and nothing left to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -46,9 +45,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _about_pictures(report: Report, args: argparse.Namespace) -> str:
-    if args.png or args.svg:
-        return f"\npicture: {args.png or args.svg}"
-    if report.times and importlib.util.find_spec("matplotlib") is not None:
-        return "\npicture: add --png FILE or --svg FILE to draw this batch before and after"
-    return ""
+def _panels_if_any(report: Report) -> tuple[Panel, ...]:
+    """A run that has measured nothing, or has failed for its schedule, still has a summary."""
+    try:
+        return panels_of(report)
+    except TimelyFreezeError:
+        return ()
+
+
+def _hint(panels: tuple[Panel, ...]) -> tuple[str, ...]:
+    if not panels:
+        return ()
+    drawn = "--png FILE or --svg FILE to draw this batch, " if importlib.util.find_spec("matplotlib") else ""
+    return (f"add {drawn}--trace FILE for a trace that Perfetto opens",)

@@ -1,16 +1,18 @@
-"""Where each action of a batch lies in time and on which rank, before and after: what pictures are drawn from."""
+"""Where each action of a batch lies in time and on which rank: what tables, pictures and traces are made from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from tf_adapters.dag import PipelineDag
 from tf_adapters.errors import ConfigError
 from tf_adapters.ir import Action, PipelineSchedule
+from tf_adapters.report.measured import stable_samples
 from tf_adapters.report.schema import Report
 
-__all__ = ["Block", "Panel", "after", "before"]
+__all__ = ["Block", "Panel", "after", "before", "measured", "panels_of", "timeline"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +28,41 @@ class Block:
     critical: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Panel:
-    """The blocks of one batch, rank after rank, and the batch's end in ms."""
+    """One batch: its blocks, rank after rank in execution order, its end in ms and its critical path, in order.
+
+    ``stages`` holds the stages of each rank, ascending.
+    """
 
     title: str
+    stages: tuple[tuple[int, ...], ...]
     blocks: tuple[Block, ...]
     end_ms: float
+    critical_path: tuple[Action, ...]
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Block, ...], ...]:
+        """The blocks of each rank, in execution order."""
+        rows: list[list[Block]] = [[] for _ in self.stages]
+        for block in self.blocks:
+            rows[block.row].append(block)
+        return tuple(map(tuple, rows))
+
+    @cached_property
+    def busy_ms(self) -> tuple[float, ...]:
+        """How long each rank computes, in ms."""
+        return tuple(sum(block.end_ms - block.start_ms for block in row) for row in self.rows)
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """The share of the batch, in [0, 1], that each rank waits."""
+        return tuple(max(0.0, 1.0 - busy / self.end_ms) if self.end_ms > 0.0 else 0.0 for busy in self.busy_ms)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time, in [0, 1], that they wait."""
+        return sum(self.bubbles) / len(self.bubbles) if self.bubbles else 0.0
 
 
 def before(report: Report) -> Panel:
@@ -40,16 +70,10 @@ def before(report: Report) -> Panel:
 
     Raises ConfigError when the report has no times yet, or none for an action.
     """
-    if not report.times:
-        raise ConfigError(f"nothing to draw yet: no action has been timed (status {report.status!r})")
     schedule = report.schedule.parse()
-    try:
-        upper = {action: report.times[str(action)][1] for action in schedule.actions}
-    except KeyError as error:
-        raise ConfigError(f"times has no entry for {error.args[0]}") from None
-    dag = PipelineDag.from_schedule(schedule, _communication(report))
-    path = set(dag.critical_path(upper))
-    return _panel("before: nothing frozen", schedule, dag.start_times(upper), upper, {}, path, dag.makespan(upper))
+    durations = _unfrozen(report, schedule)
+    dag = PipelineDag.from_schedule(schedule, *report.gaps())
+    return timeline("before: nothing frozen", schedule, dag, durations)
 
 
 def after(report: Report) -> Panel | None:
@@ -63,34 +87,70 @@ def after(report: Report) -> Panel | None:
         if missing is not None:
             raise ConfigError(f"plan.{name} has no entry for {missing}")
     title = f"after: planned, {plan.mean_freeze_ratio:.0%} of the weight gradients skipped"
-    return _panel(
-        title,
-        schedule,
-        plan.start_ms,
-        plan.duration_ms,
-        plan.freeze_ratio,
-        set(plan.critical_path),
-        plan.makespan_ms.planned,
-    )
+    blocks = _blocks(schedule, plan.start_ms, plan.duration_ms, plan.freeze_ratio, plan.critical_path)
+    return Panel(title, _stages(schedule), blocks, plan.makespan_ms.planned, plan.critical_path)
 
 
-def _communication(report: Report) -> dict[tuple[Action, Action], float]:
-    edges = {}
-    for text, delay in report.communication.items():
-        source, _, target = text.partition("->")
-        edges[Action.parse(source), Action.parse(target)] = delay
-    return edges
+def measured(report: Report) -> Panel | None:
+    """The batch that follows from what stable freezing measured, or None as long as a backward was not measured.
+
+    A report holds medians of durations, no starts: these are the durations put through the schedule's graph.
+    Actions that freezing does not change keep the time that they had with nothing frozen.
+    """
+    samples = stable_samples(report)
+    schedule = report.schedule.parse()
+    if not samples or any(action.freezable and str(action) not in samples for action in schedule.actions):
+        return None
+    found = {action: samples[str(action)] for action in schedule.actions if action.freezable}
+    durations = {**_unfrozen(report, schedule), **{action: sample.ms for action, sample in found.items()}}
+    ratios = {action: sample.afr for action, sample in found.items()}
+    mean = sum(ratios.values()) / len(ratios)
+    title = f"measured: medians of stable freezing ({mean:.0%} skipped) put through the schedule's graph"
+    return timeline(title, schedule, PipelineDag.from_schedule(schedule, *report.gaps()), durations, ratios)
 
 
-def _panel(
+def panels_of(report: Report) -> tuple[Panel, ...]:
+    """What there is of ``before``, ``after`` and ``measured``. Raises ConfigError, ScheduleError as they do."""
+    return tuple(panel for panel in (before(report), after(report), measured(report)) if panel is not None)
+
+
+def timeline(
     title: str,
+    schedule: PipelineSchedule,
+    dag: PipelineDag,
+    durations: Mapping[Action, float],
+    frozen: Mapping[Action, float] | None = None,
+) -> Panel:
+    """The batch in which every action takes ``durations`` (ms) and starts as early as ``dag``, its graph, lets it.
+
+    ``frozen`` holds the freeze ratios to show, 0 where absent.
+    """
+    path = dag.critical_path(durations)
+    blocks = _blocks(schedule, dag.start_times(durations), durations, frozen or {}, path)
+    return Panel(title, _stages(schedule), blocks, dag.makespan(durations), path)
+
+
+def _unfrozen(report: Report, schedule: PipelineSchedule) -> dict[Action, float]:
+    if not report.times:
+        raise ConfigError(f"nothing to draw yet: no action has been timed (status {report.status!r})")
+    try:
+        return {action: report.times[str(action)][1] for action in schedule.actions}
+    except KeyError as error:
+        raise ConfigError(f"times has no entry for {error.args[0]}") from None
+
+
+def _stages(schedule: PipelineSchedule) -> tuple[tuple[int, ...], ...]:
+    return tuple(schedule.stages_of(rank) for rank in range(len(schedule.ranks)))
+
+
+def _blocks(
     schedule: PipelineSchedule,
     start: Mapping[Action, float],
     duration: Mapping[Action, float],
     frozen: Mapping[Action, float],
-    critical: set[Action],
-    end_ms: float,
-) -> Panel:
+    path: tuple[Action, ...],
+) -> tuple[Block, ...]:
+    critical = set(path)
     blocks = []
     for row, actions in enumerate(schedule.ranks):
         lanes = {stage: lane for lane, stage in enumerate(schedule.stages_of(row))}
@@ -98,4 +158,4 @@ def _panel(
             begin = start[action]
             share, on_path = frozen.get(action, 0.0), action in critical
             blocks.append(Block(action, row, lanes[action.stage], begin, begin + duration[action], share, on_path))
-    return Panel(title, tuple(blocks), end_ms)
+    return tuple(blocks)

@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from tf_adapters.errors import ConfigError, ScheduleError, TimelyFreezeError
+from tf_adapters.gaps import Gaps
 from tf_adapters.ir import PipelineSchedule
 from tf_adapters.planner import FreezePlan
 
@@ -40,7 +41,7 @@ __all__ = [
 
 FORMAT: Literal[1] = 1
 
-Status = Literal["warmup", "monitoring", "planned", "progressive", "stable", "disabled", "failed"]
+Status = Literal["warmup", "monitoring", "planning", "planned", "progressive", "stable", "disabled", "failed"]
 Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 # A mean of ratios may exceed 1 by a rounding error, which is no reason to lose a report.
 Share = Annotated[float, Field(ge=-1e-6, le=1 + 1e-6, allow_inf_nan=False)]
@@ -108,7 +109,7 @@ class BackwardSample(_Model):
 
 
 class PeakMemory(_Model):
-    """Most bytes that each pipeline rank had allocated, with nothing frozen and in the stable phase."""
+    """Most bytes that each pipeline rank held, with nothing frozen and in the stable phase (``tf_adapters.memory``)."""
 
     unfrozen: tuple[Bytes, ...] | None = None
     stable: tuple[Bytes, ...] | None = None
@@ -145,6 +146,7 @@ class Report(_Model):
     phases: Phases = Phases()
     times: dict[str, tuple[Milliseconds, Milliseconds]] = Field(default_factory=dict)
     communication: dict[str, Milliseconds] = Field(default_factory=dict)
+    overhead: dict[str, Milliseconds] = Field(default_factory=dict)
     plan: Plan | None = None
     measured: Measured = Measured()
 
@@ -168,7 +170,15 @@ class Report(_Model):
         for edge in report.communication:
             if edge not in edges:
                 raise ConfigError(f"communication.{edge} is not an edge between stages of the schedule")
+        actions = {str(action) for action in schedule.actions}
+        for text in report.overhead:
+            if text not in actions:
+                raise ConfigError(f"overhead.{text} is not an action of the schedule")
         return report
+
+    def gaps(self) -> Gaps:
+        """``communication`` and ``overhead`` by their actions, ms."""
+        return Gaps.from_json({"communication": self.communication, "overhead": self.overhead})
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write to ``path``, making its folders. A reader sees the old report or the new one."""
@@ -208,9 +218,9 @@ def _check_is_report(data: object) -> None:
         raise ConfigError("this is not a report: a report is a JSON object")
     if "format" not in data:
         if {"makespan_ms", "freeze_ratio"} <= data.keys():
-            raise ConfigError("this is a plan; show wants the report.json that a run leaves")
+            raise ConfigError("this is a plan and not the report.json that a run leaves")
         if {"ranks", "times"} <= data.keys():
-            raise ConfigError("this is input for the planner; show wants the report.json that a run leaves")
+            raise ConfigError("this is input for the planner and not the report.json that a run leaves")
         raise ConfigError('this is not a report: it has no field "format"')
     number = data["format"]
     if isinstance(number, bool) or not isinstance(number, int):

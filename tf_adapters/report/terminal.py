@@ -1,19 +1,16 @@
-"""A report for the terminal: what freezing brought, per stage, in words that need no manual.
-
-The text is the same with and without rich; rich, where installed, only draws the table better.
-"""
+"""A report as a page: what freezing brought, per stage, in words that need no manual."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TextIO
+from collections.abc import Iterable, Sequence
 
 from tf_adapters.ir import Kind, PipelineSchedule
+from tf_adapters.report.layout import Panel
+from tf_adapters.report.measured import stable_samples
+from tf_adapters.report.page import Page, Table, as_text
 from tf_adapters.report.schema import Report
 
-__all__ = ["print_summary", "summary"]
+__all__ = ["page", "summary"]
 
 _NOTHING = "-"
 _HEADER = (
@@ -27,48 +24,27 @@ _HEADER = (
 _STATUS = {
     "warmup": "warming up: nothing is measured and nothing is frozen yet",
     "monitoring": "monitoring: timing the steps, with nothing frozen and with every weight gradient skipped",
+    "planning": "planning: everything is measured, the plan is being made beside training",
     "planned": "planned: freezing starts with the next steps",
     "progressive": "progressive freezing: the shares rise step by step to the plan's",
     "stable": "stable freezing: the plan is in force",
     "disabled": "disabled: the host trains as if tf-adapters were not there",
     "failed": "failed: the notes below say why",
 }
+_TABLE_TITLE = "Share of each stage's weight gradients that is skipped (backward: per microbatch)"
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """The summary before it is laid out."""
-
-    headline: str
-    facts: tuple[tuple[str, str], ...]
-    rows: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...]
+def page(report: Report, panels: Sequence[Panel] = ()) -> Page:
+    """The report as a page, ``panels`` as its chart."""
+    schedule = report.schedule.parse()
+    rows = _rows(report, schedule)
+    tables = (Table(_TABLE_TITLE, _HEADER, rows),) if rows else ()
+    return Page(_headline(report), tuple(_fact_lines(report, schedule)), tables, tuple(panels), _remarks(report))
 
 
 def summary(report: Report) -> str:
     """The report as plain text."""
-    parts = _parts(report)
-    blocks = [parts.headline, _facts(parts)]
-    if parts.rows:
-        blocks.append(_TABLE_TITLE + "\n" + _table((_HEADER, *parts.rows)))
-    if parts.notes:
-        blocks.append(_notes(parts))
-    return "\n\n".join(blocks)
-
-
-def print_summary(report: Report, stream: TextIO | None = None) -> None:
-    """Print the summary to ``stream`` (standard output); on a terminal with rich, as a rich table."""
-    out = stream or sys.stdout
-    if not (out.isatty() and _print_rich(_parts(report), out)):
-        print(summary(report), file=out)
-
-
-_TABLE_TITLE = "Share of each stage's weight gradients that is skipped (backward: per microbatch)"
-
-
-def _parts(report: Report) -> _Parts:
-    schedule = report.schedule.parse()
-    return _Parts(_headline(report), tuple(_fact_lines(report, schedule)), _rows(report, schedule), _remarks(report))
+    return as_text(page(report))
 
 
 def _headline(report: Report) -> str:
@@ -134,7 +110,7 @@ def _phase_ends(report: Report) -> str:
 def _rows(report: Report, schedule: PipelineSchedule) -> tuple[tuple[str, ...], ...]:
     if not report.times and report.plan is None:
         return ()
-    stable = _stable_times(report)
+    stable = {action: sample.ms for action, sample in stable_samples(report).items()}
     upper = {action: bounds[1] for action, bounds in report.times.items()}
     planned = {str(stage): ratio for stage, ratio in report.plan.stage_freeze_ratio.items()} if report.plan else {}
     rows = []
@@ -158,20 +134,6 @@ def _rows(report: Report, schedule: PipelineSchedule) -> tuple[tuple[str, ...], 
     return tuple(rows)
 
 
-def _stable_times(report: Report) -> dict[str, float]:
-    """Measured ms of each backward in the stable phase: the samples nearest to the planned ratio."""
-    if report.status != "stable":
-        return {}
-    ratios = {str(action): ratio for action, ratio in report.plan.freeze_ratio.items()} if report.plan else {}
-    nearest: dict[str, tuple[float, float]] = {}
-    for sample in report.measured.backward_ms:
-        away = abs(sample.afr - ratios.get(sample.action, 1.0))
-        # Of equally near samples the last one counts: a report lists the stable phase after the monitoring.
-        if sample.action not in nearest or away <= nearest[sample.action][0]:
-            nearest[sample.action] = (away, sample.ms)
-    return {action: ms for action, (_, ms) in nearest.items()}
-
-
 def _per_microbatch(actions: list[str], times: dict[str, float], microbatches: int) -> str:
     if not actions or any(action not in times for action in actions):
         return _NOTHING
@@ -182,42 +144,6 @@ def _remarks(report: Report) -> tuple[str, ...]:
     ratio = report.measured.step_ratio
     own = ["freezing has not made the step faster"] if ratio is not None and ratio >= 0.995 else []
     return (*own, *report.note)
-
-
-def _facts(parts: _Parts) -> str:
-    return "\n".join(f"{name + ':':<10}{text}" for name, text in parts.facts)
-
-
-def _notes(parts: _Parts) -> str:
-    return "\n".join(f"note: {note}" for note in parts.notes)
-
-
-def _table(rows: tuple[tuple[str, ...], ...]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-
-
-def _print_rich(parts: _Parts, out: TextIO) -> bool:
-    """Print with rich; False, and nothing printed, where rich is not installed."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        return False
-    console = Console(file=out, highlight=False)
-    console.print(Text(parts.headline, style="bold"))
-    console.print(Text("\n" + _facts(parts)))
-    if parts.rows:
-        table = Table(*_HEADER, title=_TABLE_TITLE, title_justify="left", title_style="")
-        for column in table.columns:
-            column.justify = "right"
-        for row in parts.rows:
-            table.add_row(*row)
-        console.print("", table)
-    if parts.notes:
-        console.print(Text("\n" + _notes(parts)))
-    return True
 
 
 def _ms(value: float) -> str:

@@ -1,0 +1,61 @@
+"""The arguments that ask for pictures and traces, the same for ``show`` and ``simulate``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from tf_adapters.errors import ConfigError, UnsupportedError
+from tf_adapters.report.gantt import draw_panels
+from tf_adapters.report.layout import Panel
+from tf_adapters.report.trace import write_trace
+
+__all__ = ["add_output_arguments", "asked_for", "check_outputs", "write_outputs"]
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--png``, ``--svg``, ``--trace`` and ``--no-gantt``."""
+    group = parser.add_argument_group("pictures")
+    group.add_argument("--png", metavar="FILE", help="draw the batch before and after, on one time axis, as PNG")
+    group.add_argument("--svg", metavar="FILE", help="the same as SVG")
+    group.add_argument("--trace", metavar="FILE", help="the same as a Chrome trace: open it in ui.perfetto.dev")
+    group.add_argument("--no-gantt", action="store_true", help="print no chart")
+
+
+def asked_for(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """(argument, file) of every picture or trace that is asked for."""
+    files = ((f"--{name}", getattr(args, name)) for name in ("png", "svg", "trace"))
+    return tuple((name, path) for name, path in files if path is not None)
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Refuse, before any work, what could not be written. Raises ConfigError, or UnsupportedError for matplotlib."""
+    for name, path in asked_for(args):
+        if not path or Path(path).is_dir():
+            raise ConfigError(f"{name}: {path!r} is not a file's name")
+        if not Path(path).parent.is_dir():
+            raise ConfigError(f"{name}: cannot write {path}: the folder {Path(path).parent} does not exist")
+        if name != "--trace" and importlib.util.find_spec("matplotlib") is None:
+            raise UnsupportedError(f'{name}: pictures need matplotlib: pip install "tf-adapters[plot]"')
+
+
+def write_outputs(
+    args: argparse.Namespace, panels: Sequence[Panel], headline: str, compared_ms: Sequence[float] | None = None
+) -> tuple[str, ...]:
+    """Write what is asked for, as ``draw_panels`` and ``write_trace`` do; a line about each file.
+
+    Raises ConfigError where a file cannot be written.
+    """
+    lines = []
+    for name, path in asked_for(args):
+        try:
+            if name == "--trace":
+                write_trace(panels, path)
+            else:
+                draw_panels(panels, headline, path, "png" if name == "--png" else "svg", compared_ms)
+        except OSError as error:
+            raise ConfigError(f"{name}: cannot write {path}: {error.strerror or error}") from None
+        lines.append(f"{'trace' if name == '--trace' else 'picture'}: {path}")
+    return tuple(lines)

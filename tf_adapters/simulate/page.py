@@ -1,0 +1,208 @@
+"""Simulations as a page for the terminal: one in detail, several side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from tf_adapters.ir import Action
+from tf_adapters.report.layout import Panel
+from tf_adapters.report.page import Page, Table
+from tf_adapters.simulate.simulation import Gain, Simulation
+
+__all__ = ["chart_panels", "comparison_page", "simulation_page"]
+
+_STEPS = 8
+"""Parts of a critical path that are printed."""
+
+
+def simulation_page(
+    simulation: Simulation, source: str, notes: Sequence[str], width: int, step_ms: float | None = None
+) -> Page:
+    """One simulation in detail; ``width`` is how many characters a line has, ``step_ms`` a measured whole step."""
+    schedule = simulation.pipeline.schedule
+    stages, ranks = _count(schedule.num_stages, "stage"), _count(len(schedule.ranks), "rank")
+    size = f"{stages} on {ranks}, {_count(schedule.num_microbatches, 'microbatch')}"
+    tables = [_rank_table(simulation), _ratio_table(simulation, width)]
+    if simulation.sweep:
+        tables.append(_sweep_table(simulation))
+    return Page(
+        headline=f"{simulation.pipeline.name}: {size}: batch {_ms(simulation.unfrozen.end_ms)}"
+        f" -> {_ms(simulation.gain.ms)} at r_max {simulation.max_freeze_ratio:g}, {_percent(simulation.gain.gain)}",
+        facts=(("times", source), *_facts(simulation), *_step(simulation, step_ms)),
+        tables=tuple(tables),
+        panels=simulation.panels,
+        notes=tuple(notes),
+    )
+
+
+def comparison_page(simulations: Sequence[Simulation], source: str, notes: Sequence[str]) -> Page:
+    """Several simulations side by side."""
+    ratio = simulations[0].max_freeze_ratio
+    best = min(simulations, key=lambda simulation: simulation.gain.ms)
+    tables = [Table(f"Batch at r_max {ratio:g}", _COMPARED, tuple(_compared(each) for each in simulations))]
+    if simulations[0].sweep:
+        tables.append(_sweeps_table(simulations))
+    return Page(
+        headline=f"{len(simulations)} schedules at r_max {ratio:g}: {best.pipeline.name} ends first,"
+        f" {_ms(best.unfrozen.end_ms)} -> {_ms(best.gain.ms)}",
+        facts=(("times", source), ("gain", _GAIN), ("at most", _MOST), ("stable", _STABLE)),
+        tables=tuple(tables),
+        panels=chart_panels(simulations)[1::2],
+        notes=tuple(notes),
+    )
+
+
+def chart_panels(simulations: Sequence[Simulation]) -> tuple[Panel, ...]:
+    """Before and after of each; under its name where there are several."""
+    if len(simulations) == 1:
+        return simulations[0].panels
+    return tuple(replace(p, title=f"{each.pipeline.name}, {p.title}") for each in simulations for p in each.panels)
+
+
+_GAIN = "in throughput, over the same schedule with nothing frozen"
+_MOST = "with everything frozen, which no r_max can beat"
+_STABLE = "where all of stage 0 is frozen its backward is gone, which the planner does not count on"
+_COMPARED = (
+    *("schedule", "ranks", "stages", "nothing frozen", "planned", "gain"),
+    *("bubble", "skipped", "stable gain", "at most", "held by"),
+)
+
+
+def _compared(simulation: Simulation) -> tuple[str, ...]:
+    schedule, gain = simulation.pipeline.schedule, simulation.gain
+    return (
+        simulation.pipeline.name,
+        str(len(schedule.ranks)),
+        str(schedule.num_stages),
+        *(_ms(simulation.unfrozen.end_ms), _ms(gain.ms), _percent(gain.gain)),
+        f"{simulation.unfrozen.bubble:.0%} -> {simulation.planned.bubble:.0%}",
+        f"{simulation.plan.mean_freeze_ratio:.0%}",
+        *(_percent(gain.stable_gain), _percent(simulation.most.gain)),
+        str(simulation.holder),
+    )
+
+
+def _facts(simulation: Simulation) -> Iterator[tuple[str, str]]:
+    unfrozen, planned, holder = simulation.unfrozen, simulation.planned, simulation.holder
+    mean = simulation.plan.mean_freeze_ratio
+    yield "before", f"{_ms(unfrozen.end_ms)}, bubble {unfrozen.bubble:.1%}"
+    yield "planned", f"{_gain(simulation.gain)}, bubble {planned.bubble:.1%}, {mean:.0%} of weight gradients skipped"
+    if _differs(simulation.gain):
+        yield "stable", f"{_stable(simulation.gain)}: {_STABLE}"
+    most = simulation.most
+    also = f" (stable: {_stable(most)})" if _differs(most) else ""
+    yield "at most", f"{_gain(most)} at any r_max, held by {holder}: {holder.share:.0%} of a critical path{also}"
+    yield "path before", _path(unfrozen)
+    yield "path planned", _path(planned)
+
+
+def _step(simulation: Simulation, step_ms: float | None) -> Iterator[tuple[str, str]]:
+    """As ``tf_adapters.prediction.forecast``: what is no pipeline computation stays as it was measured."""
+    if step_ms is not None:
+        expected = step_ms - (simulation.unfrozen.end_ms - simulation.gain.stable_ms)
+        yield "step", f"{_ms(step_ms)} measured with nothing frozen, {_ms(expected)} expected in stable freezing"
+
+
+def _rank_table(simulation: Simulation) -> Table:
+    before, after = simulation.unfrozen, simulation.planned
+    rows = [
+        (
+            str(rank),
+            ", ".join(map(str, stages)) or "-",
+            *(f"{before.busy_ms[rank]:,.1f}", f"{before.bubbles[rank]:.0%}"),
+            *(f"{after.busy_ms[rank]:,.1f}", f"{after.bubbles[rank]:.0%}"),
+        )
+        for rank, stages in enumerate(before.stages)
+    ]
+    header = ("rank", "stages", "busy ms before", "bubble", "busy ms planned", "bubble")
+    return Table("Ranks", header, tuple(rows))
+
+
+def _ratio_table(simulation: Simulation, width: int) -> Table:
+    """A column per microbatch in percent; where that is too wide, one digit per microbatch."""
+    stages = sorted(simulation.plan.stage_freeze_ratio)
+    microbatches = simulation.pipeline.schedule.num_microbatches
+    ratios: dict[tuple[int, int], float] = {
+        (action.stage, action.microbatch): ratio for action, ratio in simulation.plan.freeze_ratio.items()
+    }
+    means = {stage: f"{100 * simulation.plan.stage_freeze_ratio[stage]:.0f}" for stage in stages}
+    if 12 + 5 * microbatches <= width:
+        rows = [(str(s), means[s], *(f"{100 * ratios[s, m]:.0f}" for m in range(microbatches))) for s in stages]
+        header = ("stage", "mean", *map(str, range(microbatches)))
+        return Table("Freeze ratio by stage and microbatch, %", header, tuple(rows))
+    rows = [(str(s), means[s], "".join(_digit(ratios[s, m]) for m in range(microbatches))) for s in stages]
+    title = "Freeze ratio by stage, %, and by microbatch, a character each: . nothing, 1 to 9 tenths, # everything"
+    return Table(title, ("stage", "mean", f"microbatches 0 to {microbatches - 1}"), tuple(rows))
+
+
+def _digit(ratio: float) -> str:
+    tenths = round(10 * ratio)
+    return "." if tenths == 0 else "#" if tenths == 10 else str(tenths)
+
+
+def _sweep_table(simulation: Simulation) -> Table:
+    rows = [
+        (
+            f"{point.max_freeze_ratio:g}",
+            *(_ms(point.batch.ms), _percent(point.batch.gain)),
+            *(_ms(point.batch.stable_ms), _percent(point.batch.stable_gain)),
+            f"{point.mean_freeze_ratio:.0%}",
+        )
+        for point in simulation.sweep
+    ]
+    return Table("Other r_max", ("r_max", "planned", "gain", "stable", "gain", "skipped"), tuple(rows))
+
+
+def _sweeps_table(simulations: Sequence[Simulation]) -> Table:
+    """A column per schedule."""
+    rows = [
+        (f"{points[0].max_freeze_ratio:g}", *(f"{_ms(p.batch.ms)} {_percent(p.batch.gain)}" for p in points))
+        for points in zip(*(simulation.sweep for simulation in simulations), strict=True)
+    ]
+    names = (simulation.pipeline.name for simulation in simulations)
+    return Table("Planned, and its gain, at other r_max", ("r_max", *names), tuple(rows))
+
+
+def _path(panel: Panel) -> str:
+    """A critical path; what stays on a stage, or passes a microbatch from stage to stage, is drawn together."""
+    parts: list[list[Action]] = []
+    passing = False
+    for action in panel.critical_path:
+        last = parts[-1] if parts else []
+        stays = bool(last) and last[-1].stage == action.stage
+        passes = bool(last) and (last[-1].kind, last[-1].microbatch) == (action.kind, action.microbatch)
+        if last and (len(last) == 1 or passing == passes) and (stays or passes):
+            last.append(action)
+            passing = passes
+        else:
+            parts.append([action])
+    texts = [str(part[0]) if len(part) == 1 else f"{part[0]}..{part[-1]} ({len(part)})" for part in parts]
+    if len(texts) > _STEPS:
+        half = _STEPS // 2
+        texts = [*texts[:half], f"{len(texts) - 2 * half} more", *texts[-half:]]
+    return " > ".join(texts)
+
+
+def _gain(gain: Gain) -> str:
+    return f"{_ms(gain.ms)}, {_percent(gain.gain)} throughput"
+
+
+def _differs(gain: Gain) -> bool:
+    return gain.stable_ms < gain.ms * (1.0 - 1e-6)
+
+
+def _stable(gain: Gain) -> str:
+    return f"{_ms(gain.stable_ms)}, {_percent(gain.stable_gain)}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.1f}%"
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.1f} ms" if value >= 10 else f"{value:.3g} ms"

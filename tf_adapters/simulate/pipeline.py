@@ -1,0 +1,81 @@
+"""What is simulated: a schedule with the times of its actions; and how times of stages carry over to a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tf_adapters.errors import ConfigError
+from tf_adapters.gaps import NO_GAPS, Gaps
+from tf_adapters.ir import Action, Kind, PipelineSchedule
+from tf_adapters.model_costs import StageCost
+from tf_adapters.planner import Bounds
+
+__all__ = ["Pipeline", "between_ranks", "recut", "stage_times"]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A schedule under a name, each action's time and the time between actions, all in ms."""
+
+    name: str
+    schedule: PipelineSchedule
+    times: Mapping[Action, Bounds]
+    gaps: Gaps = NO_GAPS
+
+
+def between_ranks(schedule: PipelineSchedule, ms: float) -> Gaps:
+    """``ms`` on every edge whose ends are on different ranks; a rank hands over to itself at once."""
+    home = {stage: rank for rank in range(len(schedule.ranks)) for stage in schedule.stages_of(rank)}
+    return Gaps(
+        {
+            (source, target): ms
+            for source, target in schedule.transfers()
+            if home[source.stage] != home[target.stage] and ms > 0.0
+        }
+    )
+
+
+def stage_times(schedule: PipelineSchedule, times: Mapping[Action, Bounds]) -> tuple[StageCost, ...]:
+    """Mean ms of each stage's parts over its microbatches: what another schedule of the same stages would take.
+
+    What a backward takes with everything frozen is its input gradient; what freezing saves is its weight gradient.
+    """
+    sums = [StageCost(0.0, 0.0, 0.0) for _ in range(schedule.num_stages)]
+    for action in schedule.actions:
+        bounds = times[action]
+        if action.kind is Kind.FORWARD:
+            part = StageCost(bounds.upper, 0.0, 0.0)
+        elif action.kind is Kind.INPUT_GRAD:
+            part = StageCost(0.0, bounds.upper, 0.0)
+        else:
+            part = StageCost(0.0, bounds.lower, bounds.upper - bounds.lower)
+        sums[action.stage] += part
+    return tuple(_scaled(cost, 1.0 / schedule.num_microbatches) for cost in sums)
+
+
+def recut(pieces: Sequence[StageCost], stages: int) -> tuple[StageCost, ...]:
+    """The same model in another number of stages: pieces are cut into equal parts, or neighbours are joined.
+
+    Raises ConfigError unless one of the two numbers is a multiple of the other.
+    """
+    if stages % len(pieces) == 0:
+        parts = stages // len(pieces)
+        return tuple(_scaled(piece, 1.0 / parts) for piece in pieces for _ in range(parts))
+    if len(pieces) % stages == 0:
+        joined = len(pieces) // stages
+        return tuple(_sum(pieces[first : first + joined]) for first in range(0, len(pieces), joined))
+    raise ConfigError(
+        f"times of {len(pieces)} stages cannot become those of {stages}: one must be a multiple of the other"
+    )
+
+
+def _sum(costs: Sequence[StageCost]) -> StageCost:
+    total = costs[0]
+    for cost in costs[1:]:
+        total += cost
+    return total
+
+
+def _scaled(cost: StageCost, factor: float) -> StageCost:
+    return StageCost(cost.forward * factor, cost.input_grad * factor, cost.weight_grad * factor)

@@ -1,0 +1,157 @@
+"""What freezing would bring to a pipeline, computed once: tables, JSON, pictures and traces are made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tf_adapters.dag import PipelineDag
+from tf_adapters.ir import Action
+from tf_adapters.planner import FreezePlan, plan
+from tf_adapters.prediction import disappears
+from tf_adapters.report.layout import Panel, timeline
+from tf_adapters.simulate.limit import Holder, held_by
+from tf_adapters.simulate.pipeline import Pipeline
+
+__all__ = ["Gain", "Simulation", "SweepPoint", "simulate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """A batch in ms and its gain in throughput over the batch with nothing frozen: 0.25 is a quarter more.
+
+    ``stable_ms`` and ``stable_gain`` are those of stable freezing as ``tf_adapters.prediction`` expects it: where all
+    of stage 0 is frozen its backward is gone. The planner's straight line does not know of this.
+    """
+
+    ms: float
+    gain: float
+    stable_ms: float
+    stable_gain: float
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPoint:
+    """The plan at one r_max; ``mean_freeze_ratio`` in [0, 1] is over all backwards."""
+
+    max_freeze_ratio: float
+    batch: Gain
+    mean_freeze_ratio: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A pipeline with nothing frozen, as planned at ``max_freeze_ratio`` and with everything frozen.
+
+    ``most`` is what no r_max can beat: every weight gradient skipped; ``holder`` is what holds that batch.
+    """
+
+    pipeline: Pipeline
+    max_freeze_ratio: float
+    plan: FreezePlan
+    unfrozen: Panel
+    planned: Panel
+    frozen: Panel
+    gain: Gain
+    most: Gain
+    holder: Holder
+    sweep: tuple[SweepPoint, ...]
+
+    @property
+    def panels(self) -> tuple[Panel, ...]:
+        """What a chart shows: before and after."""
+        return self.unfrozen, self.planned
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values: times in ms, ratios and shares in [0, 1], gains as shares (0.25: a quarter more)."""
+        schedule = self.pipeline.schedule
+        return {
+            "name": self.pipeline.name,
+            "ranks": len(schedule.ranks),
+            "stages": schedule.num_stages,
+            "microbatches": schedule.num_microbatches,
+            "max_freeze_ratio": self.max_freeze_ratio,
+            "unfrozen": _panel_json(self.unfrozen),
+            "planned": {**_panel_json(self.planned), **_gain_json(self.gain)},
+            "most": {**_panel_json(self.frozen), **_gain_json(self.most), "held_by": asdict(self.holder)},
+            "sweep": [
+                {
+                    "max_freeze_ratio": point.max_freeze_ratio,
+                    "ms": point.batch.ms,
+                    **_gain_json(point.batch),
+                    "mean_freeze_ratio": point.mean_freeze_ratio,
+                }
+                for point in self.sweep
+            ],
+            "plan": self.plan.to_json(),
+        }
+
+
+def simulate(pipeline: Pipeline, max_freeze_ratio: float = 0.8, sweep: Sequence[float] = ()) -> Simulation:
+    """Plan ``pipeline`` at ``max_freeze_ratio`` and at every ratio of ``sweep``, all in [0, 1].
+
+    Raises PlanInputError, ScheduleError and SolverError as ``tf_adapters.planner.plan`` does.
+    """
+    solved = {ratio: _plan(pipeline, ratio) for ratio in dict.fromkeys((max_freeze_ratio, *sweep))}
+    chosen = solved[max_freeze_ratio]
+    schedule, times = pipeline.schedule, pipeline.times
+    dag = PipelineDag.from_schedule(schedule, *pipeline.gaps)
+    upper = {action: bounds.upper for action, bounds in times.items()}
+    lower = {action: bounds.lower if action.freezable else bounds.upper for action, bounds in times.items()}
+    everything = {action: 1.0 for action in schedule.actions if action.freezable}
+
+    def panel(title: str, durations: Mapping[Action, float], frozen: Mapping[Action, float] | None = None) -> Panel:
+        return timeline(title, schedule, dag, durations, frozen)
+
+    unfrozen = panel("nothing frozen", upper)
+    frozen = panel("everything frozen", lower, everything)
+    gains = {ratio: _gain(dag, unfrozen.end_ms, made.duration_ms, made.freeze_ratio) for ratio, made in solved.items()}
+    return Simulation(
+        pipeline=pipeline,
+        max_freeze_ratio=max_freeze_ratio,
+        plan=chosen,
+        unfrozen=unfrozen,
+        planned=panel(_planned_title(max_freeze_ratio, chosen), chosen.duration_ms, chosen.freeze_ratio),
+        frozen=frozen,
+        gain=gains[max_freeze_ratio],
+        most=_gain(dag, unfrozen.end_ms, lower, everything),
+        holder=held_by(schedule, dag, lower),
+        sweep=tuple(SweepPoint(ratio, gains[ratio], solved[ratio].mean_freeze_ratio) for ratio in sweep),
+    )
+
+
+def _plan(pipeline: Pipeline, ratio: float) -> FreezePlan:
+    gaps = pipeline.gaps
+    return plan(pipeline.schedule, pipeline.times, ratio, gaps.communication, overhead=gaps.overhead)
+
+
+def _planned_title(max_freeze_ratio: float, made: FreezePlan) -> str:
+    return f"planned at r_max {max_freeze_ratio:g}, {made.mean_freeze_ratio:.0%} of the weight gradients skipped"
+
+
+def _gain(
+    dag: PipelineDag, unfrozen_ms: float, durations: Mapping[Action, float], ratios: Mapping[Action, float]
+) -> Gain:
+    gone = dict.fromkeys((action for action, ratio in ratios.items() if ratio >= 1.0 and disappears(action)), 0.0)
+    ms = dag.makespan(durations)
+    stable_ms = dag.makespan({**durations, **gone}) if gone else ms
+    return Gain(ms, _over(unfrozen_ms, ms), stable_ms, _over(unfrozen_ms, stable_ms))
+
+
+def _over(before: float, after: float) -> float:
+    return before / after - 1.0 if after > 0.0 else 0.0
+
+
+def _gain_json(gain: Gain) -> dict[str, float]:
+    return {"gain": gain.gain, "stable_ms": gain.stable_ms, "stable_gain": gain.stable_gain}
+
+
+def _panel_json(panel: Panel) -> dict[str, Any]:
+    return {
+        "ms": panel.end_ms,
+        "bubble": panel.bubble,
+        "rank_busy_ms": list(panel.busy_ms),
+        "rank_bubble": list(panel.bubbles),
+        "critical_path": [str(action) for action in panel.critical_path],
+    }

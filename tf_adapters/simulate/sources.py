@@ -1,0 +1,240 @@
+"""From the command line's options to pipelines: what was recorded, stages' times as given, or a model's FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tf_adapters.errors import ConfigError, PlanInputError
+from tf_adapters.gaps import Gaps
+from tf_adapters.ir import Action, PipelineSchedule
+from tf_adapters.model_costs import (
+    LLAMA_1B,
+    LLAMA_8B,
+    LLAMA_13B,
+    StageCost,
+    action_bounds,
+    split_layers,
+    stage_costs,
+)
+from tf_adapters.plan_input import check_communication, check_overhead, check_ratio, check_times, read_input
+from tf_adapters.planner import Bounds
+from tf_adapters.report.schema import Report
+from tf_adapters.simulate.options import ModelOptions, Options, StageOptions
+from tf_adapters.simulate.orders import Sizes, named_order, read_csv
+from tf_adapters.simulate.pipeline import Pipeline, between_ranks, recut, stage_times
+
+__all__ = ["Request", "read_request"]
+
+_SHAPES = {"llama-1b": LLAMA_1B, "llama-8b": LLAMA_8B, "llama-13b": LLAMA_13B}
+_FLOPS_PER_MS = 1e9  # of 1 TFLOP/s
+_DEFAULT_RATIO = 0.8
+
+Costs = Callable[[PipelineSchedule], Sequence[StageCost]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to simulate: pipelines, r_max for all of them, where the times come from, in words, and remarks.
+
+    ``step_ms`` is how long a whole step of the first pipeline took with nothing frozen, where that was measured.
+    """
+
+    pipelines: tuple[Pipeline, ...]
+    max_freeze_ratio: float
+    source: str
+    notes: tuple[str, ...] = ()
+    step_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A pipeline that was recorded, and what goes with it."""
+
+    pipeline: Pipeline
+    max_freeze_ratio: float
+    source: str
+    step_ms: float | None = None
+
+
+def read_request(options: Options, load: Callable[[str], Any]) -> Request:
+    """The pipelines that ``options`` ask for; ``load`` reads a JSON file.
+
+    Raises ConfigError, PlanInputError: one line that names the argument or the field.
+    """
+    recorded = _recorded(options, load)
+    if recorded is not None:
+        request = _from_recorded(options, recorded)
+    else:
+        source, costs_for = _assumed(options)
+        pipelines = _compared(options, options.sizes, costs_for, options.communication_ms or 0.0)
+        request = Request(pipelines, _DEFAULT_RATIO, source)
+    ratio = options.max_freeze_ratio
+    return replace(
+        request,
+        max_freeze_ratio=request.max_freeze_ratio if ratio is None else ratio,
+        notes=(*request.notes, *_notes(request.pipelines, options.sizes.stages)),
+    )
+
+
+# --- recorded times ------------------------------------------------------------------------------------------
+
+
+def _recorded(options: Options, load: Callable[[str], Any]) -> _Recorded | None:
+    if options.report is not None:
+        return _from_report(options.report)
+    if options.input is not None:
+        return _from_input(options.input, load(options.input))
+    return None
+
+
+def _from_report(path: str) -> _Recorded:
+    report = Report.read(path)
+    if not report.times:
+        raise ConfigError(f"{path}: no action has been timed yet (status {report.status!r})")
+    schedule = report.schedule.parse().validate()
+    pairs = {Action.parse(text): pair for text, pair in report.times.items()}
+    try:
+        times = check_times(schedule, pairs)
+    except PlanInputError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    ratio = report.config.get("max_freeze_ratio")
+    return _Recorded(
+        Pipeline("recorded", schedule, _bounds(times), report.gaps()),
+        float(ratio) if isinstance(ratio, (int, float)) and 0.0 <= ratio <= 1.0 else _DEFAULT_RATIO,
+        f"measured on {report.host.name}, {path}",
+        report.measured.step_ms_unfrozen,
+    )
+
+
+def _from_input(path: str, data: Any) -> _Recorded:
+    given = read_input(data)
+    ratio = check_ratio(given.max_freeze_ratio)
+    times = check_times(given.schedule, given.times)
+    gaps = Gaps(
+        check_communication(given.schedule, given.communication), check_overhead(given.schedule, given.overhead)
+    )
+    source = "given on standard input" if path == "-" else f"given in {path}"
+    return _Recorded(Pipeline("as given", given.schedule, _bounds(times), gaps), ratio, source)
+
+
+def _from_recorded(options: Options, recorded: _Recorded) -> Request:
+    """The recorded schedule first, then others made of its stages' mean times."""
+    original, sizes = recorded.pipeline, options.sizes
+    if sizes.stages is not None:
+        raise ConfigError(
+            f"--stages {sizes.stages}: recorded times have their stages ({original.schedule.num_stages});"
+            " --ranks says on how many ranks another schedule runs"
+        )
+    if options.communication_ms is not None:
+        original = replace(original, gaps=between_ranks(original.schedule, options.communication_ms))
+    pieces = stage_times(original.schedule, original.times)
+    filled = replace(
+        sizes,
+        ranks=sizes.ranks or len(original.schedule.ranks),
+        microbatches=sizes.microbatches or original.schedule.num_microbatches,
+    )
+    others = _compared(options, filled, lambda order: recut(pieces, order.num_stages), _mean_delay(original))
+    if not options.schedules and sizes != Sizes():
+        raise ConfigError("--ranks, --microbatches: the recorded schedule has its own; add --schedule for another")
+    recut_note = ("the other schedules take the recorded stages' mean times, cut into equal parts or joined",)
+    notes = recut_note if others else ()
+    return Request((original, *others), recorded.max_freeze_ratio, recorded.source, notes, recorded.step_ms)
+
+
+def _mean_delay(pipeline: Pipeline) -> float:
+    """What a hand-over between ranks takes on average, in ms."""
+    edges, known = between_ranks(pipeline.schedule, 1.0).communication, pipeline.gaps.communication
+    return sum(known.get(edge, 0.0) for edge in edges) / len(edges) if edges else 0.0
+
+
+def _bounds(times: dict[Action, tuple[float, float]]) -> dict[Action, Bounds]:
+    return {action: Bounds(*pair) for action, pair in times.items()}
+
+
+# --- assumed times -------------------------------------------------------------------------------------------
+
+
+def _assumed(options: Options) -> tuple[str, Costs]:
+    if not options.schedules and options.csv is None:
+        raise ConfigError("--schedule: missing: in which order actions run (or --csv)")
+    if options.csv is not None and not options.schedules and replace(options.sizes, stages=None) != Sizes():
+        raise ConfigError("--ranks, --microbatches, --stages-per-rank: the file of --csv says them")
+    if options.model is not None:
+        return _model_source(options.model)
+    assert options.stages is not None
+    return _stage_source(options.stages, options.sizes)
+
+
+def _model_source(model: ModelOptions) -> tuple[str, Costs]:
+    shape = _SHAPES[model.name]
+
+    def costs(order: PipelineSchedule) -> tuple[StageCost, ...]:
+        try:
+            layers = split_layers(shape.num_hidden_layers, order.num_stages)
+        except ValueError as error:
+            raise ConfigError(f"--model {model.name}: {error}") from None
+        rate = model.tflops * _FLOPS_PER_MS
+        return tuple(
+            StageCost(cost.forward / rate, cost.input_grad / rate, cost.weight_grad / rate)
+            for cost in stage_costs(shape, layers, model.sequences, model.length)
+        )
+
+    size = f"{model.sequences} x {model.length} tokens a microbatch"
+    return f"{model.name}'s FLOPs at {model.tflops:g} TFLOP/s, {size}", costs
+
+
+def _stage_source(given: StageOptions, sizes: Sizes) -> tuple[str, Costs]:
+    count = sizes.stages or sizes.ranks
+
+    def costs(order: PipelineSchedule) -> tuple[StageCost, ...]:
+        pieces = count or order.num_stages
+        forward = _for_each("--forward-ms", given.forward_ms, pieces, sizes)
+        backward = _for_each("--backward-ms", given.backward_ms, pieces, sizes)
+        weight = _for_each("--weight-share", given.weight_share, pieces, sizes)
+        return recut(
+            [StageCost(f, b * (1.0 - w), b * w) for f, b, w in zip(forward, backward, weight, strict=True)],
+            order.num_stages,
+        )
+
+    return "given for each " + ("stage" if sizes.stages or not sizes.ranks else "rank"), costs
+
+
+def _for_each(argument: str, values: tuple[float, ...], pieces: int, sizes: Sizes) -> tuple[float, ...]:
+    if len(values) == 1:
+        return values * pieces
+    if len(values) != pieces:
+        what = f"--stages {sizes.stages}" if sizes.stages else f"--ranks {sizes.ranks}" if sizes.ranks else "the stages"
+        raise ConfigError(f"{argument}: {len(values)} values: expected one, or {pieces} for {what}")
+    return values
+
+
+# --- the same for every source -------------------------------------------------------------------------------
+
+
+def _compared(options: Options, sizes: Sizes, costs_for: Costs, delay_ms: float) -> tuple[Pipeline, ...]:
+    """A pipeline for --csv, then one for each name in --schedule."""
+    orders: list[tuple[str, PipelineSchedule]] = []
+    if options.csv is not None:
+        orders.append((options.csv, read_csv(options.csv)))
+    orders += [(name, named_order(name, sizes)) for name in options.schedules]
+    delay = delay_ms if options.communication_ms is None else options.communication_ms
+    return tuple(
+        Pipeline(name, order, action_bounds(order, costs_for(order), 1.0), between_ranks(order, delay))
+        for name, order in orders
+    )
+
+
+def _notes(pipelines: Sequence[Pipeline], stages: int | None) -> tuple[str, ...]:
+    other = [
+        f"{pipeline.name} runs {pipeline.schedule.num_stages} stages on {len(pipeline.schedule.ranks)} ranks,"
+        f" not {stages}: the model is cut anew"
+        for pipeline in pipelines
+        if stages not in (None, pipeline.schedule.num_stages)
+    ]
+    ranks = {len(pipeline.schedule.ranks) for pipeline in pipelines}
+    if len(ranks) > 1:
+        counts = ", ".join(map(str, sorted(ranks)))
+        other.append(f"these run on different numbers of ranks ({counts}): give --ranks to compare on the same")
+    return tuple(other)
