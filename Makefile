@@ -25,6 +25,8 @@ bench: $(VENV)/ready
 	$(RUN) benchmarks/deepspeed_speed.py
 	$(RUN) benchmarks/megatron_speed.py
 	$(RUN) benchmarks/schedules.py
+	$(RUN) benchmarks/planner.py
+	$(RUN) benchmarks/selection.py
 
 # The distributed tests again on the oldest DeepSpeed that is supported.
 test-oldest: .venv-oldest/ready

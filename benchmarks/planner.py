@@ -6,7 +6,8 @@ highs       the same in HiGHS's interior point method, by scipy
 dense       the same with dense rows, as a first attempt at it would be written, in HiGHS
 
 Each solve is a process of its own, so that its memory is its own. A way of solving leaves the race at the first size
-that takes it longer than the limit, or more than 12 GiB. Prints a table, writes results/planner.json and draws results/planner.png.
+that takes it longer than the limit, or more than 12 GiB. Prints a table, writes results/planner.json and draws
+results/planner.png.
 """
 
 from __future__ import annotations

@@ -14,27 +14,44 @@ FIELDS = [name for name in TimelyFreezeConfig.model_fields if name != "enabled"]
 each_field = pytest.mark.parametrize("name", FIELDS)
 
 GOOD = {
-    "method": [("none", "none"), ("timely", "timely")],
+    "method": [(m, m) for m in ("none", "timely", "timely+apf", "timely+autofreeze", "apf", "autofreeze")],
     "max_freeze_ratio": [("0.25", 0.25), ("0", 0.0), ("1", 1.0), ("5e-1", 0.5)],
+    "target_speedup": [("1.25", 1.25), ("2", 2.0)],
+    "target_step_time_ms": [("250", 250.0)],
+    "freeze_exclude": [("*.bias", ["*.bias"]), ("*.bias,embed*", ["*.bias", "embed*"])],
     "warmup_steps": [("auto", "auto"), ("0", 0), ("300", 300)],
     "monitoring_steps": [("2", 2), ("80", 80)],
     "progressive_steps": [("0", 0), ("7", 7)],
+    "stability_check_interval": [("1", 1), ("200", 200)],
+    "apf_threshold": [("0.0001", 0.0001), ("1e-4", 1e-4), ("0", 0.0)],
+    "apf_alpha": [("0.9", 0.9), ("0", 0.0)],
+    "apf_score": [("elements", "elements"), ("tensor", "tensor")],
+    "autofreeze_percentile": [("80", 80.0), ("33.5", 33.5)],
     "seed": [("0", 0), ("123456789012", 123456789012)],
     "schedule": [("host", "host"), ("1f1b", "1f1b"), ("gpipe", "gpipe")],
     "on_error": [("raise", "raise"), ("warn", "warn")],
+    "plan_wait": [("true", True), ("false", False), ("auto", "auto")],
     "solver_time_limit_s": [("2.5", 2.5), ("10", 10.0)],
     "report_every": [("1", 1)],
     "output_dir": [("runs/a b", "runs/a b"), ("2024", "2024"), ("0.5", "0.5")],
 }
 BAD = {
-    "method": ["apf", "Timely", "1", ""],
+    "method": ["APF", "apf+timely", "timely+", "Timely", "1", ""],
     "max_freeze_ratio": ["1.5", "-0.5", "-1", "nan", "inf", "much", "80%", ""],
+    "target_speedup": ["0.9", "fast", "nan"],
+    "target_step_time_ms": ["0", "-1", "soon"],
     "warmup_steps": ["-1", "2.5", "automatic", "None", ""],
     "monitoring_steps": ["1", "-4", "2.0", "many"],
     "progressive_steps": ["-1", "0.5", "auto"],
+    "stability_check_interval": ["0", "-1", "1.5", "auto"],
+    "apf_threshold": ["-0.1", "1.1", "nan", "small"],
+    "apf_alpha": ["1", "-0.1", "nan", ""],
+    "apf_score": ["element", "1"],
+    "autofreeze_percentile": ["-1", "101", "80%", "nan"],
     "seed": ["-1", "1.0", "x"],
     "schedule": ["GPipe", "zb", "0"],
     "on_error": ["ignore", "True"],
+    "plan_wait": ["yes", "1", "True"],
     "solver_time_limit_s": ["0", "-1", "nan", "long"],
     "report_every": ["0", "-1", "1.5"],
 }
@@ -122,7 +139,7 @@ def test_a_host_that_ignores_what_it_does_not_know_still_gets_ours() -> None:
 
 def test_every_field_has_values_here() -> None:
     assert list(GOOD) == FIELDS
-    assert set(FIELDS) - set(BAD) == {"output_dir"}
+    assert set(FIELDS) - set(BAD) == {"output_dir", "freeze_exclude"}
 
 
 @pytest.mark.parametrize(("name", "text", "value"), [(name, *pair) for name, pairs in GOOD.items() for pair in pairs])
@@ -156,7 +173,7 @@ def test_a_negative_number_as_a_word_of_its_own_is_a_bad_value_too(
 
 
 def test_all_settings_at_once() -> None:
-    chosen = {name: pairs[0] for name, pairs in GOOD.items()}
+    chosen = {name: pairs[0] for name, pairs in GOOD.items() if name != "target_step_time_ms"}  # or target_speedup
     given = [word for name, (text, _) in chosen.items() for word in (option(name), text)]
     config = config_from_args(parse("--timely-freeze", *given))
     assert config == TimelyFreezeConfig(**{name: value for name, (_, value) in chosen.items()})

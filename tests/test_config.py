@@ -17,12 +17,21 @@ def test_every_field_is_read():
         "enabled": False,
         "method": "none",
         "max_freeze_ratio": 0.5,
+        "target_speedup": 1.25,
+        "target_step_time_ms": None,
+        "freeze_exclude": ["*.bias", "embed*"],
         "warmup_steps": 3,
         "monitoring_steps": 10,
         "progressive_steps": 0,
+        "stability_check_interval": 20,
+        "apf_threshold": 0.05,
+        "apf_alpha": 0.9,
+        "apf_score": "elements",
+        "autofreeze_percentile": 50,
         "seed": 7,
         "schedule": "gpipe",
         "on_error": "raise",
+        "plan_wait": True,
         "solver_time_limit_s": 5,
         "report_every": 10,
         "output_dir": "runs",
@@ -36,6 +45,13 @@ def test_every_field_is_read():
         ({"max_freeze_ratio": 1.5}, ["timely_freeze.max_freeze_ratio is 1.5", "a number from 0 to 1"]),
         ({"max_freeze_ratio": "0.8"}, ["max_freeze_ratio is '0.8'", "a number from 0 to 1"]),
         ({"max_freeze_ratio": float("nan")}, ["max_freeze_ratio is nan"]),
+        ({"target_speedup": 0.9}, ["target_speedup is 0.9", "a number of at least 1, or null"]),
+        ({"target_step_time_ms": 0}, ["target_step_time_ms is 0", "a number above 0, or null"]),
+        (
+            {"target_speedup": 1.2, "target_step_time_ms": 100.0},
+            ["target_speedup is 1.2", "target_step_time_ms is 100.0", "one of the two"],
+        ),
+        ({"freeze_exclude": "*.bias"}, ["freeze_exclude is '*.bias'", "a list of names"]),
         ({"warmup_steps": -1}, ["warmup_steps is -1", '"auto" or an integer of at least 0']),
         ({"warmup_steps": "automatic"}, ["warmup_steps is 'automatic'", '"auto"']),
         ({"warmup_steps": True}, ["warmup_steps is True"]),
@@ -43,7 +59,13 @@ def test_every_field_is_read():
         ({"monitoring_steps": 2.5}, ["monitoring_steps is 2.5"]),
         ({"seed": -1}, ["seed is -1"]),
         ({"enabled": "yes"}, ["enabled is 'yes'", "true or false"]),
-        ({"method": "apf2"}, ["method is 'apf2'", '"timely" or "none"']),
+        ({"method": "apf2"}, ["method is 'apf2'", '"timely", "timely+apf", "timely+autofreeze", "apf", "auto']),
+        ({"apf_threshold": -0.1}, ["apf_threshold is -0.1", "a number from 0 to 1"]),
+        ({"apf_alpha": 1}, ["apf_alpha is 1", "a number from 0 to below 1"]),
+        ({"apf_score": "mean"}, ["apf_score is 'mean'", '"tensor" or "elements"']),
+        ({"autofreeze_percentile": 101}, ["autofreeze_percentile is 101", "a number from 0 to 100"]),
+        ({"stability_check_interval": 0}, ["stability_check_interval is 0", "an integer of at least 1"]),
+        ({"stability_check_interval": 2.0}, ["stability_check_interval is 2.0"]),
         ({"max_freze_ratio": 0.5}, ['unknown key "max_freze_ratio"', 'did you mean "max_freeze_ratio"?']),
         ({"colour": 1}, ['unknown key "colour"', "allowed are enabled, method"]),
     ],
@@ -90,3 +112,19 @@ def test_python_settings_are_checked_as_the_json_ones():
 def test_settings_do_not_change_afterwards():
     with pytest.raises(ValueError, match="frozen"):
         TimelyFreezeConfig().seed = 3
+
+
+@pytest.mark.parametrize(
+    ("method", "metric", "plans"),
+    [
+        ("timely", None, True),
+        ("none", None, True),
+        ("timely+apf", "apf", True),
+        ("timely+autofreeze", "autofreeze", True),
+        ("apf", "apf", False),
+        ("autofreeze", "autofreeze", False),
+    ],
+)
+def test_a_method_says_what_it_asks_and_whether_it_plans(method, metric, plans):
+    config = TimelyFreezeConfig(method=method)
+    assert (config.stability_metric, config.plans) == (metric, plans)

@@ -11,11 +11,18 @@ import pytest
 import torch
 from hosts import HOSTS, MICROBATCHES, STAGES, Tensors, setup, start
 
+from tf_adapters.ir import PipelineSchedule
+from tf_adapters.phases import Phase
+from tf_adapters.selection.sampling import sample_indices
 from tf_adapters.testing import RankPool, force_plan, relative_error
 
 pytestmark = pytest.mark.distributed
 
 LIFE = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2, "report_every": 2}
+# Small models of few steps: everything looks stable to these settings sooner or later, and not at once.
+STABILITY = {"stability_check_interval": 1, "apf_threshold": 0.3, "apf_alpha": 0.5, "autofreeze_percentile": 85.0}
+METHODS = ["timely+apf", "timely+autofreeze", "apf", "autofreeze"]
+each_method = pytest.mark.parametrize("method", METHODS)
 FROZEN = {**{f"0B{m}": 1.0 for m in range(MICROBATCHES)}, **{f"1B{m}": 0.75 for m in range(MICROBATCHES)}}
 
 
@@ -57,15 +64,76 @@ def test_the_life_of_a_run_and_its_report(ranks, host, tmp_path):
     measured = report["measured"]
     assert measured["step_ratio"] == pytest.approx(measured["step_ms_stable"] / measured["step_ms_unfrozen"])
     assert measured["planned_ratio"] > 0
+    schedule = PipelineSchedule.from_text(report["schedule"]["ranks"])
+    assert set(report["communication"]) == {f"{source}->{target}" for source, target in schedule.transfers()}
+    assert set(report["overhead"]) == {action for rank in report["schedule"]["ranks"] for action in rank[1:]}
     assert set(measured["mean_afr"]) == {"0", "1"}
     assert {s["action"] for s in measured["backward_ms"]} == {f"{s}B{m}" for s in (0, 1) for m in range(MICROBATCHES)}
     assert report["config"]["max_freeze_ratio"] == 0.8
     assert report["host"]["name"]
+    memory = measured["peak_memory_bytes"]
+    assert [len(memory[phase]) for phase in ("unfrozen", "stable")] == [STAGES, STAGES]
+    assert all(held > 2**20 for phase in memory.values() for held in phase)
     assert set(report["versions"]) >= {"tf_adapters", "python", "torch"}
 
 
-def live(host: str, folder: str) -> tuple[str | None, list[list[str]]]:
-    training = start(host, LIFE, folder)
+@each_method
+def test_the_life_of_a_run_with_a_stability_metric(ranks, host, tmp_path, method):
+    settings = {**LIFE, **STABILITY, "method": method}
+    outcomes = ranks(host).run(live, host, str(tmp_path), settings)
+    assert [failure for failure, _ in outcomes] == [None] * STAGES
+    report = json.loads((tmp_path / "timely_freeze" / "report.json").read_text())
+    assert report["status"] == "stable"
+    assert report["config"]["method"] == method
+    assert (report["plan"] is not None) == method.startswith("timely")
+    assert report["measured"]["step_ms_unfrozen"] > 0
+    assert report["measured"]["step_ms_stable"] > 0
+
+
+def test_a_plan_made_beside_training_is_in_force_on_all_ranks_from_one_step_on(ranks, host, tmp_path):
+    outcomes = ranks(host, 2 * STAGES).run(plan_beside, host, str(tmp_path), timeout_s=120)
+    assert [failure for failure, _, _ in outcomes] == [None] * 2 * STAGES
+    starts = {start for _, start, _ in outcomes}
+    assert len(starts) == 1
+    assert starts.pop() > LIFE["warmup_steps"] + LIFE["monitoring_steps"]
+    assert all(unfrozen for _, _, unfrozen in outcomes)
+
+
+def plan_beside(host: str, folder: str) -> tuple[str | None, int, bool]:
+    """Train until the plan has come; was nothing frozen while it was made?"""
+    training = start(host, {**LIFE, "plan_wait": False}, folder)
+    controller, unfrozen, number = training.controller, True, 0
+    while controller.state.plan is None and not controller.state.failure:
+        training.step(number)
+        number += 1
+        if controller.phase is Phase.PLANNING:
+            unfrozen &= not any(controller.frozen_parameters(controller.step, s, 0) for s in range(STAGES))
+    training.step(number)
+    outcome = controller.state.failure, controller.state.phases.freezing_start, unfrozen
+    training.detach()
+    return outcome
+
+
+def test_a_planner_that_dies_leaves_all_ranks_training(ranks, host, tmp_path):
+    outcomes = ranks(host).run(planner_dies, host, str(tmp_path), timeout_s=120)
+    assert outcomes == [("the planner was killed by SIGKILL", ())] * STAGES
+
+
+def planner_dies(host: str, folder: str) -> tuple[str | None, tuple[str, ...]]:
+    training = start(host, {**LIFE, "plan_wait": False, "on_error": "warn"}, folder)
+    controller = training.controller
+    for number in range(LIFE["warmup_steps"] + LIFE["monitoring_steps"] + 4):
+        training.step(number)
+        if controller._planner._worker is not None:
+            controller._planner._worker._process.kill()
+            controller._planner._worker._process.wait()
+    outcome = controller.state.failure, controller.frozen_parameters(controller.step, 0, 0)
+    training.detach()
+    return outcome
+
+
+def live(host: str, folder: str, settings: dict = LIFE) -> tuple[str | None, list[list[str]]]:
+    training = start(host, settings, folder)
     for number in range(9):
         training.step(number)
     state, schedule = training.controller.state, training.controller.schedule.to_text()
@@ -73,11 +141,44 @@ def live(host: str, folder: str) -> tuple[str | None, list[list[str]]]:
     return state.failure, schedule
 
 
+def test_what_is_excluded_is_never_frozen(ranks, host):
+    """And a first stage of which something is excluded still has a backward where all the rest is frozen."""
+    outcomes = ranks(host).run(excluded, host)
+    assert [failure for failure, _, _ in outcomes] == [None] * STAGES
+    assert all(moved and not frozen for _, moved, frozen in outcomes)
+
+
+def excluded(host: str) -> tuple[str | None, bool, bool]:
+    """The failure; whether exactly what is excluded moved with all else frozen; whether any of it was in a mask."""
+    probe = start(host, {})
+    chosen = {probe.controller.masks.names(stage)[0] for stage in range(STAGES)}
+    probe.detach()
+    training = start(host, {"freeze_exclude": sorted(chosen)})
+    controller = training.controller
+    force_plan(controller, 1.0)
+    before = training.parameters()
+    training.step(0)
+    moved = {key for key, value in training.parameters().items() if not torch.equal(before[key], value)}
+    frozen = {(stage, name) for stage in range(STAGES) for name in controller.masks.names(stage)} & set(before)
+    outcome = (
+        controller.state.failure,
+        bool(moved) and moved == set(before) - frozen,
+        bool({n for _, n in frozen} & chosen),
+    )
+    training.detach()
+    return outcome
+
+
 # --- gradients -----------------------------------------------------------------------------------------------
 
 
 def test_the_optimizer_gets_the_mean_of_the_masked_full_gradients(ranks, host):
     check_gradients(ranks(host).run(masked, host))
+
+
+@each_method
+def test_the_gradients_of_every_method_are_those_of_its_masks(ranks, host, method):
+    check_gradients(ranks(host).run(masked, host, {**STABILITY, "method": method}))
 
 
 def check_gradients(outcomes: list) -> None:
@@ -88,12 +189,11 @@ def check_gradients(outcomes: list) -> None:
         assert max(errors.values()) <= 1e-5, errors
 
 
-def masked(host: str) -> tuple[dict[str, float], dict]:
-    training = start(host, {})
-    force_plan(training.controller, 0.5)
+def masked(host: str, section: dict | None = None) -> tuple[dict[str, float], dict]:
+    training, first = started(host, section or {}, 0.5)
     errors: dict[str, float] = {}
     everything: dict = {}
-    for number in range(2):
+    for number in range(first, first + 2):
         masks = masks_of(training)
         full = training.full_gradients(number)
         training.step(number)
@@ -104,6 +204,19 @@ def masked(host: str) -> tuple[dict[str, float], dict]:
         everything |= {(number, *key): names for key, names in masks.items()}
     training.detach()
     return errors, everything
+
+
+def started(host: str, section: dict, ratio: float) -> tuple[Any, int]:
+    """A run that freezes, and the number of its next step; one with a metric has found something stable."""
+    training = start(host, section)
+    if training.controller.config.plans:
+        force_plan(training.controller, ratio)
+    number = 0
+    while training.controller.config.stability_metric and not any(training.controller.state.stability.stable.values()):
+        assert number < 30
+        training.step(number)
+        number += 1
+    return training, number
 
 
 def masks_of(training: Any) -> dict[tuple[int, int], tuple[str, ...]]:
@@ -136,7 +249,11 @@ def held_and_still(host: str) -> tuple[set, set]:
 # --- identity with the host alone ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("section", [{"max_freeze_ratio": 0.0}, {"method": "none"}], ids=["ratio 0", "method none"])
+@pytest.mark.parametrize(
+    "section",
+    [{"max_freeze_ratio": 0.0}, {"method": "none"}, {**STABILITY, "method": "apf", "max_freeze_ratio": 0.0}],
+    ids=["ratio 0", "method none", "apf at ratio 0"],
+)
 def test_without_freezing_a_run_is_bit_identical_to_the_host_alone(ranks, host, section):
     ours, alone = (ranks(host).run(losses_and_weights, host, chosen) for chosen in (section, None))
     assert_same(ours, alone)
@@ -180,18 +297,66 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(ranks, host, tmp_path):
         assert uninterrupted == resumed
 
 
-def interrupted(host: str, folder: str) -> tuple[list, list]:
-    training = start(host, {})
-    force_plan(training.controller, 0.6)
-    training.step(0)
+@each_method
+def test_a_resumed_run_finds_the_same_stable(ranks, host, tmp_path, method):
+    section = {**STABILITY, "method": method, "stability_check_interval": 2}
+    for uninterrupted, resumed in ranks(host).run(interrupted, host, str(tmp_path), section):
+        assert uninterrupted == resumed
+
+
+def interrupted(host: str, folder: str, section: dict | None = None) -> tuple[list, list]:
+    training, first = started(host, section or {}, 0.6)
+    training.step(first)
     training.save(folder)
-    uninterrupted = [(masks_of(training), training.step(number)) for number in range(1, 4)]
+    numbers = range(first + 1, first + 4)
+    uninterrupted = [(masks_of(training), training.step(number)) for number in numbers]
     training.detach()
-    other = start(host, {})
+    other = start(host, section or {})
     other.load(folder)
-    resumed = [(masks_of(other), other.step(number)) for number in range(1, 4)]
+    resumed = [(masks_of(other), other.step(number)) for number in numbers]
     other.detach()
     return uninterrupted, resumed
+
+
+# --- cumulative updates --------------------------------------------------------------------------------------
+
+
+def test_cumulative_updates_are_those_of_an_ordinary_copy(ranks, host):
+    """Exactly, for every sampled element and for the sum over all elements."""
+    everything = set()
+    for found in ranks(host).run(updates, host):
+        assert found
+        for key, (sampled, copied, total, copied_total) in found.items():
+            everything.add(key[0])
+            assert torch.equal(sampled, copied), key
+            assert total == pytest.approx(copied_total, abs=1e-6), key
+    assert everything == set(range(STAGES))
+
+
+def updates(host: str) -> dict:
+    """This rank's parameters: how far each moved between two checks, as it was read and by a copy of them."""
+    training, copies, snapshots = start(host, {**STABILITY, "method": "timely+apf", "seed": 3}), [], []
+    force_plan(training.controller, 0.5)
+    for number in range(4):
+        training.step(number)
+        copies.append(training.parameters())
+        snapshots.append(training.controller.state.stability.snapshot)
+    training.detach()
+    (then, now), (before, after) = (copies[0], copies[3]), (snapshots[0], snapshots[3])
+    found, places = {}, [0, *before.sizes.cumsum().tolist()]
+    for index, key in enumerate(before.keys):
+        stage, name, _ = key
+        if (stage, name) in then:
+            sample = slice(places[index], places[index + 1])
+            flat_then, flat_now = then[stage, name].flatten(), now[stage, name].flatten()
+            at = torch.from_numpy(sample_indices(3, key, flat_then.numel()))
+            found[key] = (
+                torch.from_numpy(after.samples[sample] - before.samples[sample]),
+                flat_now[at] - flat_then[at],
+                float(after.totals[index] - before.totals[index]),
+                float((flat_now.double() - flat_then.double()).sum()),
+            )
+    return found
 
 
 # --- replicas ------------------------------------------------------------------------------------------------
@@ -201,10 +366,14 @@ def test_replicas_draw_the_same_masks_and_average_their_gradients(ranks, host):
     check_gradients(ranks(host, 2 * STAGES).run(masked, host))
 
 
-def test_replicas_stay_equal(ranks, host):
-    outcomes = ranks(host, 2 * STAGES).run(weights_after_freezing, host)
+@pytest.mark.parametrize("method", [None, "timely+apf", "autofreeze"])
+def test_replicas_stay_equal(ranks, host, method):
+    section = {} if method is None else {**STABILITY, "method": method}
+    outcomes = ranks(host, 2 * STAGES).run(weights_after_freezing, host, section)
+    assert all(stable == outcomes[0][1] for _, stable in outcomes)
+    assert (method is not None) == bool(outcomes[0][1])
     merged: dict[tuple[int, str], list[torch.Tensor]] = {}
-    for weights in outcomes:
+    for weights, _ in outcomes:
         for key, value in weights.items():
             merged.setdefault(key, []).append(value)
     for key, copies in merged.items():
@@ -212,11 +381,10 @@ def test_replicas_stay_equal(ranks, host):
         assert torch.equal(*copies), key
 
 
-def weights_after_freezing(host: str) -> Tensors:
-    training = start(host, {})
-    force_plan(training.controller, 0.6)
-    for number in range(3):
+def weights_after_freezing(host: str, section: dict) -> tuple[Tensors, dict]:
+    training, first = started(host, section, 0.6)
+    for number in range(first, first + 3):
         training.step(number)
-    weights = training.parameters()
+    weights, stable = training.parameters(), dict(training.controller.state.stability.stable)
     training.detach()
-    return weights
+    return weights, stable

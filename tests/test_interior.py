@@ -49,6 +49,18 @@ def test_it_plans_as_glop_does(make, ratio, monkeypatch):
     assert all(0.0 <= r <= 1.0 for r in near.freeze_ratio.values())
 
 
+@pytest.mark.parametrize("share", [0.8, 0.9, 0.97, 1.1])
+def test_a_target_is_reached_with_as_little_freezing_as_glop_needs(share, monkeypatch):
+    schedule = one_f_one_b(4, 12)
+    times = noisy_times(schedule, seed=9)
+    target = share * plan(schedule, times, 0.0).makespan_ms.unfrozen
+    exact = plan(schedule, times, 0.8, target_makespan_ms=target)
+    monkeypatch.setattr(planner, "_EXACT_UP_TO", 0)
+    near = plan(schedule, times, 0.8, target_makespan_ms=target)
+    assert near.makespan_ms.planned == pytest.approx(exact.makespan_ms.planned, rel=1e-4)
+    assert near.mean_freeze_ratio == pytest.approx(exact.mean_freeze_ratio, abs=0.005)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_the_gap_that_it_proves_holds(seed, monkeypatch):
     schedule = one_f_one_b(6, 16)

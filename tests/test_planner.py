@@ -315,6 +315,34 @@ def test_the_plan_stands_when_only_the_spreading_fails(monkeypatch):
     assert made.mean_freeze_ratio == pytest.approx(0.5)
 
 
+def test_a_target_is_reached_with_the_least_freezing():
+    schedule = gpipe(3, 6)
+    times = times_of(schedule)
+    fastest = plan(schedule, times, 0.8)
+    unfrozen = fastest.makespan_ms.unfrozen
+    frozen = 0.0
+    for share in (1.2, 1.0, 0.95, 0.9, 0.85):
+        found = plan(schedule, times, 0.8, target_makespan_ms=share * unfrozen)
+        assert found.makespan_ms.planned == pytest.approx(min(1.0, share) * unfrozen)
+        assert found.solver.optimality_gap < 1e-6
+        assert found.mean_freeze_ratio >= frozen
+        frozen = found.mean_freeze_ratio
+    assert 0.0 < frozen < fastest.mean_freeze_ratio
+
+
+def test_a_target_out_of_reach_is_the_fastest_plan():
+    schedule = gpipe(3, 6)
+    fastest = plan(schedule, times_of(schedule), 0.8)
+    asked = plan(schedule, times_of(schedule), 0.8, target_makespan_ms=0.1 * fastest.makespan_ms.planned)
+    assert asked.freeze_ratio == pytest.approx(fastest.freeze_ratio)
+
+
+@pytest.mark.parametrize("target", [-1.0, float("nan"), "soon", None])
+def test_a_target_is_a_time(target):
+    with pytest.raises(PlanInputError, match=r"^target_makespan_ms: .* is not a finite time in ms"):
+        plan(SERIAL, times_of(SERIAL), 0.5, target_makespan_ms=target)
+
+
 def test_a_large_schedule():
     schedule = gpipe(8, 128)
     made = plan(schedule, times_of(schedule), 0.5)

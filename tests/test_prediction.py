@@ -14,21 +14,23 @@ SCHEDULE = gpipe(2, 1)
 TIMES = {"0F0": (10.0, 10.0), "1F0": (10.0, 10.0), "1B0": (10.0, 20.0), "0B0": (20.0, 30.0)}
 
 
+BOUNDS = {Action.parse(text): Bounds(*pair) for text, pair in TIMES.items()}
+
+
 def planned(max_freeze_ratio: float, schedule: PipelineSchedule = SCHEDULE) -> FreezePlan:
-    bounds = {Action.parse(text): Bounds(*pair) for text, pair in TIMES.items()}
-    return plan(schedule, bounds, max_freeze_ratio)
+    return plan(schedule, BOUNDS, max_freeze_ratio)
 
 
 def test_the_rest_of_the_step_stays_as_it_was_measured() -> None:
     """70 ms of pipeline in a step of 100: what freezing takes off the pipeline, it takes off the step."""
-    promised = forecast(SCHEDULE, planned(0.5), 100.0)
+    promised = forecast(SCHEDULE, planned(0.5), BOUNDS, 100.0)
     assert promised.unfrozen_ms == 100.0
     assert promised.planned_ms == pytest.approx(90.0)
     assert promised.ratio == pytest.approx(0.9)
 
 
 def test_nothing_frozen_promises_nothing() -> None:
-    promised = forecast(SCHEDULE, planned(0.0), 100.0)
+    promised = forecast(SCHEDULE, planned(0.0), BOUNDS, 100.0)
     assert promised.planned_ms == pytest.approx(100.0)
     assert promised.ratio == pytest.approx(1.0)
 
@@ -37,7 +39,7 @@ def test_a_first_stage_frozen_whole_has_no_backward_at_all() -> None:
     solved = planned(1.0)
     assert solved.makespan_ms.planned == pytest.approx(50.0)
     assert planned_makespan(SCHEDULE, solved) == pytest.approx(30.0)
-    assert forecast(SCHEDULE, solved, 100.0).planned_ms == pytest.approx(60.0)
+    assert forecast(SCHEDULE, solved, BOUNDS, 100.0).planned_ms == pytest.approx(60.0)
 
 
 def test_another_stage_frozen_whole_still_passes_its_input_gradient_on() -> None:
@@ -61,4 +63,4 @@ def test_a_weight_gradient_half_of_stage_0_frozen_whole_vanishes_too() -> None:
 
 
 def test_a_step_that_was_not_measured_has_ratio_1() -> None:
-    assert forecast(SCHEDULE, planned(0.0), 0.0).ratio == 1.0
+    assert forecast(SCHEDULE, planned(0.0), BOUNDS, 0.0).ratio == 1.0

@@ -9,10 +9,12 @@ import pytest
 from schedules import gpipe, one_f_one_b
 
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.gaps import Gaps
 from tf_adapters.ir import PipelineSchedule
 from tf_adapters.masks import StageMasks
 from tf_adapters.phases import Phase, PhaseSchedule
 from tf_adapters.planner import Bounds, plan
+from tf_adapters.planning import Measured, Planned
 from tf_adapters.state import FORMAT, RunState, compatible_state, fingerprint
 from tf_adapters.units import FreezeUnit
 
@@ -27,7 +29,9 @@ def planned_state(completed: int) -> RunState:
     state = RunState.fresh(CONFIG, AUTO_WARMUP)
     state.completed_steps = completed
     bounds = {a: Bounds(1.1, 2.3) if a.freezable else Bounds(1.0, 1.0) for a in SCHEDULE.actions}
-    state.adopt(plan(SCHEDULE, bounds, 0.8), bounds, 12.3456789012345, ("1B0: a note",))
+    edge = next(SCHEDULE.transfers())
+    state.measure(Measured(bounds, Gaps({edge: 0.7}, {edge[1]: 0.1}), 12.3456789012345, ("1B0: a note",)))
+    state.adopt(Planned(plan(SCHEDULE, bounds, 0.8), 9.87654321))
     return state
 
 

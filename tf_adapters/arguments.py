@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tf_adapters.config import SECTION, TimelyFreezeConfig, allowed
@@ -71,20 +72,21 @@ def _reader(parser: argparse.ArgumentParser, name: str) -> Callable[[str], Any]:
     """Reads one argument; a wrong one ends the program with one line, without a host's pages of usage."""
 
     def read(text: str) -> Any:
-        value = _as_number(text) if not isinstance(_FIELDS[name].default, str) or name == "warmup_steps" else text
-        try:
-            return getattr(TimelyFreezeConfig(**{name: value}), name)
-        except ConfigError:
-            option = f"{SWITCH}-{name.replace('_', '-')}"
-            parser.exit(2, f"{parser.prog}: error: {option} is {text!r}: allowed is {allowed(name)}\n")
+        for value in _readings(text):
+            with contextlib.suppress(ConfigError):
+                return getattr(TimelyFreezeConfig(**{name: value}), name)
+        option = f"{SWITCH}-{name.replace('_', '-')}"
+        return parser.exit(2, f"{parser.prog}: error: {option} is {text!r}: allowed is {allowed(name)}\n")
 
     return read
 
 
-def _as_number(text: str) -> int | float | str:
+def _readings(text: str) -> Iterator[str | int | float | bool | list[str]]:
+    """What an argument's text can mean: a setting takes the first that it allows."""
+    yield text
     for convert in (int, float):
-        try:
-            return convert(text)
-        except ValueError:
-            continue
-    return text
+        with contextlib.suppress(ValueError):
+            yield convert(text)
+    if text in ("true", "false"):
+        yield text == "true"
+    yield text.split(",")

@@ -52,6 +52,11 @@ class ProcessGroupCollectives:
         return box[0]
 
 
+def holds_first_rank(group: Any = None) -> bool:
+    """Whether rank 0 of the job is in ``group`` (all ranks by default), one of groups that no two share a rank."""
+    return 0 in dist.get_process_group_ranks(group)
+
+
 class SingleProcess:
     """The trivial group of one rank."""
 

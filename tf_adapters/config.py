@@ -28,11 +28,21 @@ class TimelyFreezeConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     enabled: bool = Field(True, description="false leaves the host exactly as it is")
-    method: Literal["timely", "none"] = Field(
+    method: Literal["timely", "timely+apf", "timely+autofreeze", "apf", "autofreeze", "none"] = Field(
         "timely",
-        description="timely: planned ratios, uniform selection; none: measure and plan, freeze nothing",
+        description="timely: planned ratios, uniform selection; timely+apf, timely+autofreeze: planned ratios, what "
+        "is stable is frozen first; apf, autofreeze: what is stable, without a plan; none: plan, freeze nothing",
     )
     max_freeze_ratio: float = Field(0.8, ge=0, le=1, description="r_max: the mean freeze ratio that no stage exceeds")
+    target_speedup: Annotated[float, Field(ge=1)] | None = Field(
+        None, description="freeze the least that makes a step this many times as fast; by default, as fast as can be"
+    )
+    target_step_time_ms: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="the same as milliseconds of a step"
+    )
+    freeze_exclude: list[str] = Field(
+        [], description="patterns (*, ?, [abc]) of parameters' names: what they match is never frozen"
+    )
     warmup_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         "auto", description='T_w; "auto" takes the learning-rate warm-up of the host\'s scheduler'
     )
@@ -42,12 +52,27 @@ class TimelyFreezeConfig(BaseModel):
         description="first half times the steps with nothing frozen, second half with weight gradients frozen",
     )
     progressive_steps: int = Field(50, ge=0, description="steps over which the freeze ratios rise to the plan's")
+    stability_check_interval: int = Field(
+        50, ge=1, description="steps between the stability checks of APF and AutoFreeze"
+    )
+    apf_threshold: float = Field(0.01, ge=0, le=1, description="T_APF: a score below it is stable")
+    apf_alpha: float = Field(0.99, ge=0, lt=1, description="alpha: weight of the past in APF's moving averages")
+    apf_score: Literal["tensor", "elements"] = Field(
+        "tensor", description="APF's score of a tensor: of its mean update, or of its elements' updates"
+    )
+    autofreeze_percentile: float = Field(
+        80.0, ge=0, le=100, description="P_Auto: percentage of the layers that may count as stable"
+    )
     seed: int = Field(0, ge=0, description="masks are a function of (seed, step, stage, microbatch)")
     schedule: Literal["host", "1f1b", "gpipe"] = Field(
         "host", description='the pipeline schedule to run; "host" keeps the one the host runs'
     )
     on_error: Literal["warn", "raise"] = Field(
         "warn", description="an error of ours: warn and train without freezing, or raise it on all ranks"
+    )
+    plan_wait: Literal["auto"] | bool = Field(
+        "auto",
+        description="whether training waits for the plan: true or false, or auto: only for one of tenths of a second",
     )
     solver_time_limit_s: float = Field(60.0, gt=0, description="seconds the planner may take")
     report_every: int = Field(100, ge=1, description="steps of stable freezing between updates of the report")
@@ -62,6 +87,29 @@ class TimelyFreezeConfig(BaseModel):
             super().__init__(**settings)
         except ValidationError as error:
             raise ConfigError("; ".join(_describe(error))) from None
+        if self.target_speedup is not None and self.target_step_time_ms is not None:
+            raise ConfigError(
+                f"{SECTION}.target_speedup is {self.target_speedup} and {SECTION}.target_step_time_ms is "
+                f"{self.target_step_time_ms}: allowed is one of the two"
+            )
+
+    @property
+    def stability_metric(self) -> Literal["apf", "autofreeze"] | None:
+        """What tells stable parameters from others; None where the method does not ask."""
+        if self.method in ("apf", "timely+apf"):
+            return "apf"
+        return "autofreeze" if self.method in ("autofreeze", "timely+autofreeze") else None
+
+    @property
+    def plans(self) -> bool:
+        """Whether the pipeline is monitored and planned for: APF and AutoFreeze alone do without."""
+        return self.method not in ("apf", "autofreeze")
+
+    def target_ms(self, unfrozen_step_ms: float) -> float:
+        """How long a step may take, in ms; 0 where it is to be as short as can be."""
+        if self.target_speedup is not None:
+            return unfrozen_step_ms / self.target_speedup
+        return self.target_step_time_ms or 0.0
 
     @classmethod
     def parse(cls, section: Mapping[str, Any] | TimelyFreezeConfig | None) -> TimelyFreezeConfig:
@@ -113,14 +161,23 @@ def _describe(error: ValidationError) -> list[str]:
 
 _ALLOWED = {
     "enabled": "true or false",
-    "method": '"timely" or "none"',
+    "method": '"timely", "timely+apf", "timely+autofreeze", "apf", "autofreeze" or "none"',
     "max_freeze_ratio": "a number from 0 to 1",
+    "target_speedup": "a number of at least 1, or null",
+    "target_step_time_ms": "a number above 0, or null",
+    "freeze_exclude": 'a list of names with *, ? and [abc], such as ["*.bias", "embed*"]',
     "warmup_steps": '"auto" or an integer of at least 0',
     "monitoring_steps": "an integer of at least 2",
     "progressive_steps": "an integer of at least 0",
+    "stability_check_interval": "an integer of at least 1",
+    "apf_threshold": "a number from 0 to 1",
+    "apf_alpha": "a number from 0 to below 1",
+    "apf_score": '"tensor" or "elements"',
+    "autofreeze_percentile": "a number from 0 to 100",
     "seed": "an integer of at least 0",
     "schedule": '"host", "1f1b" or "gpipe"',
     "on_error": '"warn" or "raise"',
+    "plan_wait": '"auto", true or false',
     "solver_time_limit_s": "a number above 0",
     "report_every": "an integer of at least 1",
     "output_dir": "a path",

@@ -17,25 +17,25 @@ from typing import Any
 import torch
 
 from tf_adapters import messages
-from tf_adapters.bounds import local_bounds, merge_bounds
-from tf_adapters.collectives import Collectives, on_all_ranks, on_one_rank
+from tf_adapters.collectives import Collectives, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ScheduleError, TimelyFreezeError
 from tf_adapters.ir import Action, PipelineSchedule
 from tf_adapters.log import announce
 from tf_adapters.masking import ParameterMask
-from tf_adapters.masks import NOTHING_FROZEN, Mask, StageMasks
+from tf_adapters.masks import NONE_PREFERRED, NOTHING_FROZEN, Mask, StageMasks
+from tf_adapters.memory import MemoryMeter
 from tf_adapters.phases import Phase
-from tf_adapters.planner import FreezePlan, plan
-from tf_adapters.prediction import Forecast, disappears, forecast
-from tf_adapters.report.build import build_report, local_measurements
+from tf_adapters.planning import PlanMaker, Planned
+from tf_adapters.prediction import Forecast, disappears
+from tf_adapters.reporting import MetricSink, Reporting
+from tf_adapters.selection.sampling import HeldValues, whole_parameters
+from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.state import RunState, compatible_state
 from tf_adapters.timing import ActionTimer, Clock
 from tf_adapters.units import FreezeUnit, Tie
 
 _STAGE_0_MONITORING_RATIO = 0.8  # far along the line, yet short of its end
-
-MetricSink = Callable[[Mapping[str, float]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,8 @@ class Controller:
         ties: weights that several stages hold.
         auto_warmup: warm-up steps that ``warmup_steps: "auto"`` stands for.
         metrics: called on this rank after each step with named figures (ratios in [0, 1], ms).
+        held_values: what this rank holds of a parameter, as its optimizer updates it; by default ``parameters``.
+        traced: whether transfers are measured on this rank's pipeline: true of one replica of the pipeline.
     """
 
     def __init__(
@@ -74,23 +76,28 @@ class Controller:
         ties: Sequence[Tie] = (),
         auto_warmup: int = 0,
         metrics: MetricSink | None = None,
+        held_values: HeldValues | None = None,
+        traced: bool = True,
     ) -> None:
         self.config = config
         self.host = host
         self.schedule = schedule.validate()
-        self.masks = StageMasks(units, config.seed)
+        self.masks = StageMasks(units, config.seed, config.freeze_exclude)
         self.timer = ActionTimer(clock)
+        self.memory = MemoryMeter(_device_of(parameters))
         self.state = RunState.fresh(config, auto_warmup)
         self.parameter_masks = {stage: ParameterMask(of_stage) for stage, of_stage in parameters.items()}
+        held_values = held_values or whole_parameters(parameters)
+        self.stability_checks = StabilityChecks(config, self.masks.units, parameters, held_values, collectives)
         self._collectives = collectives
-        self._metrics = metrics
         self._backward = _weight_gradient_actions(schedule)
         self._parameters = parameters
         self._ties = {place: tie for tie in ties for place in tie}
         self._executed: list[Action] = []
         self._step_start: Any = None
         self._drawn: dict[tuple[int, int], Mask] = {}
-        self._forecast: tuple[FreezePlan, Forecast] | None = None
+        self._reporting = Reporting(self, collectives, metrics)
+        self._planner = PlanMaker(config, collectives, traced, self.masks.can_freeze_all(0))
 
     # --- what the host calls in every step -------------------------------------------------------------------
 
@@ -101,7 +108,10 @@ class Controller:
 
     @property
     def phase(self) -> Phase:
-        return self.state.phases.phase(self.step)
+        """The phase of this step. Without a plan, steps count as monitored as long as nothing is found stable."""
+        phase = self.state.phases.phase(self.step)
+        waits = not self.config.plans and phase is Phase.STABLE and not any(self.state.stability.stable.values())
+        return Phase.MONITORING_UPPER if waits else phase
 
     @property
     def in_step(self) -> bool:
@@ -121,6 +131,7 @@ class Controller:
         self._executed.append(action)
         with self.parameter_masks[action.stage].frozen(mask.names), self.timer.timed(self.phase, action, mask.share):
             yield
+        self.memory.look(self.phase)
 
     def mask(self, stage: int, microbatch: int) -> Mask:
         """The mask of a microbatch on a stage in the current step."""
@@ -148,13 +159,11 @@ class Controller:
         """
         step, phase = self.step, self.phase
         self.timer.stop_step(phase, self._step_start)
+        self.memory.stop_step(phase)
         self._step_start = None
         self.state.completed_steps = step
-        try:
-            self._decide(step)
-        except TimelyFreezeError as error:
-            self._fail(error)
-        self._publish(step, phase)
+        self._guarded(lambda: self._decide(step))
+        self._reporting.publish(step, phase)
 
     # --- what anybody may ask --------------------------------------------------------------------------------
 
@@ -164,9 +173,14 @@ class Controller:
         return not self.state.failure and self.config.method != "none" and self.config.max_freeze_ratio > 0
 
     def actual_freeze_ratio(self, step: int, action: Action) -> float:
-        """AFR of an action at a step, in [0, 1] (paper section 3.3); during lower-bound monitoring, its mask's."""
+        """AFR of an action at a step, in [0, 1] (paper section 3.3); during lower-bound monitoring, its mask's.
+
+        APF and AutoFreeze alone freeze what the last stability check found stable: its share of the stage's work.
+        """
         if not self.freezes or not action.freezable:
             return 0.0
+        if not self.config.plans:
+            return self.masks.share(action.stage, self._stable(step, action.stage))
         if self.state.phases.phase(step) is Phase.MONITORING_LOWER:
             return self._monitoring_ratio(action)
         if self.state.plan is None:
@@ -180,12 +194,23 @@ class Controller:
     @property
     def forecast(self) -> Forecast | None:
         """What the plan promises for a whole step; None before there is a plan."""
-        plan = self.state.plan
-        if plan is None:
+        if self.state.plan is None:
             return None
-        if self._forecast is None or self._forecast[0] is not plan:  # asked for in every step, the same for one plan
-            self._forecast = plan, forecast(self.schedule, plan, self.state.unfrozen_step_ms)
-        return self._forecast[1]
+        return Forecast(self.state.unfrozen_step_ms, self.state.planned_step_ms)
+
+    @property
+    def freezable(self) -> Mapping[tuple[int, int], Action]:
+        """The action that computes the weight gradients of a (stage, microbatch)."""
+        return self._backward
+
+    @property
+    def report_path(self) -> Path:
+        """Where rank 0 leaves the report."""
+        return self._reporting.path
+
+    def announce_start(self) -> None:
+        """Log the line that says that freezing is on, and what will happen when."""
+        self._reporting.say_start()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that resuming needs, as plain JSON values; the same on every rank."""
@@ -196,22 +221,32 @@ class Controller:
         chosen = self._collectives.broadcast(data)
         self.state = compatible_state(chosen, self.config, self.schedule, self.masks, auto_warmup)
         self.timer.clear()
-        self._announce(f"resumed after step {self.state.completed_steps}: {self.phase.description}")
+        self.memory.clear()
+        self._reporting.say(f"resumed after step {self.state.completed_steps}: {self.phase.description}")
         for note in self.state.notes if self.state.plan is None else ():
-            self._announce(note)
+            self._reporting.say(note)
+        if self.state.awaits_plan:
+            self._guarded(lambda: self._start_plan(self.state.completed_steps))
 
     def reschedule(self, schedule: PipelineSchedule) -> None:
         """The host runs another schedule from here on (another number of microbatches, say): monitor and plan anew."""
+        self._planner.close()
         self.schedule = schedule.validate()
         self._backward = _weight_gradient_actions(schedule)
+        stability = self.state.stability
         self.state = self.state.restarted(self.config, "the pipeline schedule changed")
+        self.state.stability = stability  # of the same parameters
         self.timer.clear()
-        self._announce(f"the pipeline schedule changed: monitoring again from step {self.step}")
+        self.memory.clear()
+        again = f": monitoring again from step {self.step}" if self.config.plans else ""
+        self._reporting.say(f"the pipeline schedule changed{again}")
 
     def close(self) -> None:
         """End of freezing on this rank. Called on all ranks at the same point: leaves the final report."""
-        if self.state.plan is not None:
-            self._write_report()
+        unplanned = not self.config.plans and self.state.completed_steps > self.state.phases.warmup_end
+        self._planner.close()
+        if self.state.plan is not None or unplanned:
+            self._reporting.write()
 
     # --- masks -----------------------------------------------------------------------------------------------
 
@@ -219,11 +254,18 @@ class Controller:
         action = self._backward.get((stage, microbatch))
         if action is None:
             return NOTHING_FROZEN
-        return self.masks.draw(step, stage, microbatch, self.actual_freeze_ratio(step, action))
+        ratio = self.actual_freeze_ratio(step, action)
+        return self.masks.draw(step, stage, microbatch, ratio, self._stable(step, stage))
+
+    def _stable(self, step: int, stage: int) -> frozenset[int]:
+        """What the last stability check found stable on a stage, by the indices of its units."""
+        freezing = step > self.state.phases.monitoring_end  # monitoring is of uniform masks
+        return self.state.stability.stable.get(stage, NONE_PREFERRED) if freezing else NONE_PREFERRED
 
     def _monitoring_ratio(self, action: Action) -> float:
         """Stage 0 is not frozen whole: its backward would disappear, a bound that no mask of the plan reaches."""
-        return _STAGE_0_MONITORING_RATIO if disappears(action) else 1.0
+        vanishes = disappears(action) and self.masks.can_freeze_all(action.stage)
+        return _STAGE_0_MONITORING_RATIO if vanishes else 1.0
 
     def _frozen_all_step(self, stage: int) -> frozenset[str]:
         """Names that every microbatch of the current step freezes on one stage."""
@@ -244,13 +286,17 @@ class Controller:
         if step == phases.warmup_end + 1:
             self._verify_schedule()
         if phases.phase(step).monitors:
-            self._announce_monitoring(step)
-        if step == phases.monitoring_end:
-            self._make_plan()
-        elif step > phases.monitoring_end and self._report_is_due(step):
-            self._write_report()
-        if phases.phase(step + 1) is not phases.phase(step):
-            self._announce_phase(step + 1)
+            self._reporting.say_monitoring(step)
+        if self.config.plans and step == phases.monitoring_end:
+            self._measure()
+            self._start_plan(step)
+        elif self.state.awaits_plan:
+            self._take(self._planner.poll(self.schedule, self.state.measured, step - phases.monitoring_end), step)
+        elif step > phases.monitoring_end and self._reporting.is_due(step):
+            self._reporting.write()
+        self._check_stability(step)
+        if self.state.phases.phase(step + 1) is not phases.phase(step):
+            self._reporting.say_phase(step + 1)
 
     def _verify_schedule(self) -> None:
         """What really ran on each rank in the first monitored step must be what the schedule says."""
@@ -264,92 +310,65 @@ class Controller:
                 f"{rows.grid()}\nThe schedule is:\n{self.schedule.grid()}"
             )
 
-    def _make_plan(self) -> None:
-        def measure() -> tuple[dict[Action, Any], float]:
-            self.timer.drain(wait=True)
-            return local_bounds(self.timer), self.timer.step_ms(Phase.MONITORING_UPPER) or 0.0
+    def _measure(self) -> None:
+        measured = self._planner.measure(self.schedule, self.timer)
+        self.state.measure(measured)
+        for note in measured.notes:
+            self._reporting.say(note)
 
-        measured = on_all_ranks(self._collectives, measure)
+    def _start_plan(self, step: int) -> None:
+        self._take(self._planner.start(self.schedule, self.state.measured), step)
 
-        def solve() -> Any:
-            bounds, notes = merge_bounds(self.schedule, [bounds for bounds, _ in measured])
-            solved = plan(
-                self.schedule,
-                bounds,
-                self.config.max_freeze_ratio,
-                time_limit_s=self.config.solver_time_limit_s,
-            )
-            return solved, bounds, notes
+    def _take(self, planned: Planned | None, step: int) -> None:
+        """Freezing begins after ``step`` if the plan is there, else after the next one at the earliest."""
+        if planned is None:
+            self.state.phases = self.state.phases.planned_after(step + 1)
+            return
+        self.state.phases = self.state.phases.planned_after(step)
+        self.state.adopt(planned)
+        self._reporting.say_plan(planned.notes)
+        self._reporting.write()
 
-        solved, bounds, notes = on_one_rank(self._collectives, solve)
-        self.state.adopt(solved, bounds, max(step_ms for _, step_ms in measured), notes)
-        self._announce_plan(notes)
-        self._write_report()
+    def _check_stability(self, step: int) -> None:
+        """Find out what is stable, where the method asks and a check is due."""
+        start, before = self.state.phases.monitoring_end, self.state.stability
+        if not self.freezes or not self.stability_checks.due(step, start):
+            return
+        after = self.stability_checks.run(before, step, start)
+        if not self.config.plans and not self.state.unfrozen_step_ms and any(after.stable.values()):
+            self.state.unfrozen_step_ms = self._slowest_step_ms(Phase.MONITORING_UPPER)
+        self.state.stability = after
+        if after.checks > before.checks:
+            shares = {stage: self.masks.share(stage, units) for stage, units in after.stable.items()}
+            self._reporting.say(messages.checked(after, self.config, shares))
 
-    def _report_is_due(self, step: int) -> bool:
-        stable = step - self.state.phases.progressive_end
-        return stable == 10 or (stable > 0 and stable % self.config.report_every == 0)
+    def _slowest_step_ms(self, phase: Phase) -> float:
+        """The median step of the rank where it is longest; called on all ranks."""
 
-    def _write_report(self) -> None:
-        """Leave the report on rank 0. A disk that is full is no reason to stop freezing."""
+        def median_ms() -> float:
+            self.timer.drain()
+            return self.timer.step_ms(phase) or 0.0
+
+        return max(on_all_ranks(self._collectives, median_ms))
+
+    def _guarded(self, decide: Callable[[], None]) -> None:
+        """An error has reached every rank: raise it on all, or train on without freezing on all."""
         try:
-            measured = on_all_ranks(self._collectives, lambda: local_measurements(self.timer))
-            on_one_rank(self._collectives, lambda: build_report(self, measured).write(self.report_path))
+            decide()
         except TimelyFreezeError as error:
-            announce(self._collectives.rank, f"the report could not be written: {error}", logging.WARNING)
-
-    @property
-    def report_path(self) -> Path:
-        """Where rank 0 leaves the report."""
-        return Path(self.config.output_dir) / "timely_freeze" / "report.json"
+            self._fail(error)
 
     def _fail(self, error: TimelyFreezeError) -> None:
-        """The same error has reached every rank: raise it on all, or train on without freezing on all."""
+        self._planner.close()
         self.state.failure = str(error)
         if self.config.on_error == "raise":
             raise error
         announce(self._collectives.rank, f"{error}; training goes on without freezing", logging.WARNING)
 
-    # --- what the user sees ----------------------------------------------------------------------------------
 
-    def _announce(self, text: str) -> None:
-        announce(self._collectives.rank, text)
-
-    def announce_start(self) -> None:
-        """The line that says that freezing is on, and what will happen when."""
-        host = f"{self.host.name} {self.host.version}"
-        self._announce(messages.enabled(host, self.schedule, self.config, self.state.phases))
-
-    def _announce_phase(self, step: int) -> None:
-        self._announce(f"step {step}: {self.state.phases.phase(step).description}")
-
-    def _announce_monitoring(self, step: int) -> None:
-        done, length = step - self.state.phases.warmup_end, self.state.phases.monitoring_steps
-        if done % max(1, length // 4) == 0:
-            self.timer.drain()
-            step_ms = self.timer.step_ms(self.state.phases.phase(step))
-            self._announce(messages.monitoring(done, length, step_ms))
-
-    def _announce_plan(self, notes: Sequence[str]) -> None:
-        plan, expected = self.state.plan, self.forecast
-        assert plan is not None
-        assert expected is not None
-        for line in (messages.planned(plan, expected), *notes):
-            self._announce(line)
-
-    def _publish(self, step: int, phase: Phase) -> None:
-        if self._metrics is None:
-            return
-        ratios: dict[int, list[float]] = {stage: [] for stage in self.masks.stages}
-        for (stage, _), action in self._backward.items():
-            ratios[stage].append(self.actual_freeze_ratio(step, action))
-        figures = {f"afr_stage_{s}": sum(rs) / len(rs) if rs else 0.0 for s, rs in ratios.items()}
-        last = self.timer.last_step_ms(phase)
-        if last is not None:
-            figures["step_ms"] = last
-        if self.forecast is not None:
-            figures["planned_step_ms"] = self.forecast.planned_ms
-        self._metrics(figures)
+def _device_of(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> torch.device:
+    devices = (parameter.device for of_stage in parameters.values() for parameter in of_stage.values())
+    return next(devices, torch.device("cpu"))
 
 
 def _weight_gradient_actions(schedule: PipelineSchedule) -> dict[tuple[int, int], Action]:

@@ -44,9 +44,15 @@ class PipelineDag:
 
     @classmethod
     def from_schedule(
-        cls, schedule: PipelineSchedule, communication: Mapping[tuple[Action, Action], float] | None = None
+        cls,
+        schedule: PipelineSchedule,
+        communication: Mapping[tuple[Action, Action], float] | None = None,
+        overhead: Mapping[Action, float] | None = None,
     ) -> PipelineDag:
         """Build the DAG of ``schedule``; ``communication`` gives ms for edges between stages, 0 where absent.
+
+        ``overhead`` is ms that an action's rank spends between the action before it and this one, though nothing
+        is waited for: receiving what has come, launching.
 
         Raises ScheduleError when the schedule cannot run, or when ``communication`` names a pair that is
         not an edge between stages.
@@ -59,8 +65,9 @@ class PipelineDag:
             delays[source, target] = float(delay)
         # A transfer between neighbours on one rank (V-shaped schedules) implies the order edge.
         for rank in schedule.ranks:
-            for pair in pairwise(rank):
-                delays.setdefault(pair, 0.0)
+            for before, action in pairwise(rank):
+                own = float((overhead or {}).get(action, 0.0))
+                delays[before, action] = max(own, delays.get((before, action), 0.0))
         actions = schedule.execution_order()
         index = {action: position for position, action in enumerate(actions)}
         return cls(actions, index, _sorted_edges(delays, index))

@@ -92,14 +92,16 @@ class Optimum:
     flow: Flow
 
 
-def solve(problem: FreezeProblem, time_limit_s: float | None = None) -> Optimum:
+def solve(problem: FreezeProblem, time_limit_s: float | None = None, target: float = 0.0) -> Optimum:
     """Solve the program; its unit of time should be near a typical duration, for GLOP's sake.
+
+    An end of ``target`` is early enough: nothing is frozen to end before it.
 
     Raises SolverError with GLOP's status when one of the first two solves does not end OPTIMAL. The third
     only breaks ties: when it fails, the second's solution stands.
     """
     model = _Model(problem, time_limit_s)
-    flow = model.minimise_makespan()
+    flow = model.minimise_makespan(target)
     ratios = model.minimise_freezing()
     if len(problem.dag.actions) <= _SPREAD_UP_TO:
         ratios = model.spread(ratios)
@@ -123,18 +125,20 @@ class _Model:
         self._starts = [self._solver.NumVar(0.0, infinity, "") for _ in problem.dag.actions]
         self._ratios = {int(i): self._solver.NumVar(0.0, 1.0, "") for i in np.flatnonzero(problem.ranges > 0.0)}
         self._end = self._solver.NumVar(0.0, infinity, "")
+        self._latest = float("inf")  # when the batch has to end, once that is known
         self._edge_rows = self._add_edges()
         self._end_rows = self._add_ends()
         self._add_budgets()
 
-    def minimise_makespan(self) -> Flow:
+    def minimise_makespan(self, target: float = 0.0) -> Flow:
         self._solve([(self._end, 1.0)], "earliest end of the batch", _GLOP_FIRST)
         ends = np.zeros(len(self._starts))
         for position, row in self._end_rows.items():
             ends[position] = row.dual_value()
         flow = Flow(np.array([row.dual_value() for row in self._edge_rows], dtype=np.float64), ends)
         # The end that the ratios really reach, not GLOP's value of it, is what later solves can surely keep.
-        self._end.SetUb(self._problem.end(self._read()) * (1.0 + _MAKESPAN_SLACK))
+        self._latest = max(self._problem.end(self._read()), target)
+        self._end.SetUb(self._latest * (1.0 + _MAKESPAN_SLACK))
         return flow
 
     def minimise_freezing(self) -> Floats:
@@ -159,7 +163,7 @@ class _Model:
         except SolverError:
             return least
         even = self._read()
-        holds = self._problem.end(even) <= self._problem.end(least) * (1.0 + _MAKESPAN_TOLERANCE)
+        holds = self._problem.end(even) <= self._latest * (1.0 + _MAKESPAN_TOLERANCE)
         return even if holds and float(even.sum()) <= most * (1.0 + _FREEZING_SLACK) else least
 
     def _add_edges(self) -> list[Any]:

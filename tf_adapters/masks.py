@@ -1,4 +1,4 @@
-"""The masks of every stage, as a pure function of (seed, step, stage, microbatch)."""
+"""The masks of every stage, as a pure function of (seed, step, stage, microbatch) and of what is preferred."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tf_adapters.selection.hybrid import HybridSelection
 from tf_adapters.selection.uniform import UniformSelection
-from tf_adapters.units import FreezeUnit, frozen_share
+from tf_adapters.units import FreezeUnit, frozen_share, without
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,35 +22,61 @@ class Mask:
 
 
 NOTHING_FROZEN = Mask()
+NONE_PREFERRED: frozenset[int] = frozenset()
 
 
 class StageMasks:
     """Draws masks from nothing but its arguments, so replicas agree without talking and a restart repeats them.
 
     ``units`` holds every stage of the pipeline, not only this rank's: any rank can then tell what any other
-    freezes, which tied parameters need.
+    freezes, which tied parameters need. What a pattern of ``exclude`` matches is never frozen and counts as no work;
+    ConfigError for one that matches nothing.
     """
 
-    def __init__(self, units: Mapping[int, Sequence[FreezeUnit]], seed: int) -> None:
-        self._units = {stage: tuple(of_stage) for stage, of_stage in units.items()}
-        self._selections = {stage: UniformSelection(of_stage) for stage, of_stage in self._units.items()}
+    def __init__(self, units: Mapping[int, Sequence[FreezeUnit]], seed: int, exclude: Sequence[str] = ()) -> None:
+        self._units = without(units, exclude)
+        self._whole = {stage: len(self._units[stage]) == len(of_stage) for stage, of_stage in units.items()}
+        self._uniform = {stage: UniformSelection(of_stage) for stage, of_stage in self._units.items()}
+        self._hybrid: dict[int, tuple[frozenset[int], HybridSelection]] = {}  # the newest of each stage
         self._names = {s: tuple(n for unit in of_stage for n in unit.names) for s, of_stage in self._units.items()}
         self._seed = seed
+
+    @property
+    def units(self) -> Mapping[int, Sequence[FreezeUnit]]:
+        """What can be frozen, by stage."""
+        return self._units
 
     @property
     def stages(self) -> tuple[int, ...]:
         return tuple(sorted(self._units))
 
-    def draw(self, step: int, stage: int, microbatch: int, ratio: float) -> Mask:
-        """The mask for an actual freeze ratio in [0, 1]."""
+    def can_freeze_all(self, stage: int) -> bool:
+        """Whether a mask can freeze everything that a stage trains."""
+        return self._whole[stage]
+
+    def draw(
+        self, step: int, stage: int, microbatch: int, ratio: float, preferred: frozenset[int] = NONE_PREFERRED
+    ) -> Mask:
+        """The mask for an actual freeze ratio in [0, 1]; units at ``preferred`` are frozen before any other."""
         units = self._units[stage]
         if ratio <= 0.0 or not units:
             return NOTHING_FROZEN
         rng = np.random.default_rng([self._seed, step, stage, microbatch])
-        frozen = self._selections[stage].draw(ratio, rng)
+        frozen = self._selection(stage, preferred).draw(ratio, rng)
         names = tuple(name for index in sorted(frozen) for name in units[index].names)
-        return Mask(names, frozen_share(units, frozen), len(frozen) == len(units))
+        return Mask(names, frozen_share(units, frozen), self._whole[stage] and len(frozen) == len(units))
 
     def names(self, stage: int) -> tuple[str, ...]:
         """Every parameter of a stage that can be frozen."""
         return self._names[stage]
+
+    def share(self, stage: int, chosen: frozenset[int]) -> float:
+        """Share of a stage's work that the units at ``chosen`` hold, in [0, 1]."""
+        return frozen_share(self._units[stage], chosen)
+
+    def _selection(self, stage: int, preferred: frozenset[int]) -> UniformSelection | HybridSelection:
+        if not preferred:
+            return self._uniform[stage]
+        if stage not in self._hybrid or self._hybrid[stage][0] != preferred:
+            self._hybrid[stage] = preferred, HybridSelection(self._units[stage], preferred)
+        return self._hybrid[stage][1]

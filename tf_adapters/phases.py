@@ -5,7 +5,7 @@ Steps count from 1, as in the paper: step t is the t-th optimizer step since fre
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 DEFAULT_WARMUP_STEPS = 10  # enough for kernels and allocators to settle where no scheduler names a warm-up
@@ -17,6 +17,7 @@ class Phase(str, Enum):
     WARMUP = "warmup"
     MONITORING_UPPER = "monitoring_upper"
     MONITORING_LOWER = "monitoring_lower"
+    PLANNING = "planning"
     PROGRESSIVE = "progressive"
     STABLE = "stable"
 
@@ -33,6 +34,7 @@ _TITLES = {
     Phase.WARMUP: "warm-up",
     Phase.MONITORING_UPPER: "monitoring, nothing frozen",
     Phase.MONITORING_LOWER: "monitoring, weight gradients frozen",
+    Phase.PLANNING: "nothing frozen, the plan is being made",
     Phase.PROGRESSIVE: "progressive freezing",
     Phase.STABLE: "stable freezing",
 }
@@ -40,11 +42,16 @@ _TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class PhaseSchedule:
-    """The last step of each phase: T_w, T_m and T_f of the paper (section 3, "Notation")."""
+    """The last step of each phase: T_w, T_m and T_f of the paper (section 3, "Notation").
+
+    ``plan_end`` is the last step of planning, where that takes longer than a step boundary; the paper's plan is
+    there when step T_m ends, and freezing follows at once.
+    """
 
     warmup_end: int
     monitoring_end: int
     progressive_end: int
+    plan_end: int | None = None
 
     @classmethod
     def of_lengths(cls, warmup: int, monitoring: int, progressive: int, start: int = 0) -> PhaseSchedule:
@@ -58,6 +65,15 @@ class PhaseSchedule:
         return self.warmup_end + (self.monitoring_end - self.warmup_end) // 2
 
     @property
+    def freezing_start(self) -> int:
+        """The last step before progressive freezing."""
+        return self.monitoring_end if self.plan_end is None else self.plan_end
+
+    def planned_after(self, step: int) -> PhaseSchedule:
+        """The same with step ``step`` as the last one of planning; progressive freezing keeps its length."""
+        return replace(self, plan_end=step, progressive_end=step + self.progressive_end - self.freezing_start)
+
+    @property
     def monitoring_steps(self) -> int:
         return self.monitoring_end - self.warmup_end
 
@@ -69,6 +85,8 @@ class PhaseSchedule:
             return Phase.MONITORING_UPPER
         if step <= self.monitoring_end:
             return Phase.MONITORING_LOWER
+        if step <= self.freezing_start:
+            return Phase.PLANNING
         if step <= self.progressive_end:
             return Phase.PROGRESSIVE
         return Phase.STABLE
@@ -78,7 +96,7 @@ class PhaseSchedule:
 
         ``AFR = ratio * ramp``: the paper's actual freeze ratio, section 3.3.
         """
-        if step <= self.monitoring_end:
+        if step <= self.freezing_start:
             return 0.0
-        length = self.progressive_end - self.monitoring_end
-        return 1.0 if length == 0 else min(1.0, (step - self.monitoring_end) / length)
+        length = self.progressive_end - self.freezing_start
+        return 1.0 if length == 0 else min(1.0, (step - self.freezing_start) / length)

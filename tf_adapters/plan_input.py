@@ -12,19 +12,29 @@ from typing import Any, NamedTuple
 from tf_adapters.errors import PlanInputError, ScheduleError
 from tf_adapters.ir import Action, PipelineSchedule
 
-__all__ = ["PlanInput", "check_communication", "check_ratio", "check_times", "read_input"]
+__all__ = [
+    "PlanInput",
+    "check_communication",
+    "check_overhead",
+    "check_ratio",
+    "check_target",
+    "check_times",
+    "read_input",
+]
 
 _REQUIRED = ("ranks", "times", "max_freeze_ratio")
-_FIELDS = (*_REQUIRED, "communication")
+_FIELDS = (*_REQUIRED, "communication", "overhead", "target_makespan_ms")
 
 
 class PlanInput(NamedTuple):
-    """The INPUT contract, parsed; times and communication in ms are not checked yet (``plan`` does)."""
+    """The INPUT contract, parsed; times, communication and overhead in ms are not checked yet (``plan`` does)."""
 
     schedule: PipelineSchedule
     times: dict[Action, Any]
     max_freeze_ratio: Any
     communication: dict[tuple[Action, Action], Any]
+    overhead: dict[Action, Any]
+    target_makespan_ms: Any
 
 
 def read_input(data: object) -> PlanInput:
@@ -42,6 +52,8 @@ def read_input(data: object) -> PlanInput:
         times={_read_action(key, "times"): value for key, value in _object(data, "times").items()},
         max_freeze_ratio=data["max_freeze_ratio"],
         communication={_read_edge(key): value for key, value in _object(data, "communication").items()},
+        overhead={_read_action(key, "overhead"): value for key, value in _object(data, "overhead").items()},
+        target_makespan_ms=data.get("target_makespan_ms", 0.0),
     )
 
 
@@ -51,6 +63,11 @@ def check_ratio(value: object) -> float:
     if number is None or not 0.0 <= number <= 1.0:
         raise PlanInputError(f"max_freeze_ratio: {_show(value)} is not a number from 0 to 1")
     return number
+
+
+def check_target(value: object) -> float:
+    """``target_makespan_ms`` as a time in ms. Raises PlanInputError."""
+    return _check_time(value, "target_makespan_ms")
 
 
 def check_times(schedule: PipelineSchedule, times: Mapping[Action, Any]) -> dict[Action, tuple[float, float]]:
@@ -79,6 +96,15 @@ def check_communication(
         (source, target): _check_time(value, f"communication['{source}->{target}']")
         for (source, target), value in communication.items()
     }
+
+
+def check_overhead(schedule: PipelineSchedule, overhead: Mapping[Action, Any]) -> dict[Action, float]:
+    """Milliseconds before actions of ``schedule``. Raises PlanInputError."""
+    actions = set(schedule.actions) if overhead else set()
+    for action in overhead:
+        if action not in actions:
+            raise PlanInputError(f"overhead: {_show(str(action))} is not an action of the schedule")
+    return {action: _check_time(value, f"overhead['{action}']") for action, value in overhead.items()}
 
 
 def _check_pair(action: Action, value: Any) -> tuple[float, float]:

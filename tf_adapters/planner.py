@@ -15,7 +15,14 @@ from tf_adapters.dag import PipelineDag
 from tf_adapters.errors import PlanInputError, SolverError
 from tf_adapters.ir import Action, PipelineSchedule
 from tf_adapters.lp import FreezeProblem, Optimum, SolverStatus, lower_bound, solve
-from tf_adapters.plan_input import check_communication, check_ratio, check_times, read_input
+from tf_adapters.plan_input import (
+    check_communication,
+    check_overhead,
+    check_ratio,
+    check_target,
+    check_times,
+    read_input,
+)
 
 __all__ = ["Bounds", "FreezePlan", "Makespan", "SolverReport", "SolverStatus", "plan", "plan_from_json"]
 
@@ -55,7 +62,7 @@ class SolverReport:
     """Which solver ran, how it ended, its wall time in s, and how far the plan is from the optimum at most.
 
     ``optimality_gap`` is proven: no freeze ratios within the budgets end the batch before
-    (1 - optimality_gap) * planned makespan.
+    (1 - optimality_gap) * planned makespan, or that is the target.
     """
 
     name: str
@@ -121,17 +128,21 @@ def plan(
     max_freeze_ratio: float,
     communication: Mapping[tuple[Action, Action], float] | None = None,
     time_limit_s: float | None = None,
+    overhead: Mapping[Action, float] | None = None,
+    target_makespan_ms: float = 0.0,
 ) -> FreezePlan:
     """Choose the freeze ratios that end the batch earliest and, among those, freeze least.
 
     ``times`` bounds every action's duration in ms: all frozen, nothing frozen. An F or I action computes no
     weight gradient: should its two times differ, it takes the second. ``communication`` is ms on edges
-    between stages.
+    between stages, ``overhead`` ms that an action's rank needs before it besides (``gaps.Gaps``).
 
     In every stage the sum of the ratios is at most ``max_freeze_ratio`` (in [0, 1]) times the number of the
     stage's B and W actions (the paper's constraint [4]). An action whose two times are equal gets ratio 0
     and still counts in that number: the budget bounds the share of its updates that a parameter loses in
     expectation, and an update that is never skipped is one of them.
+
+    A batch that ends by ``target_makespan_ms`` is early enough: the plan then freezes the least that reaches it.
 
     Up to 4,096 actions GLOP finds the exact optimum. Larger programs go to an interior point method whose time
     and memory grow in proportion to the actions; ``solver.optimality_gap`` proves how close it came, at most
@@ -147,21 +158,32 @@ def plan(
     ratio = check_ratio(max_freeze_ratio)
     if time_limit_s is not None and not time_limit_s > 0.0:
         raise PlanInputError(f"time_limit_s: {time_limit_s!r} is not a number of seconds above 0")
-    dag = PipelineDag.from_schedule(schedule, check_communication(schedule, communication or {}))
+    dag = PipelineDag.from_schedule(
+        schedule, check_communication(schedule, communication or {}), check_overhead(schedule, overhead or {})
+    )
     problem = _problem(dag, bounds, ratio)
     began = time.perf_counter()
-    outcome = _optimise(problem, ratio, time_limit_s)
-    return _describe(schedule, problem, outcome, time.perf_counter() - began)
+    target = check_target(target_makespan_ms)
+    outcome = _optimise(problem, ratio, time_limit_s, target)
+    return _describe(schedule, problem, outcome, target, time.perf_counter() - began)
 
 
-def plan_from_json(data: dict[str, Any]) -> FreezePlan:
-    """``plan`` of an INPUT object (ranks, times, max_freeze_ratio, communication).
+def plan_from_json(data: dict[str, Any], time_limit_s: float | None = None) -> FreezePlan:
+    """``plan`` of an INPUT object: ranks, times, max_freeze_ratio; communication, overhead, target_makespan_ms.
 
     Raises PlanInputError, one line that names the field, the value and what is allowed; SolverError as
     ``plan``.
     """
     given = read_input(data)
-    return plan(given.schedule, given.times, given.max_freeze_ratio, given.communication)
+    return plan(
+        given.schedule,
+        given.times,
+        given.max_freeze_ratio,
+        given.communication,
+        time_limit_s,
+        given.overhead,
+        given.target_makespan_ms,
+    )
 
 
 def _problem(dag: PipelineDag, bounds: Mapping[Action, tuple[float, float]], max_freeze_ratio: float) -> FreezeProblem:
@@ -190,13 +212,15 @@ class _Outcome(NamedTuple):
     optimum: Optimum | None
 
 
-def _optimise(problem: FreezeProblem, max_freeze_ratio: float, time_limit_s: float | None) -> _Outcome:
-    scaled = _scaled(problem) if max_freeze_ratio > 0.0 else None
+def _optimise(problem: FreezeProblem, max_freeze_ratio: float, time_limit_s: float | None, target: float) -> _Outcome:
+    unfrozen = problem.end(np.zeros_like(problem.upper))
+    scaled = _scaled(problem) if max_freeze_ratio > 0.0 and unfrozen > target else None
     if scaled is None or not scaled.ranges.any():
         return _Outcome(_GLOP, SolverStatus.NOT_NEEDED, None)
+    goal = target / unfrozen * scaled.end(np.zeros_like(problem.upper))
 
     def glop(limit_s: float | None) -> _Outcome:
-        found = solve(scaled, limit_s)
+        found = solve(scaled, limit_s, goal)
         return _Outcome(_GLOP, SolverStatus.OPTIMAL, Optimum(_repair(problem, found.ratios), found.flow))
 
     if len(problem.dag.actions) <= _EXACT_UP_TO:
@@ -204,9 +228,9 @@ def _optimise(problem: FreezeProblem, max_freeze_ratio: float, time_limit_s: flo
     from tf_adapters.interior import solve_interior  # scipy: half a second that importing the planner should not take
 
     began = time.monotonic()
-    found = solve_interior(scaled, time_limit_s)
+    found = solve_interior(scaled, time_limit_s, goal)
     near = Optimum(_repair(problem, found.ratios), found.flow)
-    if _gap(problem.end(near.ratios), lower_bound(problem, near)) <= _WIDEST_GAP:
+    if _gap(problem.end(near.ratios), max(lower_bound(problem, near), target)) <= _WIDEST_GAP:
         return _Outcome(_INTERIOR, SolverStatus.OPTIMAL, near)
     try:
         return glop(None if time_limit_s is None else time_limit_s - (time.monotonic() - began))
@@ -257,6 +281,7 @@ def _describe(
     schedule: PipelineSchedule,
     problem: FreezeProblem,
     outcome: _Outcome,
+    target: float,
     seconds: float,
 ) -> FreezePlan:
     optimum = outcome.optimum
@@ -265,7 +290,7 @@ def _describe(
     # Not upper - ratio * range where the ratio is 1: rounding could end below the lower bound.
     durations = np.where(ratios == 1.0, problem.upper - problem.ranges, problem.upper - ratios * problem.ranges)
     starts, planned = dag.earliest_starts(durations), dag.end(durations)
-    bound = planned if optimum is None else lower_bound(problem, optimum)
+    bound = planned if optimum is None else max(lower_bound(problem, optimum), target)
 
     def by_action(values: NDArray[np.float64], freezable: bool = False) -> dict[Action, float]:
         keep = (action for action in schedule.actions if action.freezable or not freezable)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from tf_adapters.dag import PipelineDag
+from tf_adapters.gaps import NO_GAPS, Gaps
 from tf_adapters.ir import Action, PipelineSchedule
-from tf_adapters.planner import FreezePlan
+from tf_adapters.planner import Bounds, FreezePlan
+from tf_adapters.timing import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +27,28 @@ class Forecast:
         return self.planned_ms / self.unfrozen_ms if self.unfrozen_ms > 0 else 1.0
 
 
-def forecast(schedule: PipelineSchedule, plan: FreezePlan, unfrozen_step_ms: float) -> Forecast:
-    """The planned step time: what freezing takes off the makespan, off the measured step.
+def forecast(
+    schedule: PipelineSchedule,
+    plan: FreezePlan,
+    bounds: Mapping[Action, Bounds],
+    unfrozen_step_ms: float,
+    gaps: Gaps = NO_GAPS,
+    steps: Sequence[Trace] = (),
+    stage_0_vanishes: bool = True,
+) -> Forecast:
+    """The planned step time: what freezing takes off the pipeline, off the measured step.
 
-    The rest of the step (data, communication, optimizer) stays as it was measured.
+    The rest of the step (data, optimizer) stays as it was measured. ``steps`` are monitored steps, nothing frozen:
+    each is run again on paper with its backwards as much shorter as the plan makes them. Actions that now and then
+    take longer hold up their neighbours, more so the closer a pipeline is to balance; medians alone do not show it.
+    ``stage_0_vanishes``: whether stage 0 has nothing to compute where it is frozen whole (``disappears``); it has
+    where some parameters are excluded from freezing.
     """
-    saved = plan.makespan_ms.unfrozen - planned_makespan(schedule, plan)
+    dag = PipelineDag.from_schedule(schedule, *gaps)
+    before = [dag.durations({action: span.end_ms - span.start_ms for action, span in step.items()}) for step in steps]
+    before = before or [dag.durations({action: bound.upper for action, bound in bounds.items()})]
+    left = dag.durations(_remaining(plan, bounds, stage_0_vanishes))
+    saved = float(np.median([dag.end(durations) - dag.end(durations * left) for durations in before]))
     return Forecast(unfrozen_step_ms, unfrozen_step_ms - saved)
 
 
@@ -37,10 +58,7 @@ def planned_makespan(schedule: PipelineSchedule, plan: FreezePlan) -> float:
     Stage 0 passes no input gradient on, so with all of its parameters frozen nothing is left to compute. The
     program plans with the straight line that partial masks follow; this is the one point that is not on it.
     """
-    durations = dict(plan.duration_ms)
-    for action, ratio in plan.freeze_ratio.items():
-        if ratio >= 1.0 and disappears(action):
-            durations[action] = 0.0
+    durations = {action: 0.0 if _vanishes(plan, action) else ms for action, ms in plan.duration_ms.items()}
     return PipelineDag.from_schedule(schedule).makespan(durations)
 
 
@@ -50,3 +68,18 @@ def disappears(action: Action) -> bool:
     With split backwards that is stage 0's W: torch computes its whole backward there and nothing in its I.
     """
     return action.stage == 0 and action.freezable
+
+
+def _vanishes(plan: FreezePlan, action: Action) -> bool:
+    return disappears(action) and plan.freeze_ratio[action] >= 1.0
+
+
+def _remaining(plan: FreezePlan, bounds: Mapping[Action, Bounds], stage_0_vanishes: bool) -> dict[Action, float]:
+    """The share of each action's unfrozen duration that the plan leaves."""
+
+    def left(action: Action, ms: float) -> float:
+        if stage_0_vanishes and _vanishes(plan, action):
+            return 0.0
+        return ms / bounds[action].upper if bounds[action].upper > 0.0 else 1.0
+
+    return {action: left(action, ms) for action, ms in plan.duration_ms.items()}

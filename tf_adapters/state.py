@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.gaps import NO_GAPS, Gaps
 from tf_adapters.ir import Action, PipelineSchedule
 from tf_adapters.masks import StageMasks
 from tf_adapters.phases import PhaseSchedule
 from tf_adapters.planner import Bounds, FreezePlan
+from tf_adapters.planning import Measured, Planned
+from tf_adapters.selection.stability import StabilityState
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass
@@ -25,43 +28,59 @@ class RunState:
     completed_steps: int = 0
     plan: FreezePlan | None = None
     bounds: dict[Action, Bounds] = field(default_factory=dict)
+    gaps: Gaps = NO_GAPS
     unfrozen_step_ms: float = 0.0
+    planned_step_ms: float = 0.0
     notes: tuple[str, ...] = ()
     failure: str | None = None
+    stability: StabilityState = field(default_factory=StabilityState)
 
     @classmethod
     def fresh(cls, config: TimelyFreezeConfig, auto_warmup: int) -> RunState:
         warmup = auto_warmup if config.warmup_steps == "auto" else config.warmup_steps
-        return cls(PhaseSchedule.of_lengths(warmup, config.monitoring_steps, config.progressive_steps))
+        notes = () if config.plans else (f"method {config.method} freezes what is stable: nothing is planned",)
+        return cls(PhaseSchedule.of_lengths(warmup, *_lengths(config)), notes=notes)
 
     def restarted(self, config: TimelyFreezeConfig, reason: str) -> RunState:
         """The same step, with monitoring still to come (or still the warm-up, where that is not over)."""
         start = max(self.completed_steps, self.phases.warmup_end)
-        phases = PhaseSchedule.of_lengths(0, config.monitoring_steps, config.progressive_steps, start)
-        note = f"monitoring began again after step {start}: {reason}"
+        phases = PhaseSchedule.of_lengths(0, *_lengths(config), start)
+        note = f"{'monitoring' if config.plans else 'freezing'} began again after step {start}: {reason}"
         return RunState(phases, self.completed_steps, notes=(*self.notes, note))
 
-    def adopt(
-        self,
-        plan: FreezePlan,
-        bounds: Mapping[Action, Bounds],
-        unfrozen_step_ms: float,
-        notes: tuple[str, ...],
-    ) -> None:
-        """Take a new plan into force, with what it was made from."""
-        self.plan, self.bounds, self.unfrozen_step_ms = plan, dict(bounds), unfrozen_step_ms
-        self.notes = (*self.notes, *notes)
+    def measure(self, measured: Measured) -> None:
+        """Keep what a plan is made from."""
+        self.bounds, self.gaps, self.unfrozen_step_ms = dict(measured.bounds), measured.gaps, measured.unfrozen_step_ms
+        self.notes = (*self.notes, *measured.notes)
+
+    def adopt(self, planned: Planned) -> None:
+        """Take a new plan into force."""
+        self.plan, self.planned_step_ms = planned.plan, planned.step_ms
+        self.notes = (*self.notes, *planned.notes)
+
+    @property
+    def measured(self) -> Measured:
+        """What the plan is made from, without the notes on it."""
+        return Measured(self.bounds, self.gaps, self.unfrozen_step_ms)
+
+    @property
+    def awaits_plan(self) -> bool:
+        """Whether everything is measured and only the plan is missing."""
+        return self.plan is None and bool(self.bounds) and not self.failure
 
     def to_json(self, config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: StageMasks) -> dict[str, Any]:
         return {
             "format": FORMAT,
             "fingerprint": fingerprint(config, schedule, masks),
             "completed_steps": self.completed_steps,
-            "phases": [self.phases.warmup_end, self.phases.monitoring_end, self.phases.progressive_end],
+            "phases": list(astuple(self.phases)),
             "plan": self.plan.to_json() if self.plan else None,
             "bounds": {str(action): [b.lower, b.upper] for action, b in self.bounds.items()},
+            "gaps": self.gaps.to_json(),
             "unfrozen_step_ms": self.unfrozen_step_ms,
+            "planned_step_ms": self.planned_step_ms,
             "notes": list(self.notes),
+            "stability": self.stability.to_json(),
         }
 
     @classmethod
@@ -71,8 +90,11 @@ class RunState:
             completed_steps=data["completed_steps"],
             plan=FreezePlan.from_json(data["plan"]) if data["plan"] else None,
             bounds={Action.parse(text): Bounds(*pair) for text, pair in data["bounds"].items()},
+            gaps=Gaps.from_json(data["gaps"]),
             unfrozen_step_ms=data["unfrozen_step_ms"],
+            planned_step_ms=data["planned_step_ms"],
             notes=tuple(data["notes"]),
+            stability=StabilityState.from_json(data.get("stability")),
         )
 
 
@@ -85,7 +107,8 @@ def compatible_state(
 ) -> RunState:
     """The state to go on with: the saved one, or as much of it as still holds.
 
-    Monitoring that a checkpoint interrupted starts over, for its times may come from another machine. A plan for
+    Monitoring that a checkpoint interrupted starts over, for its times may come from another machine; a plan that was
+    still being made is made again. A plan for
     another pipeline, other parameters or another budget is dropped and made anew; the step count stays.
     """
     if data is None:
@@ -95,9 +118,15 @@ def compatible_state(
     state = RunState.from_json(data)
     if data["fingerprint"] != fingerprint(config, schedule, masks):
         return state.restarted(config, "the checkpoint's plan is for another pipeline, model or budget")
-    if state.plan is None and state.completed_steps > state.phases.warmup_end:
+    unplanned = state.plan is None and not state.awaits_plan
+    if config.plans and unplanned and state.completed_steps > state.phases.warmup_end:
         return state.restarted(config, "a checkpoint interrupted it")
     return state
+
+
+def _lengths(config: TimelyFreezeConfig) -> tuple[int, int]:
+    """Steps of monitoring and of progressive freezing: none without a plan."""
+    return (config.monitoring_steps, config.progressive_steps) if config.plans else (0, 0)
 
 
 def fingerprint(config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: StageMasks) -> str:
@@ -108,4 +137,6 @@ def fingerprint(config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: S
         "max_freeze_ratio": config.max_freeze_ratio,
         "method": config.method,
     }
+    if config.target_speedup or config.target_step_time_ms:
+        parts["target"] = [config.target_speedup, config.target_step_time_ms]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tf_adapters.ir import Action
 from tf_adapters.robust import median
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Clock(Protocol):
@@ -48,6 +49,8 @@ class DeviceClock:
     """Events in the current stream of an accelerator; recording one costs microseconds and waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
+        import torch  # the command line reads traces without it
+
         self._module = torch.get_device_module(device)
 
     def mark(self) -> Any:
@@ -75,48 +78,90 @@ class Sample:
     ms: float
 
 
+class _Marked(NamedTuple):
+    """An action between two marks, or a whole step (no action), and the mark of its step's beginning."""
+
+    phase: str
+    action: Action | None
+    share: float
+    start: Any
+    stop: Any
+    origin: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """When an action ran, in ms since its rank's step began."""
+
+    start_ms: float
+    end_ms: float
+
+
+Trace = Mapping[Action, Interval]
+"""One step of one rank."""
+
+_TRACES = 32
+
+
 class ActionTimer:
-    """Collects samples of actions and of whole steps, by phase. Bounded: it keeps the newest ``keep`` of each."""
+    """Collects samples of actions and of whole steps, by phase. Bounded: it keeps the newest ``keep`` of each.
+
+    Of the newest 32 steps it also keeps the traces.
+    """
 
     def __init__(self, clock: Clock, keep: int = 256) -> None:
         self._clock = clock
-        self._pending: deque[tuple[str, Action | None, float, Any, Any]] = deque()
+        self._origin: Any = None
+        self._pending: deque[_Marked] = deque()
         self._actions: dict[tuple[str, Action], deque[Sample]] = defaultdict(lambda: deque(maxlen=keep))
         self._steps: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=keep))
+        self._trace: dict[Action, Interval] = {}
+        self._traces: dict[str, deque[Trace]] = defaultdict(lambda: deque(maxlen=_TRACES))
 
     @contextmanager
     def timed(self, phase: str, action: Action, share: float) -> Iterator[None]:
         """Time the block as one run of ``action``. A block that raises leaves no sample."""
         start = self._clock.mark()
         yield
-        self._pending.append((phase, action, share, start, self._clock.mark()))
+        self._pending.append(_Marked(phase, action, share, start, self._clock.mark(), self._origin))
 
     def start_step(self) -> Any:
-        return self._clock.mark()
+        self._origin = self._clock.mark()
+        return self._origin
 
     def stop_step(self, phase: str, start: Any) -> None:
-        self._pending.append((phase, None, 0.0, start, self._clock.mark()))
+        self._pending.append(_Marked(phase, None, 0.0, start, self._clock.mark(), start))
+        self._origin = None
 
     def drain(self, wait: bool = False) -> None:
         """Turn the marks that the device has passed into samples; with ``wait``, all of them."""
         if wait:
             self._clock.synchronize()
         while self._pending:
-            phase, action, share, start, stop = self._pending[0]
-            elapsed = self._clock.elapsed_ms(start, stop)
+            marked = self._pending[0]
+            elapsed = self._clock.elapsed_ms(marked.start, marked.stop)
             if elapsed is None:
                 return
             self._pending.popleft()
-            if action is None:
-                self._steps[phase].append(elapsed)
-            else:
-                self._actions[phase, action].append(Sample(share, elapsed))
+            if marked.action is None:
+                self._steps[marked.phase].append(elapsed)
+                self._traces[marked.phase].append(self._trace)
+                self._trace = {}
+                continue
+            self._actions[marked.phase, marked.action].append(Sample(marked.share, elapsed))
+            if marked.origin is not None:
+                begin = self._clock.elapsed_ms(marked.origin, marked.start) or 0.0
+                self._trace[marked.action] = Interval(begin, begin + elapsed)
 
     def samples(self, phase: str, action: Action) -> tuple[Sample, ...]:
         return tuple(self._actions.get((phase, action), ()))
 
     def actions(self, phase: str) -> tuple[Action, ...]:
         return tuple(sorted(action for sampled, action in self._actions if sampled == phase))
+
+    def traces(self, phase: str) -> tuple[Trace, ...]:
+        """The newest steps of a phase, in order; on all ranks the last of them is the same step."""
+        return tuple(self._traces.get(phase, ()))
 
     def step_ms(self, phase: str) -> float | None:
         """Median duration of this rank's steps in a phase, ms; None where there is none."""
@@ -130,6 +175,8 @@ class ActionTimer:
         self._pending.clear()
         self._actions.clear()
         self._steps.clear()
+        self._trace = {}
+        self._traces.clear()
 
 
 def durations_all_frozen(upper_ms: float, samples: Iterable[Sample]) -> list[float]:

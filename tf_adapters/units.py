@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from tf_adapters.errors import ConfigError
 
 Tie = tuple[tuple[int, str], ...]
 """(stage, name) of each place where one weight is held: several stages that reduce its gradient together."""
@@ -30,6 +33,21 @@ def frozen_share(units: Sequence[FreezeUnit], frozen: frozenset[int]) -> float:
     """Share of the stage's weight-gradient work that the units at ``frozen`` hold, in [0, 1]."""
     total = total_work(units)
     return sum(units[index].work for index in frozen) / total if total else 0.0
+
+
+def without(units: Mapping[int, Sequence[FreezeUnit]], patterns: Sequence[str]) -> dict[int, tuple[FreezeUnit, ...]]:
+    """The units none of whose names any pattern (of ``fnmatch``) matches.
+
+    Raises ConfigError for a pattern that matches nothing: it would be a typing error that nobody sees.
+    """
+    names = [name for of_stage in units.values() for unit in of_stage for name in unit.names]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ConfigError(f'timely_freeze.freeze_exclude: "{pattern}" matches no parameter such as "{names[0]}"')
+    return {
+        stage: tuple(u for u in of_stage if not any(fnmatch.filter(u.names, pattern) for pattern in patterns))
+        for stage, of_stage in units.items()
+    }
 
 
 def same_names(units: Mapping[int, Iterable[FreezeUnit]]) -> tuple[Tie, ...]:

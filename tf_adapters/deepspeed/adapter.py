@@ -16,13 +16,14 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as host_che
 from deepspeed.runtime.pipe import schedule as host
 
 from tf_adapters.agreement import gather_units
-from tf_adapters.collectives import ProcessGroupCollectives
+from tf_adapters.collectives import ProcessGroupCollectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.controller import Controller, HostInfo
 from tf_adapters.deepspeed.optimizers import (
     HeldParameters,
     fill_missing_gradients,
     fill_missing_tied_gradients,
+    held_values,
 )
 from tf_adapters.deepspeed.schedules import SCHEDULES, MicrobatchTracker, translate
 from tf_adapters.deepspeed.stages import is_dualpipev, parameters_by_stage, stages_of
@@ -67,6 +68,8 @@ class DeepSpeedAdapter:
             host=HostInfo("deepspeed", deepspeed.__version__),
             auto_warmup=_warmup_steps(engine),
             metrics=self._write_metrics if engine.monitor.enabled and collectives.rank == 0 else None,
+            held_values=held_values(engine, parameters),
+            traced=holds_first_rank(engine.grid.get_pipe_parallel_group()),
         )
         self._holder = HeldParameters(engine)
         self._host_instructions: dict[type, Callable[..., None]] = dict(engine._INSTRUCTION_MAP)

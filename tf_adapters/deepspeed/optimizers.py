@@ -6,12 +6,14 @@ Source: deepspeed/runtime/engine.py, runtime/zero/stage_1_and_2.py, runtime/bf16
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from tf_adapters.selection.sampling import HeldValues, Piece
 
 
 class HeldParameters:
@@ -72,6 +74,27 @@ class HeldParameters:
         state = self._inner.state.get(flat, {})
         whole = [flat.data, *(t for t in state.values() if torch.is_tensor(t) and t.shape == flat.shape)]
         return [tensor.narrow(0, address.start, address.numel) for tensor in whole]
+
+
+def held_values(engine: Any, parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> HeldValues:
+    """This rank's values of parameters, by stage and name, as the optimizer updates them.
+
+    With ZeRO stage 0 in fp32 that is the parameter itself. Else it is its fragment of this rank's flat fp32 partition,
+    told apart by where it begins in the parameter: bf16 weights would round small updates away.
+    """
+
+    def held(stage: int, name: str) -> tuple[Piece, ...]:
+        parameter = parameters[stage][name]
+        if engine.optimizer is engine.basic_optimizer:
+            return (Piece(parameter),)
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is None:  # all of it is other ranks'
+            return ()
+        address = mapping.hp_fragment_address
+        flat = _flat_partitions(engine.optimizer)[mapping.param_group_index]
+        return (Piece(flat.detach().narrow(0, address.start, address.numel), (mapping.lp_fragment_address.start,)),)
+
+    return held
 
 
 def _flat_partitions(optimizer: Any) -> list[torch.Tensor]:

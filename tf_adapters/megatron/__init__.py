@@ -19,8 +19,8 @@ from tf_adapters.phases import DEFAULT_WARMUP_STEPS
 if TYPE_CHECKING:
     import torch
 
-    from tf_adapters.controller import MetricSink
     from tf_adapters.megatron.adapter import MegatronAdapter
+    from tf_adapters.reporting import MetricSink
 
 __all__ = ["add_arguments", "attach", "install", "revert"]
 

@@ -16,17 +16,18 @@ from typing import Any
 import torch
 
 from tf_adapters.agreement import gather_units
-from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
+from tf_adapters.collectives import ProcessGroupCollectives, holds_first_rank, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.controller import Controller, HostInfo, MetricSink
+from tf_adapters.controller import Controller, HostInfo
 from tf_adapters.ir import Action, Kind
 from tf_adapters.log import announce
 from tf_adapters.megatron.chunks import Chunk
-from tf_adapters.megatron.optimizers import HeldParameters
+from tf_adapters.megatron.optimizers import HeldParameters, held_values
 from tf_adapters.megatron.schedules import PipelinePosition, translate
 from tf_adapters.megatron.units import tied_places, units_of
 from tf_adapters.overrides import Overrides
 from tf_adapters.phases import DEFAULT_WARMUP_STEPS
+from tf_adapters.reporting import MetricSink
 from tf_adapters.timing import clock_for
 from tf_adapters.units import Tie
 
@@ -71,6 +72,8 @@ class MegatronAdapter:
             ties=_ties(self._collectives, parameters),
             auto_warmup=warmup_steps,
             metrics=metrics,
+            held_values=held_values(optimizer, parameters),
+            traced=holds_first_rank(pp_group),
         )
         self._holder = HeldParameters(optimizer)
         self._overrides = Overrides()

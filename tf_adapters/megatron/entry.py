@@ -16,11 +16,11 @@ import megatron_patches.forward_step
 from tf_adapters.agreement import agree_on_settings
 from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.controller import MetricSink
 from tf_adapters.errors import ConfigError
 from tf_adapters.megatron.adapter import MegatronAdapter, adapter_of, tagged
 from tf_adapters.megatron.support import check
 from tf_adapters.phases import DEFAULT_WARMUP_STEPS
+from tf_adapters.reporting import MetricSink
 
 Config = TimelyFreezeConfig | Mapping[str, Any] | None
 

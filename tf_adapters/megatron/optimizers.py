@@ -8,12 +8,15 @@ an optimizer whose parameters count differently. Source: megatron/core/optimizer
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+
+from tf_adapters.selection.sampling import HeldValues, Piece
 
 
 class HeldParameters:
@@ -100,3 +103,38 @@ def _updated(optimizer: Any, parameter: torch.nn.Parameter) -> list[torch.Tensor
         return [optimizer.optimizer.param_groups[group]["params"][position]]
     main = vars(parameter).get("main_param")
     return [parameter] if main is None else [main]
+
+
+def held_values(optimizer: Any, parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> HeldValues:
+    """This rank's values of parameters, by stage and name, as the optimizer updates them.
+
+    That is the parameter, its fp32 copy (bf16 weights would round small updates away) or this rank's shard of either,
+    told apart by the tensor- and expert-parallel rank and by where the shard begins.
+    """
+    optimizers = leaves(optimizer)
+
+    def held(stage: int, name: str) -> tuple[Piece, ...]:
+        parameter = parameters[stage][name]
+        # A chain's optimizers all name the parameter itself where none has a copy.
+        found = {_begin(leaf, parameter): main for leaf in optimizers for main in _updated(leaf, parameter)}
+        place = _model_parallel_place(parameter)
+        return tuple(Piece(main, (*place, begin)) for begin, main in found.items())
+
+    return held
+
+
+def _begin(optimizer: Any, parameter: torch.nn.Parameter) -> int:
+    """Where in the (flat) parameter this rank's shard of it begins."""
+    if isinstance(optimizer, DistributedOptimizer):
+        return int(optimizer._get_model_param_range_map(parameter)["param"].start)
+    return 0
+
+
+def _model_parallel_place(parameter: torch.nn.Parameter) -> tuple[int, int]:
+    """Tensor- and expert-parallel rank, 0 where all ranks of that group hold the same values."""
+    is_expert = not getattr(parameter, "allreduce", True)
+    is_sharded = is_expert or getattr(parameter, "tensor_model_parallel", False)
+    return (
+        parallel_state.get_tensor_model_parallel_rank() if is_sharded else 0,
+        parallel_state.get_expert_model_parallel_rank() if is_expert else 0,
+    )

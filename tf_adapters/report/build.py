@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import tf_adapters
 from tf_adapters.ir import Action
+from tf_adapters.memory import MemoryMeter
 from tf_adapters.phases import Phase
-from tf_adapters.report.schema import BackwardSample, Host, Measured, Phases, Report, Schedule, Status
+from tf_adapters.report.schema import BackwardSample, Host, Measured, PeakMemory, Phases, Report, Schedule, Status
 from tf_adapters.robust import median
 from tf_adapters.timing import ActionTimer
 
@@ -23,6 +24,7 @@ _STATUS: dict[Phase, Status] = {
     Phase.WARMUP: "warmup",
     Phase.MONITORING_UPPER: "monitoring",
     Phase.MONITORING_LOWER: "monitoring",
+    Phase.PLANNING: "planning",
     Phase.PROGRESSIVE: "progressive",
     Phase.STABLE: "stable",
 }
@@ -30,24 +32,31 @@ _STATUS: dict[Phase, Status] = {
 
 @dataclass(frozen=True, slots=True)
 class LocalMeasurements:
-    """One rank's medians: steps in ms, and (mean frozen share, ms) of each freezable action, by phase."""
+    """One rank's medians: steps in ms, and (mean frozen share, ms) of each freezable action, by phase.
 
+    ``peak_bytes`` by phase, and ``stage``, any one of the rank's, are where it is in the pipeline and what it held.
+    """
+
+    stage: int
     steps: Mapping[str, float | None]
     actions: Mapping[str, Mapping[Action, tuple[float, float]]]
+    peak_bytes: Mapping[str, int | None]
 
 
-def local_measurements(timer: ActionTimer) -> LocalMeasurements:
+def local_measurements(stage: int, timer: ActionTimer, memory: MemoryMeter) -> LocalMeasurements:
     """What this rank has measured so far."""
     timer.drain()
     return LocalMeasurements(
+        stage=stage,
         steps={phase.value: timer.step_ms(phase) for phase in _REPORTED},
         actions={phase.value: _medians(timer, phase) for phase in _REPORTED},
+        peak_bytes={phase.value: memory.peak_bytes(phase) for phase in _REPORTED},
     )
 
 
 def build_report(controller: Controller, ranks: Sequence[LocalMeasurements]) -> Report:
     """The report of the run as far as it has come."""
-    state = controller.state
+    state, gaps = controller.state, controller.state.gaps.to_json()
     return Report(
         host=Host(name=controller.host.name, version=controller.host.version),
         versions=_versions(),
@@ -61,6 +70,8 @@ def build_report(controller: Controller, ranks: Sequence[LocalMeasurements]) -> 
             monitoring_end=state.phases.monitoring_end,
             progressive_end=state.phases.progressive_end,
         ),
+        communication=gaps["communication"],
+        overhead=gaps["overhead"],
         times={str(action): (bounds.lower, bounds.upper) for action, bounds in state.bounds.items()},
         plan=state.plan,
         measured=_measured(controller, ranks),
@@ -94,7 +105,22 @@ def _measured(controller: Controller, ranks: Sequence[LocalMeasurements]) -> Mea
             for of_phase in backwards.values()
             for action, (share, ms) in sorted(of_phase.items())
         ),
+        peak_memory_bytes=PeakMemory(
+            unfrozen=_fullest(controller, ranks, Phase.MONITORING_UPPER),
+            stable=_fullest(controller, ranks, Phase.STABLE),
+        ),
     )
+
+
+def _fullest(controller: Controller, ranks: Sequence[LocalMeasurements], phase: Phase) -> tuple[int, ...] | None:
+    """By pipeline rank, the bytes of the replica that held most; None unless there are some of every rank."""
+    schedule = controller.schedule
+    peaks: dict[int, int] = {}
+    for rank in ranks:
+        held, row = rank.peak_bytes[phase.value], schedule.rank_of(rank.stage)
+        if held is not None:
+            peaks[row] = max(held, peaks.get(row, 0))
+    return tuple(peaks[row] for row in sorted(peaks)) if len(peaks) == len(schedule.ranks) else None
 
 
 def _slowest(ranks: Sequence[LocalMeasurements], phase: Phase) -> float | None:
@@ -120,7 +146,7 @@ def _mean_by_stage(shares: Mapping[Action, float]) -> dict[str, float]:
 def _status(controller: Controller) -> Status:
     if controller.state.failure:
         return "failed"
-    if controller.state.completed_steps == controller.state.phases.monitoring_end and controller.state.plan:
+    if controller.state.completed_steps == controller.state.phases.freezing_start and controller.state.plan:
         return "planned"
     return _STATUS[controller.state.phases.phase(max(1, controller.state.completed_steps))]
 

@@ -133,7 +133,11 @@ class Measured(_Model):
 
 
 class Report(_Model):
-    """One run, as far as it has come. ``times`` holds [all frozen, nothing frozen] ms for each action."""
+    """One run, as far as it has come. ``times`` holds [all frozen, nothing frozen] ms for each action.
+
+    ``frozen_share`` holds, by stage, the mean share frozen in steps 1, 2, ...; ``parameter_freeze_ratio``, by stage and
+    name, the share of stable freezing's microbatches in which a parameter was frozen. Both may be left out.
+    """
 
     format: Literal[1] = FORMAT
     host: Host
@@ -149,6 +153,8 @@ class Report(_Model):
     overhead: dict[str, Milliseconds] = Field(default_factory=dict)
     plan: Plan | None = None
     measured: Measured = Measured()
+    frozen_share: dict[str, tuple[Share, ...]] = Field(default_factory=dict)
+    parameter_freeze_ratio: dict[str, dict[str, Share]] = Field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values; the inverse of ``from_json``."""

@@ -63,7 +63,9 @@ def _headline(report: Report) -> str:
 
 
 def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[str, str]]:
-    yield "status", f"{_STATUS[report.status]} (step {report.step}{_phase_ends(report)})"
+    unplanned = report.status == "stable" and report.plan is None
+    status = "freezing what is stable, without a plan" if unplanned else _STATUS[report.status]
+    yield "status", f"{status} (step {report.step}{_phase_ends(report)})"
     ranks, microbatches = len(schedule.ranks), schedule.num_microbatches
     yield (
         "pipeline",

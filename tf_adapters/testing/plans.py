@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tf_adapters.ir import Action
 from tf_adapters.planner import FreezePlan, plan
+from tf_adapters.planning import Planned
 
 if TYPE_CHECKING:
     from tf_adapters.controller import Controller
@@ -21,7 +22,8 @@ def force_plan(controller: Controller, ratios: Ratios) -> None:
     """
     made = plan(controller.schedule, dict.fromkeys(controller.schedule.actions, (1.0, 2.0)), 0.0)
     data = {**made.to_json(), "freeze_ratio": {str(a): _ratio(ratios, a) for a in made.freeze_ratio}}
-    controller.state.adopt(FreezePlan.from_json(data), {}, 1.0, ())
+    controller.state.adopt(Planned(FreezePlan.from_json(data), step_ms=1.0))
+    controller.state.unfrozen_step_ms = 1.0
     controller.state.completed_steps = max(controller.state.completed_steps, controller.state.phases.progressive_end)
 
 

@@ -16,17 +16,18 @@ from typing import Any
 import torch
 
 from tf_adapters.agreement import gather_units
-from tf_adapters.collectives import ProcessGroupCollectives
+from tf_adapters.collectives import ProcessGroupCollectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.controller import Controller, HostInfo, MetricSink
+from tf_adapters.controller import Controller, HostInfo
 from tf_adapters.ir import Action, Kind
 from tf_adapters.overrides import Overrides
 from tf_adapters.phases import DEFAULT_WARMUP_STEPS
+from tf_adapters.reporting import MetricSink
 from tf_adapters.timing import clock_for
 from tf_adapters.torch_pipelining.optimizers import Updates
 from tf_adapters.torch_pipelining.replicas import frozen_replica, report_to_reducer
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
-from tf_adapters.torch_pipelining.units import shared_parameters, units_of
+from tf_adapters.torch_pipelining.units import held_values, shared_parameters, units_of
 
 ATTRIBUTE = "timely_freeze"  # of the schedule: its adapter
 STATE_KEY = "timely_freeze"
@@ -64,6 +65,8 @@ class TorchPipeliningAdapter:
             host=HostInfo("torch.distributed.pipelining", torch.__version__),
             auto_warmup=DEFAULT_WARMUP_STEPS,
             metrics=metrics,
+            held_values=held_values(parameters),
+            traced=holds_first_rank(self._stages[0].group),
         )
         self._updates = Updates(optimizers, self.controller) if optimizers else None
         self._overrides = Overrides()

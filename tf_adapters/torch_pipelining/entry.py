@@ -10,8 +10,8 @@ import torch
 from tf_adapters.agreement import agree_on_settings
 from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.controller import MetricSink
 from tf_adapters.errors import ConfigError
+from tf_adapters.reporting import MetricSink
 from tf_adapters.torch_pipelining.adapter import ATTRIBUTE, TorchPipeliningAdapter
 from tf_adapters.torch_pipelining.support import check
 

@@ -1,11 +1,13 @@
-"""What a stage can freeze on its own, how much work that spares, and which parameters its rank's stages share."""
+"""What a stage can freeze on its own, how much work that spares, and what of its parameters a rank holds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from tf_adapters.selection.sampling import HeldValues, Piece
 from tf_adapters.units import FreezeUnit, Tie
 
 
@@ -36,3 +38,20 @@ def shared_parameters(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]
         for name, parameter in of_stage.items():
             places.setdefault(id(parameter), []).append((stage, name))
     return tuple(tuple(held) for held in places.values() if len(held) > 1)
+
+
+def held_values(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> HeldValues:
+    """This rank's values of parameters, by stage and name: whole, or its shard where FSDP2 or tensor parallelism cut.
+
+    Shards are told apart by the rank's coordinates in the dimensions of the device mesh that they are cut along.
+    """
+
+    def held(stage: int, name: str) -> tuple[Piece, ...]:
+        parameter = parameters[stage][name].detach()
+        if not isinstance(parameter, DTensor):
+            return (Piece(parameter),)
+        place = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=True)
+        part = tuple(0 if placement.is_replicate() else coordinate for coordinate, placement in place)
+        return (Piece(parameter.to_local(), part),)
+
+    return held

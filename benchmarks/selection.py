@@ -1,0 +1,312 @@
+"""What the sampled stability metrics are worth and cost: their error against every element, time and memory.
+
+A small decoder learns the bytes of a text; every few steps its updates are judged from samples, as a run does, and
+from two more full copies of the model, as the formulas are written. ::
+
+    python benchmarks/selection.py                      # under two minutes on one core
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+from text import load_text
+
+from tf_adapters.collectives import SingleProcess
+from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.masking import units_of
+from tf_adapters.masks import StageMasks
+from tf_adapters.model_costs import LLAMA_1B, LLAMA_8B, LLAMA_13B, LlamaShape
+from tf_adapters.selection import sampling
+from tf_adapters.selection.apf import Apf
+from tf_adapters.selection.autofreeze import AutoFreeze, layers_of
+from tf_adapters.selection.sampling import whole_parameters
+from tf_adapters.selection.stability import StabilityChecks, StabilityState
+from tf_adapters.selection.updates import Snapshot, Updates, unit_places
+from tf_adapters.units import FreezeUnit
+
+WIDTH, BLOCKS, HEADS, CONTEXT, ROWS = 512, 4, 8, 64, 8
+INTERVAL = 4
+ALPHA = 0.9
+PAPERS_THRESHOLD, PAPERS_PERCENTILE = 0.01, 80.0  # LLaMA-3.2-1B's
+SAMPLES = (1024, 4096, 16384)
+RESULT = ROOT / "benchmarks" / "results" / "selection.json"
+STAGES, MICROBATCHES = 4, 8  # of the paper's runs
+
+
+class Decoder(nn.Module):
+    """A decoder of bytes, all in one stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(BLOCKS)
+        )
+        self.head = nn.Linear(WIDTH, 256)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        for layer in self.layers:
+            x = layer(x, src_mask=mask, is_causal=True)
+        return self.head(x)
+
+
+def training(model: nn.Module, steps: int) -> Iterator[float]:
+    """Train; yields each step's time in ms."""
+    text = torch.frombuffer(bytearray(load_text("topics")), dtype=torch.uint8).long()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        began = time.perf_counter()
+        starts = torch.randint(len(text) - CONTEXT - 1, (ROWS,), generator=generator)
+        rows = torch.stack([text[start : start + CONTEXT + 1] for start in starts.tolist()])
+        loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield (time.perf_counter() - began) * 1e3
+
+
+# --- error ---------------------------------------------------------------------------------------------------
+
+
+class Full:
+    """The formulas over every element: two more copies of the model, and the weights of the last check."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._then = {name: p.detach().clone() for name, p in parameters.items()}
+        self._averages = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self._then.items()}
+
+    def check(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, dict[str, float]]:
+        """Scores of each tensor, and its share of its layer's squared norm."""
+        found: dict[str, dict[str, float]] = {"tensor": {}, "elements": {}, "squares": {}}
+        for name, parameter in parameters.items():
+            delta = parameter.detach() - self._then[name]
+            trend, size = self._averages[name]
+            trend.mul_(ALPHA).add_(delta, alpha=1 - ALPHA)
+            size.mul_(ALPHA).add_(delta.abs(), alpha=1 - ALPHA)
+            total = float(size.double().sum())
+            found["tensor"][name] = abs(float(trend.double().sum())) / total
+            found["elements"][name] = float(trend.abs().double().sum()) / total
+            found["squares"][name] = float((delta.double() ** 2).sum())
+            self._then[name].copy_(parameter.detach())
+        return found
+
+
+class Sampled:
+    """The same from samples of one size, through the package's own classes."""
+
+    def __init__(self, size: int, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._size = size
+        self._units = {0: units_of(parameters)}  # type: ignore[arg-type]
+        self._places = unit_places(self._units)
+        self._layers = AutoFreeze(layers_of(self._units), 80.0)
+        self._memory: dict[str, dict[str, np.ndarray]] = {"tensor": {}, "elements": {}}
+        self._then = self._snapshot(parameters)
+
+    def check(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+        now = self._snapshot(parameters)
+        updates = Updates.between(self._then, now, self._places)
+        self._then = now
+        found = {"norms": self._layers.norms(updates)}
+        kinds: tuple[Literal["tensor", "elements"], ...] = ("tensor", "elements")
+        for kind in kinds:
+            apf = Apf(0.0, ALPHA, kind, periods=False)
+            trend, size = apf.averages(self._memory[kind], updates, np.ones(updates.units, bool))
+            self._memory[kind] = {"trend": trend, "size": size}
+            found[kind] = apf.scores(trend, size, updates)
+        return found
+
+    def _snapshot(self, parameters: Mapping[str, torch.Tensor]) -> Snapshot:
+        usual = sampling.SAMPLE, sampling._ONE_IN
+        sampling.SAMPLE, sampling._ONE_IN = self._size, usual[1] if self._size <= usual[0] else 1
+        try:
+            return Snapshot.of(sampling.read(0, (((0, name, ()), p) for name, p in parameters.items())), 0)
+        finally:
+            sampling.SAMPLE, sampling._ONE_IN = usual
+
+
+def errors(model: nn.Module, steps: int) -> dict[str, Any]:
+    """What samples tell against what all elements do.
+
+    Relative errors by statistic and sample size, over tensors (layers) and checks; the share of tensors (of the lowest
+    layers) found stable as all elements say, at the paper's settings or at the median score; the last check's scores.
+    """
+    parameters = dict(model.named_parameters())
+    full, sampled = Full(parameters), {size: Sampled(size, parameters) for size in SAMPLES}
+    layers = layers_of({0: units_of(parameters)})
+    found: dict[str, list[float]] = {}
+    agreed: dict[str, list[float]] = {}
+    before: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # norms, of all elements and estimated
+    step_ms = []
+    for step, ms in enumerate(training(model, steps), start=1):
+        step_ms.append(ms)
+        if step % INTERVAL:
+            continue
+        exact = full.check(parameters)
+        norms = np.sqrt(np.bincount(layers, list(exact["squares"].values())))
+        for size, of_size in sampled.items():
+            estimate = of_size.check(parameters)
+            for kind in ("tensor", "elements"):
+                true = np.array([exact[kind][name] for name in parameters])
+                found.setdefault(f"apf score, {kind}, {size}", []).extend(np.abs(estimate[kind] / true - 1))
+                threshold = PAPERS_THRESHOLD if kind == "tensor" else np.median(true)
+                same = (estimate[kind] < threshold) == (true < threshold)
+                agreed.setdefault(f"apf, {kind}, {size}", []).extend(same)
+            found.setdefault(f"layer's update norm, {size}", []).extend(np.abs(estimate["norms"] / norms - 1))
+            if size in before:
+                true, estimated = (
+                    np.abs(then - now) / then
+                    for then, now in zip(before[size], (norms, estimate["norms"]), strict=True)
+                )
+                found.setdefault(f"autofreeze score (absolute), {size}", []).extend(np.abs(estimated - true))
+                lowest = int(PAPERS_PERCENTILE / 100 * len(norms))
+                same = set(np.argsort(true)[:lowest]) & set(np.argsort(estimated)[:lowest])
+                agreed.setdefault(f"autofreeze, {size}", []).append(len(same) / lowest)
+            before[size] = norms, estimate["norms"]
+    summary = {
+        name: {"median": float(np.median(of)), "p95": float(np.quantile(of, 0.95)), "max": float(np.max(of))}
+        for name, of in found.items()
+    }
+    scores = {
+        kind: np.quantile(list(exact[kind].values()), (0.0, 0.5, 1.0)).tolist() for kind in ("tensor", "elements")
+    }
+    return {
+        "step_ms": statistics.median(step_ms),
+        "relative_error": summary,
+        "same_decision": {name: float(np.mean(of)) for name, of in agreed.items()},
+        "score_min_median_max": scores,
+    }
+
+
+# --- time and memory -----------------------------------------------------------------------------------------
+
+
+def check_ms(model: nn.Module, method: str, score: str) -> float:
+    """One check of a whole model in one process, in ms."""
+    parameters = {0: dict(model.named_parameters())}
+    units = {0: units_of(parameters[0])}
+    config = TimelyFreezeConfig(method=method, apf_score=score)
+    checks = StabilityChecks(config, units, [0], whole_parameters(parameters), SingleProcess())
+    state = checks.run(StabilityState(), 0, 0)
+    return timed(lambda: checks.run(state, config.stability_check_interval, 0), 5)
+
+
+def timed(call: Callable[[], Any], times: int) -> float:
+    """Median ms of a call."""
+    found = []
+    for _ in range(times):
+        began = time.perf_counter()
+        call()
+        found.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(found)
+
+
+def llama_units(shape: LlamaShape) -> dict[int, list[FreezeUnit]]:
+    """Every tensor of a Llama, in four stages of as many layers."""
+    width, keys = shape.hidden_size, shape.hidden_size // shape.num_attention_heads * shape.num_key_value_heads
+    inner = shape.intermediate_size
+    block = [(width, width), (keys, width), (keys, width), (width, width)]
+    block += [(inner, width), (inner, width), (width, inner), (width,), (width,)]
+    stages: dict[int, list[FreezeUnit]] = {stage: [] for stage in range(STAGES)}
+    for layer in range(shape.num_hidden_layers):
+        for place, size in enumerate(block):
+            stages[layer * STAGES // shape.num_hidden_layers].append(unit(f"layers.{layer}.{place}", size))
+    stages[0].insert(0, unit("embedding", (shape.vocab_size, width)))
+    stages[STAGES - 1] += [unit("norm", (width,)), unit("head", (shape.vocab_size, width))]
+    return stages
+
+
+def unit(name: str, shape: tuple[int, ...]) -> FreezeUnit:
+    return FreezeUnit((name,), float(np.prod(shape)), shape)
+
+
+def llama_costs(shape: LlamaShape) -> dict[str, float]:
+    """Memory of every rank (values of all stages), the checkpoint, and drawing one rank's masks of a step."""
+    units = llama_units(shape)
+    elements = {u.names[0]: int(u.work) for of_stage in units.values() for u in of_stage}
+    samples = sum(map(sampling.sample_size, elements.values()))
+    rank_bytes = (
+        sum(elements.values()) / STAGES * 18
+    )  # bf16 weights and gradients' fp32 sum, fp32 master and Adam's two
+    snapshot = Snapshot(
+        0,
+        tuple((0, name, ()) for name in sorted(elements)),
+        np.array(list(elements.values())),
+        np.array([sampling.sample_size(numel) for numel in elements.values()]),
+        np.zeros(len(elements)),
+        np.zeros(samples, np.float32),
+    )
+    averages = np.zeros(samples, np.float32)
+    held = {"tensor": {}, "elements": {"trend": averages, "size": averages}}
+    state = {score: StabilityState(1, {}, memory, snapshot) for score, memory in held.items()}
+    masks = StageMasks(units, seed=0)
+    preferred = frozenset(range(len(units[1]) // 3))
+
+    def draw(chosen: frozenset[int]) -> None:
+        for microbatch in range(MICROBATCHES):
+            masks.draw(1, 1, microbatch, 0.6, chosen)
+
+    draw(preferred)
+    return {
+        "samples": samples,
+        "state_mb": samples * 4 / 1e6,
+        "state_mb_elements": samples * 12 / 1e6,
+        "state_share_of_rank": samples * 4 / rank_bytes,
+        "state_share_of_rank_elements": samples * 12 / rank_bytes,
+        "checkpoint_mb": len(json.dumps(state["tensor"].to_json())) / 1e6,
+        "checkpoint_mb_elements": len(json.dumps(state["elements"].to_json())) / 1e6,
+        "masks_ms_a_step_uniform": timed(lambda: draw(frozenset()), 20),
+        "masks_ms_a_step_hybrid": timed(lambda: draw(preferred), 20),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=80)
+    steps = parser.parse_args().steps
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    model = Decoder()
+    sampled = errors(model, steps)
+    checks = {
+        name: check_ms(model, *setting)
+        for name, setting in {
+            "apf, tensor": ("timely+apf", "tensor"),
+            "apf, elements": ("timely+apf", "elements"),
+            "autofreeze": ("timely+autofreeze", "tensor"),
+        }.items()
+    }
+    interval = TimelyFreezeConfig().stability_check_interval
+    llamas = {"1B": LLAMA_1B, "8B": LLAMA_8B, "13B": LLAMA_13B}
+    result = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        **sampled,
+        "check_ms": checks,
+        "checks_share_of_training": {name: ms / interval / sampled["step_ms"] for name, ms in checks.items()},
+        "llama": {name: llama_costs(shape) for name, shape in llamas.items()},
+    }
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

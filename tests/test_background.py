@@ -1,0 +1,94 @@
+"""The planner in a process of its own: what it finds, and that nothing which befalls it reaches the training."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from schedules import one_f_one_b
+
+import tf_adapters.background as background
+from tf_adapters.background import BackgroundPlan
+from tf_adapters.errors import SolverError
+from tf_adapters.planner import plan_from_json
+
+SCHEDULE = one_f_one_b(3, 6)
+PROBLEM: dict[str, Any] = {
+    "ranks": SCHEDULE.to_text(),
+    "times": {
+        str(a): [5.0 + a.microbatch % 2, 12.0 + a.stage] if a.freezable else [6.0, 6.0] for a in SCHEDULE.actions
+    },
+    "communication": {"0F0->1F0": 1.5},
+    "overhead": {"0F1": 0.5},
+    "max_freeze_ratio": 0.6,
+}
+
+
+def test_it_finds_the_plan_that_this_process_would():
+    found = BackgroundPlan(PROBLEM, time_limit_s=60.0).wait()
+    ours = plan_from_json(PROBLEM)
+    assert found.freeze_ratio == pytest.approx(ours.freeze_ratio, abs=1e-12)
+    assert found.makespan_ms == ours.makespan_ms
+
+
+def test_it_leaves_no_files_and_no_process():
+    made = BackgroundPlan(PROBLEM, time_limit_s=60.0)
+    folder = Path(made._folder.name)
+    made.wait()
+    assert not folder.exists()
+    given_up = BackgroundPlan(PROBLEM, time_limit_s=60.0)
+    folder, process = Path(given_up._folder.name), given_up._process
+    given_up.close()
+    assert process.poll() is not None
+    assert not folder.exists()
+
+
+def test_until_it_is_there_a_poll_is_none():
+    made = BackgroundPlan(PROBLEM, time_limit_s=60.0)
+    os.kill(made._process.pid, signal.SIGSTOP)
+    try:
+        assert made.poll() is None
+    finally:
+        os.kill(made._process.pid, signal.SIGCONT)
+    assert made.wait().solver.name == "GLOP"
+
+
+def test_a_process_that_is_killed_is_a_solver_error():
+    """As by a kernel that is short of memory."""
+    made = BackgroundPlan(PROBLEM, time_limit_s=60.0)
+    made._process.kill()
+    with pytest.raises(SolverError, match=r"^the planner was killed by SIGKILL$"):
+        made.wait()
+
+
+def test_a_process_that_hangs_is_stopped_at_its_limit(monkeypatch):
+    monkeypatch.setattr(background, "_GRACE_S", 0.0)
+    made = BackgroundPlan(PROBLEM, time_limit_s=0.2)
+    os.kill(made._process.pid, signal.SIGSTOP)
+    with pytest.raises(SolverError, match=r"^the planner was stopped: no plan within solver_time_limit_s, 0.2 s$"):
+        made.wait()
+    assert made._process.poll() is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_freeze_ratio": 2}, "max_freeze_ratio: 2 is not a number from 0 to 1"),
+        ({"times": {}}, "times: '0F0' is missing"),
+    ],
+)
+def test_its_error_is_one_line(change, words):
+    with pytest.raises(SolverError, match=words) as caught:
+        BackgroundPlan({**PROBLEM, **change}, time_limit_s=60.0).wait()
+    assert "\n" not in str(caught.value)
+
+
+def test_an_output_that_is_no_plan_is_a_solver_error(monkeypatch):
+    made = BackgroundPlan(PROBLEM, time_limit_s=60.0)
+    made._process.wait()
+    made._plan.write_text("{", encoding="utf-8")
+    with pytest.raises(SolverError, match="the planner's output cannot be read"):
+        made.poll()

@@ -1,0 +1,133 @@
+"""Transfers and overheads from traces, each rank on a clock of its own; the traces come from a pipeline on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from schedules import gpipe, one_f_one_b, v_shape
+
+from tf_adapters.dag import PipelineDag
+from tf_adapters.gaps import Gaps, complete_steps, local_traces, measure_gaps
+from tf_adapters.ir import Action, Kind, PipelineSchedule
+from tf_adapters.planner import plan
+from tf_adapters.timing import ActionTimer, Interval, Trace
+
+DURATION = {Kind.FORWARD: 10.0, Kind.BACKWARD: 20.0}
+
+
+def gaps_of(schedule: PipelineSchedule, forward: float, backward: float, overhead: float) -> Gaps:
+    """Transfers between ranks, forwards and backwards, and an overhead that every action has."""
+    rank = {action: row for row, actions in enumerate(schedule.ranks) for action in actions}
+    edges = {
+        (source, target): (forward if source.kind is Kind.FORWARD else backward) + overhead
+        for source, target in schedule.transfers()
+        if rank[source] != rank[target]
+    }
+    return Gaps(edges, {action: overhead for row in schedule.ranks for _, action in pairwise(row)})
+
+
+def traced(schedule: PipelineSchedule, gaps: Gaps, ahead: tuple[float, ...], seed: int = 0) -> list[Trace]:
+    """One step as each rank's own clock sees it; durations vary by a few percent."""
+    random = np.random.default_rng(seed)
+    durations = {action: DURATION[action.kind] * random.uniform(0.95, 1.05) for action in schedule.actions}
+    starts = PipelineDag.from_schedule(schedule, *gaps).start_times(durations)
+    return [
+        {action: Interval(starts[action] + clock, starts[action] + durations[action] + clock) for action in rank}
+        for rank, clock in zip(schedule.ranks, ahead, strict=True)
+    ]
+
+
+def measured(schedule: PipelineSchedule, gaps: Gaps, ahead: tuple[float, ...], steps: int = 9) -> Gaps:
+    ranks = list(zip(*(traced(schedule, gaps, ahead, seed) for seed in range(steps)), strict=True))
+    return measure_gaps(schedule, complete_steps(schedule, ranks))
+
+
+@pytest.mark.parametrize("ahead", [(0.0, 0.0, 0.0), (0.0, 1000.0, -73.5)], ids=["one clock", "clocks apart"])
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
+def test_transfers_and_overheads_come_back_whatever_the_clocks_say(make, ahead):
+    schedule = make(3, 8)
+    found = measured(schedule, gaps_of(schedule, forward=2.0, backward=2.0, overhead=0.5), ahead)
+    assert set(found.communication) == set(schedule.transfers())
+    assert found.communication == pytest.approx(dict.fromkeys(schedule.transfers(), 2.5), abs=0.3)
+    assert found.overhead == pytest.approx(dict.fromkeys(found.overhead, 0.5), abs=0.3)
+
+
+def test_a_wait_for_the_peer_is_no_transfer():
+    """Stage 1 computes twice as long: stage 0 waits for it in every backward, and sends in half a millisecond."""
+    schedule = gpipe(2, 4)
+    gaps = gaps_of(schedule, forward=0.5, backward=0.5, overhead=0.0)
+    durations = {action: DURATION[action.kind] * (1 + action.stage) for action in schedule.actions}
+    starts = PipelineDag.from_schedule(schedule, *gaps).start_times(durations)
+    step = {action: Interval(starts[action], starts[action] + durations[action]) for action in schedule.actions}
+    found = measure_gaps(schedule, [step])
+    assert found.communication == pytest.approx(dict.fromkeys(schedule.transfers(), 0.5))
+
+
+def test_a_hand_over_on_one_rank_takes_what_it_takes():
+    schedule = v_shape(2, 4)
+    found = measured(schedule, gaps_of(schedule, forward=3.0, backward=3.0, overhead=0.2), (0.0, 40.0))
+    rank = {action: row for row, actions in enumerate(schedule.ranks) for action in actions}
+    for (source, target), ms in found.communication.items():
+        assert ms == pytest.approx(3.2 if rank[source] != rank[target] else 0.2, abs=0.4)
+
+
+def test_only_steps_that_all_ranks_have_whole_count():
+    schedule = gpipe(2, 2)
+    gaps = gaps_of(schedule, 1.0, 1.0, 0.0)
+    first, second = zip(*(traced(schedule, gaps, (0.0, 0.0), seed) for seed in range(3)), strict=True)
+    cut = ({**second[0]}, {}, second[2])
+    assert len(complete_steps(schedule, [first, second])) == 3
+    assert len(complete_steps(schedule, [first, cut])) == 2
+    assert len(complete_steps(schedule, [first[1:], second, ()])) == 2
+    assert complete_steps(schedule, [(), ()]) == []
+
+
+def test_nothing_traced_is_no_gaps():
+    assert measure_gaps(gpipe(2, 2), []) == Gaps({}, {})
+
+
+def test_what_a_rank_sends_is_bounded():
+    class Clock:
+        def mark(self) -> float:
+            return 0.0
+
+        def elapsed_ms(self, start: float, stop: float) -> float:
+            return 0.0
+
+        def synchronize(self) -> None: ...
+
+    timer = ActionTimer(Clock())
+    for _ in range(40):
+        start = timer.start_step()
+        for microbatch in range(1000):
+            with timer.timed("phase", Action(0, Kind.FORWARD, microbatch), 0.0):
+                pass
+        timer.stop_step("phase", start)
+    timer.drain()
+    assert len(timer.traces("phase")) == 32
+    assert len(local_traces(timer, "phase")) == 4
+    assert local_traces(timer, "another") == ()
+
+
+def test_gaps_survive_json():
+    schedule = gpipe(2, 2)
+    gaps = gaps_of(schedule, 1.5, 2.5, 0.25)
+    assert Gaps.from_json(gaps.to_json()) == gaps
+
+
+def test_a_plan_that_ignores_slow_links_is_worse():
+    """Two nodes: with the slow link in the plan, freezing goes where its waits do not hide the gain already."""
+    schedule = one_f_one_b(4, 6)
+    times = {
+        a: (0.5 * DURATION[a.kind] if a.freezable else DURATION[a.kind], DURATION[a.kind]) for a in schedule.actions
+    }
+    slow = {edge: 9.0 for edge in schedule.transfers() if {edge[0].stage, edge[1].stage} == {1, 2}}
+    dag = PipelineDag.from_schedule(schedule, slow)
+
+    def really(communication: Mapping[tuple[Action, Action], float]) -> float:
+        return dag.makespan(plan(schedule, times, 0.5, communication).duration_ms)
+
+    assert really(slow) < 0.99 * really({})

@@ -1,0 +1,120 @@
+"""APF, AutoFreeze and the hybrids against the oracles, under each host's schedules and optimizers.
+
+The contract has every method on one schedule; here each schedule, optimizer and way of parallelism has one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import deepspeed_ranks
+import megatron_ranks
+import pytest
+import test_deepspeed_oracle
+import test_megatron_oracle
+import test_torch_oracle
+import torch_ranks
+from test_deepspeed_oracle import BF16, HAS_DUALPIPEV, REENTRANT, ZERO1
+from test_megatron_oracle import BF16 as BF16_MODEL
+from test_megatron_oracle import BF16_OPTIMIZER, FULL, GATHER, GATHER_OPTIMIZER, MOE, OVERLAP, SHARDED
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 7
+
+
+def section(method: str, **settings: Any) -> dict[str, Any]:
+    """A metric that soon finds much of a small model stable."""
+    checks = {"stability_check_interval": 1, "apf_threshold": 0.4, "apf_alpha": 0.5, "autofreeze_percentile": 90.0}
+    return {**checks, "method": method, **settings}
+
+
+def check_masks(ranks: list[dict[str, Any]]) -> None:
+    """The same on all ranks, something is frozen, and something is found stable: masks change with it."""
+    for number in range(STEPS):
+        assert all(rank["steps"][number]["masks"] == ranks[0]["steps"][number]["masks"] for rank in ranks)
+    assert any(names for step in ranks[0]["steps"] for names in step["masks"].values())
+
+
+# --- torch.distributed.pipelining ----------------------------------------------------------------------------
+
+TORCH = {
+    "gpipe": (torch_ranks.Case(schedule="ScheduleGPipe"), "autofreeze"),
+    "looped": (torch_ranks.Case(schedule="ScheduleLoopedBFS"), "timely+apf"),
+    "interleaved": (torch_ranks.Case(schedule="ScheduleInterleaved1F1B"), "autofreeze"),
+    "zero bubble": (torch_ranks.Case(schedule="ScheduleInterleavedZeroBubble"), "timely+autofreeze"),
+    "zbv": (torch_ranks.Case(schedule="ScheduleZBVZeroBubble"), "timely+apf"),
+    "zbv alone": (torch_ranks.Case(schedule="ScheduleZBVZeroBubble"), "autofreeze"),
+    "dualpipev": (torch_ranks.Case(schedule="ScheduleDualPipeV"), "apf"),
+    "zbv, fsdp": (torch_ranks.Case(schedule="ScheduleZBVZeroBubble", replicas="fsdp kept"), "autofreeze"),
+    "1f1b, ddp": (torch_ranks.Case(replicas="ddp"), "apf"),
+    "1f1b, tp": (torch_ranks.Case(replicas="tp"), "timely+autofreeze"),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_torch(name: str) -> None:
+    template, method = TORCH[name]
+    ratios = 0.6 if method.startswith("timely") else None
+    case = replace(template, section=section(method), ratios=ratios, steps=STEPS)
+    ranks = torch_ranks.pool(4 if case.replicas else 2).run(torch_ranks.train, case)
+    test_torch_oracle.check_oracle(case, ranks)
+    check_masks(ranks)
+
+
+# --- DeepSpeed -----------------------------------------------------------------------------------------------
+
+DEEPSPEED = {
+    "zero1": ({"config": ZERO1}, "timely+autofreeze"),
+    "bf16": ({"config": {**BF16, **ZERO1}}, "apf"),
+    "tied": ({"tied": True}, "autofreeze"),
+    "tied bf16": ({"tied": True, "config": {**BF16, **ZERO1}}, "timely+apf"),
+    "reentrant": ({"config": {**REENTRANT, **ZERO1}}, "autofreeze"),
+    "gpipe": ({}, "timely+apf"),
+    "dualpipev": ({"dualpipev": True}, "autofreeze"),
+    "dualpipev zero1": ({"dualpipev": True, "config": ZERO1}, "timely+apf"),
+}
+
+
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_deepspeed(pools: Any, name: str) -> None:
+    settings, method = DEEPSPEED[name]
+    if "dualpipev" in name and not HAS_DUALPIPEV:
+        pytest.skip("this DeepSpeed has no DualPipeV engine")
+    if "pipeline" in settings.get("config", {}) and not test_deepspeed_oracle.CHECKPOINTS_ON_CPU:
+        pytest.skip("activation checkpointing needs a device in this DeepSpeed, with or without us")
+    chosen = section(method, schedule="gpipe" if name == "gpipe" else "host")
+    ratios = 0.6 if method.startswith("timely") else None
+    case = deepspeed_ranks.Case(**settings, section=chosen, ratios=ratios, steps=STEPS)
+    ranks = pools(2).run(deepspeed_ranks.train, case)
+    test_deepspeed_oracle.check_oracle(case, ranks)
+    check_masks(ranks)
+
+
+# --- Megatron-Core -------------------------------------------------------------------------------------------
+
+MEGATRON: dict[str, tuple[dict[str, Any], str]] = {
+    "interleaved": ({"vp": 2}, "timely+apf"),
+    "interleaved, full recompute": ({"vp": 2, "model": FULL}, "autofreeze"),
+    "tied": ({"tied": True}, "autofreeze"),
+    "bf16": ({"model": BF16_MODEL, "optimizer": BF16_OPTIMIZER}, "apf"),
+    "distributed optimizer": ({"ddp": SHARDED, "optimizer": SHARDED}, "timely+autofreeze"),
+    "no pipelining, replicas, overlap": ({"pp": 1, "layers": 2, "ddp": OVERLAP}, "apf"),
+    "no pipelining, replicas, gather": (
+        {"pp": 1, "layers": 2, "ddp": GATHER, "optimizer": GATHER_OPTIMIZER},
+        "autofreeze",
+    ),
+    "no pipelining, tensor parallel": ({"pp": 1, "tp": 2, "layers": 2}, "timely+apf"),
+    "no pipelining, expert parallel": ({"pp": 1, "ep": 2, "layers": 2, "model": MOE}, "timely+apf"),
+}
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_megatron(megatron: Any, name: str) -> None:
+    settings, method = MEGATRON[name]
+    ratios = 0.6 if method.startswith("timely") else None
+    case = megatron_ranks.Case(**settings, section=section(method), ratios=ratios, steps=STEPS)
+    ranks = megatron(2).run(megatron_ranks.train, case)
+    test_megatron_oracle.check_oracle(case, ranks)
+    check_masks(ranks)

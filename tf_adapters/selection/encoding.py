@@ -1,0 +1,21 @@
+"""Arrays as JSON values, bit for bit."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+def encode(array: np.ndarray) -> dict[str, Any]:
+    """A one-dimensional array as its type and its bytes; the inverse of ``decode``."""
+    little = array.astype(array.dtype.newbyteorder("<"))
+    return {"dtype": array.dtype.name, "base64": base64.b64encode(little.tobytes()).decode("ascii")}
+
+
+def decode(data: Mapping[str, Any]) -> np.ndarray:
+    """The array that ``encode`` took."""
+    stored = np.dtype(data["dtype"]).newbyteorder("<")
+    return np.frombuffer(base64.b64decode(data["base64"]), stored).astype(data["dtype"])

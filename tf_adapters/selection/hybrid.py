@@ -1,0 +1,45 @@
+"""The hybrids' selection (paper Algorithm 2): what a base method prefers, thinned or filled at random to the budget.
+
+The budget is a share of the stage's work, AFR times the total, where the paper counts parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from tf_adapters.selection.uniform import UniformSelection
+from tf_adapters.units import FreezeUnit, total_work
+
+_EPSILON = 1e-9
+
+
+class HybridSelection:
+    """Draws the frozen units of one stage, those at ``preferred`` before any other.
+
+    Where they hold more work than the budget, each of them is frozen with the same probability and nothing else is;
+    where they hold less, all of them are frozen and each other unit with the same probability. The expected work is
+    the budget, and each draw is as close to it as ``UniformSelection`` comes among the units that it draws from.
+    """
+
+    def __init__(self, units: Sequence[FreezeUnit], preferred: Iterable[int]) -> None:
+        self._preferred = tuple(sorted(preferred))
+        self._others = tuple(sorted(set(range(len(units))) - set(self._preferred)))
+        self._thinned = UniformSelection([units[index] for index in self._preferred])
+        self._filled = UniformSelection([units[index] for index in self._others])
+        self._preferred_work = total_work(self._thinned.units)
+        self._other_work = total_work(self._filled.units)
+
+    def draw(self, ratio: float, rng: np.random.Generator) -> frozenset[int]:
+        """Indices of the frozen units for an actual freeze ratio in [0, 1]."""
+        budget = ratio * (self._preferred_work + self._other_work)
+        if budget < self._preferred_work * (1.0 - _EPSILON):
+            return _places(self._preferred, self._thinned.draw(budget / self._preferred_work, rng))
+        rest = budget - self._preferred_work
+        share = rest / self._other_work if rest > _EPSILON * budget else 0.0
+        return frozenset(self._preferred) | _places(self._others, self._filled.draw(share, rng))
+
+
+def _places(indices: Sequence[int], drawn: Iterable[int]) -> frozenset[int]:
+    return frozenset(indices[position] for position in drawn)

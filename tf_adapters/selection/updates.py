@@ -1,0 +1,125 @@
+"""Cumulative updates: the paper's Delta_K, how far every unit has moved between two stability checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tf_adapters.selection.encoding import decode, encode
+from tf_adapters.selection.sampling import PieceKey, Readings
+from tf_adapters.units import FreezeUnit
+
+Memory = Mapping[str, np.ndarray]
+"""What a stability metric knows from the checks before, by name; ``scores`` are the last check's."""
+UnitPlaces = Mapping[tuple[int, str], int]
+"""The unit of each (stage, parameter name): its position among the units of all stages, in order."""
+
+
+def unit_places(units: Mapping[int, Sequence[FreezeUnit]]) -> dict[tuple[int, str], int]:
+    """Units counted over all stages, ascending, each stage's in its order."""
+    ordered = [(stage, unit) for stage in sorted(units) for unit in units[stage]]
+    return {(stage, name): place for place, (stage, unit) in enumerate(ordered) for name in unit.names}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What all ranks together read of the model at one moment, one line of each array for each piece.
+
+    ``seed`` chose the sampled elements. ``numel`` and ``sizes`` (of the samples) are int64, ``totals`` float64,
+    ``samples`` all pieces' float32 in a row.
+    """
+
+    seed: int
+    keys: tuple[PieceKey, ...]
+    numel: np.ndarray
+    sizes: np.ndarray
+    totals: np.ndarray
+    samples: np.ndarray
+
+    @classmethod
+    def of(cls, readings: Readings, seed: int) -> Snapshot:
+        keys = tuple(sorted(readings))
+        ordered = [readings[key] for key in keys]
+        return cls(
+            seed,
+            keys,
+            np.array([reading.numel for reading in ordered], np.int64),
+            np.array([len(reading.sample) for reading in ordered], np.int64),
+            np.array([reading.total for reading in ordered], np.float64),
+            np.concatenate([reading.sample for reading in ordered]) if ordered else np.zeros(0, np.float32),
+        )
+
+    def matches(self, other: Snapshot) -> bool:
+        """Whether both read the same elements; after a change of the sharding or the seed they do not."""
+        alike = (self.seed, self.keys) == (other.seed, other.keys)
+        return alike and np.array_equal(self.numel, other.numel) and np.array_equal(self.sizes, other.sizes)
+
+    def to_json(self) -> dict[str, Any]:
+        keys = [[stage, name, list(part)] for stage, name, part in self.keys]
+        arrays = {"numel": self.numel, "sizes": self.sizes, "totals": self.totals, "samples": self.samples}
+        return {"seed": self.seed, "keys": keys, **{name: encode(array) for name, array in arrays.items()}}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Snapshot:
+        keys = tuple((stage, name, tuple(part)) for stage, name, part in data["keys"])
+        return cls(data["seed"], keys, *(decode(data[name]) for name in ("numel", "sizes", "totals", "samples")))
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Delta_K of every unit. Arrays of a line per unit are ``[units]``, of a line per sampled element ``[samples]``.
+
+    ``mean`` is over all elements, exactly; what is made from samples is an estimate. An element of the sample stands
+    for ``weight`` elements of unit ``unit_of``.
+    """
+
+    units: int
+    unit_of: np.ndarray
+    weight: np.ndarray
+    delta: np.ndarray
+    mean: np.ndarray
+    numel: np.ndarray
+
+    @classmethod
+    def between(cls, before: Snapshot, after: Snapshot, places: UnitPlaces) -> Updates:
+        """From two snapshots that match. Pieces that are in no unit (``places``) are left out."""
+        units = 1 + max(places.values(), default=-1)
+        known = np.array([(stage, name) in places for stage, name, _ in after.keys], bool)
+        place = np.array([places.get((stage, name), 0) for stage, name, _ in after.keys], np.int64)
+        numel = _summed(place, np.where(known, after.numel, 0), units)
+        with np.errstate(invalid="ignore"):  # weights that are not finite
+            shifts = after.totals - before.totals
+            delta = after.samples.astype(np.float64) - before.samples
+        sampled = np.repeat(known, after.sizes)
+        return cls(
+            units=units,
+            unit_of=np.repeat(place, after.sizes)[sampled],
+            weight=np.repeat(after.numel / after.sizes, after.sizes)[sampled],
+            delta=delta[sampled],
+            mean=_summed(place, np.where(known, shifts, 0.0), units) / np.maximum(numel, 1),
+            numel=numel,
+        )
+
+    def sums(self, of_samples: np.ndarray) -> np.ndarray:
+        """Estimated sum over each unit's elements of something known of the sampled ones."""
+        return _summed(self.unit_of, of_samples * self.weight, self.units)
+
+    @property
+    def mean_abs(self) -> np.ndarray:
+        """Estimated mean of |Delta| over each unit's elements."""
+        mean: np.ndarray = self.sums(np.abs(self.delta)) / np.maximum(self.numel, 1)
+        return mean
+
+
+def _summed(places: np.ndarray, values: np.ndarray, length: int) -> np.ndarray:
+    summed: np.ndarray = np.bincount(places, weights=values, minlength=length)
+    return summed
+
+
+def by_stage(units: Mapping[int, Sequence[FreezeUnit]], chosen: Iterable[bool]) -> dict[int, frozenset[int]]:
+    """Units chosen out of all stages' as each stage's indices."""
+    flags = iter(chosen)
+    return {stage: frozenset(i for i, _ in enumerate(units[stage]) if next(flags)) for stage in sorted(units)}
