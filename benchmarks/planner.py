@@ -85,7 +85,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="actions, about")
-    parser.add_argument("--limit-s", type=float, default=120.0, help="seconds that one process may take")
+    parser.add_argument("--limit-s", type=float, default=75.0, help="seconds that one process may take")
     parser.add_argument("--one", nargs=3, metavar=("WAY", "SCHEDULE", "SIZE"), help="one solve, as JSON")
     return parser.parse_args()
 

@@ -91,8 +91,8 @@ def test_the_life_of_a_run_with_a_stability_metric(ranks, host, tmp_path, method
 
 
 def test_a_plan_made_beside_training_is_in_force_on_all_ranks_from_one_step_on(ranks, host, tmp_path):
-    outcomes = ranks(host, 2 * STAGES).run(plan_beside, host, str(tmp_path), timeout_s=120)
-    assert [failure for failure, _, _ in outcomes] == [None] * 2 * STAGES
+    outcomes = ranks(host).run(plan_beside, host, str(tmp_path), timeout_s=120)
+    assert [failure for failure, _, _ in outcomes] == [None] * STAGES
     starts = {start for _, start, _ in outcomes}
     assert len(starts) == 1
     assert starts.pop() > LIFE["warmup_steps"] + LIFE["monitoring_steps"]

@@ -11,6 +11,7 @@ from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.report.layout import Panel, panels_of
 from tf_adapters.report.outputs import add_output_arguments, asked_for, check_outputs, write_outputs
 from tf_adapters.report.page import print_page
+from tf_adapters.report.plots import draw_plots
 from tf_adapters.report.schema import Report
 from tf_adapters.report.terminal import page
 
@@ -23,6 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("show", help=about, description=f"tf-adapters show: {about}.")
     parser.add_argument("report", metavar="REPORT.json", help="<output_dir>/timely_freeze/report.json of a run")
     add_output_arguments(parser)
+    parser.add_argument("--plots", metavar="FOLDER", help="draw the run's backward times and freeze ratios into FOLDER")
     parser.set_defaults(run=run)
 
 
@@ -33,7 +35,9 @@ def run(args: argparse.Namespace) -> int:
         check_outputs(args)
         panels = panels_of(report) if asked_for(args) else _panels_if_any(report)
         print_page(page(report, () if args.no_gantt else panels))
-        lines = write_outputs(args, panels, f"One batch on {report.host.name}") or _hint(panels)
+        lines = write_outputs(args, panels, f"One batch on {report.host.name}")
+        lines += tuple(f"picture: {path}" for path in draw_plots(report, args.plots)) if args.plots else ()
+        lines = lines or _hint(panels)
         print("".join(f"\n{line}" for line in lines), flush=True)
     except BrokenPipeError:
         # The reader, such as head, has seen enough: no error, and nothing left to flush at exit.

@@ -1,0 +1,191 @@
+"""Pictures of one run from its report: backward time against freeze ratio, freeze ratio over steps and by parameter.
+
+Only drawing imports matplotlib. Each picture needs something of the report; what is missing is not drawn.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tf_adapters.errors import ConfigError
+from tf_adapters.ir import Action
+from tf_adapters.phases import PhaseSchedule
+from tf_adapters.report.gantt_marks import matplotlib_module
+from tf_adapters.report.schema import Report
+
+__all__ = ["Line", "draw_plots", "fitted", "freeze_ratio_by_step", "plots_of"]
+
+Points = Sequence[tuple[float, float]]
+Draw = Callable[[Any, Report], None]
+
+_BINS = 20
+_WHOLE = 0.999  # a freeze ratio above it leaves no weight gradient
+_LEAST_SPREAD = 1e-6  # of freeze ratios, below which no line can be fitted
+_STAGE_COLOURS = ("#386bb8", "#c8781a", "#21875a", "#8a4fb0", "#b03a48", "#0f8f96", "#7a6a3a", "#555555")
+_WIDTH, _HEIGHT = 5.2, 3.8  # inches of one stage's axes
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """``intercept`` + ``slope`` * x by least squares, and the share ``r2`` of the variance that it explains."""
+
+    intercept: float
+    slope: float
+    r2: float
+
+
+def fitted(points: Points) -> Line | None:
+    """The line through (x, y); None where all x are the same, or nearly."""
+    if not points:
+        return None
+    mean_x, mean_y = (math.fsum(values) / len(points) for values in zip(*points, strict=True))
+    spread_x = math.fsum((x - mean_x) ** 2 for x, _ in points)
+    if spread_x <= _LEAST_SPREAD:
+        return None
+    slope = math.fsum((x - mean_x) * (y - mean_y) for x, y in points) / spread_x
+    intercept = mean_y - slope * mean_x
+    missed = math.fsum((y - intercept - slope * x) ** 2 for x, y in points)
+    spread_y = math.fsum((y - mean_y) ** 2 for _, y in points)
+    return Line(intercept, slope, 1 - missed / spread_y if spread_y > 0 else 1.0)
+
+
+def backward_points(report: Report) -> dict[int, list[tuple[float, float]]]:
+    """By stage: (actual freeze ratio in [0, 1], ms) of its backwards, a median for each action and phase."""
+    by_stage: dict[int, list[tuple[float, float]]] = {}
+    for sample in report.measured.backward_ms:
+        by_stage.setdefault(Action.parse(sample.action).stage, []).append((sample.afr, sample.ms))
+    return dict(sorted(by_stage.items()))
+
+
+def on_the_line(stage: int, points: Points) -> list[tuple[float, float]]:
+    """The points that a line can be fitted to: a first stage that is frozen whole has no backward at all."""
+    return [(afr, ms) for afr, ms in points if stage or afr < _WHOLE]
+
+
+def freeze_ratio_by_step(report: Report) -> dict[str, list[float]]:
+    """By stage: the mean freeze ratio of steps 1, 2, ..., in [0, 1].
+
+    What the report has of it, else what its plan and phases say (paper section 3.3: AFR rises with the step to the
+    planned ratio); monitoring, whose masks the plan does not know, then counts as nothing frozen. Empty without both.
+    """
+    if report.frozen_share:
+        return {stage: list(shares) for stage, shares in report.frozen_share.items()}
+    phases = _phases(report)
+    if report.plan is None or phases is None:
+        return {}
+    steps = range(1, report.step + 1)
+    ratios = report.plan.stage_freeze_ratio.items()
+    return {str(stage): [ratio * phases.ramp(step) for step in steps] for stage, ratio in ratios}
+
+
+def plots_of(report: Report) -> dict[str, Draw]:
+    """The pictures that this report has something for: what draws each, by the name of its file."""
+    found: dict[str, Draw] = {}
+    if any(fitted(on_the_line(*of_stage)) for of_stage in backward_points(report).items()):
+        found["backward_time"] = _draw_backward_time
+    if freeze_ratio_by_step(report):
+        found["freeze_ratio"] = _draw_freeze_ratio
+    if report.parameter_freeze_ratio:
+        found["parameters"] = _draw_parameters
+    return found
+
+
+def draw_plots(report: Report, folder: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """Draw all of ``plots_of(report)`` as PNG files into ``folder``, which is made; their paths.
+
+    Raises UnsupportedError without matplotlib, ConfigError where there is nothing to draw or no place for it.
+    """
+    plots = plots_of(report)
+    if not plots:
+        raise ConfigError("the report has nothing to plot yet: backward times and freeze ratios come with the plan")
+    agg, figures = matplotlib_module("backends.backend_agg"), matplotlib_module("figure")
+    paths = []
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for name, draw in plots.items():
+            figure = figures.Figure(dpi=120, facecolor="white", layout="constrained")
+            agg.FigureCanvasAgg(figure)  # a canvas of its own: pyplot and its backend stay as they are
+            draw(figure, report)
+            paths.append(Path(folder) / f"{name}.png")
+            figure.savefig(paths[-1], format="png")
+    except OSError as error:
+        raise ConfigError(f"--plots: cannot write into {folder}: {error.strerror or error}") from None
+    return tuple(paths)
+
+
+# --- the pictures --------------------------------------------------------------------------------------------
+
+
+def _draw_backward_time(figure: Any, report: Report) -> None:
+    """For each stage its backwards, and the line fitted to ``on_the_line`` (paper: backward time against AFR)."""
+    points = backward_points(report)
+    for (stage, of_stage), axes in zip(points.items(), _axes(figure, len(points)), strict=True):
+        axes.scatter(*zip(*of_stage, strict=True), s=14, alpha=0.7, color=_colour(stage), linewidths=0)
+        line = fitted(on_the_line(stage, of_stage))
+        title = f"stage {stage}"
+        if line is not None:
+            axes.plot([0, 1], [line.intercept, line.intercept + line.slope], color="black", linewidth=1)
+            title += f": {line.intercept:.3g} ms {line.slope:+.3g} ms x AFR, R² {line.r2:.3f}"
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("actual freeze ratio (AFR)")
+        axes.set_ylabel("backward, ms")
+        axes.set_xlim(-0.03, 1.03)
+        axes.set_ylim(bottom=0)
+
+
+def _draw_freeze_ratio(figure: Any, report: Report) -> None:
+    """The mean freeze ratio of each stage over the steps, and where the phases end."""
+    figure.set_size_inches(7.5, _HEIGHT)
+    axes = figure.add_subplot()
+    for stage, shares in freeze_ratio_by_step(report).items():
+        steps = range(1, len(shares) + 1)
+        axes.plot(steps, shares, label=f"stage {stage}", color=_colour(int(stage)), linewidth=1.2)
+    ends = (report.phases.warmup_end, report.phases.monitoring_end, report.phases.progressive_end)
+    for name, end in zip(("warm-up", "monitoring", "progressive"), ends, strict=True):
+        if end is not None and 0 < end <= report.step:
+            axes.axvline(end, color="0.6", linewidth=0.8, linestyle=":")
+            axes.annotate(f"{name} ends", (end, 1.0), (2, -2), textcoords="offset points", rotation=90,
+                          va="top", fontsize=7, color="0.4")  # fmt: skip
+    axes.set_xlabel("step")
+    axes.set_ylabel("freeze ratio")
+    axes.set_ylim(0, 1.02)
+    axes.legend(fontsize=8)
+
+
+def _draw_parameters(figure: Any, report: Report) -> None:
+    """For each stage how many tensors are frozen how often (paper: histogram of the freeze ratio per parameter)."""
+    by_stage = report.parameter_freeze_ratio
+    edges = [number / _BINS for number in range(_BINS + 1)]
+    for (stage, ratios), axes in zip(by_stage.items(), _axes(figure, len(by_stage)), strict=True):
+        axes.hist(list(ratios.values()), bins=edges, color=_colour(int(stage)), edgecolor="white", linewidth=0.5)
+        mean = math.fsum(ratios.values()) / len(ratios) if ratios else 0.0
+        axes.axvline(mean, color="black", linewidth=1, linestyle="--")
+        axes.set_title(f"stage {stage}: {len(ratios)} tensors, mean {mean:.2f}", fontsize=9)
+        axes.set_xlabel("share of microbatches in which a tensor is frozen")
+        axes.set_ylabel("tensors")
+        axes.set_xlim(0, 1)
+
+
+def _axes(figure: Any, count: int) -> Sequence[Any]:
+    """Axes for each of ``count`` stages, at most four in a row."""
+    columns = min(count, 4)
+    rows = math.ceil(count / columns)
+    figure.set_size_inches(_WIDTH * columns, _HEIGHT * rows)
+    return [figure.add_subplot(rows, columns, number + 1) for number in range(count)]
+
+
+def _colour(stage: int) -> str:
+    return _STAGE_COLOURS[stage % len(_STAGE_COLOURS)]
+
+
+def _phases(report: Report) -> PhaseSchedule | None:
+    """The report's phases; progressive freezing counts from the end of monitoring, as where the plan came at once."""
+    ends: Mapping[str, int | None] = report.phases.model_dump()
+    if any(end is None for end in ends.values()):
+        return None
+    return PhaseSchedule(**{name: end for name, end in ends.items() if end is not None})
