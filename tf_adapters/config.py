@@ -74,7 +74,7 @@ class TimelyFreezeConfig(BaseModel):
         "auto",
         description="whether training waits for the plan: true or false, or auto: only for one of tenths of a second",
     )
-    solver_time_limit_s: float = Field(60.0, gt=0, description="seconds the planner may take")
+    solver_time_limit_s: float = Field(300.0, gt=0, description="seconds the planner may take")
     report_every: int = Field(100, ge=1, description="steps of stable freezing between updates of the report")
     output_dir: str = Field(".", description="the report is written to <output_dir>/timely_freeze/report.json")
 
