@@ -197,6 +197,21 @@ def test_a_checkpoint_in_between_needs_no_second_monitoring(tmp_path, workers):
     assert resumed.state.phases.freezing_start == LAST_MONITORED + 3
 
 
+def test_a_plan_is_looked_for_ever_more_rarely_and_after_a_restart_often_again(tmp_path, workers, monkeypatch):
+    looked: list[int] = []
+    monkeypatch.setattr(BackgroundPlan, "poll", lambda self: looked.append(controller.step - 1))
+    controller = controller_of(tmp_path)
+    train(controller, LAST_MONITORED + 40)
+    waited = [step - LAST_MONITORED for step in looked]
+    assert waited == [*range(1, 16), *range(16, 24, 2), *range(24, 32, 3), *range(32, 41, 4)]
+    saved = controller.state_dict()
+    looked.clear()
+    controller = controller_of(tmp_path)
+    controller.load_state_dict(saved)
+    train(controller, 3)
+    assert looked == [LAST_MONITORED + 41, LAST_MONITORED + 42, LAST_MONITORED + 43]
+
+
 def test_another_schedule_gives_the_plan_up(tmp_path, workers):
     controller = controller_of(tmp_path)
     train(controller, LAST_MONITORED)

@@ -291,7 +291,7 @@ class Controller:
             self._measure()
             self._start_plan(step)
         elif self.state.awaits_plan:
-            self._take(self._planner.poll(self.schedule, self.state.measured, step - phases.monitoring_end), step)
+            self._take(self._planner.poll(self.schedule, self.state.measured), step)
         elif step > phases.monitoring_end and self._reporting.is_due(step):
             self._reporting.write()
         self._check_stability(step)

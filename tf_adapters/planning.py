@@ -73,6 +73,7 @@ class PlanMaker:
         self._stage_0_vanishes = stage_0_vanishes
         self._worker: BackgroundPlan | None = None  # on rank 0
         self._steps: Sequence[Trace] = ()  # on rank 0
+        self._waited = 0  # steps, for the plan
 
     def measure(self, schedule: PipelineSchedule, timer: ActionTimer) -> Measured:
         """What the monitored steps of all ranks say. Raises TimelyFreezeError, the same on every rank."""
@@ -89,6 +90,7 @@ class PlanMaker:
     def start(self, schedule: PipelineSchedule, measured: Measured) -> Planned | None:
         """Make the plan, or begin to: None where it is made beside training. Raises TimelyFreezeError on all ranks."""
         self.close()
+        self._waited = 0
         if self._config.plan_wait == "auto" and len(schedule.actions) <= _SOLVED_AT_ONCE:
             return on_one_rank(
                 self._collectives, lambda: self._promise(schedule, measured, self._solve(schedule, measured))
@@ -100,12 +102,13 @@ class PlanMaker:
         on_one_rank(self._collectives, launch)
         return self._arrived(schedule, measured, wait=True) if self._config.plan_wait is True else None
 
-    def poll(self, schedule: PipelineSchedule, measured: Measured, waited: int) -> Planned | None:
-        """The plan, if it is there after ``waited`` steps; asked for ever more rarely, since asking is a broadcast.
+    def poll(self, schedule: PipelineSchedule, measured: Measured) -> Planned | None:
+        """The plan, if it is there. Called after every step; it looks ever more rarely, since looking is a broadcast.
 
         Raises TimelyFreezeError on all ranks when there will be none.
         """
-        due = waited % max(1, waited // 8) == 0
+        self._waited += 1
+        due = self._waited % max(1, self._waited // 8) == 0
         return self._arrived(schedule, measured, wait=False) if due else None
 
     def close(self) -> None:
