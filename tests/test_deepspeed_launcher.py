@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,54 +11,21 @@ from typing import Any
 
 import pytest
 from deepspeed_ranks import PLAIN
+from launching import BIN, deepspeed
 
 from tf_adapters.deepspeed.__main__ import main, split_arguments
 
 ROOT = Path(__file__).resolve().parents[1]
-BIN = Path(sys.executable).parent
 SECTION = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2}
 STEPS = 17  # the report says "stable" from the tenth stable step on
 
 
 def launch(tmp_path: Path, script: str = "examples/deepspeed_gpt/train.py", **config: Any) -> tuple[int, str]:
     """Run a script under the launcher, on two ranks; its exit code, and all that it said."""
-    settings, port = tmp_path / "ds_config.json", free_port()
+    settings = tmp_path / "ds_config.json"
     settings.write_text(json.dumps({**PLAIN, "steps_per_print": 1, **config}))
-    command = [
-        *(str(BIN / "deepspeed"), "--num_accelerators", "2", "--master_port", str(port)),
-        *("--module", "tf_adapters.deepspeed", script, "--deepspeed_config", str(settings)),
-        *("--steps", str(STEPS), "--width", "16", "--blocks", "2", "--context", "8"),
-    ]
-    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=120)
-    finally:
-        end(process)
-        for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-            buffer.unlink()  # DeepSpeed's CPU backend leaves 69 MB of shared memory for each rank
-    return process.returncode, output
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    """End a launcher that still runs, and the ranks that it started."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    sizes = ("--steps", STEPS, "--width", 16, "--blocks", 2, "--context", 8)
+    return deepspeed(script, settings, *sizes, timeout_s=120)
 
 
 def said(output: str) -> list[str]:

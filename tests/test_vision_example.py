@@ -5,12 +5,8 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-import os
 import random
 import re
-import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from launching import deepspeed
 from torch import nn
 
 pytest.importorskip("sklearn")
@@ -26,7 +23,6 @@ pytest.importorskip("deepspeed")
 
 ROOT = Path(__file__).resolve().parents[1]
 VISION = ROOT / "examples" / "vision"
-BIN = Path(sys.executable).parent
 
 
 def load_example() -> dict[str, ModuleType]:
@@ -297,38 +293,10 @@ SECTION = {"warmup_steps": 2, "monitoring_steps": 6, "progressive_steps": 4, "ma
 
 def launch(tmp_path: Path, *arguments: str) -> tuple[int, str]:
     """Run the example under DeepSpeed's launcher on two ranks; its exit code, and all that it said."""
-    settings, port = tmp_path / "ds_config.json", free_port()
+    settings = tmp_path / "ds_config.json"
     section = {**SECTION, "output_dir": str(tmp_path), "on_error": "raise"}
     settings.write_text(json.dumps({**DS_CONFIG, "timely_freeze": section}))
-    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    process = subprocess.Popen(
-        [
-            *(BIN / "deepspeed", "--num_accelerators", "2", "--master_port", str(port)),
-            *("--module", "tf_adapters.deepspeed", VISION / "train.py", "--deepspeed_config", settings),
-            *("--steps", str(STEPS), *arguments),
-        ],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=140)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-            buffer.unlink()
-    return process.returncode, output
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    return deepspeed(VISION / "train.py", settings, "--steps", STEPS, *arguments)
 
 
 @pytest.mark.distributed

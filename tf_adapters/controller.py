@@ -127,11 +127,11 @@ class Controller:
     @contextmanager
     def running(self, action: Action) -> Iterator[None]:
         """Around an action's compute, without its communication: masks it and times it."""
-        mask = self.mask(action.stage, action.microbatch)
+        mask, phase = self.mask(action.stage, action.microbatch), self.phase
         self._executed.append(action)
-        with self.parameter_masks[action.stage].frozen(mask.names), self.timer.timed(self.phase, action, mask.share):
+        with self.parameter_masks[action.stage].frozen(mask.names), self.timer.timed(phase, action, mask.share):
             yield
-        self.memory.look(self.phase)
+        self.memory.look(phase)
 
     def mask(self, stage: int, microbatch: int) -> Mask:
         """The mask of a microbatch on a stage in the current step."""

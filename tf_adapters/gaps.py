@@ -43,9 +43,9 @@ class Gaps(NamedTuple):
     @classmethod
     def from_json(cls, data: Mapping[str, Mapping[str, float]]) -> Gaps:
         """The inverse of ``to_json``."""
-        edges = {tuple(map(Action.parse, text.split("->"))): ms for text, ms in data["communication"].items()}
+        edges = {tuple(text.split("->")): ms for text, ms in data["communication"].items()}
         return cls(
-            {(source, target): ms for (source, target), ms in edges.items()},
+            {(Action.parse(source), Action.parse(target)): ms for (source, target), ms in edges.items()},
             {Action.parse(text): ms for text, ms in data["overhead"].items()},
         )
 

@@ -165,7 +165,7 @@ def plan(
     began = time.perf_counter()
     target = check_target(target_makespan_ms)
     outcome = _optimise(problem, ratio, time_limit_s, target)
-    return _describe(schedule, problem, outcome, target, time.perf_counter() - began)
+    return _describe(schedule, problem, outcome, time.perf_counter() - began)
 
 
 def plan_from_json(data: dict[str, Any], time_limit_s: float | None = None) -> FreezePlan:
@@ -205,37 +205,42 @@ def _problem(dag: PipelineDag, bounds: Mapping[Action, tuple[float, float]], max
 
 
 class _Outcome(NamedTuple):
-    """Which solver ended how, and its optimum of the problem; None where nothing was to be solved."""
+    """Which solver ended how, its ratios in the order of the DAG's actions, and how far they are from the best."""
 
     solver: str
     status: SolverStatus
-    optimum: Optimum | None
+    ratios: NDArray[np.float64]
+    gap: float
 
 
 def _optimise(problem: FreezeProblem, max_freeze_ratio: float, time_limit_s: float | None, target: float) -> _Outcome:
-    unfrozen = problem.end(np.zeros_like(problem.upper))
+    nothing = np.zeros_like(problem.upper)
+    unfrozen = problem.end(nothing)
     scaled = _scaled(problem) if max_freeze_ratio > 0.0 and unfrozen > target else None
     if scaled is None or not scaled.ranges.any():
-        return _Outcome(_GLOP, SolverStatus.NOT_NEEDED, None)
-    goal = target / unfrozen * scaled.end(np.zeros_like(problem.upper))
+        return _Outcome(_GLOP, SolverStatus.NOT_NEEDED, nothing, 0.0)
+    goal = target / unfrozen * scaled.end(nothing)
+
+    def proven(solver: str, found: Optimum) -> _Outcome:
+        optimum = Optimum(_repair(problem, found.ratios), found.flow)
+        gap = _gap(problem.end(optimum.ratios), max(lower_bound(problem, optimum), target))
+        return _Outcome(solver, SolverStatus.OPTIMAL, optimum.ratios, gap)
 
     def glop(limit_s: float | None) -> _Outcome:
-        found = solve(scaled, limit_s, goal)
-        return _Outcome(_GLOP, SolverStatus.OPTIMAL, Optimum(_repair(problem, found.ratios), found.flow))
+        return proven(_GLOP, solve(scaled, limit_s, goal))
 
     if len(problem.dag.actions) <= _EXACT_UP_TO:
         return glop(time_limit_s)
     from tf_adapters.interior import solve_interior  # scipy: half a second that importing the planner should not take
 
     began = time.monotonic()
-    found = solve_interior(scaled, time_limit_s, goal)
-    near = Optimum(_repair(problem, found.ratios), found.flow)
-    if _gap(problem.end(near.ratios), max(lower_bound(problem, near), target)) <= _WIDEST_GAP:
-        return _Outcome(_INTERIOR, SolverStatus.OPTIMAL, near)
+    near = proven(_INTERIOR, solve_interior(scaled, time_limit_s, goal))
+    if near.gap <= _WIDEST_GAP:
+        return near
     try:
         return glop(None if time_limit_s is None else time_limit_s - (time.monotonic() - began))
     except SolverError:
-        return _Outcome(_INTERIOR, SolverStatus.FEASIBLE, near)
+        return near._replace(status=SolverStatus.FEASIBLE)
 
 
 def _scaled(problem: FreezeProblem) -> FreezeProblem | None:
@@ -281,16 +286,12 @@ def _describe(
     schedule: PipelineSchedule,
     problem: FreezeProblem,
     outcome: _Outcome,
-    target: float,
     seconds: float,
 ) -> FreezePlan:
-    optimum = outcome.optimum
-    dag, nothing = problem.dag, np.zeros_like(problem.upper)
-    ratios = nothing if optimum is None else optimum.ratios
+    dag, ratios, nothing = problem.dag, outcome.ratios, np.zeros_like(problem.upper)
     # Not upper - ratio * range where the ratio is 1: rounding could end below the lower bound.
     durations = np.where(ratios == 1.0, problem.upper - problem.ranges, problem.upper - ratios * problem.ranges)
     starts, planned = dag.earliest_starts(durations), dag.end(durations)
-    bound = planned if optimum is None else max(lower_bound(problem, optimum), target)
 
     def by_action(values: NDArray[np.float64], freezable: bool = False) -> dict[Action, float]:
         keep = (action for action in schedule.actions if action.freezable or not freezable)
@@ -306,7 +307,7 @@ def _describe(
         mean_freeze_ratio=float(ratios[freezable].mean()),
         stage_freeze_ratio={stage: float(ratios[p].mean()) for stage, p in problem.stages.items()},
         critical_path=dag.critical_path(length),
-        solver=SolverReport(outcome.solver, outcome.status, seconds, _gap(planned, bound)),
+        solver=SolverReport(outcome.solver, outcome.status, seconds, outcome.gap),
     )
 
 

@@ -45,21 +45,28 @@ def forecast(
     where some parameters are excluded from freezing.
     """
     dag = PipelineDag.from_schedule(schedule, *gaps)
+    planned = stable_durations(plan.duration_ms, plan.freeze_ratio) if stage_0_vanishes else plan.duration_ms
+    upper = {action: bound.upper for action, bound in bounds.items()}
+    left = dag.durations({action: ms / upper[action] if upper[action] > 0.0 else 1.0 for action, ms in planned.items()})
     before = [dag.durations({action: span.end_ms - span.start_ms for action, span in step.items()}) for step in steps]
-    before = before or [dag.durations({action: bound.upper for action, bound in bounds.items()})]
-    left = dag.durations(_remaining(plan, bounds, stage_0_vanishes))
+    before = before or [dag.durations(upper)]
     saved = float(np.median([dag.end(durations) - dag.end(durations * left) for durations in before]))
     return Forecast(unfrozen_step_ms, unfrozen_step_ms - saved)
 
 
 def planned_makespan(schedule: PipelineSchedule, plan: FreezePlan) -> float:
-    """Makespan in ms under the plan, with the backwards that disappear: stage 0, everything frozen.
+    """Makespan in ms under the plan, with the backwards that disappear (``stable_durations``)."""
+    return PipelineDag.from_schedule(schedule).makespan(stable_durations(plan.duration_ms, plan.freeze_ratio))
+
+
+def stable_durations(duration_ms: Mapping[Action, float], freeze_ratio: Mapping[Action, float]) -> dict[Action, float]:
+    """Durations in ms under freeze ratios, with the backwards that disappear: stage 0, everything frozen.
 
     Stage 0 passes no input gradient on, so with all of its parameters frozen nothing is left to compute. The
     program plans with the straight line that partial masks follow; this is the one point that is not on it.
     """
-    durations = {action: 0.0 if _vanishes(plan, action) else ms for action, ms in plan.duration_ms.items()}
-    return PipelineDag.from_schedule(schedule).makespan(durations)
+    gone = (action for action, ratio in freeze_ratio.items() if ratio >= 1.0 and disappears(action))
+    return {**duration_ms, **dict.fromkeys(gone, 0.0)}
 
 
 def disappears(action: Action) -> bool:
@@ -68,18 +75,3 @@ def disappears(action: Action) -> bool:
     With split backwards that is stage 0's W: torch computes its whole backward there and nothing in its I.
     """
     return action.stage == 0 and action.freezable
-
-
-def _vanishes(plan: FreezePlan, action: Action) -> bool:
-    return disappears(action) and plan.freeze_ratio[action] >= 1.0
-
-
-def _remaining(plan: FreezePlan, bounds: Mapping[Action, Bounds], stage_0_vanishes: bool) -> dict[Action, float]:
-    """The share of each action's unfrozen duration that the plan leaves."""
-
-    def left(action: Action, ms: float) -> float:
-        if stage_0_vanishes and _vanishes(plan, action):
-            return 0.0
-        return ms / bounds[action].upper if bounds[action].upper > 0.0 else 1.0
-
-    return {action: left(action, ms) for action, ms in plan.duration_ms.items()}

@@ -108,8 +108,8 @@ def compatible_state(
     """The state to go on with: the saved one, or as much of it as still holds.
 
     Monitoring that a checkpoint interrupted starts over, for its times may come from another machine; a plan that was
-    still being made is made again. A plan for
-    another pipeline, other parameters or another budget is dropped and made anew; the step count stays.
+    still being made is made again. A plan for another pipeline, other parameters or another budget is dropped and
+    made anew; the step count stays.
     """
     if data is None:
         return RunState.fresh(config, auto_warmup)

@@ -9,7 +9,7 @@ from typing import Any
 from tf_adapters.dag import PipelineDag
 from tf_adapters.ir import Action
 from tf_adapters.planner import FreezePlan, plan
-from tf_adapters.prediction import disappears
+from tf_adapters.prediction import stable_durations
 from tf_adapters.report.layout import Panel, timeline
 from tf_adapters.simulate.limit import Holder, held_by
 from tf_adapters.simulate.pipeline import Pipeline
@@ -133,9 +133,7 @@ def _planned_title(max_freeze_ratio: float, made: FreezePlan) -> str:
 def _gain(
     dag: PipelineDag, unfrozen_ms: float, durations: Mapping[Action, float], ratios: Mapping[Action, float]
 ) -> Gain:
-    gone = dict.fromkeys((action for action, ratio in ratios.items() if ratio >= 1.0 and disappears(action)), 0.0)
-    ms = dag.makespan(durations)
-    stable_ms = dag.makespan({**durations, **gone}) if gone else ms
+    ms, stable_ms = dag.makespan(durations), dag.makespan(stable_durations(durations, ratios))
     return Gain(ms, _over(unfrozen_ms, ms), stable_ms, _over(unfrozen_ms, stable_ms))
 
 

@@ -64,7 +64,7 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        port = _free_port()
+        port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, self.size, port, self._setup), daemon=True)
@@ -99,7 +99,8 @@ class RankPool:
             return None, f"died with exit code {self._processes[rank].exitcode}"
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
