@@ -26,6 +26,7 @@ bench: $(VENV)/ready
 	$(RUN) benchmarks/megatron_speed.py
 	$(RUN) benchmarks/schedules.py
 	$(RUN) benchmarks/planner.py
+	$(RUN) benchmarks/plan_command.py
 	$(RUN) benchmarks/selection.py
 
 # The distributed tests again on the oldest DeepSpeed that is supported.
