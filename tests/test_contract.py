@@ -77,6 +77,45 @@ def test_the_life_of_a_run_and_its_report(ranks, host, tmp_path):
     assert set(report["versions"]) >= {"tf_adapters", "python", "torch"}
 
 
+def test_every_parameter_learns_in_every_step_of_mixed_monitoring(ranks, host):
+    """The paper's monitoring updates nothing in half of its steps."""
+    for failure, phases, still in ranks(host).run(monitor, host):
+        assert failure is None
+        assert phases == ["monitoring_upper", "monitoring_mixed"] * 2
+        assert still == [set()] * 4
+
+
+def monitor(host: str) -> tuple[str | None, list[str], list[set[tuple[int, str]]]]:
+    """The failure; in each step of monitoring, its phase and which parameters stayed as they were."""
+    training = start(host, {"warmup_steps": 1, "monitoring_steps": 4})
+    training.step(0)
+    phases, still = [], []
+    for number in range(1, 5):
+        before = training.parameters()
+        phases.append(training.controller.phase.value)
+        training.step(number)
+        still.append({key for key, value in training.parameters().items() if torch.equal(before[key], value)})
+    outcome = training.controller.state.failure, phases, still
+    training.detach()
+    return outcome
+
+
+def test_mixed_monitoring_ends_on_all_ranks_at_once_when_it_is_precise(ranks, host):
+    outcomes = ranks(host).run(monitor_until_precise, host)
+    assert outcomes == [(None, 11, True)] * STAGES
+
+
+def monitor_until_precise(host: str) -> tuple[str | None, int, bool]:
+    """The failure; the last step of monitoring; whether there is a plan. The precision is one that is reached."""
+    training = start(host, {"warmup_steps": 1, "monitoring_steps": 40, "monitoring_precision": 1.0})
+    for number in range(12):
+        training.step(number)
+    state = training.controller.state
+    outcome = state.failure, state.phases.monitoring_end, state.plan is not None
+    training.detach()
+    return outcome
+
+
 @each_method
 def test_the_life_of_a_run_with_a_stability_metric(ranks, host, tmp_path, method):
     settings = {**LIFE, **STABILITY, "method": method}

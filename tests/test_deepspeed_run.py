@@ -44,7 +44,7 @@ def test_a_run_goes_through_all_phases_and_leaves_a_report(pools, tmp_path):
     ranks = pools(2).run(train, case)
     phases = [step["phase"] for step in ranks[0]["steps"]]
     assert phases == (
-        ["warmup"] + ["monitoring_upper"] * 3 + ["monitoring_lower"] * 3 + ["progressive"] * 2 + ["stable"] * 4
+        ["warmup"] + ["monitoring_upper", "monitoring_mixed"] * 3 + ["progressive"] * 2 + ["stable"] * 4
     )
     assert [rank["status"] for rank in ranks] == [None, None]
     assert ranks[0]["plan"] == ranks[1]["plan"]
@@ -61,8 +61,8 @@ def test_a_run_goes_through_all_phases_and_leaves_a_report(pools, tmp_path):
     assert {sample["action"] for sample in measured["backward_ms"]} == {f"{s}B{m}" for s in (0, 1) for m in range(4)}
 
 
-def test_monitoring_freezes_nothing_then_all_but_part_of_stage_0(pools):
-    ranks = pools(2).run(train, Case(steps=3))
+def test_the_papers_monitoring_freezes_nothing_then_all_but_part_of_stage_0(pools):
+    ranks = pools(2).run(train, Case(section={"monitoring": "halves"}, steps=3))
     upper, lower = ranks[0]["steps"][1]["masks"], ranks[0]["steps"][2]["masks"]
     assert all(names == () for names in upper.values())
     stage_1 = set(ranks[1]["steps"][0]["before"])
@@ -265,8 +265,8 @@ def test_another_number_of_microbatches_in_mid_run_monitors_again(pools, tmp_pat
     assert outcome[0] == outcome[1]
     phases, microbatches, replanned, failure = outcome[0]
     assert failure is None
-    assert phases[:5] == ["warmup", "monitoring_upper", "monitoring_lower", "progressive", "progressive"]
-    assert phases[5:] == ["monitoring_upper", "monitoring_lower", "progressive", "progressive"]
+    assert phases[:5] == ["warmup", "monitoring_upper", "monitoring_mixed", "progressive", "progressive"]
+    assert phases[5:] == ["monitoring_upper", "monitoring_mixed", "progressive", "progressive"]
     assert microbatches == 6
     assert replanned
 

@@ -24,8 +24,7 @@ TINY = ("--layers", "4", "--hidden", "16", "--context", "8", "--microbatches", "
 FREEZE = {"warmup-steps": 1, "monitoring-steps": 4, "progressive-steps": 2, "on-error": "raise", "report-every": 1}
 SAVED_AT, STEPS = 18, 21  # the report says "stable" from the tenth stable step on
 PHASES = [
-    "step 2: monitoring, nothing frozen",
-    "step 4: monitoring, weight gradients frozen",
+    "step 2: monitoring, every second step with drawn freeze ratios",
     "step 6: progressive freezing",
     "step 8: stable freezing",
 ]

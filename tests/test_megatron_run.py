@@ -62,7 +62,7 @@ def test_a_run_goes_through_all_phases_and_leaves_a_report(megatron, tmp_path, v
     case = Case(vp=virtual, section=section, steps=13, output_dir=str(tmp_path))
     ranks = megatron(2).run(train, case, False)
     assert [step["phase"] for step in ranks[0]["steps"]] == (
-        ["warmup"] + ["monitoring_upper"] * 3 + ["monitoring_lower"] * 3 + ["progressive"] * 2 + ["stable"] * 4
+        ["warmup"] + ["monitoring_upper", "monitoring_mixed"] * 3 + ["progressive"] * 2 + ["stable"] * 4
     )
     assert [rank["status"] for rank in ranks] == [None, None]
     assert ranks[0]["plan"] == ranks[1]["plan"]
@@ -75,8 +75,8 @@ def test_a_run_goes_through_all_phases_and_leaves_a_report(megatron, tmp_path, v
     assert set(report["measured"]["mean_afr"]) == {str(stage) for stage in stages}
 
 
-def test_monitoring_freezes_nothing_then_all_but_part_of_stage_0(megatron):
-    steps = megatron(2).run(train, Case(steps=3), False)[0]["steps"]
+def test_the_papers_monitoring_freezes_nothing_then_all_but_part_of_stage_0(megatron):
+    steps = megatron(2).run(train, Case(section={"monitoring": "halves"}, steps=3), False)[0]["steps"]
     assert all(names == () for names in steps[1]["masks"].values())
     lower = steps[2]["masks"]
     assert len({len(names) for (stage, _), names in lower.items() if stage == 1}) == 1
@@ -247,7 +247,7 @@ def test_tied_weights_stay_equal_on_both_stages(megatron):
 def test_another_number_of_microbatches_monitors_and_plans_anew(megatron):
     for phases, schedule, failure in megatron(2).run(ramped_up, Case()):
         assert failure is None
-        assert phases == ["stable", "stable", "monitoring_upper", "monitoring_lower", "progressive"]
+        assert phases == ["stable", "stable", "monitoring_upper", "monitoring_mixed", "progressive"]
         assert len(schedule[0]) == 12
 
 

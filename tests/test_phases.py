@@ -36,3 +36,34 @@ def test_both_bounds_get_at_least_one_step(monitoring):
     phases = PhaseSchedule.of_lengths(warmup=1, monitoring=monitoring, progressive=0)
     seen = {phases.phase(step) for step in range(2, 2 + monitoring)}
     assert seen == {Phase.MONITORING_UPPER, Phase.MONITORING_LOWER}
+
+
+def test_mixed_monitoring_draws_in_every_second_step():
+    phases = PhaseSchedule.of_lengths(warmup=1, monitoring=4, progressive=1, mixed=True)
+    assert [phases.phase(step) for step in range(1, 8)] == [
+        Phase.WARMUP,
+        *[Phase.MONITORING_UPPER, Phase.MONITORING_MIXED] * 2,
+        Phase.PROGRESSIVE,
+        Phase.STABLE,
+    ]
+    assert [phases.mixed_turn(step) for step in (3, 5)] == [0, 1]
+
+
+def test_mixed_monitoring_is_one_phase_to_the_reader():
+    phases = PhaseSchedule.of_lengths(warmup=0, monitoring=4, progressive=1, mixed=True)
+    assert len({phases.description(step) for step in range(1, 5)}) == 1
+    halves = PhaseSchedule.of_lengths(warmup=0, monitoring=4, progressive=1)
+    assert len({halves.description(step) for step in range(1, 5)}) == 2
+
+
+def test_mixed_monitoring_may_end_after_pairs_of_steps_once_there_are_enough():
+    phases = PhaseSchedule.of_lengths(warmup=3, monitoring=16, progressive=5, mixed=True)
+    assert [step for step in range(1, 25) if phases.may_end_monitoring(step)] == [13, 15, 17, 19]
+    halves = PhaseSchedule.of_lengths(warmup=3, monitoring=16, progressive=5)
+    assert not any(halves.may_end_monitoring(step) for step in range(1, 25))
+
+
+def test_monitoring_that_ends_early_brings_everything_after_it_forward():
+    phases = PhaseSchedule.of_lengths(warmup=2, monitoring=40, progressive=5, mixed=True).monitored_until(12)
+    assert phases.phase(12) is Phase.MONITORING_MIXED
+    assert [phases.phase(step) for step in (13, 17, 18)] == [Phase.PROGRESSIVE, Phase.PROGRESSIVE, Phase.STABLE]

@@ -26,12 +26,12 @@ MEASURED = {
     "planned_ratio": 592.7 / 812.0,
     "mean_afr": {"0": 0.49, "1": 0.76},
     "backward_ms": [
-        {"action": "0B0", "afr": 0.0, "ms": 20.0},
-        {"action": "0B1", "afr": 0.0, "ms": 20.0},
-        {"action": "0B1", "afr": 1.0, "ms": 10.0},
-        {"action": "0B0", "afr": 0.0, "ms": 21.0},
-        {"action": "0B1", "afr": 0.99, "ms": 12.0},
-        {"action": "0B1", "afr": 1.0, "ms": 11.0},
+        {"action": "0B0", "afr": 0.0, "ms": 20.0, "phase": None},
+        {"action": "0B1", "afr": 0.0, "ms": 20.0, "phase": None},
+        {"action": "0B1", "afr": 1.0, "ms": 10.0, "phase": None},
+        {"action": "0B0", "afr": 0.0, "ms": 21.0, "phase": None},
+        {"action": "0B1", "afr": 0.99, "ms": 12.0, "phase": None},
+        {"action": "0B1", "afr": 1.0, "ms": 11.0, "phase": None},
     ],
     "peak_memory_bytes": {"unfrozen": [3 * 2**30, 2**30], "stable": [2 * 2**30, 2**30]},
 }

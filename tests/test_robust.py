@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from tf_adapters.robust import Estimate, estimate, median, shrink
+from tf_adapters.robust import Estimate, estimate, median, shrink, weighted_median
 
 
 def test_outliers_move_neither_the_value_nor_the_error():
@@ -39,3 +39,10 @@ def test_differences_beyond_the_noise_stay():
 
 def test_one_of_a_kind_is_what_was_measured():
     assert shrink({"only": Estimate(3.0, 1.0)}) == {"only": 3.0}
+
+
+def test_the_weighted_median_has_half_of_the_weight_on_either_side() -> None:
+    assert weighted_median([3.0, 1.0, 2.0], [1.0, 1.0, 1.0]) == 2.0
+    assert weighted_median([3.0, 1.0, 2.0], [5.0, 1.0, 1.0]) == 3.0
+    assert weighted_median([1.0, 2.0], [1.0, 1.0]) == 1.0
+    assert weighted_median([4.0], [0.5]) == 4.0

@@ -69,12 +69,12 @@ def test_a_state_without_a_plan_comes_back_too() -> None:
 
 
 def test_a_fresh_run_takes_the_lengths_of_the_config() -> None:
-    assert RunState.fresh(CONFIG, AUTO_WARMUP) == RunState(PhaseSchedule(5, 15, 35))
+    assert RunState.fresh(CONFIG, AUTO_WARMUP) == RunState(PhaseSchedule(5, 15, 35, mixed=True))
 
 
 def test_warmup_auto_is_the_hosts() -> None:
     config = CONFIG.model_copy(update={"warmup_steps": "auto"})
-    assert RunState.fresh(config, 7).phases == PhaseSchedule(7, 17, 37)
+    assert RunState.fresh(config, 7).phases == PhaseSchedule(7, 17, 37, mixed=True)
 
 
 @pytest.mark.parametrize("data", [None, saved(planned_state(20), format=FORMAT + 1), {"anything": "else"}])
@@ -106,7 +106,7 @@ def test_a_plan_for_something_else_is_made_anew_and_the_step_stays(change: dict[
     assert state.completed_steps == 20
     assert state.plan is None
     assert state.bounds == {}
-    assert state.phases == PhaseSchedule(20, 30, 50)
+    assert state.phases == PhaseSchedule(20, 30, 50, mixed=True)
     assert state.phases.phase(21) is Phase.MONITORING_UPPER
     assert state.notes[0] == "1B0: a note"
     assert state.notes[-1].startswith("monitoring began again after step 20: the checkpoint's plan is for another")
@@ -123,7 +123,7 @@ def test_monitoring_that_was_interrupted_starts_over() -> None:
     state.completed_steps = 8
     again = resumed(saved(state))
     assert again.completed_steps == 8
-    assert again.phases == PhaseSchedule(8, 18, 38)
+    assert again.phases == PhaseSchedule(8, 18, 38, mixed=True)
     assert again.notes == ("monitoring began again after step 8: a checkpoint interrupted it",)
 
 
@@ -138,7 +138,7 @@ def test_a_checkpoint_at_the_end_of_the_warmup_goes_on_without_a_note() -> None:
 def test_a_restart_in_the_warmup_keeps_the_rest_of_it() -> None:
     state = RunState.fresh(CONFIG, AUTO_WARMUP)
     state.completed_steps = 2
-    assert state.restarted(CONFIG, "why").phases == PhaseSchedule(5, 15, 35)
+    assert state.restarted(CONFIG, "why").phases == PhaseSchedule(5, 15, 35, mixed=True)
 
 
 # --- the fingerprint -----------------------------------------------------------------------------------------

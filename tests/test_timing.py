@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tf_adapters.bounds import local_bounds
 from tf_adapters.ir import Action
 from tf_adapters.phases import Phase
-from tf_adapters.planner import Bounds
 from tf_adapters.robust import median
-from tf_adapters.timing import ActionTimer, HostClock, Sample, clock_for, durations_all_frozen
+from tf_adapters.timing import ActionTimer, HostClock, Sample, clock_for
 
 FORWARD, BACKWARD = Action.parse("0F0"), Action.parse("0B0")
 UPPER, LOWER = Phase.MONITORING_UPPER, Phase.MONITORING_LOWER
@@ -165,56 +163,3 @@ def test_the_median_ignores_an_outlier() -> None:
     assert median([3.0, 1000.0, 2.0]) == 3.0
     assert median([2.0, 4.0]) == 3.0
     assert median([]) is None
-
-
-# --- the lower bound -----------------------------------------------------------------------------------------
-
-
-def test_complete_masks_are_the_lower_bound_themselves() -> None:
-    assert durations_all_frozen(20.0, [Sample(1.0, 9.0), Sample(1.0, 11.0)]) == [9.0, 11.0]
-
-
-def test_partial_masks_are_extended_along_the_line_through_the_upper_bound() -> None:
-    samples = [Sample(0.5, 15.0), Sample(0.8, 12.0), Sample(0.25, 17.5)]
-    assert durations_all_frozen(20.0, samples) == pytest.approx([10.0] * len(samples))
-
-
-def test_partial_masks_count_more_than_complete_ones() -> None:
-    """Stage 0: with everything frozen its backward vanishes, far below the line that partial masks follow."""
-    assert durations_all_frozen(20.0, [Sample(0.5, 15.0), Sample(1.0, 0.1), Sample(1.0, 0.1)]) == [10.0]
-
-
-def test_samples_with_nothing_frozen_say_nothing_about_the_lower_bound() -> None:
-    assert durations_all_frozen(20.0, [Sample(0.0, 3.0), Sample(1.0, 10.0)]) == [10.0]
-    assert durations_all_frozen(20.0, [Sample(0.0, 3.0)]) == []
-    assert durations_all_frozen(20.0, []) == []
-
-
-def test_local_bounds_take_backwards_from_both_halves_and_forwards_from_the_first() -> None:
-    bounds = measured_bounds((7.0, 20.0), (7.0, 15.0))
-    assert bounds == {FORWARD: Bounds(7.0, 7.0), BACKWARD: Bounds(pytest.approx(10.0), 20.0)}
-
-
-def test_a_machine_that_got_faster_between_the_halves_is_not_taken_for_an_effect_of_freezing() -> None:
-    assert measured_bounds((7.0, 20.0), (3.5, 7.5)) == measured_bounds((7.0, 20.0), (7.0, 15.0))
-    assert measured_bounds((7.0, 20.0), (14.0, 30.0)) == measured_bounds((7.0, 20.0), (7.0, 15.0))
-
-
-def test_a_backward_that_was_never_seen_frozen_is_not_freezable() -> None:
-    clock = FakeClock()
-    timer = ActionTimer(clock)
-    run(timer, clock, 20.0)
-    timer.drain()
-    assert local_bounds(timer) == {BACKWARD: Bounds(20.0, 20.0)}
-
-
-def measured_bounds(first: tuple[float, float], second: tuple[float, float]) -> dict[Action, Bounds]:
-    """Bounds from one forward and one backward in each half of monitoring, half of the work frozen in the second."""
-    clock = FakeClock()
-    timer = ActionTimer(clock)
-    for phase, share, durations in ((UPPER, 0.0, first), (LOWER, 0.5, second)):
-        for action, ms in zip((FORWARD, BACKWARD), durations, strict=True):
-            with timer.timed(phase, action, share):
-                clock.now += ms
-    timer.drain()
-    return local_bounds(timer)

@@ -27,8 +27,7 @@ TINY = ("--layers", 5, "--width", 16, "--heads", 2, "--context", 8, "--microbatc
 FREEZE = {"warmup-steps": 1, "monitoring-steps": 4, "progressive-steps": 2, "on-error": "raise", "report-every": 1}
 SAVED_AT, STEPS = 18, 21  # the report says "stable" from the tenth stable step on
 PHASES = [
-    "step 2: monitoring, nothing frozen",
-    "step 4: monitoring, weight gradients frozen",
+    "step 2: monitoring, every second step with drawn freeze ratios",
     "step 6: progressive freezing",
     "step 8: stable freezing",
 ]

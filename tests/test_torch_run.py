@@ -15,7 +15,7 @@ from torch_ranks import SCHEDULES, Case, Run, attached, build, losses_of, optimi
 pytestmark = pytest.mark.distributed
 
 LIFE = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2, "report_every": 2}
-PHASES = ["warmup", *["monitoring_upper"] * 2, *["monitoring_lower"] * 2, *["progressive"] * 2, *["stable"] * 2]
+PHASES = ["warmup", *["monitoring_upper", "monitoring_mixed"] * 2, *["progressive"] * 2, *["stable"] * 2]
 FROZEN = {"0": 1.0, "1": 0.75, "2": 0.75, "3": 0.75}
 HOSTS = {
     "1f1b": Case(),

@@ -46,10 +46,14 @@ class TimelyFreezeConfig(BaseModel):
     warmup_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         "auto", description='T_w; "auto" takes the learning-rate warm-up of the host\'s scheduler'
     )
-    monitoring_steps: int = Field(
-        40,
-        ge=2,
-        description="first half times the steps with nothing frozen, second half with weight gradients frozen",
+    monitoring: Literal["mixed", "halves"] = Field(
+        "mixed",
+        description="mixed: every second step draws freeze ratios, and monitoring ends once it is precise; halves: the "
+        "paper's, nothing frozen in the first half, everything in the second",
+    )
+    monitoring_steps: int = Field(40, ge=2, description="steps of monitoring; mixed monitoring may need fewer")
+    monitoring_precision: float = Field(
+        0.02, gt=0, le=1, description="standard error, as a share of the times, at which mixed monitoring ends"
     )
     progressive_steps: int = Field(50, ge=0, description="steps over which the freeze ratios rise to the plan's")
     stability_check_interval: int = Field(
@@ -167,7 +171,9 @@ _ALLOWED = {
     "target_step_time_ms": "a number above 0, or null",
     "freeze_exclude": 'a list of names with *, ? and [abc], such as ["*.bias", "embed*"]',
     "warmup_steps": '"auto" or an integer of at least 0',
+    "monitoring": '"mixed" or "halves"',
     "monitoring_steps": "an integer of at least 2",
+    "monitoring_precision": "a number above 0, up to 1",
     "progressive_steps": "an integer of at least 0",
     "stability_check_interval": "an integer of at least 1",
     "apf_threshold": "a number from 0 to 1",

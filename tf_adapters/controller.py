@@ -25,6 +25,7 @@ from tf_adapters.log import announce
 from tf_adapters.masking import ParameterMask
 from tf_adapters.masks import NONE_PREFERRED, NOTHING_FROZEN, Mask, StageMasks
 from tf_adapters.memory import MemoryMeter
+from tf_adapters.monitoring import drawn_ratio
 from tf_adapters.phases import Phase
 from tf_adapters.planning import PlanMaker, Planned
 from tf_adapters.prediction import Forecast, disappears
@@ -181,8 +182,8 @@ class Controller:
             return 0.0
         if not self.config.plans:
             return self.masks.share(action.stage, self._stable(step, action.stage))
-        if self.state.phases.phase(step) is Phase.MONITORING_LOWER:
-            return self._monitoring_ratio(action)
+        if self.state.phases.phase(step).monitors:
+            return self._monitoring_ratio(step, action)
         if self.state.plan is None:
             return 0.0
         return self.state.plan.freeze_ratio[action] * self.state.phases.ramp(step)
@@ -222,7 +223,8 @@ class Controller:
         self.state = compatible_state(chosen, self.config, self.schedule, self.masks, auto_warmup)
         self.timer.clear()
         self.memory.clear()
-        self._reporting.say(f"resumed after step {self.state.completed_steps}: {self.phase.description}")
+        description = self.state.phases.description(self.step)
+        self._reporting.say(f"resumed after step {self.state.completed_steps}: {description}")
         for note in self.state.notes if self.state.plan is None else ():
             self._reporting.say(note)
         if self.state.awaits_plan:
@@ -262,10 +264,17 @@ class Controller:
         freezing = step > self.state.phases.monitoring_end  # monitoring is of uniform masks
         return self.state.stability.stable.get(stage, NONE_PREFERRED) if freezing else NONE_PREFERRED
 
-    def _monitoring_ratio(self, action: Action) -> float:
+    def _monitoring_ratio(self, step: int, action: Action) -> float:
         """Stage 0 is not frozen whole: its backward would disappear, a bound that no mask of the plan reaches."""
+        phases = self.state.phases
+        if phases.phase(step) is Phase.MONITORING_UPPER:
+            return 0.0
         vanishes = disappears(action) and self.masks.can_freeze_all(action.stage)
-        return _STAGE_0_MONITORING_RATIO if vanishes else 1.0
+        most = _STAGE_0_MONITORING_RATIO if vanishes else 1.0
+        if not phases.mixed:
+            return most
+        turn, microbatches = phases.mixed_turn(step), self.schedule.num_microbatches
+        return most * drawn_ratio(turn, action.stage, action.microbatch, microbatches)
 
     def _frozen_all_step(self, stage: int) -> frozenset[str]:
         """Names that every microbatch of the current step freezes on one stage."""
@@ -287,7 +296,8 @@ class Controller:
             self._verify_schedule()
         if phases.phase(step).monitors:
             self._reporting.say_monitoring(step)
-        if self.config.plans and step == phases.monitoring_end:
+        if self.config.plans and self._monitoring_ends(step):
+            self.state.phases = phases.monitored_until(step)
             self._measure()
             self._start_plan(step)
         elif self.state.awaits_plan:
@@ -295,7 +305,7 @@ class Controller:
         elif step > phases.monitoring_end and self._reporting.is_due(step):
             self._reporting.write()
         self._check_stability(step)
-        if self.state.phases.phase(step + 1) is not phases.phase(step):
+        if self.state.phases.description(step + 1) != phases.description(step):
             self._reporting.say_phase(step + 1)
 
     def _verify_schedule(self) -> None:
@@ -309,6 +319,17 @@ class Controller:
                 "what the ranks ran is not the schedule that they were to run. They ran:\n"
                 f"{rows.grid()}\nThe schedule is:\n{self.schedule.grid()}"
             )
+
+    def _monitoring_ends(self, step: int) -> bool:
+        """Whether everything is measured: at the set length, or where every step trains as soon as it is precise."""
+        phases = self.state.phases
+        if step == phases.monitoring_end or not phases.may_end_monitoring(step):
+            return step == phases.monitoring_end
+        error = self._planner.precision(self.timer)
+        if error <= self.config.monitoring_precision:
+            self._reporting.say(messages.precise(step - phases.warmup_end, error))
+            return True
+        return False
 
     def _measure(self) -> None:
         measured = self._planner.measure(self.schedule, self.timer)

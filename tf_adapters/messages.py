@@ -59,6 +59,11 @@ def monitoring(done: int, length: int, step_ms: float | None) -> str:
     return f"monitoring {done}/{length} steps{took}"
 
 
+def precise(steps: int, error: float) -> str:
+    """Monitoring has seen enough."""
+    return f"monitoring ended after {steps} steps: times and savings are known to {error:.1%}"
+
+
 def planned(plan: FreezePlan, forecast: Forecast) -> str:
     """What was measured, what is planned, and what it costs in freezing."""
     stages = ", ".join(f"stage {stage}: {ratio:.2f}" for stage, ratio in sorted(plan.stage_freeze_ratio.items()))

@@ -8,7 +8,7 @@ from typing import Any
 
 from tf_adapters import messages
 from tf_adapters.background import BackgroundPlan
-from tf_adapters.bounds import local_bounds, merge_bounds
+from tf_adapters.bounds import merge_bounds
 from tf_adapters.collectives import Collectives, on_all_ranks, on_one_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.dag import PipelineDag
@@ -17,6 +17,7 @@ from tf_adapters.ir import Action, PipelineSchedule
 from tf_adapters.phases import Phase
 from tf_adapters.planner import Bounds, FreezePlan, plan
 from tf_adapters.prediction import forecast
+from tf_adapters.response import measured_times
 from tf_adapters.timing import ActionTimer, Trace
 
 __all__ = ["Measured", "PlanMaker", "Planned"]
@@ -54,6 +55,7 @@ class _Local:
     bounds: Mapping[Action, Bounds]
     step_ms: float
     traces: tuple[Trace, ...]
+    notes: tuple[str, ...]
 
 
 class PlanMaker:
@@ -75,6 +77,15 @@ class PlanMaker:
         self._steps: Sequence[Trace] = ()  # on rank 0
         self._waited = 0  # steps, for the plan
 
+    def precision(self, timer: ActionTimer) -> float:
+        """Standard error of what this run's plan would be made from now: the worst of all ranks, in shares."""
+
+        def local() -> float:
+            timer.drain(wait=True)
+            return max((timer.step_error(Phase.MONITORING_UPPER), measured_times(timer).error))
+
+        return max(on_all_ranks(self._collectives, local))
+
     def measure(self, schedule: PipelineSchedule, timer: ActionTimer) -> Measured:
         """What the monitored steps of all ranks say. Raises TimelyFreezeError, the same on every rank."""
         local = on_all_ranks(self._collectives, lambda: self._local(timer))
@@ -83,7 +94,8 @@ class PlanMaker:
             bounds, notes = merge_bounds(schedule, [rank.bounds for rank in local])
             self._steps = complete_steps(schedule, [rank.traces for rank in local])
             gaps = measure_gaps(schedule, self._steps)
-            return Measured(bounds, gaps, max(rank.step_ms for rank in local), notes)
+            bent = dict.fromkeys(note for rank in local for note in rank.notes)
+            return Measured(bounds, gaps, max(rank.step_ms for rank in local), (*notes, *bent))
 
         return on_one_rank(self._collectives, merge)
 
@@ -119,8 +131,9 @@ class PlanMaker:
 
     def _local(self, timer: ActionTimer) -> _Local:
         timer.drain(wait=True)
+        times = measured_times(timer)
         traces = local_traces(timer, Phase.MONITORING_UPPER) if self._traced else ()
-        return _Local(local_bounds(timer), timer.step_ms(Phase.MONITORING_UPPER) or 0.0, traces)
+        return _Local(times.bounds(), timer.step_ms(Phase.MONITORING_UPPER) or 0.0, traces, times.notes())
 
     def _arrived(self, schedule: PipelineSchedule, measured: Measured, wait: bool) -> Planned | None:
         def ask() -> Planned | None:

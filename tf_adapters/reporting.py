@@ -44,7 +44,7 @@ class Reporting:
 
     def say_phase(self, step: int) -> None:
         config = self._controller.config
-        description = self._controller.state.phases.phase(step).description
+        description = self._controller.state.phases.description(step)
         self.say(f"step {step}: {description if config.plans else messages.checking(config)}")
 
     def say_monitoring(self, step: int) -> None:

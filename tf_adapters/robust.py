@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeVar
 
 _K = TypeVar("_K", bound=Hashable)
@@ -27,6 +29,13 @@ def median(values: Iterable[float]) -> float | None:
     """The median; None of nothing."""
     items = list(values)
     return float(statistics.median(items)) if items else None
+
+
+def weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
+    """The value with half of the weight on either side; the lower one of two that share the middle."""
+    ordered = sorted(zip(values, weights, strict=True))
+    passed = list(accumulate(weight for _, weight in ordered))
+    return ordered[bisect_left(passed, passed[-1] / 2.0)][0]
 
 
 def estimate(values: Iterable[float]) -> Estimate | None:

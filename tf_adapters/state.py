@@ -39,12 +39,12 @@ class RunState:
     def fresh(cls, config: TimelyFreezeConfig, auto_warmup: int) -> RunState:
         warmup = auto_warmup if config.warmup_steps == "auto" else config.warmup_steps
         notes = () if config.plans else (f"method {config.method} freezes what is stable: nothing is planned",)
-        return cls(PhaseSchedule.of_lengths(warmup, *_lengths(config)), notes=notes)
+        return cls(_phases(config, warmup), notes=notes)
 
     def restarted(self, config: TimelyFreezeConfig, reason: str) -> RunState:
         """The same step, with monitoring still to come (or still the warm-up, where that is not over)."""
         start = max(self.completed_steps, self.phases.warmup_end)
-        phases = PhaseSchedule.of_lengths(0, *_lengths(config), start)
+        phases = _phases(config, start)
         note = f"{'monitoring' if config.plans else 'freezing'} began again after step {start}: {reason}"
         return RunState(phases, self.completed_steps, notes=(*self.notes, note))
 
@@ -124,9 +124,12 @@ def compatible_state(
     return state
 
 
-def _lengths(config: TimelyFreezeConfig) -> tuple[int, int]:
-    """Steps of monitoring and of progressive freezing: none without a plan."""
-    return (config.monitoring_steps, config.progressive_steps) if config.plans else (0, 0)
+def _phases(config: TimelyFreezeConfig, warmup_end: int) -> PhaseSchedule:
+    """Phases after a warm-up that ends with step ``warmup_end``: without a plan neither monitoring nor a ramp."""
+    if not config.plans:
+        return PhaseSchedule.of_lengths(warmup_end, 0, 0)
+    mixed = config.monitoring == "mixed"
+    return PhaseSchedule.of_lengths(warmup_end, config.monitoring_steps, config.progressive_steps, mixed=mixed)
 
 
 def fingerprint(config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: StageMasks) -> str:

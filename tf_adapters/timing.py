@@ -5,15 +5,16 @@ Nothing here synchronises inside a step: a device mark is read once the device h
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tf_adapters.ir import Action
-from tf_adapters.robust import median
+from tf_adapters.robust import estimate, median
 
 if TYPE_CHECKING:
     import torch
@@ -167,6 +168,11 @@ class ActionTimer:
         """Median duration of this rank's steps in a phase, ms; None where there is none."""
         return median(self._steps.get(phase, ()))
 
+    def step_error(self, phase: str) -> float:
+        """Standard error of ``step_ms``, as a share of it; infinite where there is no step."""
+        found = estimate(self._steps.get(phase, ()))
+        return found.error / found.value if found and found.value else math.inf
+
     def last_step_ms(self, phase: str) -> float | None:
         steps = self._steps.get(phase)
         return steps[-1] if steps else None
@@ -177,17 +183,3 @@ class ActionTimer:
         self._steps.clear()
         self._trace = {}
         self._traces.clear()
-
-
-def durations_all_frozen(upper_ms: float, samples: Iterable[Sample]) -> list[float]:
-    """What each sample says of the duration, ms, with all weight gradients frozen; ``upper_ms`` is with none.
-
-    Where samples with a part of the work frozen exist, each is extended along the line through ``upper_ms`` to a
-    share of 1. That matters on a first stage: with everything frozen its backward disappears altogether, far
-    below what any random mask can reach.
-    """
-    usable = [sample for sample in samples if sample.share > 0.0]
-    partial = [sample for sample in usable if sample.share < 1.0]
-    if partial:
-        return [upper_ms - (upper_ms - sample.ms) / sample.share for sample in partial]
-    return [sample.ms for sample in usable]

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import tf_adapters
@@ -19,11 +20,17 @@ from tf_adapters.timing import ActionTimer
 if TYPE_CHECKING:
     from tf_adapters.controller import Controller
 
-_REPORTED = (Phase.MONITORING_UPPER, Phase.MONITORING_LOWER, Phase.STABLE)
+_REPORTED = (Phase.MONITORING_UPPER, Phase.MONITORING_LOWER, Phase.MONITORING_MIXED, Phase.STABLE)
+_SINGLE_SAMPLES = 8
+"""Of an action, where every one of its samples has a freeze ratio of its own."""
+
+Points = tuple[tuple[float, float], ...]
+"""(frozen share of the stage's work in [0, 1], ms) of one action in one phase."""
 _STATUS: dict[Phase, Status] = {
     Phase.WARMUP: "warmup",
     Phase.MONITORING_UPPER: "monitoring",
     Phase.MONITORING_LOWER: "monitoring",
+    Phase.MONITORING_MIXED: "monitoring",
     Phase.PLANNING: "planning",
     Phase.PROGRESSIVE: "progressive",
     Phase.STABLE: "stable",
@@ -32,14 +39,14 @@ _STATUS: dict[Phase, Status] = {
 
 @dataclass(frozen=True, slots=True)
 class LocalMeasurements:
-    """One rank's medians: steps in ms, and (mean frozen share, ms) of each freezable action, by phase.
+    """What one rank has, by phase: median steps in ms, and the points of each freezable action.
 
     ``peak_bytes`` by phase, and ``stage``, any one of the rank's, are where it is in the pipeline and what it held.
     """
 
     stage: int
     steps: Mapping[str, float | None]
-    actions: Mapping[str, Mapping[Action, tuple[float, float]]]
+    actions: Mapping[str, Mapping[Action, Points]]
     peak_bytes: Mapping[str, int | None]
 
 
@@ -49,7 +56,7 @@ def local_measurements(stage: int, timer: ActionTimer, memory: MemoryMeter) -> L
     return LocalMeasurements(
         stage=stage,
         steps={phase.value: timer.step_ms(phase) for phase in _REPORTED},
-        actions={phase.value: _medians(timer, phase) for phase in _REPORTED},
+        actions={phase.value: _points(timer, phase) for phase in _REPORTED},
         peak_bytes={phase.value: memory.peak_bytes(phase) for phase in _REPORTED},
     )
 
@@ -78,13 +85,17 @@ def build_report(controller: Controller, ranks: Sequence[LocalMeasurements]) -> 
     )
 
 
-def _medians(timer: ActionTimer, phase: Phase) -> dict[Action, tuple[float, float]]:
-    found = {}
+def _points(timer: ActionTimer, phase: Phase) -> dict[Action, Points]:
+    """One median for each action, or its newest samples where each has a freeze ratio of its own."""
+    found: dict[Action, Points] = {}
     for action in timer.actions(phase):
         samples = timer.samples(phase, action)
-        ms = median(sample.ms for sample in samples)
-        if action.freezable and ms is not None:
-            found[action] = (sum(sample.share for sample in samples) / len(samples), ms)
+        if not action.freezable:
+            continue
+        if phase is Phase.MONITORING_MIXED:
+            found[action] = tuple((sample.share, sample.ms) for sample in samples[-_SINGLE_SAMPLES:])
+        elif (ms := median(sample.ms for sample in samples)) is not None:
+            found[action] = ((sum(sample.share for sample in samples) / len(samples), ms),)
     return found
 
 
@@ -99,11 +110,12 @@ def _measured(controller: Controller, ranks: Sequence[LocalMeasurements]) -> Mea
         step_ratio=stable / unfrozen if stable and unfrozen else None,
         planned_step_ms=expected.planned_ms if expected else None,
         planned_ratio=expected.ratio if expected else None,
-        mean_afr=_mean_by_stage({action: share for action, (share, _) in backwards[Phase.STABLE].items()}),
+        mean_afr=_mean_by_stage({action: points[0][0] for action, points in backwards[Phase.STABLE].items()}),
         backward_ms=tuple(
-            BackwardSample(action=str(action), afr=share, ms=ms)
-            for of_phase in backwards.values()
-            for action, (share, ms) in sorted(of_phase.items())
+            BackwardSample(action=str(action), afr=share, ms=ms, phase=phase.value)
+            for phase, of_phase in backwards.items()
+            for action, points in sorted(of_phase.items())
+            for share, ms in points
         ),
         peak_memory_bytes=PeakMemory(
             unfrozen=_fullest(controller, ranks, Phase.MONITORING_UPPER),
@@ -127,12 +139,13 @@ def _slowest(ranks: Sequence[LocalMeasurements], phase: Phase) -> float | None:
     return max((ms for rank in ranks if (ms := rank.steps[phase.value]) is not None), default=None)
 
 
-def _merge(replicas: Sequence[Mapping[Action, tuple[float, float]]]) -> dict[Action, tuple[float, float]]:
+def _merge(replicas: Sequence[Mapping[Action, Points]]) -> dict[Action, Points]:
     """Each action at its slowest replica; replicas draw the same masks."""
-    merged: dict[Action, tuple[float, float]] = {}
+    merged: dict[Action, Points] = {}
     for replica in replicas:
-        for action, (share, ms) in replica.items():
-            merged[action] = (share, max(ms, merged[action][1]) if action in merged else ms)
+        for action, points in replica.items():
+            others = merged.get(action, points)
+            merged[action] = tuple(max(pair, key=itemgetter(1)) for pair in zip(points, others, strict=False))
     return merged
 
 

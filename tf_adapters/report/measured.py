@@ -8,12 +8,15 @@ __all__ = ["stable_samples"]
 
 
 def stable_samples(report: Report) -> dict[str, BackwardSample]:
-    """By action, what stable freezing measured: of its samples the one nearest to the planned ratio.
+    """By action, what stable freezing measured; empty before the stable phase.
 
-    Empty before the stable phase.
+    A report that does not say which sample is of which phase gives the one nearest to the planned ratio.
     """
     if report.status != "stable":
         return {}
+    named = [sample for sample in report.measured.backward_ms if sample.phase]
+    if named:
+        return {sample.action: sample for sample in named if sample.phase == "stable"}
     ratios = {str(action): ratio for action, ratio in report.plan.freeze_ratio.items()} if report.plan else {}
     nearest: dict[str, tuple[float, BackwardSample]] = {}
     for sample in report.measured.backward_ms:

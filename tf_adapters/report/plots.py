@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,7 +185,7 @@ def _colour(stage: int) -> str:
 
 def _phases(report: Report) -> PhaseSchedule | None:
     """The report's phases; progressive freezing counts from the end of monitoring, as where the plan came at once."""
-    ends: Mapping[str, int | None] = report.phases.model_dump()
-    if any(end is None for end in ends.values()):
+    ends = report.phases
+    if ends.warmup_end is None or ends.monitoring_end is None or ends.progressive_end is None:
         return None
-    return PhaseSchedule(**{name: end for name, end in ends.items() if end is not None})
+    return PhaseSchedule(ends.warmup_end, ends.monitoring_end, ends.progressive_end)

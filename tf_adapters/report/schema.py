@@ -101,11 +101,15 @@ class Schedule(_Model):
 
 
 class BackwardSample(_Model):
-    """Median time ``ms`` of one backward ``action``, the share ``afr`` of its weight gradients skipped."""
+    """Time ``ms`` of one backward ``action``, the share ``afr`` of its weight gradients skipped.
+
+    A median over a ``phase``; of mixed monitoring, in which each step draws another share, single samples.
+    """
 
     action: str
     afr: Share
     ms: Milliseconds
+    phase: str | None = None
 
 
 class PeakMemory(_Model):

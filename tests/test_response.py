@@ -1,0 +1,184 @@
+"""The line from nothing frozen to everything frozen, fitted to samples of a timer that the test fills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tf_adapters.ir import Action, Kind
+from tf_adapters.monitoring import drawn_ratio
+from tf_adapters.phases import Phase
+from tf_adapters.planner import Bounds
+from tf_adapters.response import measured_times
+from tf_adapters.timing import ActionTimer
+
+UPPER, LOWER, MIXED = Phase.MONITORING_UPPER, Phase.MONITORING_LOWER, Phase.MONITORING_MIXED
+FORWARD, BACKWARD = Action.parse("1F0"), Action.parse("1B0")
+
+
+class HandClock:
+    """Time that only the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def elapsed_ms(self, start: Any, stop: Any) -> float:
+        return float(stop - start)
+
+    def synchronize(self) -> None:
+        return None
+
+
+class Filled:
+    """A timer with samples of our choice."""
+
+    def __init__(self) -> None:
+        self.clock = HandClock()
+        self.timer = ActionTimer(self.clock)
+
+    def add(self, phase: Phase, action: Action, share: float, ms: float) -> None:
+        with self.timer.timed(phase, action, share):
+            self.clock.now += ms
+        self.timer.drain()
+
+    def bounds(self, action: Action = BACKWARD) -> Bounds:
+        return measured_times(self.timer).bounds()[action]
+
+
+def filled(*samples: tuple[Phase, Action, float, float]) -> Filled:
+    found = Filled()
+    for sample in samples:
+        found.add(*sample)
+    return found
+
+
+def monitored(
+    steps: int,
+    line: Callable[[float], float],
+    noise: float = 0.0,
+    stage: int = 1,
+    microbatches: int = 8,
+    spoilt: tuple[int, ...] = (),
+) -> Filled:
+    """``steps`` of mixed monitoring; ``line`` gives ms of a share, ``spoilt`` steps take three times as long."""
+    found, rng = Filled(), np.random.default_rng(7)
+    for step in range(steps):
+        phase, slow = (UPPER, MIXED)[step % 2], 3.0 if step in spoilt else 1.0
+        for m in range(microbatches):
+            share = drawn_ratio(step // 2, stage, m, microbatches) if phase is MIXED else 0.0
+            for kind, ms in ((Kind.FORWARD, 6.0), (Kind.BACKWARD, line(share))):
+                of_kind = share if kind is Kind.BACKWARD else 0.0
+                found.add(phase, Action(stage, kind, m), of_kind, slow * ms * (1 + noise * rng.standard_normal()))
+    return found
+
+
+def test_complete_masks_are_the_lower_bound_themselves() -> None:
+    found = filled((UPPER, BACKWARD, 0, 20.0), (LOWER, BACKWARD, 1, 9.0), (LOWER, BACKWARD, 1, 10.0))
+    found.add(LOWER, BACKWARD, 1, 11.0)
+    assert found.bounds() == Bounds(pytest.approx(10.0), 20.0)
+
+
+def test_partial_masks_are_extended_along_the_line_through_the_upper_bound() -> None:
+    found = filled((UPPER, BACKWARD, 0, 20.0), *((MIXED, BACKWARD, x, 20 - 10 * x) for x in (0.5, 0.8, 0.25)))
+    assert found.bounds() == Bounds(pytest.approx(10.0), 20.0)
+
+
+def test_what_freezes_most_counts_most() -> None:
+    """An error of a millisecond at a tenth of the work would be ten at all of it."""
+    found = filled((UPPER, BACKWARD, 0, 20.0), (MIXED, BACKWARD, 0.1, 18.0), (MIXED, BACKWARD, 0.9, 11.0))
+    assert found.bounds() == Bounds(pytest.approx(10.0), 20.0)
+
+
+def test_stage_0_frozen_whole_is_no_point_of_the_line() -> None:
+    """Its backward vanishes, far below the line that partial masks follow; in other stages it is a point as any."""
+    first = Action.parse("0B0")
+    samples = ((0.5, 15.0), (1.0, 0.1), (1.0, 0.1))
+    assert filled((UPPER, first, 0, 20.0), *((MIXED, first, *s) for s in samples)).bounds(first).lower == 10.0
+    assert filled((UPPER, BACKWARD, 0, 20.0), *((MIXED, BACKWARD, *s) for s in samples)).bounds().lower < 0.2
+
+
+def test_a_stage_0_of_one_tensor_has_only_whole_masks() -> None:
+    first = Action.parse("0B0")
+    assert filled((UPPER, first, 0, 20.0), (MIXED, first, 1, 0.1)).bounds(first).lower == pytest.approx(0.1)
+
+
+def test_samples_with_nothing_frozen_say_nothing_about_the_lower_bound() -> None:
+    assert filled((UPPER, BACKWARD, 0, 20.0), (MIXED, BACKWARD, 0, 3.0)).bounds() == Bounds(20.0, 20.0)
+    assert filled((UPPER, BACKWARD, 0, 20.0)).bounds() == Bounds(20.0, 20.0)
+    mixed = filled((UPPER, BACKWARD, 0, 20.0), (MIXED, BACKWARD, 0, 3.0), (MIXED, BACKWARD, 1, 10.0))
+    assert mixed.bounds() == Bounds(pytest.approx(10.0), 20.0)
+
+
+@pytest.mark.parametrize("speed", [0.5, 1.0, 2.0])
+def test_a_change_of_the_machines_speed_is_not_taken_for_an_effect_of_freezing(speed: float) -> None:
+    found = filled((UPPER, FORWARD, 0, 7.0), (UPPER, BACKWARD, 0, 20.0))
+    found.add(LOWER, FORWARD, 0, 7.0 * speed)
+    found.add(LOWER, BACKWARD, 0.5, 15.0 * speed)
+    assert found.bounds() == Bounds(pytest.approx(10.0), 20.0)
+    assert found.bounds(FORWARD) == Bounds(7.0, 7.0)
+
+
+def test_one_slope_serves_all_microbatches_and_each_keeps_its_own_time() -> None:
+    """Longer sequences take longer, frozen and unfrozen alike."""
+    short, long = Action.parse("1B0"), Action.parse("1B1")
+    found = filled((UPPER, short, 0, 10.0), (UPPER, long, 0, 30.0), (LOWER, short, 1, 5.0), (LOWER, long, 1, 15.0))
+    assert found.bounds(short) == Bounds(pytest.approx(5.0), 10.0)
+    assert found.bounds(long) == Bounds(pytest.approx(15.0), 30.0)
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.03])
+def test_ten_mixed_steps_of_a_quiet_machine_tell_both_bounds_to_two_percent(noise: float) -> None:
+    found = monitored(10, lambda share: 20.0 - 10.0 * share, noise)
+    bounds = [found.bounds(Action(1, Kind.BACKWARD, microbatch)) for microbatch in range(8)]
+    assert np.mean([of_one.upper for of_one in bounds]) == pytest.approx(20.0, rel=0.02)
+    assert np.mean([of_one.lower for of_one in bounds]) == pytest.approx(10.0, rel=0.02)
+    assert [of_one.upper for of_one in bounds] == pytest.approx([20.0] * 8, rel=0.04)
+    assert measured_times(found.timer).error < 0.02
+
+
+def test_a_step_that_something_else_held_up_moves_nothing() -> None:
+    clean, spoilt = (monitored(10, lambda share: 20 - 10 * share, 0.01, spoilt=steps) for steps in ((), (2, 5)))
+    assert spoilt.bounds().lower == pytest.approx(clean.bounds().lower, rel=0.03)
+
+
+def test_more_noise_is_more_error_and_more_steps_less() -> None:
+    errors = [
+        measured_times(monitored(steps, lambda share: 20 - 10 * share, noise).timer).error
+        for steps, noise in ((10, 0.01), (10, 0.2), (160, 0.2))
+    ]
+    assert errors[0] < errors[2] < errors[1]
+
+
+def test_what_was_never_seen_frozen_has_no_error_but_its_own_time() -> None:
+    times = measured_times(filled((UPPER, BACKWARD, 0, 20.0)).timer)
+    assert times.responses == {}
+    assert times.error == 0.0
+
+
+def test_a_straight_line_is_straight_also_under_noise() -> None:
+    assert measured_times(monitored(20, lambda share: 20 - 10 * share, 0.02).timer).notes() == ()
+
+
+@pytest.mark.parametrize("bend", [0.15, -0.15])
+def test_a_line_that_is_none_is_said(bend: float) -> None:
+    found = monitored(20, lambda share: 20 * (1 - 0.5 * share - 4 * bend * share * (1 - share)), 0.005)
+    times = measured_times(found.timer)
+    assert times.responses[1, Kind.BACKWARD].bend == pytest.approx(bend, abs=0.03)
+    (note,) = times.notes()
+    assert note.startswith("stage 1: masks of half of the work save ")
+    assert ("+1" if bend > 0 else "-1") in note
+
+
+def test_half_backwards_have_lines_of_their_own() -> None:
+    """W has nothing left when everything is frozen; I does not freeze."""
+    inputs, weights = Action.parse("1I0"), Action.parse("1W0")
+    found = filled((UPPER, inputs, 0, 8.0), (UPPER, weights, 0, 10.0), (MIXED, weights, 0.5, 5.0))
+    found.add(MIXED, inputs, 0.5, 7.0)
+    assert found.bounds(weights) == Bounds(pytest.approx(0.0), 10.0)
+    assert found.bounds(inputs) == Bounds(8.0, 8.0)

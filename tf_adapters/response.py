@@ -1,0 +1,186 @@
+"""How long the backwards of a stage take under freezing: a straight line in the frozen share, fitted to samples.
+
+A weight gradient costs the same whatever else is frozen, so what freezing saves of a backward is in proportion to the
+frozen share of the stage's work (paper section 3.2.1). The line is fitted by least absolute deviations, and one slope
+serves all microbatches of a stage: they run the same kernels.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tf_adapters.ir import Action, Kind
+from tf_adapters.phases import Phase
+from tf_adapters.planner import Bounds
+from tf_adapters.prediction import disappears
+from tf_adapters.robust import Estimate, estimate, median, shrink, weighted_median
+from tf_adapters.timing import ActionTimer, Sample
+
+Group = tuple[int, Kind]
+"""What does the same work: a stage's actions of one kind."""
+
+_FREEZING = (Phase.MONITORING_LOWER, Phase.MONITORING_MIXED)
+_STRAIGHT = 0.05
+"""Departure from the line, as a share of the unfrozen time, up to which nothing is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """The backwards of one stage. Every figure is a share of their unfrozen time.
+
+    Attributes:
+        saved: what freezing everything saves.
+        error: standard error of the worse known one of the two ends of the line.
+        bend: what a mask of half of the work saves beyond half of ``saved``; 0.0 where that was not measured.
+    """
+
+    saved: float
+    error: float
+    bend: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """What this rank has measured while monitoring: ms of each action with nothing frozen, and the responses."""
+
+    unfrozen_ms: Mapping[Action, float]
+    responses: Mapping[Group, Response]
+
+    @property
+    def error(self) -> float:
+        """The worst of the responses' errors."""
+        return max((response.error for response in self.responses.values()), default=0.0)
+
+    def bounds(self) -> dict[Action, Bounds]:
+        """Bounds in ms. Forwards do not change with freezing (paper section 3.2.1), so both of theirs are one."""
+        saved = {group: response.saved for group, response in self.responses.items()}
+        return {
+            action: Bounds(ms * (1.0 - saved.get((action.stage, action.kind), 0.0)), ms)
+            for action, ms in self.unfrozen_ms.items()
+        }
+
+    def notes(self) -> tuple[str, ...]:
+        """A sentence for each stage whose line is not straight."""
+        return tuple(
+            f"stage {stage}: masks of half of the work save {response.bend:+.0%} of a backward more than the straight "
+            "line between the bounds"
+            for (stage, _), response in sorted(self.responses.items())
+            if abs(response.bend) > max(_STRAIGHT, 3.0 * response.error)
+        )
+
+
+def measured_times(timer: ActionTimer) -> StageTimes:
+    """Fit the lines to what monitoring has measured on this rank so far."""
+    unfrozen = {
+        action: estimate(sample.ms for sample in timer.samples(Phase.MONITORING_UPPER, action))
+        for action in timer.actions(Phase.MONITORING_UPPER)
+    }
+    upper = _alike(unfrozen)
+    freezable: dict[Group, list[Action]] = {}
+    for action in upper:
+        if action.freezable:
+            freezable.setdefault((action.stage, action.kind), []).append(action)
+    found = {group: _fit(timer, actions, upper) for group, actions in freezable.items()}
+    return StageTimes(upper, {group: response for group, response in found.items() if response is not None})
+
+
+def _alike(estimates: Mapping[Action, Estimate | None]) -> dict[Action, float]:
+    """The microbatches of a stage do the same work: their differences count as far as noise does not explain them."""
+    groups: dict[Group, dict[Action, Estimate]] = {}
+    for action, found in estimates.items():
+        if found is not None:
+            groups.setdefault((action.stage, action.kind), {})[action] = found
+    return {action: ms for group in groups.values() for action, ms in shrink(group).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """One sample with something frozen: the share of the work, and the share of the unfrozen time that it saved."""
+
+    share: float
+    saved: float
+
+
+def _fit(timer: ActionTimer, actions: Sequence[Action], upper: Mapping[Action, float]) -> Response | None:
+    """The response of actions of one group; None where nothing was frozen in any sample."""
+    steps = [points for points in _points(timer, actions, upper) if points]
+    every = [point for points in steps for point in points]
+    if not every:
+        return None
+    saved = _slope(every)
+    error = math.hypot(_unfrozen_error(timer, actions, upper), _slope_error(saved, steps))
+    return Response(saved, error, _bend(every))
+
+
+def _points(timer: ActionTimer, actions: Sequence[Action], upper: Mapping[Action, float]) -> list[list[_Point]]:
+    """By step. Samples of stage 0 with everything frozen are no part of the line: there is nothing left to compute."""
+    drift = _drift(timer, actions[0].stage)
+    sampled = {a: [sample for phase in _FREEZING for sample in timer.samples(phase, a)] for a in actions}
+    whole = 1.0 if _has_partial(sampled) else math.inf
+    steps: list[list[_Point]] = [[] for _ in range(max(map(len, sampled.values())))]
+    for action, samples in sampled.items():
+        limit = whole if disappears(action) else math.inf
+        for points, sample in zip(steps, samples, strict=False):
+            if 0.0 < sample.share < limit and upper[action] > 0.0:
+                points.append(_Point(sample.share, 1.0 - sample.ms / drift / upper[action]))
+    return steps
+
+
+def _has_partial(sampled: Mapping[Action, Sequence[Sample]]) -> bool:
+    return any(0.0 < sample.share < 1.0 for samples in sampled.values() for sample in samples)
+
+
+def _slope(points: Iterable[_Point]) -> float:
+    """Of the line through the unfrozen time: least absolute deviations give the weighted median of the quotients."""
+    points = list(points)
+    return weighted_median([point.saved / point.share for point in points], [point.share for point in points])
+
+
+def _bend(points: Sequence[_Point]) -> float:
+    """saved(x) = c x + q x (1 - x) has its quotients saved / x on a line in x: q/4 is its departure at a half."""
+    halves = [[p for p in points if p.share < 0.5], [p for p in points if p.share >= 0.5]]
+    if not all(halves):
+        return 0.0
+    middle = [sum(p.share**2 for p in half) / sum(p.share for p in half) for half in halves]
+    return (_slope(halves[0]) - _slope(halves[1])) / (middle[1] - middle[0]) / 4.0
+
+
+def _slope_error(slope: float, steps: Sequence[Sequence[_Point]]) -> float:
+    """From how much the slope differs from step to step, and from how far all points are off the line."""
+    by_step = estimate(_slope(points) for points in steps)
+    off = estimate(point.saved - slope * point.share for points in steps for point in points)
+    assert by_step is not None
+    assert off is not None
+    weight = sum(point.share**2 for points in steps for point in points) / sum(map(len, steps))
+    return max(by_step.error, off.error / math.sqrt(weight))
+
+
+def _unfrozen_error(timer: ActionTimer, actions: Sequence[Action], upper: Mapping[Action, float]) -> float:
+    """Relative standard error of a group's unfrozen time, in the same two ways."""
+    samples = [timer.samples(Phase.MONITORING_UPPER, action) for action in actions if upper[action] > 0.0]
+    times = [upper[action] for action in actions if upper[action] > 0.0]
+    steps = [
+        [sample.ms / ms for sample, ms in zip(of_step, times, strict=True)] for of_step in zip(*samples, strict=False)
+    ]
+    by_step = estimate(statistics.median(ratios) for ratios in steps)
+    off = estimate(ratio for ratios in steps for ratio in ratios)
+    return max(by_step.error, off.error) if by_step and off else math.inf
+
+
+def _drift(timer: ActionTimer, stage: int) -> float:
+    """How much slower the machine was in the second half of monitoring than in the first.
+
+    Forwards do the same work in both. Without them a change of clock rate or of the neighbours' load would be taken
+    for an effect of freezing. Mixed monitoring needs no such thing: its two kinds of steps take turns.
+    """
+    ratios = []
+    for action in timer.actions(Phase.MONITORING_UPPER):
+        if action.stage == stage and action.kind is Kind.FORWARD:
+            first = median(sample.ms for sample in timer.samples(Phase.MONITORING_UPPER, action))
+            second = median(sample.ms for sample in timer.samples(Phase.MONITORING_LOWER, action))
+            if first and second:
+                ratios.append(second / first)
+    return median(ratios) or 1.0
