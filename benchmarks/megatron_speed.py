@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ class Options:
     progressive: int = 10
     stable: int = 40
     output_dir: str = "runs/bench/megatron"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Over the section that the other fields make."""
 
     @property
     def steps(self) -> int:
@@ -58,6 +61,7 @@ class Options:
             "report_every": 10,
             "on_error": "raise",
             "output_dir": self.output_dir,
+            **self.settings,
         }
 
 

@@ -23,8 +23,9 @@ from tf_adapters.model_costs import (
 )
 from tf_adapters.phases import Phase, PhaseSchedule
 from tf_adapters.planner import Bounds, FreezePlan, plan
-from tf_adapters.prediction import disappears, planned_makespan
+from tf_adapters.prediction import planned_makespan
 from tf_adapters.torch_pipelining.named import named_schedule
+from tf_adapters.whole import disappears
 
 MAX_FREEZE_RATIO = 0.8
 SEQUENCES, LENGTH = 2, 1024  # a local batch of 16 in 8 microbatches

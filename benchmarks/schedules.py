@@ -11,8 +11,8 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class Options:
     monitoring: int = STEPS["monitoring"]
     progressive: int = STEPS["progressive"]
     stable: int = STEPS["stable"]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Over the section that the other fields make."""
 
     @property
     def steps(self) -> int:
@@ -64,6 +66,7 @@ class Options:
             "report_every": 10,
             "on_error": "raise",
             "output_dir": f"runs/bench/schedules_{self.schedule}",
+            **self.settings,
         }
 
 
@@ -181,6 +184,19 @@ def training_step(trainer: Any, options: Options) -> Callable[[], Any]:
     windows = options.microbatches * options.micro_batch
     batches = Batches(encode(split(load_text("topics"))[0]), options.context, windows)
     return lambda: trainer.step(batches[trainer.finished_steps])
+
+
+def held_out_loss(trainer: Any, options: Options) -> float:
+    """The last stage's, told to all."""
+    import torch.distributed as dist
+    from data import Batches, encode
+    from text import load_text, split
+
+    windows = options.microbatches * options.micro_batch
+    loss = trainer.evaluate(Batches(encode(split(load_text("topics"))[1]), options.context, windows))
+    losses: list[float | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(losses, None if loss is None else loss.item())
+    return next(loss for loss in losses if loss is not None)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ def test_every_field_is_read():
         "target_speedup": 1.25,
         "target_step_time_ms": None,
         "freeze_exclude": ["*.bias", "embed*"],
+        "first_stage": "partial",
         "warmup_steps": 3,
         "monitoring": "halves",
         "monitoring_steps": 10,

@@ -43,9 +43,7 @@ def test_a_run_goes_through_all_phases_and_leaves_a_report(pools, tmp_path):
     case = Case(section=section, steps=13, output_dir=str(tmp_path))
     ranks = pools(2).run(train, case)
     phases = [step["phase"] for step in ranks[0]["steps"]]
-    assert phases == (
-        ["warmup"] + ["monitoring_upper", "monitoring_mixed"] * 3 + ["progressive"] * 2 + ["stable"] * 4
-    )
+    assert phases == (["warmup"] + ["monitoring_upper", "monitoring_mixed"] * 3 + ["progressive"] * 2 + ["stable"] * 4)
     assert [rank["status"] for rank in ranks] == [None, None]
     assert ranks[0]["plan"] == ranks[1]["plan"]
     report = json.loads((tmp_path / "timely_freeze" / "report.json").read_text())

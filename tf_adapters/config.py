@@ -43,6 +43,11 @@ class TimelyFreezeConfig(BaseModel):
     freeze_exclude: list[str] = Field(
         [], description="patterns (*, ?, [abc]) of parameters' names: what they match is never frozen"
     )
+    first_stage: Literal["whole", "partial"] = Field(
+        "whole",
+        description="whole: the plan may freeze the first stage's last backwards whole, so that they disappear; "
+        "partial: it counts on what masks of part of the stage save",
+    )
     warmup_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         "auto", description='T_w; "auto" takes the learning-rate warm-up of the host\'s scheduler'
     )
@@ -170,6 +175,7 @@ _ALLOWED = {
     "target_speedup": "a number of at least 1, or null",
     "target_step_time_ms": "a number above 0, or null",
     "freeze_exclude": 'a list of names with *, ? and [abc], such as ["*.bias", "embed*"]',
+    "first_stage": '"whole" or "partial"',
     "warmup_steps": '"auto" or an integer of at least 0',
     "monitoring": '"mixed" or "halves"',
     "monitoring_steps": "an integer of at least 2",

@@ -28,13 +28,14 @@ from tf_adapters.memory import MemoryMeter
 from tf_adapters.monitoring import drawn_ratio
 from tf_adapters.phases import Phase
 from tf_adapters.planning import PlanMaker, Planned
-from tf_adapters.prediction import Forecast, disappears
+from tf_adapters.prediction import Forecast
 from tf_adapters.reporting import MetricSink, Reporting
 from tf_adapters.selection.sampling import HeldValues, whole_parameters
 from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.state import RunState, compatible_state
 from tf_adapters.timing import ActionTimer, Clock
 from tf_adapters.units import FreezeUnit, Tie
+from tf_adapters.whole import disappears
 
 _STAGE_0_MONITORING_RATIO = 0.8  # far along the line, yet short of its end
 

@@ -15,6 +15,7 @@ from tf_adapters.ir import Action, PipelineSchedule
 __all__ = [
     "PlanInput",
     "check_communication",
+    "check_flag",
     "check_overhead",
     "check_ratio",
     "check_target",
@@ -23,7 +24,7 @@ __all__ = [
 ]
 
 _REQUIRED = ("ranks", "times", "max_freeze_ratio")
-_FIELDS = (*_REQUIRED, "communication", "overhead", "target_makespan_ms")
+_FIELDS = (*_REQUIRED, "communication", "overhead", "target_makespan_ms", "first_stage_vanishes")
 
 
 class PlanInput(NamedTuple):
@@ -35,6 +36,7 @@ class PlanInput(NamedTuple):
     communication: dict[tuple[Action, Action], Any]
     overhead: dict[Action, Any]
     target_makespan_ms: Any
+    first_stage_vanishes: Any
 
 
 def read_input(data: object) -> PlanInput:
@@ -54,6 +56,7 @@ def read_input(data: object) -> PlanInput:
         communication={_read_edge(key): value for key, value in _object(data, "communication").items()},
         overhead={_read_action(key, "overhead"): value for key, value in _object(data, "overhead").items()},
         target_makespan_ms=data.get("target_makespan_ms", 0.0),
+        first_stage_vanishes=data.get("first_stage_vanishes", False),
     )
 
 
@@ -68,6 +71,13 @@ def check_ratio(value: object) -> float:
 def check_target(value: object) -> float:
     """``target_makespan_ms`` as a time in ms. Raises PlanInputError."""
     return _check_time(value, "target_makespan_ms")
+
+
+def check_flag(value: object) -> bool:
+    """``first_stage_vanishes`` as it is. Raises PlanInputError."""
+    if not isinstance(value, bool):
+        raise PlanInputError(f"first_stage_vanishes: {_show(value)} is neither true nor false")
+    return value
 
 
 def check_times(schedule: PipelineSchedule, times: Mapping[Action, Any]) -> dict[Action, tuple[float, float]]:

@@ -17,12 +17,14 @@ from tf_adapters.ir import Action, PipelineSchedule
 from tf_adapters.lp import FreezeProblem, Optimum, SolverStatus, lower_bound, solve
 from tf_adapters.plan_input import (
     check_communication,
+    check_flag,
     check_overhead,
     check_ratio,
     check_target,
     check_times,
     read_input,
 )
+from tf_adapters.whole import FIRST_STAGE, earliest_end, frozen_whole
 
 __all__ = ["Bounds", "FreezePlan", "Makespan", "SolverReport", "SolverStatus", "plan", "plan_from_json"]
 
@@ -130,6 +132,7 @@ def plan(
     time_limit_s: float | None = None,
     overhead: Mapping[Action, float] | None = None,
     target_makespan_ms: float = 0.0,
+    first_stage_vanishes: bool = False,
 ) -> FreezePlan:
     """Choose the freeze ratios that end the batch earliest and, among those, freeze least.
 
@@ -143,6 +146,9 @@ def plan(
     expectation, and an update that is never skipped is one of them.
 
     A batch that ends by ``target_makespan_ms`` is early enough: the plan then freezes the least that reaches it.
+
+    ``first_stage_vanishes``: a backward of stage 0 that is frozen whole takes no time, below any line (``whole``);
+    the plan then freezes as many of its last ones whole as help.
 
     Up to 4,096 actions GLOP finds the exact optimum. Larger programs go to an interior point method whose time
     and memory grow in proportion to the actions; ``solver.optimality_gap`` proves how close it came, at most
@@ -163,13 +169,24 @@ def plan(
     )
     problem = _problem(dag, bounds, ratio)
     began = time.perf_counter()
-    target = check_target(target_makespan_ms)
-    outcome = _optimise(problem, ratio, time_limit_s, target)
-    return _describe(schedule, problem, outcome, time.perf_counter() - began)
+    target, vanishes = check_target(target_makespan_ms), check_flag(first_stage_vanishes)
+    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+
+    def optimise(of: FreezeProblem) -> _Outcome:
+        return _optimise(of, ratio, None if deadline is None else deadline - time.monotonic(), target)
+
+    solved, outcome = earliest_end(problem, optimise, target) if vanishes else (problem, optimise(problem))
+    fully_frozen = frozen_whole(problem, len(problem.stages[FIRST_STAGE]))[0] if vanishes else problem
+    makespan = Makespan(
+        problem.end(np.zeros_like(problem.upper)),
+        solved.end(outcome.ratios),
+        fully_frozen.end(np.ones_like(problem.upper)),
+    )
+    return _describe(schedule, makespan, solved, outcome, time.perf_counter() - began)
 
 
 def plan_from_json(data: dict[str, Any], time_limit_s: float | None = None) -> FreezePlan:
-    """``plan`` of an INPUT object: ranks, times, max_freeze_ratio; communication, overhead, target_makespan_ms.
+    """``plan`` of an INPUT object: ranks, times, max_freeze_ratio, and what ``plan`` takes besides by the same names.
 
     Raises PlanInputError, one line that names the field, the value and what is allowed; SolverError as
     ``plan``.
@@ -183,6 +200,7 @@ def plan_from_json(data: dict[str, Any], time_limit_s: float | None = None) -> F
         time_limit_s,
         given.overhead,
         given.target_makespan_ms,
+        given.first_stage_vanishes,
     )
 
 
@@ -284,14 +302,15 @@ def _repair(problem: FreezeProblem, ratios: NDArray[np.float64]) -> NDArray[np.f
 
 def _describe(
     schedule: PipelineSchedule,
+    makespan: Makespan,
     problem: FreezeProblem,
     outcome: _Outcome,
     seconds: float,
 ) -> FreezePlan:
-    dag, ratios, nothing = problem.dag, outcome.ratios, np.zeros_like(problem.upper)
+    dag, ratios = problem.dag, outcome.ratios
     # Not upper - ratio * range where the ratio is 1: rounding could end below the lower bound.
     durations = np.where(ratios == 1.0, problem.upper - problem.ranges, problem.upper - ratios * problem.ranges)
-    starts, planned = dag.earliest_starts(durations), dag.end(durations)
+    starts = dag.earliest_starts(durations)
 
     def by_action(values: NDArray[np.float64], freezable: bool = False) -> dict[Action, float]:
         keep = (action for action in schedule.actions if action.freezable or not freezable)
@@ -300,7 +319,7 @@ def _describe(
     length = by_action(durations)
     freezable = np.concatenate(list(problem.stages.values()))
     return FreezePlan(
-        makespan_ms=Makespan(problem.end(nothing), planned, problem.end(np.ones_like(nothing))),
+        makespan_ms=makespan,
         freeze_ratio=by_action(ratios, freezable=True),
         start_ms=by_action(starts),
         duration_ms=length,

@@ -73,6 +73,7 @@ class PlanMaker:
     ) -> None:
         self._config, self._collectives, self._traced = config, collectives, traced
         self._stage_0_vanishes = stage_0_vanishes
+        self._freezes_whole = stage_0_vanishes and config.first_stage == "whole"
         self._worker: BackgroundPlan | None = None  # on rank 0
         self._steps: Sequence[Trace] = ()  # on rank 0
         self._waited = 0  # steps, for the plan
@@ -152,6 +153,7 @@ class PlanMaker:
             self._config.solver_time_limit_s,
             measured.gaps.overhead,
             self._target_makespan(schedule, measured),
+            self._freezes_whole,
         )
 
     def _input(self, schedule: PipelineSchedule, measured: Measured) -> dict[str, Any]:
@@ -161,6 +163,7 @@ class PlanMaker:
             **measured.gaps.to_json(),
             "max_freeze_ratio": self._config.max_freeze_ratio,
             "target_makespan_ms": self._target_makespan(schedule, measured),
+            "first_stage_vanishes": self._freezes_whole,
         }
 
     def _target_makespan(self, schedule: PipelineSchedule, measured: Measured) -> float:

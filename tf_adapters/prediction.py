@@ -12,6 +12,7 @@ from tf_adapters.gaps import NO_GAPS, Gaps
 from tf_adapters.ir import Action, PipelineSchedule
 from tf_adapters.planner import Bounds, FreezePlan
 from tf_adapters.timing import Trace
+from tf_adapters.whole import disappears
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +68,3 @@ def stable_durations(duration_ms: Mapping[Action, float], freeze_ratio: Mapping[
     """
     gone = (action for action, ratio in freeze_ratio.items() if ratio >= 1.0 and disappears(action))
     return {**duration_ms, **dict.fromkeys(gone, 0.0)}
-
-
-def disappears(action: Action) -> bool:
-    """Whether nothing of a backward is left once all of its parameters are frozen: stage 0 passes no gradient on.
-
-    With split backwards that is stage 0's W: torch computes its whole backward there and nothing in its I.
-    """
-    return action.stage == 0 and action.freezable

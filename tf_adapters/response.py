@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from tf_adapters.ir import Action, Kind
 from tf_adapters.phases import Phase
 from tf_adapters.planner import Bounds
-from tf_adapters.prediction import disappears
 from tf_adapters.robust import Estimate, estimate, median, shrink, weighted_median
 from tf_adapters.timing import ActionTimer, Sample
+from tf_adapters.whole import disappears
 
 Group = tuple[int, Kind]
 """What does the same work: a stage's actions of one kind."""

@@ -6,8 +6,8 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ class Options:
     progressive: int = 20
     stable: int = 30
     output_dir: str = "runs/demo"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Over the section that the other fields make."""
 
     @property
     def steps(self) -> int:
@@ -53,6 +55,7 @@ class Options:
             "report_every": 10,
             "on_error": "raise",
             "output_dir": self.output_dir,
+            **self.settings,
         }
         sizes = {"gradient_accumulation_steps": self.microbatches, "steps_per_print": 10**9}
         return config | sizes | {"timely_freeze": section}

@@ -1,0 +1,265 @@
+"""Variants of the algorithm against each other and the host alone, on every host: `python benchmarks/variants.py`.
+
+paper: the paper's monitoring, half of whose steps freeze everything; partial masks on the first stage.
+mixed: monitoring that trains. ours: mixed, and backwards of the first stage that are frozen whole (the defaults).
+
+Two pipeline ranks on this machine's CPU, one thread each, 1F1B (--gpipe: GPipe, not in Megatron). All variants train in
+the same processes from the same weights on the same batches, step by step in turn. Prints a table, and writes
+results/variants.json beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from measuring import machine
+
+from tf_adapters.testing import RankPool
+from tf_adapters.testing.paired import Step, timed_step
+
+HOSTS = ("deepspeed", "megatron-core", "torch")
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "paper": {"monitoring": "halves", "first_stage": "partial"},
+    "mixed": {"first_stage": "partial"},
+    "ours": {},
+}
+MEASURED = 40
+"""Rounds at the end, in which all variants freeze stably."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """What to train; steps."""
+
+    host: str
+    gpipe: bool = False
+    warmup: int = 10
+    monitoring: int = 60
+    progressive: int = 10
+    variants: Sequence[str] = tuple(VARIANTS)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        return self.warmup + self.monitoring + self.progressive + MEASURED
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant on one host. Ratios are of step times to the host alone; freeze ratios are in [0, 1].
+
+    Attributes:
+        monitored: steps of monitoring.
+        idle: of these, steps in which no parameter was updated.
+        planned, measured: step ratios.
+        freeze_ratio: mean of the plan.
+        freeze_ratio_for_paper: the least that this variant plans for the paper's planned step time.
+        off_bounds: mean difference of the bounds of a stage to the first variant's, share of the unfrozen time; the
+            largest of all stages.
+        loss, loss_alone: held out, after equal steps.
+    """
+
+    host: str
+    variant: str
+    monitored: int
+    idle: int
+    planned: float
+    measured: float
+    freeze_ratio: float
+    freeze_ratio_for_paper: float
+    off_bounds: float
+    loss: float
+    loss_alone: float
+
+    def cells(self) -> list[str]:
+        return [
+            self.host,
+            self.variant,
+            str(self.monitored),
+            str(self.idle),
+            f"{1 / self.planned:.2f}x",
+            f"{1 / self.measured:.2f}x",
+            f"{self.measured / self.planned - 1:+.1%}",
+            f"{self.freeze_ratio:.2f}",
+            f"{self.freeze_ratio_for_paper:.2f}",
+            f"{self.off_bounds:.1%}",
+            f"{self.loss:.3f}",
+            f"{self.loss_alone:.3f}",
+        ]
+
+
+HEADINGS = [
+    "host", "variant", "monitored", "idle", "planned", "measured", "step off plan", "freeze ratio",
+    "for paper's step", "bounds off", "loss", "loss alone",
+]  # fmt: skip
+
+
+def main() -> None:
+    args = parse_args()
+    rows: list[Row] = []
+    print(*HEADINGS, sep="  ", flush=True)
+    for host in args.hosts:
+        study = Study(host, args.gpipe, monitoring=args.monitoring, variants=args.variants)
+        with RankPool(2, functools.partial(setup, host)) as ranks:
+            found: list[Row] = ranks.run(measure, study, timeout_s=3600)[0]
+        for row in found:
+            print(*(cell.rjust(len(title)) for cell, title in zip(row.cells(), HEADINGS, strict=True)), sep="  ")
+        rows.extend(found)
+    name = "variants_gpipe" if args.gpipe else "variants"
+    record = {
+        "machine": machine("torch"),
+        "study": {**asdict(study), "host": None, "variants": {name: VARIANTS[name] for name in args.variants}},
+        "rows": [asdict(row) for row in rows],
+    }
+    (Path(__file__).with_name("results") / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", nargs="+", choices=HOSTS)
+    parser.add_argument("--gpipe", action="store_true", help="GPipe instead of 1F1B")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--monitoring", type=int, default=60, help="steps, at most")
+    args = parser.parse_args()
+    if args.gpipe and "megatron-core" in (args.hosts or ()):
+        parser.error("--hosts: megatron-core has no GPipe")
+    args.hosts = args.hosts or [host for host in HOSTS if not (args.gpipe and host == "megatron-core")]
+    return args
+
+
+# --- on the ranks --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Training:
+    """One training on this rank: the host alone where there is no adapter."""
+
+    step: Step
+    held_out: Callable[[], float]
+    adapter: Any = None
+
+
+def setup(host: str) -> None:
+    """Runs first in every rank."""
+    module(host).setup()
+
+
+def module(host: str) -> Any:
+    """The benchmark that builds trainings of a host."""
+    import importlib
+    import os
+    import sys
+
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    root = Path(__file__).resolve().parents[1]
+    sys.path[:0] = [str(root / "benchmarks"), str(root / "examples" / "deepspeed_gpt")] if host == "deepspeed" else []
+    return importlib.import_module({"deepspeed": "paired", "megatron-core": "megatron_speed"}.get(host, "schedules"))
+
+
+def start(study: Study, variant: str | None) -> Training:
+    """A training with the settings of a variant, or the host alone."""
+    host, settings = module(study.host), dict(VARIANTS[variant] if variant else {})
+    lengths = {"warmup": study.warmup, "monitoring": study.monitoring, "progressive": study.progressive}
+    given = {**lengths, "settings": {**settings, "output_dir": f"runs/bench/variants/{study.host}_{variant}"}}
+    if study.host == "deepspeed":
+        options = host.Options(config="gpipe" if study.gpipe else "plain", **given)
+        trainer, adapter = host.build_engine(options, freezing=variant is not None)
+    elif study.host == "megatron-core":
+        options = host.Options(config="1f1b", **given)
+        trainer, adapter = host.build(options, freezing=variant is not None)
+    else:
+        options = host.Options("gpipe" if study.gpipe else "1f1b", **given)
+        trainer = host.build(options)
+        adapter = attach_torch(trainer, options) if variant else None
+    return Training(host.training_step(trainer, options), lambda: host.held_out_loss(trainer, options), adapter)
+
+
+def attach_torch(trainer: Any, options: Any) -> Any:
+    from tf_adapters.torch_pipelining import attach
+
+    return attach(trainer.schedule, options.section(), optimizer=trainer.optimizers)
+
+
+def measure(study: Study) -> list[Row]:
+    """Train the host alone and every variant in turn. Called on all ranks at once."""
+    trainings = {name: start(study, name) for name in (None, *study.variants)}
+    idle = dict.fromkeys(study.variants, 0)
+    ratios: dict[str, list[float]] = {name: [] for name in study.variants}
+    for number in range(study.steps):
+        for name in study.variants:
+            idle[name] += trainings[name].adapter.controller.phase.value == "monitoring_lower"
+        times = in_rotation(trainings, number)
+        if number >= study.steps - MEASURED:
+            for name in study.variants:
+                ratios[name].append(times[name] / times[None])
+    controllers = {name: trainings[name].adapter.controller for name in study.variants}
+    losses = {name: training.held_out() for name, training in trainings.items()}
+    rows = [
+        Row(
+            host=study.host,
+            variant=name,
+            monitored=of_one.state.phases.monitoring_steps,
+            idle=idle[name],
+            planned=of_one.forecast.ratio,
+            measured=statistics.median(ratios[name]),
+            freeze_ratio=of_one.state.plan.mean_freeze_ratio,
+            freeze_ratio_for_paper=least_freezing(of_one, controllers[study.variants[0]].forecast.ratio),
+            off_bounds=difference(of_one.state.bounds, controllers[study.variants[0]].state.bounds),
+            loss=losses[name],
+            loss_alone=losses[None],
+        )
+        for name, of_one in controllers.items()
+    ]
+    for name in study.variants:
+        trainings[name].adapter.detach()
+    return rows
+
+
+def in_rotation(trainings: Mapping[Any, Training], number: int) -> dict[Any, float]:
+    """One step of each, ms; who comes first changes."""
+    names = list(trainings)
+    first = number % len(names)
+    return {name: timed_step(trainings[name].step) for name in names[first:] + names[:first]}
+
+
+def least_freezing(controller: Any, ratio: float) -> float:
+    """The mean freeze ratio that this run's bounds need for a step ``ratio`` times as long as the unfrozen one."""
+    from tf_adapters.planner import plan
+
+    state = controller.state
+    vanishes = controller.config.first_stage == "whole"
+    unfrozen = state.plan.makespan_ms.unfrozen
+    target = unfrozen - (1 - ratio) * state.unfrozen_step_ms
+    found = plan(
+        controller.schedule,
+        state.bounds,
+        controller.config.max_freeze_ratio,
+        communication=state.gaps.communication,
+        overhead=state.gaps.overhead,
+        target_makespan_ms=max(0.0, target),
+        first_stage_vanishes=vanishes,
+    )
+    return found.mean_freeze_ratio
+
+
+def difference(bounds: Mapping[Any, Any], reference: Mapping[Any, Any]) -> float:
+    """The worst stage's mean difference of a bound to the reference, as a share of the unfrozen time."""
+    found = []
+    for stage in {action.stage for action in bounds}:
+        actions = [action for action in bounds if action.stage == stage and action.freezable]
+        whole = sum(reference[action].upper for action in actions)
+        for bound in ("lower", "upper"):
+            off = sum(getattr(bounds[action], bound) - getattr(reference[action], bound) for action in actions)
+            found.append(abs(off) / whole)
+    return max(found)
+
+
+if __name__ == "__main__":
+    main()
