@@ -34,6 +34,8 @@ GOOD = {
     "schedule": [("host", "host"), ("1f1b", "1f1b"), ("gpipe", "gpipe")],
     "on_error": [("raise", "raise"), ("warn", "warn")],
     "plan_wait": [("true", True), ("false", False), ("auto", "auto")],
+    "replan_threshold": [("0.25", 0.25), ("0", 0.0)],
+    "replan_interval": [("1", 1), ("20", 20)],
     "solver_time_limit_s": [("2.5", 2.5), ("10", 10.0)],
     "report_every": [("1", 1)],
     "output_dir": [("runs/a b", "runs/a b"), ("2024", "2024"), ("0.5", "0.5")],
@@ -58,6 +60,8 @@ BAD = {
     "schedule": ["GPipe", "zb", "0"],
     "on_error": ["ignore", "True"],
     "plan_wait": ["yes", "1", "True"],
+    "replan_threshold": ["-0.1", "nan", "never"],
+    "replan_interval": ["0", "-1", "1.5"],
     "solver_time_limit_s": ["0", "-1", "nan", "long"],
     "report_every": ["0", "-1", "1.5"],
 }

@@ -35,6 +35,8 @@ def test_every_field_is_read():
         "schedule": "gpipe",
         "on_error": "raise",
         "plan_wait": True,
+        "replan_threshold": 0.25,
+        "replan_interval": 20,
         "solver_time_limit_s": 5,
         "report_every": 10,
         "output_dir": "runs",

@@ -83,6 +83,10 @@ class TimelyFreezeConfig(BaseModel):
         "auto",
         description="whether training waits for the plan: true or false, or auto: only for one of tenths of a second",
     )
+    replan_threshold: float = Field(
+        0.1, ge=0, description="how far times may leave the plan's, as a share of them, before it is made anew; 0: any"
+    )
+    replan_interval: int = Field(100, ge=1, description="steps of stable freezing between looks at them")
     solver_time_limit_s: float = Field(300.0, gt=0, description="seconds the planner may take")
     report_every: int = Field(100, ge=1, description="steps of stable freezing between updates of the report")
     output_dir: str = Field(".", description="the report is written to <output_dir>/timely_freeze/report.json")
@@ -190,6 +194,8 @@ _ALLOWED = {
     "schedule": '"host", "1f1b" or "gpipe"',
     "on_error": '"warn" or "raise"',
     "plan_wait": '"auto", true or false',
+    "replan_threshold": "a number of at least 0",
+    "replan_interval": "an integer of at least 1",
     "solver_time_limit_s": "a number above 0",
     "report_every": "an integer of at least 1",
     "output_dir": "a path",

@@ -27,8 +27,9 @@ from tf_adapters.masks import NONE_PREFERRED, NOTHING_FROZEN, Mask, StageMasks
 from tf_adapters.memory import MemoryMeter
 from tf_adapters.monitoring import drawn_ratio
 from tf_adapters.phases import Phase
-from tf_adapters.planning import PlanMaker, Planned
+from tf_adapters.planning import Measured, PlanMaker, Planned
 from tf_adapters.prediction import Forecast
+from tf_adapters.replanning import PlanWatch
 from tf_adapters.reporting import MetricSink, Reporting
 from tf_adapters.selection.sampling import HeldValues, whole_parameters
 from tf_adapters.selection.stability import StabilityChecks
@@ -100,6 +101,8 @@ class Controller:
         self._drawn: dict[tuple[int, int], Mask] = {}
         self._reporting = Reporting(self, collectives, metrics)
         self._planner = PlanMaker(config, collectives, traced, self.masks.can_freeze_all(0))
+        self._watch = PlanWatch(config, collectives, traced)
+        self._fresh: Measured | None = None  # what a plan is being made from while another one is in force
 
     # --- what the host calls in every step -------------------------------------------------------------------
 
@@ -234,6 +237,7 @@ class Controller:
     def reschedule(self, schedule: PipelineSchedule) -> None:
         """The host runs another schedule from here on (another number of microbatches, say): monitor and plan anew."""
         self._planner.close()
+        self._fresh = None
         self.schedule = schedule.validate()
         self._backward = _weight_gradient_actions(schedule)
         stability = self.state.stability
@@ -305,6 +309,7 @@ class Controller:
             self._take(self._planner.poll(self.schedule, self.state.measured), step)
         elif step > phases.monitoring_end and self._reporting.is_due(step):
             self._reporting.write()
+        self._keep_plan(step)
         self._check_stability(step)
         if self.state.phases.description(step + 1) != phases.description(step):
             self._reporting.say_phase(step + 1)
@@ -347,6 +352,33 @@ class Controller:
             self.state.phases = self.state.phases.planned_after(step + 1)
             return
         self.state.phases = self.state.phases.planned_after(step)
+        self.state.adopt(planned)
+        self._reporting.say_plan(planned.notes)
+        self._reporting.write()
+
+    def _keep_plan(self, step: int) -> None:
+        """Make the plan anew where the times that it is made for are no longer the times that are measured."""
+        plan = self.state.plan
+        if plan is None or not self.freezes:
+            return
+        try:
+            if self._fresh is not None:
+                self._replace_plan(self._planner.poll(self.schedule, self._fresh), step)
+            elif self._watch.due(step, self.state.phases.progressive_end):
+                self._fresh = self._watch.look(self.schedule, self.timer, self.state.measured, plan)
+                if self._fresh is not None:
+                    self._reporting.say(f"step {step}: planning anew: {'; '.join(self._fresh.notes)}")
+                    self._replace_plan(self._planner.start(self.schedule, self._fresh), step)
+        except TimelyFreezeError as error:
+            self._fresh = None
+            self._reporting.say(f"the plan stays as it is: {error}")
+
+    def _replace_plan(self, planned: Planned | None, step: int) -> None:
+        if planned is None:
+            return
+        assert self._fresh is not None
+        self.state.measure(self._fresh)
+        self._fresh = None
         self.state.adopt(planned)
         self._reporting.say_plan(planned.notes)
         self._reporting.write()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.ir import PipelineSchedule
+from tf_adapters.ir import Kind, PipelineSchedule
 from tf_adapters.phases import PhaseSchedule
 from tf_adapters.planner import FreezePlan
 from tf_adapters.prediction import Forecast
@@ -35,6 +35,15 @@ def out_of_reach(target_ms: float, promised: Forecast, max_freeze_ratio: float) 
         f"a step of {target_ms:.1f} ms ({asked:.2f}x) is out of reach within max_freeze_ratio {max_freeze_ratio:g}: "
         f"the plan is the fastest there is, {promised.planned_ms:.1f} ms ({most:.2f}x)"
     )
+
+
+def changed(factors: Mapping[tuple[int, Kind], float]) -> str:
+    """Actions no longer take as long as the plan says."""
+    stages: dict[int, list[str]] = {}
+    for (stage, kind), factor in sorted(factors.items()):
+        stages.setdefault(stage, []).append(f"{kind.value} {factor:.2f}x")
+    told = ", ".join(f"stage {stage}: {' '.join(kinds)}" for stage, kinds in stages.items())
+    return f"actions take other times than it was made for ({told})"
 
 
 def checking(config: TimelyFreezeConfig) -> str:
