@@ -179,6 +179,10 @@ def test_partial_masks_are_extended_along_the_line_through_the_upper_bound() -> 
     assert durations_all_frozen(20.0, samples) == pytest.approx([10.0] * len(samples))
 
 
+def test_masks_that_freeze_more_than_a_ratio_of_one_does_on_average_are_brought_back_along_the_line() -> None:
+    assert durations_all_frozen(20.0, [Sample(1.25, 7.5), Sample(0.8, 12.0)]) == pytest.approx([10.0, 10.0])
+
+
 def test_partial_masks_count_more_than_complete_ones() -> None:
     """Stage 0: with everything frozen its backward vanishes, far below the line that partial masks follow."""
     assert durations_all_frozen(20.0, [Sample(0.5, 15.0), Sample(1.0, 0.1), Sample(1.0, 0.1)]) == [10.0]

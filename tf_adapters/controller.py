@@ -82,7 +82,7 @@ class Controller:
         self.config = config
         self.host = host
         self.schedule = schedule.validate()
-        self.masks = StageMasks(units, config.seed, config.freeze_exclude)
+        self.masks = StageMasks(units, config.seed, config.freeze_exclude, config.freeze_caps)
         self.timer = ActionTimer(clock)
         self.memory = MemoryMeter(_device_of(parameters))
         self.state = RunState.fresh(config, auto_warmup)
@@ -263,8 +263,11 @@ class Controller:
         return self.state.stability.stable.get(stage, NONE_PREFERRED) if freezing else NONE_PREFERRED
 
     def _monitoring_ratio(self, action: Action) -> float:
-        """Stage 0 is not frozen whole: its backward would disappear, a bound that no mask of the plan reaches."""
-        vanishes = disappears(action) and self.masks.can_freeze_all(action.stage)
+        """Stage 0 is not frozen whole: its backward would disappear, a bound that no mask of the plan reaches.
+
+        With limits a ratio of 1 freezes it whole only now and then, or nearly always where they are close to 1.
+        """
+        vanishes = disappears(action) and not self.masks.excludes(action.stage)
         return _STAGE_0_MONITORING_RATIO if vanishes else 1.0
 
     def _frozen_all_step(self, stage: int) -> frozenset[str]:

@@ -72,7 +72,7 @@ def clock_for(device: torch.device) -> Clock:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured action. ``share`` is the share of its weight-gradient work that was frozen, in [0, 1]."""
+    """One measured action. ``share`` is the share of its freezable work that was frozen (``units.frozen_share``)."""
 
     share: float
     ms: float
@@ -182,12 +182,12 @@ class ActionTimer:
 def durations_all_frozen(upper_ms: float, samples: Iterable[Sample]) -> list[float]:
     """What each sample says of the duration, ms, with all weight gradients frozen; ``upper_ms`` is with none.
 
-    Where samples with a part of the work frozen exist, each is extended along the line through ``upper_ms`` to a
+    Where samples with another share than 1 exist, each is moved along the line through ``upper_ms`` to a
     share of 1. That matters on a first stage: with everything frozen its backward disappears altogether, far
     below what any random mask can reach.
     """
     usable = [sample for sample in samples if sample.share > 0.0]
-    partial = [sample for sample in usable if sample.share < 1.0]
+    partial = [sample for sample in usable if sample.share != 1.0]
     if partial:
         return [upper_ms - (upper_ms - sample.ms) / sample.share for sample in partial]
     return [sample.ms for sample in usable]

@@ -101,10 +101,13 @@ class Schedule(_Model):
 
 
 class BackwardSample(_Model):
-    """Median time ``ms`` of one backward ``action``, the share ``afr`` of its weight gradients skipped."""
+    """Median time ``ms`` of one backward ``action``, the share ``afr`` of its freezable weight gradients skipped.
+
+    A few masks under ``freeze_limits`` may freeze somewhat more than a ratio of 1 does on average.
+    """
 
     action: str
-    afr: Share
+    afr: Quotient
     ms: Milliseconds
 
 
@@ -127,7 +130,7 @@ class Measured(_Model):
     step_ratio: Quotient | None = None
     planned_step_ms: Milliseconds | None = None
     planned_ratio: Quotient | None = None
-    mean_afr: dict[str, Share] = Field(default_factory=dict)
+    mean_afr: dict[str, Quotient] = Field(default_factory=dict)
     backward_ms: tuple[BackwardSample, ...] = ()
     peak_memory_bytes: PeakMemory = PeakMemory()
 
@@ -153,7 +156,7 @@ class Report(_Model):
     overhead: dict[str, Milliseconds] = Field(default_factory=dict)
     plan: Plan | None = None
     measured: Measured = Measured()
-    frozen_share: dict[str, tuple[Share, ...]] = Field(default_factory=dict)
+    frozen_share: dict[str, tuple[Quotient, ...]] = Field(default_factory=dict)
     parameter_freeze_ratio: dict[str, dict[str, Share]] = Field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
