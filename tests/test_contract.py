@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -169,6 +171,40 @@ def excluded(host: str) -> tuple[str | None, bool, bool]:
     return outcome
 
 
+def test_a_limit_holds_in_the_mean_and_the_run_and_its_report_are_as_ever(ranks, host, tmp_path):
+    outcomes = ranks(host).run(with_limit, host, str(tmp_path))
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    failure, limited, others = outcomes[0]
+    assert failure is None
+    assert limited == pytest.approx(0.2, abs=0.05)
+    assert others == pytest.approx(0.8, abs=0.05)
+    report = json.loads((tmp_path / "timely_freeze" / "report.json").read_text())
+    assert report["status"] == "stable"
+    assert report["config"]["freeze_limits"] == {LIMITED_NAMES: 0.2}
+
+
+LIMITED_NAMES = "*[13].*"  # of every other layer, in every host's names
+
+
+def with_limit(host: str, folder: str) -> tuple[str | None, float, float]:
+    """The failure, and how often what the limit is for, and everything else, is frozen under a plan of r_max."""
+    training = start(host, {**LIFE, "freeze_limits": {LIMITED_NAMES: 0.2}}, folder)
+    for number in range(9):
+        training.step(number)
+    controller = training.controller
+    force_plan(controller, 0.8)
+    limited, others = [], []
+    for stage in range(STAGES):
+        drawn = [controller.frozen_parameters(controller.step + number, stage, 0) for number in range(500)]
+        frozen = Counter(name for names in drawn for name in names)
+        for unit in controller.masks.units[stage]:
+            group = limited if fnmatch.filter(unit.names, LIMITED_NAMES) else others
+            group.append(frozen[unit.names[0]] / len(drawn))
+    outcome = controller.state.failure, sum(limited) / len(limited), sum(others) / len(others)
+    training.detach()
+    return outcome
+
+
 # --- gradients -----------------------------------------------------------------------------------------------
 
 
@@ -179,6 +215,10 @@ def test_the_optimizer_gets_the_mean_of_the_masked_full_gradients(ranks, host):
 @each_method
 def test_the_gradients_of_every_method_are_those_of_its_masks(ranks, host, method):
     check_gradients(ranks(host).run(masked, host, {**STABILITY, "method": method}))
+
+
+def test_the_gradients_under_limits_are_those_of_the_masks(ranks, host):
+    check_gradients(ranks(host).run(masked, host, {"freeze_limits": {LIMITED_NAMES: 0.2}}))
 
 
 def check_gradients(outcomes: list) -> None:
