@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tf_adapters.errors import ConfigError
-from tf_adapters.masks import StageMasks
+from tf_adapters.masks import Mask, StageMasks
 from tf_adapters.units import FreezeUnit, limited
 
 UNITS = {
@@ -76,6 +76,14 @@ def test_shares_are_of_what_can_be_frozen_and_a_stage_with_exclusions_is_never_f
     assert not everything.complete
     assert masks.draw(1, 1, 0, 1.0).complete
     assert [masks.can_freeze_all(stage) for stage in (0, 1)] == [False, True]
+
+
+def test_on_a_stage_that_trains_nothing_every_mask_is_empty_and_complete():
+    masks = StageMasks({**UNITS, 2: []}, seed=0)
+    for ratio in (0.0, 0.5, 1.0):
+        assert masks.draw(1, 2, 0, ratio) == Mask((), 0.0, complete=True)
+    assert masks.can_freeze_all(2)
+    assert not masks.draw(1, 0, 0, 0.0).complete
 
 
 def test_a_stage_with_nothing_left_freezes_nothing():

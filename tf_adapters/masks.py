@@ -16,7 +16,8 @@ from tf_adapters.units import FreezeUnit, frozen_share, limited, preferred_share
 class Mask:
     """What is frozen while one microbatch passes one stage.
 
-    ``share`` is of the stage's freezable work (``frozen_share``). ``complete``: nothing that the stage trains is left.
+    ``share`` is of the stage's freezable work (``frozen_share``). ``complete``: no weight gradient is left to compute,
+    which is always so on a stage that trains nothing.
     """
 
     names: tuple[str, ...] = ()
@@ -25,6 +26,7 @@ class Mask:
 
 
 NOTHING_FROZEN = Mask()
+NOTHING_TRAINS = Mask(complete=True)
 NONE_PREFERRED: frozenset[int] = frozenset()
 NO_CAPS: Mapping[str, float] = {}
 
@@ -74,6 +76,8 @@ class StageMasks:
     ) -> Mask:
         """The mask for an actual freeze ratio in [0, 1]; units at ``preferred`` are frozen before any other."""
         units = self._units[stage]
+        if not units and not self._excludes[stage]:
+            return NOTHING_TRAINS
         if ratio <= 0.0 or not units:
             return NOTHING_FROZEN
         rng = np.random.default_rng([self._seed, step, stage, microbatch])
