@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from adapters import freeze_all_but_adapters
+from low_rank import freeze_all_but_adapters
 from torch import nn
 
 from tf_adapters.testing import force_plan
