@@ -113,6 +113,8 @@ def test_a_run_with_a_stage_that_trains_nothing_is_monitored_and_planned_as_any_
     check_oracle(case, ranks)
     assert [rank["failure"] for rank in ranks] == [None, None]
     assert ranks[0]["steps"][-1]["phase"] == "stable"
+    step = next(step for step in ranks[1]["steps"] if step["phase"] == "monitoring_lower")
+    assert {0 < len(step["masks"][1, m]) < len(step["trained"]) for m in range(case.microbatches)} == {True}
 
 
 def check_partly_frozen(case: Case, size: int) -> None:

@@ -83,6 +83,10 @@ def test_on_a_stage_that_trains_nothing_every_mask_is_empty_and_complete():
     for ratio in (0.0, 0.5, 1.0):
         assert masks.draw(1, 2, 0, ratio) == Mask((), 0.0, complete=True)
     assert masks.can_freeze_all(2)
+    assert masks.first_training_stage == 0
+    assert StageMasks({0: [], 1: [], 2: UNITS[0]}, seed=0).first_training_stage == 2
+    assert StageMasks({0: [], 1: UNITS[1], 2: UNITS[0]}, seed=0, exclude=["1.*"]).first_training_stage == 1
+    assert StageMasks({0: []}, seed=0).first_training_stage is None
     assert not masks.draw(1, 0, 0, 0.0).complete
 
 

@@ -27,7 +27,7 @@ from tf_adapters.masks import NONE_PREFERRED, NOTHING_FROZEN, Mask, StageMasks
 from tf_adapters.memory import MemoryMeter
 from tf_adapters.phases import Phase
 from tf_adapters.planning import PlanMaker, Planned
-from tf_adapters.prediction import Forecast, disappears
+from tf_adapters.prediction import Forecast
 from tf_adapters.reporting import MetricSink, Reporting
 from tf_adapters.selection.sampling import HeldValues, whole_parameters
 from tf_adapters.selection.stability import StabilityChecks
@@ -35,7 +35,7 @@ from tf_adapters.state import RunState, compatible_state
 from tf_adapters.timing import ActionTimer, Clock
 from tf_adapters.units import FreezeUnit, Tie
 
-_STAGE_0_MONITORING_RATIO = 0.8  # far along the line, yet short of its end
+_FIRST_STAGE_MONITORING_RATIO = 0.8  # far along the line, yet short of its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,12 +263,13 @@ class Controller:
         return self.state.stability.stable.get(stage, NONE_PREFERRED) if freezing else NONE_PREFERRED
 
     def _monitoring_ratio(self, action: Action) -> float:
-        """Stage 0 is not frozen whole: its backward would disappear, a bound that no mask of the plan reaches.
+        """The first stage is not frozen whole: its backward would disappear, a bound that no mask of the plan reaches.
 
+        That is stage 0, or the first behind stages that train nothing, where torch asks for no input gradient either.
         With limits a ratio of 1 freezes it whole only now and then, or nearly always where they are close to 1.
         """
-        vanishes = disappears(action) and not self.masks.excludes(action.stage)
-        return _STAGE_0_MONITORING_RATIO if vanishes else 1.0
+        vanishes = action.stage == self.masks.first_training_stage and not self.masks.excludes(action.stage)
+        return _FIRST_STAGE_MONITORING_RATIO if vanishes else 1.0
 
     def _frozen_all_step(self, stage: int) -> frozenset[str]:
         """Names that every microbatch of the current step freezes on one stage."""

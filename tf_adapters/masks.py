@@ -63,6 +63,11 @@ class StageMasks:
     def stages(self) -> tuple[int, ...]:
         return tuple(sorted(self._units))
 
+    @property
+    def first_training_stage(self) -> int | None:
+        """The first stage that trains anything, frozen now and then or never."""
+        return next((stage for stage in self.stages if self._units[stage] or self._excludes[stage]), None)
+
     def can_freeze_all(self, stage: int) -> bool:
         """Whether a ratio of 1 freezes everything that a stage trains."""
         return not self._excludes[stage] and all(unit.cap == 1.0 for unit in self._units[stage])
