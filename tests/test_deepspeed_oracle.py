@@ -133,6 +133,11 @@ def test_what_the_user_froze_stays_and_adapters_train(pools, name):
     check_partly_frozen(case, pools(2).run(train, case))
 
 
+def test_every_other_stage_may_train_nothing(pools):
+    case = Case(stages=4, adapted=range(1, 5, 3), ratios=0.6, steps=3)
+    check_partly_frozen(case, pools(4).run(train, case))
+
+
 def test_what_the_user_froze_stays_and_adapters_train_on_replicas(pools):
     case = Case(adapted=BLOCKS, config=ZERO1, ratios=0.8, steps=4)
     check_partly_frozen(case, pools(4).run(train, case))

@@ -139,6 +139,21 @@ def test_a_run_with_a_stage_that_trains_nothing_is_monitored_and_planned_as_any_
     assert ranks[0]["steps"][-1]["phase"] == "stable"
 
 
+def test_every_other_stage_may_train_nothing(megatron):
+    case = Case(pp=4, microbatches=6, trained=Trained(range(1, 5, 2)), ratios=0.6, steps=2)
+    check_partly_frozen(case, megatron(4).run(train, case))
+
+
+def test_megatron_alone_gives_no_gradient_to_a_bias_whose_weight_is_frozen_and_that_the_layer_adds(megatron):
+    """What the guide says of the host: were it otherwise, the weight and its bias need not be one unit."""
+    case = Case(trained=Trained(range(1, 5), names="bias"), section=None, steps=1)
+    step = megatron(2).run(train, case, False)[0]["steps"][0]
+    still = {name for (stage, name), value in step["after"].items() if torch.equal(value, step["before"][stage, name])}
+    assert {name for name in still if "bias" in name} == {
+        f"decoder.layers.{layer}.self_attention.linear_qkv.bias" for layer in (0, 1)
+    }
+
+
 def check_partly_frozen(case: Case, ranks: list[dict]) -> None:
     check_oracle(case, ranks)
     moved = set()

@@ -47,8 +47,9 @@ PARTLY_FROZEN = {
     "zbv, nothing to train on stage 1": Case(schedule="ScheduleZBVZeroBubble", adapted=range(1, 3)),
     "1f1b, checkpointing": Case(adapted=EVERY_BLOCK, checkpoint=True),
 }
-PARTLY_FROZEN_REPLICAS = {
+PARTLY_FROZEN_ON_FOUR = {
     "ddp": Case(replicas="ddp", adapted=EVERY_BLOCK),
+    "every other of four stages trains nothing": Case(ranks=4, adapted=range(1, BLOCKS + 1, 5)),
     "fsdp, parts too": Case(replicas="fsdp nested", adapted=EVERY_BLOCK),
 }
 EVALUATED = {
@@ -102,9 +103,9 @@ def test_what_the_user_froze_stays_and_adapters_train(name: str) -> None:
     check_partly_frozen(PARTLY_FROZEN[name], 2)
 
 
-@pytest.mark.parametrize("name", PARTLY_FROZEN_REPLICAS)
-def test_what_the_user_froze_stays_and_adapters_train_on_replicas(name: str) -> None:
-    check_partly_frozen(PARTLY_FROZEN_REPLICAS[name], 4)
+@pytest.mark.parametrize("name", PARTLY_FROZEN_ON_FOUR)
+def test_what_the_user_froze_stays_and_adapters_train_on_four_ranks(name: str) -> None:
+    check_partly_frozen(PARTLY_FROZEN_ON_FOUR[name], 4)
 
 
 def test_a_run_with_a_stage_that_trains_nothing_is_monitored_and_planned_as_any_other() -> None:
