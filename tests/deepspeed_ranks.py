@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from low_rank import freeze_all_but_adapters
 from torch import nn
 
 from tf_adapters.testing import force_plan
@@ -40,6 +41,7 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     section: dict[str, Any] | None = field(default_factory=dict)
     tied: bool = False
+    adapted: range | None = None  # layers that have low-rank adapters: nothing else trains
     steps: int = 6
     ratios: float | dict[str, float] | None = None  # a plan to start with, instead of a measured one
     output_dir: str = "runs/tests"
@@ -128,7 +130,12 @@ def build_engine(case: Case) -> Any:
         seed_layers=True,
         checkpointable_layers=["Block"],
     )
-    parameters = [p for p in module.parameters() if p.requires_grad]
+    if case.adapted is not None:
+        numbered = [(name, layer) for name, layer in module.named_children() if name.isdigit()]
+        freeze_all_but_adapters(numbered, case.adapted)
+        module.tied_modules.requires_grad_(False)
+    # All of them: an optimizer passes by what has no gradient, and a stage that trains nothing needs one too.
+    parameters = list(module.parameters())
     return deepspeed.initialize(model=module, model_parameters=parameters, config=case.ds_config())[0]
 
 
@@ -143,6 +150,10 @@ class Ordinary(nn.Module):
         kinds = [Embed, *[Block] * 4, Embed if case.tied else Head]
         for name, kind in zip(names, kinds, strict=True):
             self.layers[name] = kind()
+        if case.adapted is not None:
+            blocks = [(name, layer) for name, layer in self.layers.items() if name.isdigit()]
+            self.layers.requires_grad_(False)
+            freeze_all_but_adapters(blocks, case.adapted)
         for rank, values in enumerate(state):
             for name, value in values.items():
                 for stage in self.stages_of(rank, name):
@@ -179,7 +190,7 @@ class GradientRecorder:
         for name, p in self.engine.module.named_parameters():
             if self.engine.optimizer is self.engine.basic_optimizer:
                 self.latest[name] = torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
-            elif p._hp_mapping is not None:
+            elif getattr(p, "_hp_mapping", None) is not None:
                 self._record_fragment(name, p)
             else:
                 self.latest.setdefault(name, torch.zeros(p.shape))
@@ -207,7 +218,7 @@ def optimizer_state(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
             state = engine.basic_optimizer.state.get(p, {})
             found[name] = {"value": p.detach().clone()}
             found[name] |= {k: v.clone() for k, v in state.items() if torch.is_tensor(v)}
-        elif p._hp_mapping is not None:
+        elif getattr(p, "_hp_mapping", None) is not None:
             flat = _flat_partitions(engine.optimizer)[p._hp_mapping.param_group_index]
             at = p._hp_mapping.hp_fragment_address
             tensors = {"value": flat.detach(), **engine.basic_optimizer.state.get(flat, {})}

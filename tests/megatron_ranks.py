@@ -7,11 +7,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from megatron_low_rank import with_adapters
 
 from tf_adapters.testing import force_plan
 
 VOCABULARY, WIDTH, HEADS, CONTEXT, BATCH = 32, 16, 4, 8, 2
 SECTION: dict[str, Any] = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 2, "on_error": "raise"}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A partly frozen model: what trains of some layers, counted from 1; nothing else does."""
+
+    layers: range
+    names: str = "lora"  # of what trains: low-rank adapters beside the linear layers, or something of the layer's own
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,7 @@ class Case:
     align: bool = False  # communicate at the same time on all pipeline ranks
     section: dict[str, Any] | None = field(default_factory=dict)
     tied: bool = False
+    trained: Trained | None = None  # what trains where not everything does
     steps: int = 3
     ratios: float | dict[str, float] | None = None  # a plan to start with, instead of a measured one
     output_dir: str = "runs/tests"
@@ -131,6 +141,8 @@ def build_chunks(case: Case, wrap: bool = True) -> list[torch.nn.Module]:
             share_embeddings_and_output_weights=case.tied,
             **virtual,
         )
+        if case.trained is not None:
+            freeze_but(model, case.trained)
         chunks.append(model)
     if config.bf16 or config.fp16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
@@ -141,6 +153,18 @@ def build_chunks(case: Case, wrap: bool = True) -> list[torch.nn.Module]:
         for chunk in chunks:
             chunk.broadcast_params()
     return chunks
+
+
+def freeze_but(model: Any, trained: Trained) -> None:
+    """Freeze a model but for what trains, as a fine-tuning script does before it is wrapped."""
+    model.requires_grad_(False)
+    for layer in model.decoder.layers:
+        if layer.layer_number not in trained.layers:
+            continue
+        if trained.names == "lora":
+            with_adapters(layer)
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(trained.names in name)
 
 
 def build_optimizer(case: Case, chunks: list[Any]) -> Any:
@@ -232,6 +256,9 @@ def by_name(case: Case, chunks: list[Any], value: Any) -> dict[tuple[int, str], 
 
 
 def main_gradient(parameter: Any) -> torch.Tensor:
+    if not parameter.requires_grad:  # DDP has no buffer for it
+        assert parameter.grad is None
+        return torch.zeros(parameter.shape)
     return parameter.main_grad.detach().clone().float()
 
 
@@ -243,7 +270,7 @@ def owned_ranges(case: Case, chunks: list[Any], optimizer: Any) -> dict[tuple[in
     sharded = [leaf for leaf in leaves if isinstance(leaf, DistributedOptimizer)]
 
     def owned(parameter: Any) -> tuple[int, int]:
-        if not sharded:
+        if not sharded or not parameter.requires_grad:
             return 0, parameter.numel()
         for leaf in sharded:
             if parameter in leaf.model_param_group_index_map:

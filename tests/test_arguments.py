@@ -19,6 +19,11 @@ GOOD = {
     "target_speedup": [("1.25", 1.25), ("2", 2.0)],
     "target_step_time_ms": [("250", 250.0)],
     "freeze_exclude": [("*.bias", ["*.bias"]), ("*.bias,embed*", ["*.bias", "embed*"])],
+    "freeze_limits": [
+        ("*embed*=0.2", {"*embed*": 0.2}),
+        ("*embed*=0.2,*norm*=0", {"*embed*": 0.2, "*norm*": 0.0}),
+        ("[a=]?=0.8", {"[a=]?": 0.8}),
+    ],
     "first_stage": [("whole", "whole"), ("partial", "partial")],
     "warmup_steps": [("auto", "auto"), ("0", 0), ("300", 300)],
     "monitoring": [("mixed", "mixed"), ("halves", "halves")],
@@ -45,6 +50,17 @@ BAD = {
     "max_freeze_ratio": ["1.5", "-0.5", "-1", "nan", "inf", "much", "80%", ""],
     "target_speedup": ["0.9", "fast", "nan"],
     "target_step_time_ms": ["0", "-1", "soon"],
+    "freeze_limits": [
+        "*embed*",
+        "0.2",
+        "*embed*=",
+        "*embed*=much",
+        "*embed*=1.5",
+        "*embed*=-0.1",
+        "a=0.1,",
+        "a=0.1,b",
+        "a=nan",
+    ],
     "first_stage": ["Whole", "none", "0"],
     "warmup_steps": ["-1", "2.5", "automatic", "None", ""],
     "monitoring": ["Mixed", "paper", "0.5"],
@@ -187,6 +203,22 @@ def test_all_settings_at_once() -> None:
     given = [word for name, (text, _) in chosen.items() for word in (option(name), text)]
     config = config_from_args(parse("--timely-freeze", *given))
     assert config == TimelyFreezeConfig(**{name: value for name, (_, value) in chosen.items()})
+
+
+@pytest.mark.parametrize("limit_first", [True, False])
+def test_limits_are_compared_with_the_ratio_that_is_given_wherever_it_stands(
+    limit_first: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits, ratio = ["--timely-freeze-freeze-limits", "*norm*=0.9"], ["--timely-freeze-max-freeze-ratio", "0.95"]
+    config = config_from_args(parse("--timely-freeze", *(limits + ratio if limit_first else ratio + limits)))
+    assert config == TimelyFreezeConfig(max_freeze_ratio=0.95, freeze_limits={"*norm*": 0.9})
+    with pytest.raises(SystemExit) as caught:
+        parse("--timely-freeze", *limits)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == (
+        'pretrain.py: error: timely_freeze.freeze_limits["*norm*"] is 0.9: '
+        "allowed is a number from 0 to timely_freeze.max_freeze_ratio, which is 0.8\n"
+    )
 
 
 def test_the_last_of_two_values_counts() -> None:

@@ -20,6 +20,7 @@ def test_every_field_is_read():
         "target_speedup": 1.25,
         "target_step_time_ms": None,
         "freeze_exclude": ["*.bias", "embed*"],
+        "freeze_limits": {"*norm*": 0.0, "*lora_*": 0.5},
         "first_stage": "partial",
         "warmup_steps": 3,
         "monitoring": "halves",
@@ -57,6 +58,17 @@ def test_every_field_is_read():
             ["target_speedup is 1.2", "target_step_time_ms is 100.0", "one of the two"],
         ),
         ({"freeze_exclude": "*.bias"}, ["freeze_exclude is '*.bias'", "a list of names"]),
+        ({"freeze_limits": ["*.bias"]}, ["freeze_limits is ['*.bias']", "an object of patterns and ratios from 0 to"]),
+        ({"freeze_limits": {"a*": 0.1, "b*": 1.5}}, ['timely_freeze.freeze_limits["b*"] is 1.5', "ratios from 0 to"]),
+        ({"freeze_limits": {"a*": "half"}}, ["freeze_limits[\"a*\"] is 'half'", "ratios from 0 to"]),
+        ({"freeze_limits": {"a*": float("nan")}}, ['freeze_limits["a*"] is nan']),
+        (
+            {"freeze_limits": {"a*": 0.5, "b*": 0.7}, "max_freeze_ratio": 0.6},
+            [
+                'timely_freeze.freeze_limits["b*"] is 0.7',
+                "a number from 0 to timely_freeze.max_freeze_ratio, which is 0.6",
+            ],
+        ),
         ({"warmup_steps": -1}, ["warmup_steps is -1", '"auto" or an integer of at least 0']),
         ({"warmup_steps": "automatic"}, ["warmup_steps is 'automatic'", '"auto"']),
         ({"warmup_steps": True}, ["warmup_steps is True"]),
@@ -133,3 +145,17 @@ def test_settings_do_not_change_afterwards():
 def test_a_method_says_what_it_asks_and_whether_it_plans(method, metric, plans):
     config = TimelyFreezeConfig(method=method)
     assert (config.stability_metric, config.plans) == (metric, plans)
+
+
+def test_a_limit_is_a_cap_on_how_often_something_is_frozen_where_all_else_is():
+    limits = {"*embed*": 0.2, "*norm*": 0.0, "*lora_*": 0.4}
+    planned = TimelyFreezeConfig(max_freeze_ratio=0.8, freeze_limits=limits)
+    assert planned.freeze_caps == {"*embed*": 0.25, "*norm*": 0.0, "*lora_*": 0.5}
+    assert TimelyFreezeConfig(max_freeze_ratio=0.4, freeze_limits={"*": 0.4}).freeze_caps == {"*": 1.0}
+    assert TimelyFreezeConfig(max_freeze_ratio=0.0, freeze_limits={"*": 0.0}).freeze_caps == {"*": 0.0}
+
+
+@pytest.mark.parametrize("method", ["apf", "autofreeze"])
+def test_without_a_plan_a_limit_is_a_cap_itself_and_may_be_any_ratio(method):
+    config = TimelyFreezeConfig(method=method, max_freeze_ratio=0.5, freeze_limits={"*embed*": 0.9})
+    assert config.freeze_caps == {"*embed*": 0.9}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ from hosts import HOSTS, MICROBATCHES, STAGES, Tensors, setup, start
 
 from tf_adapters.ir import PipelineSchedule
 from tf_adapters.phases import Phase
+from tf_adapters.planner import Bounds
 from tf_adapters.selection.sampling import sample_indices
 from tf_adapters.testing import RankPool, force_plan, relative_error
 
@@ -153,6 +156,40 @@ def plan_beside(host: str, folder: str) -> tuple[str | None, int, bool]:
     return outcome
 
 
+@pytest.mark.parametrize("wait", [True, False], ids=["in place", "beside training"])
+def test_a_plan_whose_times_no_longer_hold_is_made_anew_on_all_ranks(ranks, host, tmp_path, wait):
+    outcomes = ranks(host).run(outlived, host, str(tmp_path), wait, timeout_s=120)
+    for failure, longer, plan, phase in outcomes:
+        assert failure is None
+        assert longer > 2
+        assert plan == outcomes[0][2]
+        assert phase == "stable"
+
+
+def outlived(host: str, folder: str, wait: bool) -> tuple[str | None, float, dict[str, Any], str]:
+    """Train with a plan for a machine that is ten times as fast, until there is another one.
+
+    The failure; how many times as long actions are then taken to last; the plan; the phase.
+    """
+    training = start(host, {**LIFE, "replan_interval": 2, "plan_wait": wait}, folder)
+    controller, number = training.controller, 0
+    while controller.phase is not Phase.STABLE and not controller.state.failure:
+        training.step(number)
+        number += 1
+    state = controller.state
+    state.bounds = {a: Bounds(bounds.lower / 10, bounds.upper / 10) for a, bounds in state.bounds.items()}
+    before, outlived = sum(bounds.upper for bounds in state.bounds.values()), state.plan
+    while controller.state.plan is outlived and number < 500:
+        training.step(number)
+        number += 1
+    training.step(number)
+    longer = sum(bounds.upper for bounds in controller.state.bounds.values()) / before
+    assert controller.state.plan is not None
+    outcome = controller.state.failure, longer, controller.state.plan.to_json(), controller.phase.value
+    training.detach()
+    return outcome
+
+
 def test_a_planner_that_dies_leaves_all_ranks_training(ranks, host, tmp_path):
     outcomes = ranks(host).run(planner_dies, host, str(tmp_path), timeout_s=120)
     assert outcomes == [("the planner was killed by SIGKILL", ())] * STAGES
@@ -208,6 +245,40 @@ def excluded(host: str) -> tuple[str | None, bool, bool]:
     return outcome
 
 
+def test_a_limit_holds_in_the_mean_and_the_run_and_its_report_are_as_ever(ranks, host, tmp_path):
+    outcomes = ranks(host).run(with_limit, host, str(tmp_path))
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    failure, limited, others = outcomes[0]
+    assert failure is None
+    assert limited == pytest.approx(0.2, abs=0.05)
+    assert others == pytest.approx(0.8, abs=0.05)
+    report = json.loads((tmp_path / "timely_freeze" / "report.json").read_text())
+    assert report["status"] == "stable"
+    assert report["config"]["freeze_limits"] == {LIMITED_NAMES: 0.2}
+
+
+LIMITED_NAMES = "*[13].*"  # of every other layer, in every host's names
+
+
+def with_limit(host: str, folder: str) -> tuple[str | None, float, float]:
+    """The failure, and how often what the limit is for, and everything else, is frozen under a plan of r_max."""
+    training = start(host, {**LIFE, "freeze_limits": {LIMITED_NAMES: 0.2}}, folder)
+    for number in range(9):
+        training.step(number)
+    controller = training.controller
+    force_plan(controller, 0.8)
+    limited, others = [], []
+    for stage in range(STAGES):
+        drawn = [controller.frozen_parameters(controller.step + number, stage, 0) for number in range(500)]
+        frozen = Counter(name for names in drawn for name in names)
+        for unit in controller.masks.units[stage]:
+            group = limited if fnmatch.filter(unit.names, LIMITED_NAMES) else others
+            group.append(frozen[unit.names[0]] / len(drawn))
+    outcome = controller.state.failure, sum(limited) / len(limited), sum(others) / len(others)
+    training.detach()
+    return outcome
+
+
 # --- gradients -----------------------------------------------------------------------------------------------
 
 
@@ -218,6 +289,10 @@ def test_the_optimizer_gets_the_mean_of_the_masked_full_gradients(ranks, host):
 @each_method
 def test_the_gradients_of_every_method_are_those_of_its_masks(ranks, host, method):
     check_gradients(ranks(host).run(masked, host, {**STABILITY, "method": method}))
+
+
+def test_the_gradients_under_limits_are_those_of_the_masks(ranks, host):
+    check_gradients(ranks(host).run(masked, host, {"freeze_limits": {LIMITED_NAMES: 0.2}}))
 
 
 def check_gradients(outcomes: list) -> None:

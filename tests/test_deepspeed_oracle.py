@@ -66,6 +66,23 @@ DUALPIPEV = {
     "reentrant": Case(dualpipev=True, config=REENTRANT, ratios=0.7),
     "non-reentrant zero1": Case(dualpipev=True, config={**NON_REENTRANT, **ZERO1}, ratios=0.7),
 }
+BLOCKS = range(1, 5)
+PARTLY_FROZEN = {
+    "fp32": Case(adapted=BLOCKS, ratios=0.5),
+    "zero1": Case(adapted=BLOCKS, config=ZERO1, ratios=0.5),
+    "bf16": Case(adapted=BLOCKS, config={**BF16, **ZERO1}, ratios=0.5),
+    "stage 0 frozen whole": Case(adapted=BLOCKS, ratios=SKIP_STAGE_0),
+    "stage 0 frozen all step zero1": Case(adapted=BLOCKS, config=ZERO1, ratios=ALL_STEP),
+    "tied": Case(adapted=BLOCKS, tied=True, ratios=0.5),
+    "tied bf16": Case(adapted=BLOCKS, tied=True, config={**BF16, **ZERO1}, ratios=0.5),
+    "reentrant": Case(adapted=BLOCKS, config=REENTRANT, ratios=0.7),
+    "non-reentrant": Case(adapted=BLOCKS, config=NON_REENTRANT, ratios=0.7),
+    "nothing to train on stage 0": Case(adapted=range(3, 5), ratios=0.5),
+    "nothing to train on stage 0, gpipe": Case(adapted=range(3, 5), section={"schedule": "gpipe"}, ratios=0.5),
+    "nothing to train on stage 0, reentrant": Case(adapted=range(3, 5), config=REENTRANT, ratios=0.5),
+    "nothing to train on stage 1": Case(adapted=range(1, 3), ratios=0.5),
+    "nothing to train on stage 0, a whole life": Case(adapted=range(3, 5)),
+}
 HAS_DUALPIPEV = CHECKPOINTS_ON_CPU  # both came with 0.19.8
 REPLICATED = {
     "fp32": Case(ratios=0.5, steps=4),
@@ -106,6 +123,45 @@ def test_masked_gradients_reach_the_optimizer_with_replicas(pools, name):
     for rank in ranks:
         for step, other in zip(rank["steps"], ranks[0]["steps"], strict=True):
             assert step["masks"] == other["masks"]
+
+
+@pytest.mark.parametrize("name", PARTLY_FROZEN)
+def test_what_the_user_froze_stays_and_adapters_train(pools, name):
+    case = PARTLY_FROZEN[name]
+    if "pipeline" in case.config and not CHECKPOINTS_ON_CPU:
+        pytest.skip("activation checkpointing needs a device in this DeepSpeed, with or without us")
+    check_partly_frozen(case, pools(2).run(train, case))
+
+
+def test_every_other_stage_may_train_nothing(pools):
+    case = Case(stages=4, adapted=range(1, 5, 3), ratios=0.6, steps=3)
+    check_partly_frozen(case, pools(4).run(train, case))
+
+
+def test_what_the_user_froze_stays_and_adapters_train_on_replicas(pools):
+    case = Case(adapted=BLOCKS, config=ZERO1, ratios=0.8, steps=4)
+    check_partly_frozen(case, pools(4).run(train, case))
+
+
+@pytest.mark.skipif(not HAS_DUALPIPEV, reason="this DeepSpeed has no DualPipeV engine")
+@pytest.mark.parametrize("adapted", [BLOCKS, range(2, 5)], ids=["everywhere", "not on stage 0"])
+def test_what_the_user_froze_stays_and_adapters_train_in_dualpipev(pools, adapted):
+    case = Case(dualpipev=True, adapted=adapted, ratios=0.5)
+    check_partly_frozen(case, pools(2).run(train, case))
+
+
+def check_partly_frozen(case: Case, ranks: list[dict]) -> None:
+    check_oracle(case, ranks)
+    moved = set()
+    for rank in ranks:
+        assert rank["status"] is None
+        masked = {name for step in rank["steps"] for names in step["masks"].values() for name in names}
+        assert masked
+        assert all("lora" in name for name in masked)
+        before = rank["steps"][0]["before"]
+        moved |= {name for name, value in rank["parameters"].items() if not torch.equal(value, before[name])}
+    assert moved
+    assert all("lora" in name for name in moved)
 
 
 def test_four_stages(pools):

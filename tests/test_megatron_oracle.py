@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_ranks import Case, train
+from megatron_ranks import Case, Trained, train
 
 from tf_adapters.testing import relative_error
 
@@ -101,6 +101,71 @@ FOUR_RANKS = {
     "interleaved, replicas 2, overlap, tied": Case(vp=2, tied=True, ratios=0.7, steps=3, ddp=OVERLAP),
     "pipeline 2, expert parallel 2": Case(ep=2, ratios=0.6, steps=2, model=MOE),
 }
+
+
+EVERY_LAYER = Trained(range(1, 5))
+NOT_ON_STAGE_0, NOT_ON_STAGE_1 = Trained(range(3, 5)), Trained(range(1, 3))
+PARTLY_FROZEN = {
+    "1f1b": Case(trained=EVERY_LAYER, ratios=0.5),
+    "interleaved": Case(vp=2, trained=EVERY_LAYER, ratios=0.5),
+    "stage 0 frozen whole": Case(trained=EVERY_LAYER, ratios=STAGE_0),
+    "tied": Case(tied=True, trained=EVERY_LAYER, ratios=0.5),
+    "full recompute": Case(trained=EVERY_LAYER, ratios={"0B1": 0.5, "0B2": 1.0, "1B0": 0.7}, model=FULL),
+    "bf16": Case(trained=EVERY_LAYER, ratios=0.5, model=BF16, optimizer=BF16_OPTIMIZER),
+    "distributed optimizer": Case(trained=EVERY_LAYER, ratios=0.5, ddp=SHARDED, optimizer=SHARDED),
+    "tensor parallel": Case(pp=1, tp=2, layers=2, trained=EVERY_LAYER, ratios=0.5),
+    "replicas, overlap": Case(pp=1, layers=2, trained=EVERY_LAYER, ratios=0.5, ddp=OVERLAP),
+    "replicas, gather": Case(pp=1, layers=2, trained=EVERY_LAYER, ratios=0.5, ddp=GATHER, optimizer=GATHER_OPTIMIZER),
+    "nothing to train on stage 0": Case(trained=NOT_ON_STAGE_0, ratios=0.5),
+    "nothing to train on stage 0, full recompute": Case(trained=NOT_ON_STAGE_0, ratios=0.5, model=FULL),
+    "nothing to train on stage 0, distributed optimizer": Case(
+        trained=NOT_ON_STAGE_0, ratios=0.5, ddp=SHARDED, optimizer=SHARDED
+    ),
+    "nothing to train on stage 1": Case(trained=NOT_ON_STAGE_1, ratios=0.5),
+    "biases alone": Case(trained=Trained(range(1, 5), names="bias"), ratios=0.5),
+}
+
+
+@pytest.mark.parametrize("name", PARTLY_FROZEN)
+def test_what_the_user_froze_stays_and_adapters_train(megatron, name):
+    case = replace(PARTLY_FROZEN[name], steps=3 if PARTLY_FROZEN[name].ddp else 2)
+    check_partly_frozen(case, megatron(2).run(train, case))
+
+
+def test_a_run_with_a_stage_that_trains_nothing_is_monitored_and_planned_as_any_other(megatron):
+    case = Case(trained=NOT_ON_STAGE_0, steps=7)
+    ranks = megatron(2).run(train, case)
+    check_partly_frozen(case, ranks)
+    assert ranks[0]["steps"][-1]["phase"] == "stable"
+
+
+def test_every_other_stage_may_train_nothing(megatron):
+    case = Case(pp=4, microbatches=6, trained=Trained(range(1, 5, 2)), ratios=0.6, steps=2)
+    check_partly_frozen(case, megatron(4).run(train, case))
+
+
+def test_megatron_alone_gives_no_gradient_to_a_bias_whose_weight_is_frozen_and_that_the_layer_adds(megatron):
+    """What the guide says of the host: were it otherwise, the weight and its bias need not be one unit."""
+    case = Case(trained=Trained(range(1, 5), names="bias"), section=None, steps=1)
+    step = megatron(2).run(train, case, False)[0]["steps"][0]
+    still = {name for (stage, name), value in step["after"].items() if torch.equal(value, step["before"][stage, name])}
+    assert {name for name in still if "bias" in name} == {
+        f"decoder.layers.{layer}.self_attention.linear_qkv.bias" for layer in (0, 1)
+    }
+
+
+def check_partly_frozen(case: Case, ranks: list[dict]) -> None:
+    check_oracle(case, ranks)
+    moved = set()
+    for rank in ranks:
+        assert rank["status"] is None
+        masked = {name for step in rank["steps"] for names in step["masks"].values() for name in names}
+        assert masked
+        assert all(case.trained.names in name for name in masked)
+        for step in rank["steps"]:
+            moved |= {name for (s, name), v in step["after"].items() if not torch.equal(v, step["before"][s, name])}
+    assert moved
+    assert all(case.trained.names in name for name in moved)
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)

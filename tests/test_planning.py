@@ -21,9 +21,11 @@ from tf_adapters.controller import Controller, HostInfo
 from tf_adapters.errors import SolverError
 from tf_adapters.gaps import NO_GAPS
 from tf_adapters.masking import units_of
+from tf_adapters.masks import StageMasks
 from tf_adapters.phases import Phase
 from tf_adapters.planner import Bounds
 from tf_adapters.timing import HostClock
+from tf_adapters.units import FreezeUnit
 
 SCHEDULE = gpipe(1, 3)
 LAST_MONITORED = 5
@@ -129,7 +131,8 @@ def test_plan_wait_makes_the_step_sure(tmp_path):
 
 def planner_of(**settings: Any) -> planning.PlanMaker:
     config = TimelyFreezeConfig(max_freeze_ratio=0.8, **settings)
-    return planning.PlanMaker(config, SingleProcess(), traced=True, stage_0_vanishes=True)
+    units = {stage: [FreezeUnit(("weight",), 1.0, (1,))] for stage in range(2)}
+    return planning.PlanMaker(config, SingleProcess(), traced=True, masks=StageMasks(units, seed=0))
 
 
 def measured(step_ms: float = 100.0) -> planning.Measured:

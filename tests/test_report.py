@@ -119,7 +119,7 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
         ({"status": "sleeping"}, "status is 'sleeping'"),
         ({"times": {"0F0": [1.0]}}, "times.0F0"),
         ({"times": {"0F0": [-1.0, 1.0]}}, "times.0F0.0 is -1.0"),
-        ({"measured": {"mean_afr": {"0": 1.5}}}, "measured.mean_afr.0 is 1.5"),
+        ({"measured": {"mean_afr": {"0": -0.5}}}, "measured.mean_afr.0 is -0.5"),
         ({"measured": {"step_ms_stable": float("nan")}}, "measured.step_ms_stable is nan"),
         ({"plan": {"makespan_ms": {}}}, "plan is"),
         ({"schedule": {"ranks": [["0F0", "nonsense"]]}}, "'nonsense' is not an action"),

@@ -48,7 +48,7 @@ class Filled:
         self.timer.drain()
 
     def bounds(self, action: Action = BACKWARD) -> Bounds:
-        return measured_times(self.timer).bounds()[action]
+        return measured_times(self.timer, first_stage=0).bounds()[action]
 
 
 def filled(*samples: tuple[Phase, Action, float, float]) -> Filled:
@@ -103,6 +103,11 @@ def test_stage_0_frozen_whole_is_no_point_of_the_line() -> None:
     assert filled((UPPER, BACKWARD, 0, 20.0), *((MIXED, BACKWARD, *s) for s in samples)).bounds().lower < 0.2
 
 
+def test_masks_that_freeze_more_than_a_ratio_of_one_does_on_average_are_points_too() -> None:
+    """Under ``freeze_limits``."""
+    assert filled((UPPER, BACKWARD, 0, 20.0), (MIXED, BACKWARD, 1.25, 7.5)).bounds().lower == pytest.approx(10.0)
+
+
 def test_a_stage_0_of_one_tensor_has_only_whole_masks() -> None:
     first = Action.parse("0B0")
     assert filled((UPPER, first, 0, 20.0), (MIXED, first, 1, 0.1)).bounds(first).lower == pytest.approx(0.1)
@@ -139,7 +144,7 @@ def test_ten_mixed_steps_of_a_quiet_machine_tell_both_bounds_to_two_percent(nois
     assert np.mean([of_one.upper for of_one in bounds]) == pytest.approx(20.0, rel=0.02)
     assert np.mean([of_one.lower for of_one in bounds]) == pytest.approx(10.0, rel=0.02)
     assert [of_one.upper for of_one in bounds] == pytest.approx([20.0] * 8, rel=0.04)
-    assert measured_times(found.timer).error < 0.02
+    assert measured_times(found.timer, 0).error < 0.02
 
 
 def test_a_step_that_something_else_held_up_moves_nothing() -> None:
@@ -149,26 +154,26 @@ def test_a_step_that_something_else_held_up_moves_nothing() -> None:
 
 def test_more_noise_is_more_error_and_more_steps_less() -> None:
     errors = [
-        measured_times(monitored(steps, lambda share: 20 - 10 * share, noise).timer).error
+        measured_times(monitored(steps, lambda share: 20 - 10 * share, noise).timer, 0).error
         for steps, noise in ((10, 0.01), (10, 0.2), (160, 0.2))
     ]
     assert errors[0] < errors[2] < errors[1]
 
 
 def test_what_was_never_seen_frozen_has_no_error_but_its_own_time() -> None:
-    times = measured_times(filled((UPPER, BACKWARD, 0, 20.0)).timer)
+    times = measured_times(filled((UPPER, BACKWARD, 0, 20.0)).timer, 0)
     assert times.responses == {}
     assert times.error == 0.0
 
 
 def test_a_straight_line_is_straight_also_under_noise() -> None:
-    assert measured_times(monitored(20, lambda share: 20 - 10 * share, 0.02).timer).notes() == ()
+    assert measured_times(monitored(20, lambda share: 20 - 10 * share, 0.02).timer, 0).notes() == ()
 
 
 @pytest.mark.parametrize("bend", [0.15, -0.15])
 def test_a_line_that_is_none_is_said(bend: float) -> None:
     found = monitored(20, lambda share: 20 * (1 - 0.5 * share - 4 * bend * share * (1 - share)), 0.005)
-    times = measured_times(found.timer)
+    times = measured_times(found.timer, 0)
     assert times.responses[1, Kind.BACKWARD].bend == pytest.approx(bend, abs=0.03)
     (note,) = times.notes()
     assert note.startswith("stage 1: masks of half of the work save ")

@@ -119,6 +119,21 @@ def test_alone_the_same_is_frozen_in_every_microbatch_and_held(tmp_path: Any) ->
     }
 
 
+def test_alone_a_stable_parameter_with_a_limit_is_frozen_with_that_chance(tmp_path: Any) -> None:
+    parameters = weights()
+    controller = controller_of(parameters, tmp_path, method="apf", freeze_limits={"0.w": 0.25}, **APF)
+    step = 0
+    while controller.state.stability.stable != OSCILLATING:
+        step += 1
+        train(controller, parameters, step)
+    action = controller.schedule.ranks[0][-1]
+    assert controller.actual_freeze_ratio(controller.step, action) == 1.25 / 3.25
+    masks = [controller.frozen_parameters(controller.step, stage, m) for stage in (0, 1) for m in range(MICROBATCHES)]
+    drawn = [controller.frozen_parameters(controller.step + later, 0, 0) for later in range(400)]
+    assert set(masks) | set(drawn) == {("0.w", "1.w"), ("1.w",)}
+    assert sum("0.w" in names for names in drawn) / len(drawn) == pytest.approx(0.25, abs=0.1)
+
+
 def test_what_is_excluded_from_freezing_is_not_judged(tmp_path: Any) -> None:
     parameters = weights()
     controller = controller_of(parameters, tmp_path, method="apf", freeze_exclude=["0.w"], **APF)

@@ -97,9 +97,10 @@ def other_units() -> StageMasks:
         {"schedule": one_f_one_b(2, 4)},
         {"masks": other_units()},
         {"config": CONFIG.model_copy(update={"max_freeze_ratio": 0.5})},
+        {"config": CONFIG.model_copy(update={"freeze_limits": {"1.*": 0.4}})},
         {"config": CONFIG.model_copy(update={"method": "none"})},
     ],
-    ids=["order", "microbatches", "parameters", "budget", "method"],
+    ids=["order", "microbatches", "parameters", "budget", "limits", "method"],
 )
 def test_a_plan_for_something_else_is_made_anew_and_the_step_stays(change: dict[str, Any]) -> None:
     state = resumed(saved(planned_state(20)), **change)
@@ -110,6 +111,12 @@ def test_a_plan_for_something_else_is_made_anew_and_the_step_stays(change: dict[
     assert state.phases.phase(21) is Phase.MONITORING_UPPER
     assert state.notes[0] == "1B0: a note"
     assert state.notes[-1].startswith("monitoring began again after step 20: the checkpoint's plan is for another")
+
+
+def test_without_limits_a_fingerprint_is_what_it_was_before_there_were_any() -> None:
+    assert fingerprint(CONFIG, SCHEDULE, MASKS) == "8a65c4ca15902a83"
+    halves = [CONFIG.model_copy(update={"freeze_limits": {"1.*": limit}}) for limit in (0.4, 0.5)]
+    assert len({fingerprint(config, SCHEDULE, MASKS) for config in (CONFIG, *halves)}) == 3
 
 
 def test_settings_that_the_plan_does_not_depend_on_may_change() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch_ranks import SCHEDULES, Case, Layers, batch, loss_fn, pool, train
+from torch_ranks import BLOCKS, SCHEDULES, Case, Layers, batch, loss_fn, pool, train
 
 from tf_adapters.testing import masked_gradients, relative_error
 
@@ -20,6 +20,7 @@ PLANS = (
     {"0": 0.5, "1": 1.0, "2": 0.3, "3": 1.0},  # the last stage of two or of four frozen all step
     1.0,
 )
+EVERY_BLOCK = range(1, BLOCKS + 1)
 REPLICATED = {
     "ddp": Case(replicas="ddp"),
     "ddp interleaved": Case(replicas="ddp", schedule="ScheduleInterleaved1F1B"),
@@ -34,6 +35,22 @@ REPLICATED = {
     "fsdp zero bubble": Case(replicas="fsdp", schedule="ScheduleInterleavedZeroBubble"),
     "fsdp zbv, parts too, kept": Case(replicas="fsdp kept", schedule="ScheduleZBVZeroBubble"),
     "fsdp dualpipev": Case(replicas="fsdp", schedule="ScheduleDualPipeV"),
+}
+PARTLY_FROZEN = {
+    "1f1b": Case(adapted=EVERY_BLOCK),
+    "1f1b, nothing to train on stage 0": Case(adapted=range(5, 9)),
+    "1f1b, nothing to train on stage 1": Case(adapted=range(1, 5)),
+    "interleaved": Case(schedule="ScheduleInterleaved1F1B", adapted=EVERY_BLOCK),
+    "interleaved, nothing to train on stage 0": Case(schedule="ScheduleInterleaved1F1B", adapted=range(3, 9)),
+    "zero bubble": Case(schedule="ScheduleInterleavedZeroBubble", adapted=EVERY_BLOCK),
+    "zbv": Case(schedule="ScheduleZBVZeroBubble", adapted=EVERY_BLOCK),
+    "zbv, nothing to train on stage 1": Case(schedule="ScheduleZBVZeroBubble", adapted=range(1, 3)),
+    "1f1b, checkpointing": Case(adapted=EVERY_BLOCK, checkpoint=True),
+}
+PARTLY_FROZEN_ON_FOUR = {
+    "ddp": Case(replicas="ddp", adapted=EVERY_BLOCK),
+    "every other of four stages trains nothing": Case(ranks=4, adapted=range(1, BLOCKS + 1, 5)),
+    "fsdp, parts too": Case(replicas="fsdp nested", adapted=EVERY_BLOCK),
 }
 EVALUATED = {
     "1f1b": Case(),
@@ -81,6 +98,39 @@ def test_replicas(name: str) -> None:
         assert [step["masks"] for step in rank["steps"]] == [step["masks"] for step in ranks[0]["steps"]]
 
 
+@pytest.mark.parametrize("name", PARTLY_FROZEN)
+def test_what_the_user_froze_stays_and_adapters_train(name: str) -> None:
+    check_partly_frozen(PARTLY_FROZEN[name], 2)
+
+
+@pytest.mark.parametrize("name", PARTLY_FROZEN_ON_FOUR)
+def test_what_the_user_froze_stays_and_adapters_train_on_four_ranks(name: str) -> None:
+    check_partly_frozen(PARTLY_FROZEN_ON_FOUR[name], 4)
+
+
+def test_a_run_with_a_stage_that_trains_nothing_is_monitored_and_planned_as_any_other() -> None:
+    case = Case(adapted=range(5, 9), steps=7)
+    ranks = pool(2).run(train, case)
+    check_oracle(case, ranks)
+    assert [rank["failure"] for rank in ranks] == [None, None]
+    assert ranks[0]["steps"][-1]["phase"] == "stable"
+    step = next(step for step in ranks[1]["steps"] if step["phase"] == "monitoring_lower")
+    assert {0 < len(step["masks"][1, m]) < len(step["trained"]) for m in range(case.microbatches)} == {True}
+
+
+def check_partly_frozen(case: Case, size: int) -> None:
+    case = replace(case, ratios=PLANS, steps=len(PLANS))
+    ranks = pool(size).run(train, case)
+    check_oracle(case, ranks)
+    for rank in ranks:
+        assert rank["failure"] is None
+        masked = {name for step in rank["steps"] for names in step["masks"].values() for name in names}
+        assert masked
+        assert all("lora" in name for name in masked)
+        for name, value in rank["parameters"].items():
+            assert torch.equal(value, rank["steps"][0]["before"][name]) != ("lora" in name), name
+
+
 def test_the_oracle_can_fail() -> None:
     case = Case(ratios=0.5, steps=1)
     ranks = pool(2).run(train, case)
@@ -101,7 +151,7 @@ def check_oracle(case: Case, ranks: list[dict[str, Any]]) -> None:
             else:
                 error = relative_error(actual[name], gradient)
                 assert error <= 1e-5, f"step {number}: {name} is off by {error:.1e}"
-        assert all(rank["steps"][number]["trainable"] for rank in ranks)
+        assert all(rank["steps"][number]["still_trained"] == rank["steps"][number]["trained"] for rank in ranks)
 
 
 def gathered(of_ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -114,7 +164,7 @@ def gathered(of_ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]
 
 
 def expected_gradients(case: Case, ranks: list[dict[str, Any]], number: int) -> dict[str, torch.Tensor]:
-    ordinary = Layers()
+    ordinary = Layers(adapted=case.adapted)
     ordinary.load_state_dict(gathered([rank["steps"][number]["before"] for rank in ranks]))
     masks = ranks[0]["steps"][number]["masks"]
 

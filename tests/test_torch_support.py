@@ -125,6 +125,12 @@ REFUSED: dict[str, tuple[Case, Callable[[Run], None], str]] = {
         "stage 0 has fully_shard with reshard_after_forward, with which torch computes wrong gradients in split "
         "backwards (I and W), with or without freezing; apply it with reshard_after_forward=False",
     ),
+    "nothing trains on stage 0, split": (
+        replace(ZBV_ALONE, adapted=range(5, 9)),
+        unchanged,
+        "stage 0 trains nothing, and in split backwards (I and W) torch then computes no gradients for the next stage, "
+        "with or without freezing; use a schedule of whole backwards, such as 1F1B",
+    ),
     "DDP, split": (
         replace(ZBV_ALONE, replicas="ddp"),
         unchanged,

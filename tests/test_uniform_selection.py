@@ -1,3 +1,5 @@
+from dataclasses import replace
+from hashlib import sha256
 from math import prod
 
 import numpy as np
@@ -5,7 +7,7 @@ import pytest
 
 from tf_adapters.masks import StageMasks
 from tf_adapters.selection.uniform import UniformSelection
-from tf_adapters.units import FreezeUnit, frozen_share
+from tf_adapters.units import FreezeUnit, freezable_work, frozen_share
 
 
 def layers(*shapes, blocks):
@@ -14,6 +16,10 @@ def layers(*shapes, blocks):
         for block in range(blocks)
         for position, shape in enumerate(shapes)
     ]
+
+
+def limit(units, caps):
+    return [replace(unit, cap=caps.get(unit.shape, 1.0)) for unit in units]
 
 
 GPT = [(192, 64), (192,), (64, 64), (64,), (256, 64), (256,), (64, 256), (64,), (64,), (64,), (64,), (64,)]
@@ -25,7 +31,25 @@ MODELS = {
     "two tensors": layers((8, 8), (8,), blocks=1),
     "one tensor": layers((8, 8), blocks=1),
 }
+# What limits in the settings make of them: patterns as the settings' own, caps as shares of max_freeze_ratio.
+LIMITED = {
+    "gpt, norms": limit(MODELS["gpt"], {(64,): 0.5}),
+    "gpt, one kind of matrix": limit(MODELS["gpt"], {(64, 256): 0.3}),
+    "llama, three caps": limit(MODELS["llama"], {(224, 64): 0.75, (64, 224): 0.25, (64,): 0.1}),
+    "embedding": limit(MODELS["embedding"], {(300, 64): 0.25}),
+    "everything": limit(MODELS["gpt"], dict.fromkeys(GPT, 0.5)),
+    "two tensors": limit(MODELS["two tensors"], {(8, 8): 0.4}),
+    "one tensor": limit(MODELS["one tensor"], {(8, 8): 0.4}),
+}
 DRAWS = 4000
+# Of draws that were made before there were limits: a resumed run repeats them.
+DIGESTS = {
+    "gpt": "3b4da755cabd7831",
+    "llama": "8dcd892a75536761",
+    "embedding": "b941bdab1fa3272c",
+    "two tensors": "1d6c4c913e1f8552",
+    "one tensor": "0be4a1b9f108e07c",
+}
 
 
 def draws(units, ratio, count=DRAWS):
@@ -43,6 +67,51 @@ def test_every_unit_has_the_same_chance_and_the_work_is_exact_in_expectation(mod
     assert np.abs(counts / DRAWS - ratio).max() < 4.5 * noise
     # Units of one draw are correlated only towards the planned work, so its mean is no noisier than a coin's.
     assert abs(np.mean([frozen_share(units, f) for f in drawn]) - ratio) < 4.5 * noise
+
+
+@pytest.mark.parametrize("model", LIMITED)
+@pytest.mark.parametrize("ratio", [0.05, 0.37, 0.8, 1.0])
+def test_with_limits_every_unit_has_its_cap_times_the_chance_and_the_work_is_exact_in_expectation(model, ratio):
+    units = LIMITED[model]
+    drawn = draws(units, ratio)
+    counts = np.bincount([index for frozen in drawn for index in frozen], minlength=len(units))
+    chances = np.array([ratio * unit.cap for unit in units])
+    assert np.all(np.abs(counts / DRAWS - chances) <= 4.5 * np.sqrt(chances * (1 - chances) / DRAWS))
+    shares = np.array([frozen_share(units, f) for f in drawn])
+    assert abs(shares.mean() - ratio) <= 4.5 * shares.std() / np.sqrt(DRAWS) + 1e-9
+
+
+@pytest.mark.parametrize("model", ["gpt, norms", "gpt, one kind of matrix", "llama, three caps", "everything"])
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.7])
+def test_with_limits_every_single_draw_is_close_to_the_planned_work_too(model, ratio):
+    units = LIMITED[model]
+    shares = np.array([frozen_share(units, f) for f in draws(units, ratio, 1000)])
+    off = np.abs(shares - ratio) * freezable_work(units) / sum(unit.work for unit in units)
+    assert off.max() <= 0.035
+
+
+def test_with_limits_equal_units_are_frozen_floor_or_ceiling_times():
+    units = limit(layers((8, 8), blocks=10), {(8, 8): 0.5})
+    assert {len(f) for f in draws(units, 0.5, 200)} == {2, 3}
+    assert {len(f) for f in draws(units, 1.0, 200)} == {5}
+
+
+def test_a_full_ratio_freezes_what_has_no_limit_and_rounds_the_rest_among_itself():
+    units = LIMITED["llama, three caps"]
+    certain = {index for index, unit in enumerate(units) if unit.cap == 1.0}
+    drawn = draws(units, 1.0, 500)
+    assert all(certain <= frozen for frozen in drawn)
+    assert np.abs(np.array([frozen_share(units, f) for f in drawn]) - 1.0).max() <= 0.02
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_without_limits_draws_are_what_they_always_were(model):
+    masks, digest = StageMasks({0: MODELS[model]}, seed=5), sha256()
+    for step in range(1, 6):
+        for ratio in (0.05, 0.37, 0.8, 0.95, 1.0):
+            mask = masks.draw(step, 0, step, ratio)
+            digest.update(repr((mask.names, mask.share, mask.complete)).encode())
+    assert digest.hexdigest()[:16] == DIGESTS[model]
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from low_rank import freeze_all_but_adapters
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -46,6 +47,7 @@ class Case:
     steps: int = 3
     batches: int = 1  # schedule.step() calls for each update
     replicas: str = ""  # what the other half of four ranks is for: "ddp", "fsdp" or "tp", and a variant of it
+    adapted: range | None = None  # layers that have low-rank adapters: nothing else trains
     optimizer: str = "AdamW"
     set_to_none: bool = True
     checkpoint: bool = False
@@ -81,9 +83,13 @@ class Block(nn.Module):
 class Layers(nn.Module):
     """Layers ``first`` to ``last`` of the model, named alike in every cut: the whole of it, or one stage."""
 
-    def __init__(self, first: int = 0, last: int = BLOCKS + 1, checkpoint: bool = False) -> None:
+    def __init__(
+        self, first: int = 0, last: int = BLOCKS + 1, checkpoint: bool = False, adapted: range | None = None
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({str(index): _layer(index) for index in range(first, last + 1)})
+        if adapted is not None:
+            freeze_all_but_adapters(self.layers.items(), adapted)
         self.checkpoint = checkpoint
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -179,7 +185,7 @@ def build(case: Case) -> Run:
     rank = mesh.get_local_rank("pp")
     stages = []
     for index in stage_indices(case, rank):
-        module = Layers(*stage_layers(index, case.stages), checkpoint=case.checkpoint)
+        module = Layers(*stage_layers(index, case.stages), checkpoint=case.checkpoint, adapted=case.adapted)
         wrapped = wrap(module, case.replicas, mesh["dp"])
         stages.append(PipelineStage(wrapped, index, case.stages, torch.device("cpu"), group=mesh.get_group("pp")))
     optimizers = [make_optimizer(case, stage.submod.parameters()) for stage in stages]
@@ -329,7 +335,7 @@ def _step(run: Run, recorder: GradientRecorder | None, step: int) -> dict[str, A
     phase = run.adapter.controller.phase.value if run.adapter is not None else None
     if recorder is None:
         return {"phase": phase, "loss": run.train_step(step)}
-    before, state_before, masks = values(run), optimizer_state(run), masks_of(run)
+    before, state_before, masks, trained = values(run), optimizer_state(run), masks_of(run), trained_names(run)
     loss = run.train_step(step)
     return {
         "phase": phase,
@@ -339,8 +345,13 @@ def _step(run: Run, recorder: GradientRecorder | None, step: int) -> dict[str, A
         "masks": masks,
         "state_before": state_before,
         "state_after": optimizer_state(run),
-        "trainable": all(p.requires_grad for p in run.named.values()),
+        "trained": trained,
+        "still_trained": trained_names(run),
     }
+
+
+def trained_names(run: Run) -> set[str]:
+    return {name for name, p in run.named.items() if p.requires_grad}
 
 
 def masks_of(run: Run) -> dict[tuple[int, int], tuple[str, ...]]:

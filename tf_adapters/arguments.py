@@ -74,14 +74,15 @@ def _reader(parser: argparse.ArgumentParser, name: str) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         for value in _readings(text):
             with contextlib.suppress(ConfigError):
-                return getattr(TimelyFreezeConfig(**{name: value}), name)
+                # Limits go up to max_freeze_ratio, which may come later: compared once all arguments are there.
+                return getattr(TimelyFreezeConfig(**{"max_freeze_ratio": 1.0, name: value}), name)
         option = f"{SWITCH}-{name.replace('_', '-')}"
         return parser.exit(2, f"{parser.prog}: error: {option} is {text!r}: allowed is {allowed(name)}\n")
 
     return read
 
 
-def _readings(text: str) -> Iterator[str | int | float | bool | list[str]]:
+def _readings(text: str) -> Iterator[str | int | float | bool | list[str] | dict[str, float]]:
     """What an argument's text can mean: a setting takes the first that it allows."""
     yield text
     for convert in (int, float):
@@ -90,3 +91,6 @@ def _readings(text: str) -> Iterator[str | int | float | bool | list[str]]:
     if text in ("true", "false"):
         yield text == "true"
     yield text.split(",")
+    with contextlib.suppress(ValueError):
+        pairs = (part.rsplit("=", 1) for part in text.split(","))
+        yield {key: float(value) for key, value in pairs}

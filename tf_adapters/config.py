@@ -43,6 +43,9 @@ class TimelyFreezeConfig(BaseModel):
     freeze_exclude: list[str] = Field(
         [], description="patterns (*, ?, [abc]) of parameters' names: what they match is never frozen"
     )
+    freeze_limits: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(
+        {}, description="a max_freeze_ratio of their own for the parameters that a pattern matches"
+    )
     first_stage: Literal["whole", "partial"] = Field(
         "whole",
         description="whole: the plan may freeze the first stage's last backwards whole, so that they disappear; "
@@ -105,6 +108,12 @@ class TimelyFreezeConfig(BaseModel):
                 f"{SECTION}.target_speedup is {self.target_speedup} and {SECTION}.target_step_time_ms is "
                 f"{self.target_step_time_ms}: allowed is one of the two"
             )
+        for pattern, limit in self.freeze_limits.items():
+            if self.plans and limit > self.max_freeze_ratio:
+                raise ConfigError(
+                    f"{_limit_of(pattern)} is {limit}: allowed is a number from 0 to {SECTION}.max_freeze_ratio, "
+                    f"which is {self.max_freeze_ratio}"
+                )
 
     @property
     def stability_metric(self) -> Literal["apf", "autofreeze"] | None:
@@ -117,6 +126,16 @@ class TimelyFreezeConfig(BaseModel):
     def plans(self) -> bool:
         """Whether the pipeline is monitored and planned for: APF and AutoFreeze alone do without."""
         return self.method not in ("apf", "autofreeze")
+
+    @property
+    def freeze_caps(self) -> dict[str, float]:
+        """By pattern of ``freeze_limits``, how often its parameters are frozen where all others are: in [0, 1].
+
+        A share of ``max_freeze_ratio`` where there is a plan, so that at a mean ratio of that the mean of what the
+        pattern matches is its limit.
+        """
+        full = self.max_freeze_ratio if self.plans else 1.0
+        return {pattern: limit / full if full else 0.0 for pattern, limit in self.freeze_limits.items()}
 
     def target_ms(self, unfrozen_step_ms: float) -> float:
         """How long a step may take, in ms; 0 where it is to be as short as can be."""
@@ -168,8 +187,13 @@ def _describe(error: ValidationError) -> list[str]:
     lines: dict[str, str] = {}
     for item in error.errors():
         field = str(item["loc"][0])
-        lines.setdefault(field, f"{SECTION}.{field} is {item['input']!r}: allowed is {allowed(field)}")
+        name = _limit_of(item["loc"][1]) if field == "freeze_limits" and item["loc"][1:] else f"{SECTION}.{field}"
+        lines.setdefault(field, f"{name} is {item['input']!r}: allowed is {allowed(field)}")
     return list(lines.values())
+
+
+def _limit_of(pattern: object) -> str:
+    return f'{SECTION}.freeze_limits["{pattern}"]'
 
 
 _ALLOWED = {
@@ -179,6 +203,7 @@ _ALLOWED = {
     "target_speedup": "a number of at least 1, or null",
     "target_step_time_ms": "a number above 0, or null",
     "freeze_exclude": 'a list of names with *, ? and [abc], such as ["*.bias", "embed*"]',
+    "freeze_limits": 'an object of patterns and ratios from 0 to max_freeze_ratio, such as {"*embed*": 0.2}',
     "first_stage": '"whole" or "partial"',
     "warmup_steps": '"auto" or an integer of at least 0',
     "monitoring": '"mixed" or "halves"',

@@ -36,9 +36,8 @@ from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.state import RunState, compatible_state
 from tf_adapters.timing import ActionTimer, Clock
 from tf_adapters.units import FreezeUnit, Tie
-from tf_adapters.whole import disappears
 
-_STAGE_0_MONITORING_RATIO = 0.8  # far along the line, yet short of its end
+_FIRST_STAGE_MONITORING_RATIO = 0.8  # far along the line, yet short of its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ class Controller:
         self.config = config
         self.host = host
         self.schedule = schedule.validate()
-        self.masks = StageMasks(units, config.seed, config.freeze_exclude)
+        self.masks = StageMasks(units, config.seed, config.freeze_exclude, config.freeze_caps)
         self.timer = ActionTimer(clock)
         self.memory = MemoryMeter(_device_of(parameters))
         self.state = RunState.fresh(config, auto_warmup)
@@ -100,7 +99,7 @@ class Controller:
         self._step_start: Any = None
         self._drawn: dict[tuple[int, int], Mask] = {}
         self._reporting = Reporting(self, collectives, metrics)
-        self._planner = PlanMaker(config, collectives, traced, self.masks.can_freeze_all(0))
+        self._planner = PlanMaker(config, collectives, traced, self.masks)
         self._watch = PlanWatch(config, collectives, traced)
         self._fresh: Measured | None = None  # what a plan is being made from while another one is in force
 
@@ -270,12 +269,16 @@ class Controller:
         return self.state.stability.stable.get(stage, NONE_PREFERRED) if freezing else NONE_PREFERRED
 
     def _monitoring_ratio(self, step: int, action: Action) -> float:
-        """Stage 0 is not frozen whole: its backward would disappear, a bound that no mask of the plan reaches."""
+        """The first stage is not frozen whole: its backward would disappear, a bound that no mask of the plan reaches.
+
+        That is stage 0, or the first behind stages that train nothing, where torch asks for no input gradient either.
+        With limits a ratio of 1 freezes it whole only now and then, or nearly always where they are close to 1.
+        """
         phases = self.state.phases
         if phases.phase(step) is Phase.MONITORING_UPPER:
             return 0.0
-        vanishes = disappears(action) and self.masks.can_freeze_all(action.stage)
-        most = _STAGE_0_MONITORING_RATIO if vanishes else 1.0
+        vanishes = action.stage == self.masks.first_training_stage and not self.masks.excludes(action.stage)
+        most = _FIRST_STAGE_MONITORING_RATIO if vanishes else 1.0
         if not phases.mixed:
             return most
         turn, microbatches = phases.mixed_turn(step), self.schedule.num_microbatches

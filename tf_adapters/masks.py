@@ -9,12 +9,16 @@ import numpy as np
 
 from tf_adapters.selection.hybrid import HybridSelection
 from tf_adapters.selection.uniform import UniformSelection
-from tf_adapters.units import FreezeUnit, frozen_share, without
+from tf_adapters.units import FreezeUnit, frozen_share, limited, preferred_share
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What is frozen while one microbatch passes one stage. ``share`` is of the stage's work, in [0, 1]."""
+    """What is frozen while one microbatch passes one stage.
+
+    ``share`` is of the stage's freezable work (``frozen_share``). ``complete``: no weight gradient is left to compute,
+    which is always so on a stage that trains nothing.
+    """
 
     names: tuple[str, ...] = ()
     share: float = 0.0
@@ -22,7 +26,9 @@ class Mask:
 
 
 NOTHING_FROZEN = Mask()
+NOTHING_TRAINS = Mask(complete=True)
 NONE_PREFERRED: frozenset[int] = frozenset()
+NO_CAPS: Mapping[str, float] = {}
 
 
 class StageMasks:
@@ -30,12 +36,19 @@ class StageMasks:
 
     ``units`` holds every stage of the pipeline, not only this rank's: any rank can then tell what any other
     freezes, which tied parameters need. What a pattern of ``exclude`` matches is never frozen and counts as no work;
-    ConfigError for one that matches nothing.
+    what a pattern of ``caps`` matches is frozen with its cap, in [0, 1], times the ratio. ConfigError for a pattern
+    that matches nothing.
     """
 
-    def __init__(self, units: Mapping[int, Sequence[FreezeUnit]], seed: int, exclude: Sequence[str] = ()) -> None:
-        self._units = without(units, exclude)
-        self._whole = {stage: len(self._units[stage]) == len(of_stage) for stage, of_stage in units.items()}
+    def __init__(
+        self,
+        units: Mapping[int, Sequence[FreezeUnit]],
+        seed: int,
+        exclude: Sequence[str] = (),
+        caps: Mapping[str, float] = NO_CAPS,
+    ) -> None:
+        self._units = limited(units, exclude, caps)
+        self._excludes = {stage: len(self._units[stage]) < len(of_stage) for stage, of_stage in units.items()}
         self._uniform = {stage: UniformSelection(of_stage) for stage, of_stage in self._units.items()}
         self._hybrid: dict[int, tuple[frozenset[int], HybridSelection]] = {}  # the newest of each stage
         self._names = {s: tuple(n for unit in of_stage for n in unit.names) for s, of_stage in self._units.items()}
@@ -50,29 +63,41 @@ class StageMasks:
     def stages(self) -> tuple[int, ...]:
         return tuple(sorted(self._units))
 
+    @property
+    def first_training_stage(self) -> int | None:
+        """The first stage that trains anything, frozen now and then or never."""
+        return next((stage for stage in self.stages if self._units[stage] or self._excludes[stage]), None)
+
     def can_freeze_all(self, stage: int) -> bool:
-        """Whether a mask can freeze everything that a stage trains."""
-        return self._whole[stage]
+        """Whether a ratio of 1 freezes everything that a stage trains."""
+        return not self._excludes[stage] and all(unit.cap == 1.0 for unit in self._units[stage])
+
+    def excludes(self, stage: int) -> bool:
+        """Whether a stage trains something that no mask ever freezes."""
+        return self._excludes[stage]
 
     def draw(
         self, step: int, stage: int, microbatch: int, ratio: float, preferred: frozenset[int] = NONE_PREFERRED
     ) -> Mask:
         """The mask for an actual freeze ratio in [0, 1]; units at ``preferred`` are frozen before any other."""
         units = self._units[stage]
+        if not units and not self._excludes[stage]:
+            return NOTHING_TRAINS
         if ratio <= 0.0 or not units:
             return NOTHING_FROZEN
         rng = np.random.default_rng([self._seed, step, stage, microbatch])
         frozen = self._selection(stage, preferred).draw(ratio, rng)
         names = tuple(name for index in sorted(frozen) for name in units[index].names)
-        return Mask(names, frozen_share(units, frozen), self._whole[stage] and len(frozen) == len(units))
+        complete = len(frozen) == len(units) and not self._excludes[stage]
+        return Mask(names, frozen_share(units, frozen), complete)
 
     def names(self, stage: int) -> tuple[str, ...]:
         """Every parameter of a stage that can be frozen."""
         return self._names[stage]
 
     def share(self, stage: int, chosen: frozenset[int]) -> float:
-        """Share of a stage's work that the units at ``chosen`` hold, in [0, 1]."""
-        return frozen_share(self._units[stage], chosen)
+        """The ratio at which a mask that prefers the units at ``chosen`` freezes them and no other, in [0, 1]."""
+        return preferred_share(self._units[stage], chosen)
 
     def _selection(self, stage: int, preferred: frozenset[int]) -> UniformSelection | HybridSelection:
         if not preferred:

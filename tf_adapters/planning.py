@@ -14,6 +14,7 @@ from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.dag import PipelineDag
 from tf_adapters.gaps import Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.ir import Action, PipelineSchedule
+from tf_adapters.masks import StageMasks
 from tf_adapters.phases import Phase
 from tf_adapters.planner import Bounds, FreezePlan, plan
 from tf_adapters.prediction import forecast
@@ -65,15 +66,13 @@ class PlanMaker:
         config: the settings.
         collectives: the group of all ranks that train together.
         traced: whether this rank is in the pipeline whose transfers are measured: one of the replicas is.
-        stage_0_vanishes: whether stage 0 can be frozen whole.
+        masks: the masks of every stage.
     """
 
-    def __init__(
-        self, config: TimelyFreezeConfig, collectives: Collectives, traced: bool, stage_0_vanishes: bool
-    ) -> None:
+    def __init__(self, config: TimelyFreezeConfig, collectives: Collectives, traced: bool, masks: StageMasks) -> None:
         self._config, self._collectives, self._traced = config, collectives, traced
-        self._stage_0_vanishes = stage_0_vanishes
-        self._freezes_whole = stage_0_vanishes and config.first_stage == "whole"
+        self._first_stage, self._stage_0_vanishes = masks.first_training_stage, masks.can_freeze_all(0)
+        self._freezes_whole = self._stage_0_vanishes and config.first_stage == "whole"
         self._worker: BackgroundPlan | None = None  # on rank 0
         self._steps: Sequence[Trace] = ()  # on rank 0
         self._waited = 0  # steps, for the plan
@@ -83,7 +82,7 @@ class PlanMaker:
 
         def local() -> float:
             timer.drain(wait=True)
-            return max((timer.step_error(Phase.MONITORING_UPPER), measured_times(timer).error))
+            return max((timer.step_error(Phase.MONITORING_UPPER), measured_times(timer, self._first_stage).error))
 
         return max(on_all_ranks(self._collectives, local))
 
@@ -132,7 +131,7 @@ class PlanMaker:
 
     def _local(self, timer: ActionTimer) -> _Local:
         timer.drain(wait=True)
-        times = measured_times(timer)
+        times = measured_times(timer, self._first_stage)
         traces = local_traces(timer, Phase.MONITORING_UPPER) if self._traced else ()
         return _Local(times.bounds(), timer.step_ms(Phase.MONITORING_UPPER) or 0.0, traces, times.notes())
 

@@ -17,7 +17,6 @@ from tf_adapters.phases import Phase
 from tf_adapters.planner import Bounds
 from tf_adapters.robust import Estimate, estimate, median, shrink, weighted_median
 from tf_adapters.timing import ActionTimer, Sample
-from tf_adapters.whole import disappears
 
 Group = tuple[int, Kind]
 """What does the same work: a stage's actions of one kind."""
@@ -72,8 +71,11 @@ class StageTimes:
         )
 
 
-def measured_times(timer: ActionTimer) -> StageTimes:
-    """Fit the lines to what monitoring has measured on this rank so far."""
+def measured_times(timer: ActionTimer, first_stage: int | None) -> StageTimes:
+    """Fit the lines to what monitoring has measured on this rank so far.
+
+    ``first_stage`` is the first one that trains anything: frozen whole, nothing is left of its backwards.
+    """
     unfrozen = {
         action: estimate(sample.ms for sample in timer.samples(Phase.MONITORING_UPPER, action))
         for action in timer.actions(Phase.MONITORING_UPPER)
@@ -83,7 +85,7 @@ def measured_times(timer: ActionTimer) -> StageTimes:
     for action in upper:
         if action.freezable:
             freezable.setdefault((action.stage, action.kind), []).append(action)
-    found = {group: _fit(timer, actions, upper) for group, actions in freezable.items()}
+    found = {group: _fit(timer, actions, upper, group[0] == first_stage) for group, actions in freezable.items()}
     return StageTimes(upper, {group: response for group, response in found.items() if response is not None})
 
 
@@ -104,9 +106,11 @@ class _Point:
     saved: float
 
 
-def _fit(timer: ActionTimer, actions: Sequence[Action], upper: Mapping[Action, float]) -> Response | None:
+def _fit(
+    timer: ActionTimer, actions: Sequence[Action], upper: Mapping[Action, float], vanishes: bool
+) -> Response | None:
     """The response of actions of one group; None where nothing was frozen in any sample."""
-    steps = [points for points in _points(timer, actions, upper) if points]
+    steps = [points for points in _points(timer, actions, upper, vanishes) if points]
     every = [point for points in steps for point in points]
     if not every:
         return None
@@ -115,14 +119,15 @@ def _fit(timer: ActionTimer, actions: Sequence[Action], upper: Mapping[Action, f
     return Response(saved, error, _bend(every))
 
 
-def _points(timer: ActionTimer, actions: Sequence[Action], upper: Mapping[Action, float]) -> list[list[_Point]]:
-    """By step. Samples of stage 0 with everything frozen are no part of the line: there is nothing left to compute."""
+def _points(
+    timer: ActionTimer, actions: Sequence[Action], upper: Mapping[Action, float], vanishes: bool
+) -> list[list[_Point]]:
+    """By step. Where a backward ``vanishes`` when it is frozen whole, such samples are no part of the line."""
     drift = _drift(timer, actions[0].stage)
     sampled = {a: [sample for phase in _FREEZING for sample in timer.samples(phase, a)] for a in actions}
-    whole = 1.0 if _has_partial(sampled) else math.inf
+    limit = 1.0 if vanishes and _has_partial(sampled) else math.inf
     steps: list[list[_Point]] = [[] for _ in range(max(map(len, sampled.values())))]
     for action, samples in sampled.items():
-        limit = whole if disappears(action) else math.inf
         for points, sample in zip(steps, samples, strict=False):
             if 0.0 < sample.share < limit and upper[action] > 0.0:
                 points.append(_Point(sample.share, 1.0 - sample.ms / drift / upper[action]))

@@ -140,6 +140,8 @@ def fingerprint(config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: S
         "max_freeze_ratio": config.max_freeze_ratio,
         "method": config.method,
     }
+    if config.freeze_limits:
+        parts["freeze_limits"] = config.freeze_limits
     if config.target_speedup or config.target_step_time_ms:
         parts["target"] = [config.target_speedup, config.target_step_time_ms]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

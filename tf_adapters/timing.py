@@ -73,7 +73,7 @@ def clock_for(device: torch.device) -> Clock:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured action. ``share`` is the share of its weight-gradient work that was frozen, in [0, 1]."""
+    """One measured action. ``share`` is the share of its freezable work that was frozen (``units.frozen_share``)."""
 
     share: float
     ms: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tf_adapters.errors import ConfigError
 
@@ -18,36 +18,67 @@ class FreezeUnit:
 
     ``work`` is the unit's weight-gradient work in arbitrary but common units (elements: a weight gradient
     costs as many multiply-adds per token as the tensor has elements). ``shape`` is the stratum it is drawn in.
+    ``cap``, in (0, 1], is its chance to be frozen at a freeze ratio of 1; at a ratio r it is r times that.
     """
 
     names: tuple[str, ...]
     work: float
     shape: tuple[int, ...]
+    cap: float = 1.0
+
+    @property
+    def freezable_work(self) -> float:
+        """What a freeze ratio of 1 freezes of the unit's work, on average."""
+        return self.work * self.cap
 
 
-def total_work(units: Iterable[FreezeUnit]) -> float:
-    return sum(unit.work for unit in units)
+def freezable_work(units: Iterable[FreezeUnit]) -> float:
+    """What a freeze ratio of 1 freezes of the units' work, on average: freeze ratios are shares of it."""
+    return sum(unit.freezable_work for unit in units)
 
 
 def frozen_share(units: Sequence[FreezeUnit], frozen: frozenset[int]) -> float:
-    """Share of the stage's weight-gradient work that the units at ``frozen`` hold, in [0, 1]."""
-    total = total_work(units)
+    """Work of the units at ``frozen`` as a share of the stage's freezable work.
+
+    Its mean over draws is the ratio drawn for. A single draw may exceed 1 where units have caps below 1.
+    """
+    total = freezable_work(units)
     return sum(units[index].work for index in frozen) / total if total else 0.0
 
 
-def without(units: Mapping[int, Sequence[FreezeUnit]], patterns: Sequence[str]) -> dict[int, tuple[FreezeUnit, ...]]:
-    """The units none of whose names any pattern (of ``fnmatch``) matches.
+def preferred_share(units: Sequence[FreezeUnit], chosen: frozenset[int]) -> float:
+    """The freeze ratio at which the units at ``chosen`` alone are frozen, each as often as its cap allows."""
+    total = freezable_work(units)
+    return freezable_work(units[index] for index in chosen) / total if total else 0.0
 
-    Raises ConfigError for a pattern that matches nothing: it would be a typing error that nobody sees.
+
+def limited(
+    units: Mapping[int, Sequence[FreezeUnit]], exclude: Sequence[str], caps: Mapping[str, float]
+) -> dict[int, tuple[FreezeUnit, ...]]:
+    """The units that can be frozen, each with the smallest cap of the patterns (of ``fnmatch``) that match its names.
+
+    A cap of 0, which is what ``exclude`` means, leaves a unit out. Raises ConfigError for a pattern that matches
+    nothing: it would be a typing error that nobody sees.
     """
     names = [name for of_stage in units.values() for unit in of_stage for name in unit.names]
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            raise ConfigError(f'timely_freeze.freeze_exclude: "{pattern}" matches no parameter such as "{names[0]}"')
+    _must_match("freeze_exclude", exclude, names)
+    _must_match("freeze_limits", caps, names)
+    chosen = {**caps, **dict.fromkeys(exclude, 0.0)}
     return {
-        stage: tuple(u for u in of_stage if not any(fnmatch.filter(u.names, pattern) for pattern in patterns))
+        stage: tuple(replace(unit, cap=cap) for unit in of_stage if (cap := _smallest_cap(unit, chosen)) > 0.0)
         for stage, of_stage in units.items()
     }
+
+
+def _must_match(field: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            example = f'such as "{names[0]}"' if names else "since nothing trains"
+            raise ConfigError(f'timely_freeze.{field}: "{pattern}" matches no trainable parameter {example}')
+
+
+def _smallest_cap(unit: FreezeUnit, caps: Mapping[str, float]) -> float:
+    return min((cap for pattern, cap in caps.items() if fnmatch.filter(unit.names, pattern)), default=1.0)
 
 
 def same_names(units: Mapping[int, Iterable[FreezeUnit]]) -> tuple[Tie, ...]:

@@ -128,12 +128,13 @@ def fill_missing_tied_gradients(engine: Any) -> None:
     """Give tied weights the gradient that ReduceTiedGrads looks for.
 
     Their stages draw different masks: without it one stage would skip the all-reduce that the other waits in.
+    One that the user froze is frozen on all of its stages and gets none: AdamW would decay it.
     """
     for weight, _ in engine.module.get_tied_weights_and_groups():
         if engine.using_bf16_optimizer:
             if getattr(weight, "_hp_grad", None) is None:
-                weight._hp_grad = _accumulation_buffer(engine.optimizer, weight)
-        elif weight.grad is None:
+                weight._hp_grad = _accumulation_buffer(engine.optimizer, weight) if weight.requires_grad else None
+        elif weight.requires_grad and weight.grad is None:
             weight.grad = torch.zeros_like(weight, requires_grad=False)
 
 

@@ -52,11 +52,12 @@ class Chunk:
     def _keep_gradients(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         """Recomputed segments pass gradients only if their input needs one.
 
-        Behind a frozen embedding it does not, and the whole stage would lose its gradients without a word.
+        Behind a frozen embedding, whether we froze it or the user, it does not, and the whole stage would lose its
+        gradients without a word.
         """
         tensors = output if isinstance(output, tuple) else (output,)
         for tensor in tensors:
-            if self._mask.names and not self._mask.complete and torch.is_grad_enabled() and _needs_none(tensor):
+            if not self._mask.complete and torch.is_grad_enabled() and _needs_none(tensor):
                 tensor.requires_grad_()
 
 

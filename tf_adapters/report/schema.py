@@ -101,13 +101,14 @@ class Schedule(_Model):
 
 
 class BackwardSample(_Model):
-    """Time ``ms`` of one backward ``action``, the share ``afr`` of its weight gradients skipped.
+    """Time ``ms`` of one backward ``action``, the share ``afr`` of its freezable weight gradients skipped.
 
-    A median over a ``phase``; of mixed monitoring, in which each step draws another share, single samples.
+    A median over a ``phase``; of mixed monitoring, in which each step draws another share, single samples. A few masks
+    under ``freeze_limits`` may freeze somewhat more than a ratio of 1 does on average.
     """
 
     action: str
-    afr: Share
+    afr: Quotient
     ms: Milliseconds
     phase: str | None = None
 
@@ -131,7 +132,7 @@ class Measured(_Model):
     step_ratio: Quotient | None = None
     planned_step_ms: Milliseconds | None = None
     planned_ratio: Quotient | None = None
-    mean_afr: dict[str, Share] = Field(default_factory=dict)
+    mean_afr: dict[str, Quotient] = Field(default_factory=dict)
     backward_ms: tuple[BackwardSample, ...] = ()
     peak_memory_bytes: PeakMemory = PeakMemory()
 
@@ -157,7 +158,7 @@ class Report(_Model):
     overhead: dict[str, Milliseconds] = Field(default_factory=dict)
     plan: Plan | None = None
     measured: Measured = Measured()
-    frozen_share: dict[str, tuple[Share, ...]] = Field(default_factory=dict)
+    frozen_share: dict[str, tuple[Quotient, ...]] = Field(default_factory=dict)
     parameter_freeze_ratio: dict[str, dict[str, Share]] = Field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

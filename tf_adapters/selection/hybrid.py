@@ -1,6 +1,6 @@
 """The hybrids' selection (paper Algorithm 2): what a base method prefers, thinned or filled at random to the budget.
 
-The budget is a share of the stage's work, AFR times the total, where the paper counts parameters.
+The budget is a share of the stage's freezable work, AFR times the total, where the paper counts parameters.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from tf_adapters.selection.uniform import UniformSelection
-from tf_adapters.units import FreezeUnit, total_work
+from tf_adapters.units import FreezeUnit, freezable_work
 
 _EPSILON = 1e-9
 
@@ -19,8 +19,9 @@ class HybridSelection:
     """Draws the frozen units of one stage, those at ``preferred`` before any other.
 
     Where they hold more work than the budget, each of them is frozen with the same probability and nothing else is;
-    where they hold less, all of them are frozen and each other unit with the same probability. The expected work is
-    the budget, and each draw is as close to it as ``UniformSelection`` comes among the units that it draws from.
+    where they hold less, all of them are frozen and each other unit with the same probability. A cap makes a unit's
+    probability that much smaller, "all" included. The expected work is the budget, and each draw is as close to it as
+    ``UniformSelection`` comes among the units that it draws from.
     """
 
     def __init__(self, units: Sequence[FreezeUnit], preferred: Iterable[int]) -> None:
@@ -28,8 +29,8 @@ class HybridSelection:
         self._others = tuple(sorted(set(range(len(units))) - set(self._preferred)))
         self._thinned = UniformSelection([units[index] for index in self._preferred])
         self._filled = UniformSelection([units[index] for index in self._others])
-        self._preferred_work = total_work(self._thinned.units)
-        self._other_work = total_work(self._filled.units)
+        self._preferred_work = freezable_work(self._thinned.units)
+        self._other_work = freezable_work(self._filled.units)
 
     def draw(self, ratio: float, rng: np.random.Generator) -> frozenset[int]:
         """Indices of the frozen units for an actual freeze ratio in [0, 1]."""
@@ -38,7 +39,8 @@ class HybridSelection:
             return _places(self._preferred, self._thinned.draw(budget / self._preferred_work, rng))
         rest = budget - self._preferred_work
         share = rest / self._other_work if rest > _EPSILON * budget else 0.0
-        return frozenset(self._preferred) | _places(self._others, self._filled.draw(share, rng))
+        thinned = _places(self._preferred, self._thinned.draw(1.0, rng))
+        return thinned | _places(self._others, self._filled.draw(share, rng))
 
 
 def _places(indices: Sequence[int], drawn: Iterable[int]) -> frozenset[int]:

@@ -3,12 +3,14 @@
 Paper section 3.3 freezes parameters uniformly at random; its convergence proof needs the marginals to be equal.
 Tensors differ in size by orders of magnitude, so independent coin flips, or a share of the *number* of tensors,
 would miss the planned work by far in a single draw. This is dependent rounding instead: strata of equal work,
-the largest first; what rounding gives or takes in one stratum, the smaller ones after it give back.
+the largest first; what rounding gives or takes in one stratum, the smaller ones after it give back. Units with a
+cap below 1 are frozen that much more rarely, and form strata of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,52 +19,76 @@ from tf_adapters.units import FreezeUnit
 _EPSILON = 1e-9
 
 
+@dataclass(frozen=True, slots=True)
+class _Stratum:
+    """Units of equal work and cap, by shape, and what is left to draw after them.
+
+    ``smaller`` is the freezable work of all later strata. ``ceiling`` is how far the common chance may rise there
+    before a unit's own, that times its cap, is 1.
+    """
+
+    shapes: list[list[int]]
+    work: float
+    cap: float
+    smaller: float
+    ceiling: float
+
+
 class UniformSelection:
     """Draws the frozen units of one stage.
 
-    For every ratio each unit is frozen with exactly that probability. The frozen work misses ``ratio * total``
-    by less than one unit of the first stratum whose rounding the smaller units together cannot make up for.
+    For every ratio each unit is frozen with exactly that probability, times its cap. The frozen work misses ``ratio``
+    times the freezable work by less than one unit of the first stratum whose rounding the smaller units together
+    cannot make up for.
     """
 
     def __init__(self, units: Sequence[FreezeUnit]) -> None:
         self.units = tuple(units)
-        self._strata = _strata(self.units)
+        self._strata = _strata(enumerate(self.units))
+        self._certain = frozenset(index for index, unit in enumerate(self.units) if unit.cap >= 1.0)
+        self._uncertain = _strata((index, unit) for index, unit in enumerate(self.units) if unit.cap < 1.0)
 
     def draw(self, ratio: float, rng: np.random.Generator) -> frozenset[int]:
         """Indices of the frozen units for an actual freeze ratio in [0, 1]."""
         if ratio <= 0.0:
             return frozenset()
-        if ratio >= 1.0:
-            return frozenset(range(len(self.units)))
-        frozen: list[int] = []
-        chance = ratio
-        for shapes, work, smaller in self._strata:
-            members = [index for shape in shapes for index in rng.permutation(shape).tolist()]
-            count, chance = _round(len(members) * chance, chance, smaller / work, rng)
-            frozen.extend(_spread(members, count, rng))
-        return frozenset(frozen)
+        if ratio >= 1.0:  # units that are frozen for certain have no chance to give
+            return self._certain.union(_drawn(self._uncertain, 1.0, rng))
+        return frozenset(_drawn(self._strata, ratio, rng))
 
 
-def _strata(units: Sequence[FreezeUnit]) -> list[tuple[list[list[int]], float, float]]:
-    """(members by shape, work of one, work of all smaller strata), the largest work first."""
-    by_work: dict[float, dict[tuple[int, ...], list[int]]] = {}
-    for index, unit in enumerate(units):
-        by_work.setdefault(unit.work, {}).setdefault(unit.shape, []).append(index)
-    strata: list[tuple[list[list[int]], float, float]] = []
-    smaller = 0.0
-    for work in sorted(by_work):
-        shapes = [by_work[work][shape] for shape in sorted(by_work[work])]
-        strata.append((shapes, work, smaller))
-        smaller += work * sum(map(len, shapes))
+def _drawn(strata: Iterable[_Stratum], chance: float, rng: np.random.Generator) -> list[int]:
+    frozen: list[int] = []
+    for stratum in strata:
+        members = [index for shape in stratum.shapes for index in rng.permutation(shape).tolist()]
+        expected, room = len(members) * chance * stratum.cap, stratum.smaller / stratum.work
+        count, chance = _round(expected, chance, stratum.ceiling, room, rng)
+        frozen.extend(_spread(members, count, rng))
+    return frozen
+
+
+def _strata(units: Iterable[tuple[int, FreezeUnit]]) -> list[_Stratum]:
+    """The largest work first."""
+    grouped: dict[tuple[float, float], dict[tuple[int, ...], list[int]]] = {}
+    for index, unit in units:
+        grouped.setdefault((unit.work, unit.cap), {}).setdefault(unit.shape, []).append(index)
+    strata: list[_Stratum] = []
+    smaller = highest = 0.0
+    for work, cap in sorted(grouped):
+        by_shape = grouped[work, cap]
+        shapes = [by_shape[shape] for shape in sorted(by_shape)]
+        strata.append(_Stratum(shapes, work, cap, smaller, 1.0 / highest if highest else 1.0))
+        smaller += work * cap * sum(map(len, shapes))
+        highest = max(highest, cap)
     return strata[::-1]
 
 
-def _round(expected: float, chance: float, room: float, rng: np.random.Generator) -> tuple[int, float]:
-    """Round the expected count of a stratum; returns it and the chance left for the smaller units.
+def _round(expected: float, chance: float, ceiling: float, room: float, rng: np.random.Generator) -> tuple[int, float]:
+    """Round the expected count of a stratum; returns it and the common chance left for the smaller units.
 
-    ``room`` is the smaller units' work in units of this stratum. The fractional unit moves up to frozen or down
-    to trainable while the smaller units' common chance moves the other way, so that the expected work stays.
-    Both moves are a fair game, so no unit's probability changes. Where that chance would leave [0, 1] the unit
+    ``room`` is the smaller units' freezable work in units of this stratum. The fractional unit moves up to frozen or
+    down to trainable while the smaller units' common chance moves the other way, so that the expected work stays.
+    Both moves are a fair game, so no unit's probability changes. Where that chance would leave [0, ceiling] the unit
     stops half way and a coin decides: only there is work gained or lost.
     """
     whole = int(expected + _EPSILON)
@@ -70,11 +96,11 @@ def _round(expected: float, chance: float, room: float, rng: np.random.Generator
     if part < _EPSILON:
         return whole, chance
     up = min(1.0 - part, chance * room)
-    down = min(part, (1.0 - chance) * room)
+    down = min(part, (ceiling - chance) * room)
     if up + down > 0.0:
         move = up if rng.random() * (up + down) < down else -down
         part += move
-        chance = min(1.0, max(0.0, chance - move / room))
+        chance = min(ceiling, max(0.0, chance - move / room))
     return whole + int(rng.random() < part), chance
 
 

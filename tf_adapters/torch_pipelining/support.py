@@ -64,6 +64,11 @@ def _stage_problem(stage: Any, schedule: PipelineSchedule, has_optimizer: bool) 
     if any(map(is_compiled, stage.submod.modules())):
         return COMPILED
     splits = any(a.stage == stage.stage_index and a.kind is Kind.WEIGHT_GRAD for a in schedule.actions)
+    if splits and stage.is_first and not any(p.requires_grad for p in stage.submod.parameters()):
+        return (
+            f"stage {stage.stage_index} trains nothing, and in split backwards (I and W) torch then computes no "
+            "gradients for the next stage, with or without freezing; use a schedule of whole backwards, such as 1F1B"
+        )
     replica = _replica_problem(stage.submod, splits, has_optimizer)
     return f"stage {stage.stage_index} {replica}" if replica else None
 
