@@ -114,3 +114,10 @@ def test_an_input_object_may_say_so() -> None:
 def test_anything_but_true_and_false_is_refused_in_one_line(value: Any) -> None:
     with pytest.raises(PlanInputError, match=r"^first_stage_vanishes: .* is neither true nor false$"):
         plan_from_json(input_object(first_stage_vanishes=value))
+
+
+def test_a_large_program_tries_few_numbers_and_still_gains() -> None:
+    schedule = gpipe(4, 80)
+    partial, whole = planned(schedule), planned(schedule, first_stage_vanishes=True)
+    assert whole.mean_freeze_ratio < partial.mean_freeze_ratio - 0.03
+    assert whole.makespan_ms.planned <= partial.makespan_ms.planned

@@ -84,7 +84,7 @@ class TimelyFreezeConfig(BaseModel):
     )
     plan_wait: Literal["auto"] | bool = Field(
         "auto",
-        description="whether training waits for the plan: true or false, or auto: only for one of tenths of a second",
+        description="whether training waits for the plan: true or false, or auto: only for one of about a second",
     )
     replan_threshold: float = Field(
         0.1, ge=0, description="how far times may leave the plan's, as a share of them, before it is made anew; 0: any"

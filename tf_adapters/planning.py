@@ -23,8 +23,8 @@ from tf_adapters.timing import ActionTimer, Trace
 
 __all__ = ["Measured", "PlanMaker", "Planned"]
 
-_SOLVED_AT_ONCE = 2_000
-"""Actions up to which planning takes tenths of a second, less than starting a process for it."""
+_SOLVED_AT_ONCE = 1_000
+"""Actions up to which planning takes about a second, no more than starting a process for it."""
 
 _NEARLY = 1.01
 """A promise that misses its target by less has reached it: that is what measurements are good for."""

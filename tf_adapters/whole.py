@@ -13,7 +13,7 @@ others wait for it (``benchmarks/first_stage.py``). So the plan decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -28,7 +28,10 @@ __all__ = ["FIRST_STAGE", "disappears", "earliest_end", "frozen_whole"]
 
 FIRST_STAGE = 0
 _TRIED = 8
-"""Numbers of whole backwards that are tried, besides none and one."""
+"""Numbers of whole backwards that are tried, besides none and one, in programs that take a moment."""
+
+_TRIED_ALL_UP_TO = 500
+"""Actions. Beyond, only half of what the budget has room for is tried: under GPipe the best is near it."""
 
 _AS_EARLY = 1e-3
 """Share of the makespan by which ends are alike: of these the plan that freezes least is taken."""
@@ -70,7 +73,7 @@ def earliest_end(
     failures further on end the search.
     """
     found = [(problem, optimise(problem))]
-    for count in _counts(len(problem.stages.get(FIRST_STAGE, ())), problem.budgets.get(FIRST_STAGE, 0.0)):
+    for count in _counts(problem):
         left, whole = frozen_whole(problem, count)
         try:
             outcome = optimise(left)
@@ -83,7 +86,10 @@ def earliest_end(
     return min(early, key=lambda pair: float(pair[1].ratios.sum()))
 
 
-def _counts(backwards: int, budget: float) -> Iterator[int]:
-    most = min(backwards, math.floor(budget + 1e-9))
-    tried = {1, *(round(part * most / _TRIED) for part in range(1, _TRIED + 1))}
-    yield from sorted(count for count in tried if 1 <= count <= most)
+def _counts(problem: FreezeProblem) -> list[int]:
+    """Numbers of whole backwards worth a try: from one, which 1F1B takes, to what the budget has room for."""
+    most = math.floor(problem.budgets[FIRST_STAGE] + 1e-9)
+    few = len(problem.upper) > _TRIED_ALL_UP_TO
+    shares = (0.5,) if few else [part / _TRIED for part in range(1, _TRIED + 1)]
+    tried = {1, *(round(share * most) for share in shares)}
+    return sorted(count for count in tried if 1 <= count <= most)
