@@ -224,8 +224,7 @@ class Controller:
         """Resume. Called on all ranks; rank 0's data counts. A plan that does not fit this run is made anew."""
         chosen = self._collectives.broadcast(data)
         self.state = compatible_state(chosen, self.config, self.schedule, self.masks, auto_warmup)
-        self.timer.clear()
-        self.memory.clear()
+        self._forget_measured()
         description = self.state.phases.description(self.step)
         self._reporting.say(f"resumed after step {self.state.completed_steps}: {description}")
         for note in self.state.notes if self.state.plan is None else ():
@@ -235,17 +234,22 @@ class Controller:
 
     def reschedule(self, schedule: PipelineSchedule) -> None:
         """The host runs another schedule from here on (another number of microbatches, say): monitor and plan anew."""
-        self._planner.close()
-        self._fresh = None
         self.schedule = schedule.validate()
         self._backward = _weight_gradient_actions(schedule)
         stability = self.state.stability
         self.state = self.state.restarted(self.config, "the pipeline schedule changed")
         self.state.stability = stability  # of the same parameters
-        self.timer.clear()
-        self.memory.clear()
+        self._forget_measured()
         again = f": monitoring again from step {self.step}" if self.config.plans else ""
         self._reporting.say(f"the pipeline schedule changed{again}")
+
+    def _forget_measured(self) -> None:
+        """What was timed, and a plan that is being made from it, are of another run or schedule."""
+        self._planner.close()
+        self._watch.forget()
+        self._fresh = None
+        self.timer.clear()
+        self.memory.clear()
 
     def close(self) -> None:
         """End of freezing on this rank. Called on all ranks at the same point: leaves the final report."""

@@ -60,6 +60,10 @@ class PlanWatch:
         passed = step - settled
         return self._config.replan_threshold > 0 and passed > 0 and passed % self._config.replan_interval == 0
 
+    def forget(self) -> None:
+        """Begin anew: the pipeline runs something else now."""
+        self._found = 0
+
     def look(
         self, schedule: PipelineSchedule, timer: ActionTimer, measured: Measured, plan: FreezePlan
     ) -> Measured | None:

@@ -18,6 +18,7 @@ from tf_adapters.planning import Measured, Planned
 from tf_adapters.selection.stability import StabilityState
 
 FORMAT = 2
+_NOTES = 50  # the newest: a long run may plan anew many times
 
 
 @dataclass
@@ -51,7 +52,7 @@ class RunState:
     def measure(self, measured: Measured) -> None:
         """Keep what a plan is made from."""
         self.bounds, self.gaps, self.unfrozen_step_ms = dict(measured.bounds), measured.gaps, measured.unfrozen_step_ms
-        self.notes = (*self.notes, *measured.notes)
+        self.notes = (*self.notes, *measured.notes)[-_NOTES:]
 
     def adopt(self, planned: Planned) -> None:
         """Take a new plan into force."""
