@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -205,27 +205,39 @@ def mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Te
 
 def forward_step(data: Any, model: Any) -> Any:
     tokens, labels = next(data)
-    positions = torch.arange(CONTEXT).expand(BATCH, CONTEXT)
-    causal = torch.triu(torch.ones(1, 1, CONTEXT, CONTEXT, dtype=torch.bool), diagonal=1)
+    length = tokens.shape[1]
+    positions = torch.arange(length).expand(BATCH, length)
+    causal = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), diagonal=1)
     return model(tokens, positions, causal, labels=labels), mean_loss
 
 
-def run_batch(case: Case, chunks: list[Any], step: int, microbatches: Sequence[int], forward_only: bool = False) -> Any:
-    """One pass of Megatron's schedule over microbatches; the losses, on the last stage."""
+def run_batch(
+    case: Case,
+    chunks: list[Any],
+    step: int,
+    microbatches: Sequence[int],
+    forward_only: bool = False,
+    length: int = CONTEXT,
+) -> Any:
+    """One pass of Megatron's schedule over microbatches of ``length`` tokens; the losses, on the last stage."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     replica = parallel_state.get_data_parallel_rank()
-    data = [batch(step, replica, microbatches) for _ in chunks]
+    data = [_cut(batch(step, replica, microbatches), length) for _ in chunks]
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=data if len(chunks) > 1 else data[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(microbatches),
-        seq_length=CONTEXT,
+        seq_length=length,
         micro_batch_size=BATCH,
         forward_only=forward_only,
     )
+
+
+def _cut(data: Iterable[Any], length: int) -> Iterator[Any]:
+    return ((tokens[:, :length], labels[:, :length]) for tokens, labels in data)
 
 
 def zero_gradients(chunks: list[Any], optimizer: Any) -> None:

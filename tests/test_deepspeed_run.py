@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
 import deepspeed.pipe
 import pytest
 import torch
-from deepspeed_ranks import Case, batch, build_engine, force_plan, optimizer_state, parameters_of, train
+from deepspeed_ranks import CONTEXT, Case, batch, build_engine, force_plan, optimizer_state, parameters_of, train
 
 pytestmark = pytest.mark.distributed
 
@@ -282,6 +283,33 @@ def resized(case: Case) -> tuple[Any, ...]:
         phases.append(adapter.controller.state.phases.phase(step + 1).value)
     state = adapter.controller.state
     return phases, adapter.controller.schedule.num_microbatches, state.plan is not None, state.failure
+
+
+def test_shorter_sequences_in_mid_run_train_on_under_the_same_plan(pools):
+    """As in curriculum learning, which tells the engine so."""
+    for failure, phase, finite, frozen in pools(2).run(shortened, Case()):
+        assert failure is None
+        assert phase == "stable"
+        assert finite
+        assert frozen
+
+
+def shortened(case: Case) -> tuple[str | None, str, bool, bool]:
+    import tf_adapters.deepspeed
+
+    engine = build_engine(case)
+    adapter = tf_adapters.deepspeed.attach(engine)
+    losses = []
+    for step in range(10):
+        samples = batch(step, 0, engine.micro_batches)
+        if step == 7:
+            engine.reset_activation_shape()
+        if step >= 7:
+            samples = [(tokens[:, : CONTEXT // 2], labels[:, : CONTEXT // 2]) for tokens, labels in samples]
+        losses.append(float(engine.train_batch(iter(samples))))
+    controller = adapter.controller
+    frozen = any(controller.frozen_parameters(controller.step, stage, 0) for stage in (0, 1))
+    return controller.state.failure, controller.phase.value, all(map(math.isfinite, losses)), frozen
 
 
 @pytest.mark.parametrize("on_error", ["warn", "raise"])

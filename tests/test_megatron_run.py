@@ -10,6 +10,7 @@ import pytest
 import torch
 from logged import Lines
 from megatron_ranks import (
+    CONTEXT,
     Case,
     all_masks,
     build_chunks,
@@ -258,6 +259,27 @@ def ramped_up(case: Case) -> tuple[list[str], list, str | None]:
         train_step(case, chunks, optimizer, step, microbatches)
         phases.append(adapter.controller.state.phases.phase(adapter.controller.state.completed_steps).value)
     result = phases, adapter.controller.schedule.to_text(), adapter.controller.state.failure
+    adapter.detach()
+    return result
+
+
+def test_shorter_sequences_in_mid_run_train_on_under_the_same_plan(megatron):
+    for failure, phases, frozen in megatron(2).run(shortened, Case(ratios=0.5)):
+        assert failure is None
+        assert phases == ["stable"] * 6
+        assert frozen
+
+
+def shortened(case: Case) -> tuple[str | None, list[str], bool]:
+    chunks, optimizer, adapter = start(case)
+    phases = []
+    for step, length in enumerate([CONTEXT] * 3 + [CONTEXT // 2] * 3):
+        phases.append(adapter.controller.phase.value)
+        zero_gradients(chunks, optimizer)
+        run_batch(case, chunks, step, range(4), length=length)
+        optimizer.step()
+    controller = adapter.controller
+    result = controller.state.failure, phases, any(controller.frozen_parameters(controller.step, s, 0) for s in (0, 1))
     adapter.detach()
     return result
 
