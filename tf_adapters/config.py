@@ -43,6 +43,11 @@ class TimelyFreezeConfig(BaseModel):
     freeze_exclude: list[str] = Field(
         [], description="patterns (*, ?, [abc]) of parameters' names: what they match is never frozen"
     )
+    granularity: Literal["tensor", "row"] = Field(
+        "tensor",
+        description="what is frozen as one: whole tensors, or also rows of linear and embedding layers, with which "
+        "any freeze ratio is met",
+    )
     warmup_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         "auto", description='T_w; "auto" takes the learning-rate warm-up of the host\'s scheduler'
     )
@@ -166,6 +171,7 @@ _ALLOWED = {
     "target_speedup": "a number of at least 1, or null",
     "target_step_time_ms": "a number above 0, or null",
     "freeze_exclude": 'a list of names with *, ? and [abc], such as ["*.bias", "embed*"]',
+    "granularity": '"tensor" or "row"',
     "warmup_steps": '"auto" or an integer of at least 0',
     "monitoring_steps": "an integer of at least 2",
     "progressive_steps": "an integer of at least 0",

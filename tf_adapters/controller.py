@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from tf_adapters.phases import Phase
 from tf_adapters.planning import PlanMaker, Planned
 from tf_adapters.prediction import Forecast, disappears
 from tf_adapters.reporting import MetricSink, Reporting
+from tf_adapters.row_masking import RowMask
+from tf_adapters.rows import FrozenRows
 from tf_adapters.selection.sampling import HeldValues, whole_parameters
 from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.state import RunState, compatible_state
@@ -62,6 +64,7 @@ class Controller:
         metrics: called on this rank after each step with named figures (ratios in [0, 1], ms).
         held_values: what this rank holds of a parameter, as its optimizer updates it; by default ``parameters``.
         traced: whether transfers are measured on this rank's pipeline: true of one replica of the pipeline.
+        row_masks: this rank's layers of which rows can be frozen, by stage; the units say how many rows they have.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Controller:
         metrics: MetricSink | None = None,
         held_values: HeldValues | None = None,
         traced: bool = True,
+        row_masks: Mapping[int, RowMask] | None = None,
     ) -> None:
         self.config = config
         self.host = host
@@ -87,6 +91,7 @@ class Controller:
         self.memory = MemoryMeter(_device_of(parameters))
         self.state = RunState.fresh(config, auto_warmup)
         self.parameter_masks = {stage: ParameterMask(of_stage) for stage, of_stage in parameters.items()}
+        self._row_masks = row_masks or {}
         held_values = held_values or whole_parameters(parameters)
         self.stability_checks = StabilityChecks(config, self.masks.units, parameters, held_values, collectives)
         self._collectives = collectives
@@ -129,7 +134,8 @@ class Controller:
         """Around an action's compute, without its communication: masks it and times it."""
         mask, phase = self.mask(action.stage, action.microbatch), self.phase
         self._executed.append(action)
-        with self.parameter_masks[action.stage].frozen(mask.names), self.timer.timed(phase, action, mask.share):
+        rows = self._row_masks[action.stage].frozen(mask.rows) if mask.rows else nullcontext()
+        with self.parameter_masks[action.stage].frozen(mask.names), rows, self.timer.timed(phase, action, mask.share):
             yield
         self.memory.look(phase)
 
@@ -190,6 +196,10 @@ class Controller:
     def frozen_parameters(self, step: int, stage: int, microbatch: int) -> tuple[str, ...]:
         """Names frozen on ``stage`` for ``microbatch`` at ``step``: the same on every replica and after a restart."""
         return self._draw(step, stage, microbatch).names
+
+    def frozen_rows(self, step: int, stage: int, microbatch: int) -> tuple[FrozenRows, ...]:
+        """Rows frozen there of parameters that are not frozen whole; none with ``granularity`` "tensor"."""
+        return self._draw(step, stage, microbatch).rows
 
     @property
     def forecast(self) -> Forecast | None:

@@ -10,6 +10,7 @@ from tf_adapters.errors import ConfigError
 
 Tie = tuple[tuple[int, str], ...]
 """(stage, name) of each place where one weight is held: several stages that reduce its gradient together."""
+NO_ROWS: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,21 +19,28 @@ class FreezeUnit:
 
     ``work`` is the unit's weight-gradient work in arbitrary but common units (elements: a weight gradient
     costs as many multiply-adds per token as the tensor has elements). ``shape`` is the stratum it is drawn in.
+    ``rows`` says how many output rows of equal work can be frozen apart; 0: the unit is frozen whole or not at all.
     """
 
     names: tuple[str, ...]
     work: float
     shape: tuple[int, ...]
+    rows: int = 0
 
 
 def total_work(units: Iterable[FreezeUnit]) -> float:
     return sum(unit.work for unit in units)
 
 
-def frozen_share(units: Sequence[FreezeUnit], frozen: frozenset[int]) -> float:
-    """Share of the stage's weight-gradient work that the units at ``frozen`` hold, in [0, 1]."""
+def frozen_share(units: Sequence[FreezeUnit], frozen: frozenset[int], rows: Mapping[int, int] = NO_ROWS) -> float:
+    """Share of the stage's weight-gradient work that the units at ``frozen`` hold, in [0, 1].
+
+    ``rows`` adds so many rows of the units at these indices, which are not among ``frozen``.
+    """
     total = total_work(units)
-    return sum(units[index].work for index in frozen) / total if total else 0.0
+    work = sum(units[index].work for index in frozen)
+    work += sum(units[index].work * count / units[index].rows for index, count in rows.items())
+    return work / total if total else 0.0
 
 
 def without(units: Mapping[int, Sequence[FreezeUnit]], patterns: Sequence[str]) -> dict[int, tuple[FreezeUnit, ...]]:

@@ -26,7 +26,7 @@ class UniformSelection:
 
     def __init__(self, units: Sequence[FreezeUnit]) -> None:
         self.units = tuple(units)
-        self._strata = _strata(self.units)
+        self._strata = strata(self.units)
 
     def draw(self, ratio: float, rng: np.random.Generator) -> frozenset[int]:
         """Indices of the frozen units for an actual freeze ratio in [0, 1]."""
@@ -38,26 +38,26 @@ class UniformSelection:
         chance = ratio
         for shapes, work, smaller in self._strata:
             members = [index for shape in shapes for index in rng.permutation(shape).tolist()]
-            count, chance = _round(len(members) * chance, chance, smaller / work, rng)
-            frozen.extend(_spread(members, count, rng))
+            count, chance = round_count(len(members) * chance, chance, smaller / work, rng)
+            frozen.extend(spread(members, count, rng))
         return frozenset(frozen)
 
 
-def _strata(units: Sequence[FreezeUnit]) -> list[tuple[list[list[int]], float, float]]:
+def strata(units: Sequence[FreezeUnit]) -> list[tuple[list[list[int]], float, float]]:
     """(members by shape, work of one, work of all smaller strata), the largest work first."""
     by_work: dict[float, dict[tuple[int, ...], list[int]]] = {}
     for index, unit in enumerate(units):
         by_work.setdefault(unit.work, {}).setdefault(unit.shape, []).append(index)
-    strata: list[tuple[list[list[int]], float, float]] = []
+    found: list[tuple[list[list[int]], float, float]] = []
     smaller = 0.0
     for work in sorted(by_work):
         shapes = [by_work[work][shape] for shape in sorted(by_work[work])]
-        strata.append((shapes, work, smaller))
+        found.append((shapes, work, smaller))
         smaller += work * sum(map(len, shapes))
-    return strata[::-1]
+    return found[::-1]
 
 
-def _round(expected: float, chance: float, room: float, rng: np.random.Generator) -> tuple[int, float]:
+def round_count(expected: float, chance: float, room: float, rng: np.random.Generator) -> tuple[int, float]:
     """Round the expected count of a stratum; returns it and the chance left for the smaller units.
 
     ``room`` is the smaller units' work in units of this stratum. The fractional unit moves up to frozen or down
@@ -78,7 +78,7 @@ def _round(expected: float, chance: float, room: float, rng: np.random.Generator
     return whole + int(rng.random() < part), chance
 
 
-def _spread(members: list[int], count: int, rng: np.random.Generator) -> list[int]:
+def spread(members: list[int], count: int, rng: np.random.Generator) -> list[int]:
     """``count`` of the members by systematic sampling: the same chance for each, floor or ceil in every run of them."""
     edges = np.floor(np.arange(len(members) + 1) * (count / len(members)) + rng.random())
     return [member for member, taken in zip(members, np.diff(edges) > 0, strict=True) if taken]
