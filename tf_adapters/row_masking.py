@@ -69,6 +69,28 @@ def tap(output: torch.Tensor, inputs: torch.Tensor, parameters: Tensors, gradien
     return _Join.apply(output, trained)  # type: ignore[no-any-return, no-untyped-call]
 
 
+class _TrainedRows(torch.autograd.Function):
+    """A parameter that the host itself uses, without the gradient of frozen rows."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, rows: FrozenRows) -> torch.Tensor:
+        ctx.rows = rows
+        return parameter.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient = gradient.clone()
+        for start, stop in ctx.rows.frozen:
+            gradient[start:stop] = 0
+        return gradient, None
+
+
+def trained_rows(parameter: torch.Tensor, rows: FrozenRows) -> torch.Tensor:
+    """``parameter`` without a copy; in its backward frozen rows get no gradient."""
+    return _TrainedRows.apply(parameter, rows)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class RowLayer:
     """One layer some of whose rows can be frozen. A subclass says how gradients of the other rows are computed.
 
@@ -83,10 +105,8 @@ class RowLayer:
         self._input = next(iter(inspect.signature(module.forward).parameters))
         self._overrides = Overrides()
 
-    def gradients(
-        self, rows: FrozenRows, weight: torch.Tensor, inputs: torch.Tensor, gradient: torch.Tensor
-    ) -> Tensors:
-        """Gradients of the parameters, zero in frozen rows; ``weight`` tells their shape and type."""
+    def gradients(self, rows: FrozenRows, parameters: Tensors, inputs: torch.Tensor, gradient: torch.Tensor) -> Tensors:
+        """Gradients of the parameters, in their shapes and types, zero in frozen rows."""
         raise NotImplementedError
 
     @property
@@ -116,35 +136,31 @@ class RowLayer:
 
     def tapped(self, result: Any, inputs: torch.Tensor, rows: FrozenRows, parameters: Tensors) -> Any:
         """What the module's forward returned, with the tap on its output."""
-        return tap(result, inputs, parameters, partial(self.gradients, rows, parameters[0].detach()))
+        return tap(result, inputs, parameters, partial(self.gradients, rows, parameters))
 
 
 class LinearRows(RowLayer):
     """``torch.nn.Linear``. Its bias goes on by itself: the host trains or freezes it as it does without a tap."""
 
-    def gradients(
-        self, rows: FrozenRows, weight: torch.Tensor, inputs: torch.Tensor, gradient: torch.Tensor
-    ) -> Tensors:
-        return (linear_gradient(rows, weight, inputs, gradient),)
+    def gradients(self, rows: FrozenRows, parameters: Tensors, inputs: torch.Tensor, gradient: torch.Tensor) -> Tensors:
+        return (linear_gradient(rows, parameters[0], inputs, gradient),)
 
 
 class EmbeddingRows(RowLayer):
     """``torch.nn.Embedding``, whose rows are tokens."""
 
-    def gradients(
-        self, rows: FrozenRows, weight: torch.Tensor, inputs: torch.Tensor, gradient: torch.Tensor
-    ) -> Tensors:
+    def gradients(self, rows: FrozenRows, parameters: Tensors, inputs: torch.Tensor, gradient: torch.Tensor) -> Tensors:
         frozen = is_frozen(rows, inputs)
         if self.module.padding_idx is not None:
             frozen |= inputs == self.module.padding_idx
-        return (embedding_gradient(rows, weight, inputs, frozen, gradient),)
+        return (embedding_gradient(rows, parameters[0], inputs, frozen, gradient),)
 
 
 def linear_gradient(
     rows: FrozenRows, weight: torch.Tensor, inputs: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor:
     """Gradient of a weight ``[rows, inputs]``: one product for each span of rows that trains, zeros elsewhere."""
-    flat = gradient.reshape(-1, gradient.shape[-1])
+    flat = gradient.reshape(-1, rows.total)
     inputs = inputs.reshape(-1, inputs.shape[-1]).to(flat.dtype)  # under autocast the layer computed in another type
     found = flat.new_empty(weight.shape)
     for start, stop in rows.trained:
@@ -152,6 +168,14 @@ def linear_gradient(
     for start, stop in rows.frozen:
         found[start:stop].zero_()
     return found.to(weight.dtype)
+
+
+def bias_gradient(rows: FrozenRows, bias: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Gradient of a bias ``[rows]``, zero in frozen rows."""
+    flat, found = gradient.reshape(-1, rows.total), torch.zeros_like(bias)
+    for start, stop in rows.trained:
+        found[start:stop] = flat[:, start:stop].sum(0)
+    return found
 
 
 def is_frozen(rows: FrozenRows, tokens: torch.Tensor) -> torch.Tensor:
