@@ -29,6 +29,7 @@ from tf_adapters.phases import Phase
 from tf_adapters.planning import PlanMaker, Planned
 from tf_adapters.prediction import Forecast, disappears
 from tf_adapters.reporting import MetricSink, Reporting
+from tf_adapters.row_holding import HeldRows, frozen_by_all
 from tf_adapters.row_masking import RowMask
 from tf_adapters.rows import FrozenRows
 from tf_adapters.selection.sampling import HeldValues, whole_parameters
@@ -156,6 +157,19 @@ class Controller:
             for stage, parameters in self._parameters.items()
             for name in sorted(self._frozen_all_step(stage))
             if all(held in self._frozen_all_step(other) for other, held in self._ties.get((stage, name), ()))
+        )
+
+    def held_rows(self) -> tuple[HeldRows, ...]:
+        """This rank's rows that every microbatch of the current step froze, of parameters that some freeze in part.
+
+        They take no update either.
+        """
+        return tuple(
+            HeldRows(self._parameters[stage][name], rows)
+            for stage in self._row_masks
+            for name, rows in frozen_by_all(
+                self.mask(stage, microbatch) for microbatch in range(self.schedule.num_microbatches)
+            ).items()
         )
 
     def end_step(self) -> None:

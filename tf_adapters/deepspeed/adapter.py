@@ -170,7 +170,7 @@ class DeepSpeedAdapter:
     def _reduce_gradients(self, engine: Any, **kwargs: Any) -> None:
         held = self.controller.held_parameters()
         fill_missing_gradients(engine.optimizer, held)
-        self._holder.hold(held)
+        self._holder.hold(held, self.controller.held_rows())
         self._host_instructions[host.ReduceGrads](engine, **kwargs)
 
     def _optimizer_step(self, engine: Any, **kwargs: Any) -> None:

@@ -141,7 +141,7 @@ class MegatronAdapter:
             self._warn_unseen()
             return self._host_step(*args, **kwargs)
         with self._timed():
-            self._holder.hold(self.controller.held_parameters())
+            self._holder.hold(self.controller.held_parameters(), self.controller.held_rows())
         try:
             result = self._host_step(*args, **kwargs)
         finally:
