@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from held import held_rows
 from hosts import HOSTS, MICROBATCHES, STAGES, Tensors, setup, start
 
 from tf_adapters.ir import PipelineSchedule
@@ -279,20 +280,16 @@ def rows_held_and_still(host: str) -> tuple[set, set]:
     force_plan(training.controller, 0.9)
     masks, rows, before = masks_of(training), rows_of(training), training.parameters()
     in_part = {(s, name) for (s, _), parts in rows.items() for part in parts for name in part.names} & set(before)
-    trained = {key: torch.zeros(len(before[key])) for key in in_part}
-    for stage, name in in_part:
-        for m in range(MICROBATCHES):
-            kept = torch.full((len(before[stage, name]),), float(name not in masks[stage, m]))
-            for part in rows[stage, m]:
-                clear_rows(kept if name in part.names else None, part)
-            trained[stage, name] += kept
     training.step(1)
     after = training.parameters()
     training.detach()
-    held = {(*key, row) for key in in_part for row in torch.nonzero(trained[key] == 0).flatten().tolist()}
-    moved = {key: (before[key] != after[key]).flatten(1).any(1) for key in in_part if before[key].dim() > 1}
-    moved |= {key: before[key] != after[key] for key in in_part if before[key].dim() == 1}
-    return held, {(*key, row) for key in in_part for row in torch.nonzero(~moved[key]).flatten().tolist()}
+    held, still = set(), set()
+    for key in in_part:
+        frozen = held_rows(masks, rows, *key, len(before[key]))
+        moved = (before[key] != after[key]).reshape(len(frozen), -1).any(1)
+        held |= {(*key, row) for row in torch.nonzero(frozen).flatten().tolist()}
+        still |= {(*key, row) for row in torch.nonzero(~moved).flatten().tolist()}
+    return held, still
 
 
 # --- identity with the host alone ----------------------------------------------------------------------------
