@@ -293,8 +293,8 @@ def train_step(case: Case, chunks: list[Any], optimizer: Any, step: int, microba
 def full_gradients(case: Case, chunks: list[Any], step: int) -> list[dict[tuple[int, str], torch.Tensor]]:
     """Full gradients of each microbatch, from an ordinary copy of the chunks that nothing masks.
 
-    The copy has the same parallel sizes and none of what is under test: no adapter, recompute, overlap or tied
-    weights (each place of a tied weight has a gradient of its own here).
+    The copy has the same parallel sizes and none of what is under test: no adapter, recompute, overlap, fused gradients
+    or tied weights (each place of a tied weight has a gradient of its own here).
     """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.utils import get_model_config
@@ -303,7 +303,7 @@ def full_gradients(case: Case, chunks: list[Any], step: int) -> list[dict[tuple[
         case,
         tied=False,
         ddp={},
-        model={k: v for k, v in case.model.items() if not k.startswith("recompute_")},
+        model={k: v for k, v in case.model.items() if not k.startswith(("recompute_", "gradient_accumulation_"))},
     )
     copies = build_chunks(plain)
     get_model_config(copies[0]).finalize_model_grads_func = finalize_model_grads

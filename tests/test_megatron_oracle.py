@@ -20,6 +20,7 @@ BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bf
 BF16_OPTIMIZER = {"bf16": True, "params_dtype": torch.bfloat16}
 FP16 = {"fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}
 FP16_OPTIMIZER = {"fp16": True, "params_dtype": torch.float16, "loss_scale": 64.0}
+FUSED = {"gradient_accumulation_fusion": True}
 OVERLAP = {"overlap_grad_reduce": True}
 SHARDED = {"use_distributed_optimizer": True}
 GATHER = {**SHARDED, **OVERLAP, "overlap_param_gather": True}
@@ -44,6 +45,7 @@ TWO_RANKS = {
     "everything frozen": Case(ratios=1.0),
     "interleaved, everything frozen": Case(vp=2, ratios=1.0),
     "clipping": Case(ratios=0.5, optimizer={"clip_grad": 0.1}),
+    "fused gradients": Case(ratios=0.5, model=FUSED),
     "tied": Case(tied=True, ratios=0.8),
     "tied, stage 0 frozen all step": Case(tied=True, ratios=ALL_STEP),
     "tied, interleaved": Case(tied=True, vp=2, ratios=0.8),
@@ -137,6 +139,9 @@ BY_ROWS = {
     "sequence parallel": Case(pp=1, tp=2, layers=2, ratios=0.6, model={"sequence_parallel": True}),
     "replicas, overlap": Case(pp=1, layers=2, ratios=0.6, ddp=OVERLAP),
     "replicas, gather": Case(pp=1, layers=2, ratios=0.6, ddp=GATHER, optimizer=GATHER_OPTIMIZER),
+    # So little that a weight may train whole, by the fused kernel, before it trains in part.
+    "fused gradients": Case(ratios=0.3, model=FUSED),
+    "fused gradients, recompute, overlap": Case(pp=1, layers=2, ratios=0.3, model={**FUSED, **FULL}, ddp=OVERLAP),
     "experts": Case(layers=4, ratios=0.6, model=MOE),
 }
 

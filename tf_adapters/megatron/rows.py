@@ -27,9 +27,8 @@ from tf_adapters.rows import FrozenRows
 def parallel_layer(module: torch.nn.Module) -> RowLayer | None:
     """Rows of a layer of a Megatron model; None for one whose gradients a tap on its output cannot make.
 
-    That is where the output that the host hands on has been gathered or scattered (sequence parallelism), where its
-    kernel adds to ``main_grad`` by itself and tells DDP so for the rest of the batch (gradient_accumulation_fusion),
-    for experts, for shared embeddings and for all layers of Transformer Engine.
+    That is where the output that the host hands on has been gathered or scattered (sequence parallelism), for
+    experts, for shared embeddings and for all layers of Transformer Engine.
     """
     own = dict(module.named_parameters(recurse=False))
     if "weight" not in own or not own["weight"].requires_grad or len(own["weight"]) < 2:
@@ -39,7 +38,7 @@ def parallel_layer(module: torch.nn.Module) -> RowLayer | None:
         return None if shared or module.reduce_scatter_embeddings else VocabParallelRows(module)
     if type(module) not in (ColumnParallelLinear, RowParallelLinear):
         return plain_layer(module)
-    apart = module.is_expert or module.explicit_expert_comm or module.gradient_accumulation_fusion
+    apart = module.is_expert or module.explicit_expert_comm
     moved = module.sequence_parallel or getattr(module, "gather_output", False)
     if apart or moved or not getattr(module, "input_is_parallel", True) or "shared_embedding" in vars(own["weight"]):
         return None
@@ -55,6 +54,10 @@ class ParallelLinearRows(RowLayer):
 
     def gradients(self, rows: FrozenRows, parameters: Tensors, inputs: torch.Tensor, gradient: torch.Tensor) -> Tensors:
         weight, *bias = parameters
+        # With gradient_accumulation_fusion an earlier microbatch told DDP, for the rest of the batch, that a kernel
+        # adds this weight's gradients up. It adds none for a frozen weight: this one is DDP's to add.
+        if hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = False
         of_bias = [bias_gradient(rows, of, gradient) for of in bias]
         return linear_gradient(rows, weight, inputs, gradient), *of_bias
 
