@@ -61,10 +61,12 @@ def frozen_by_all(masks: Iterable[Mask]) -> dict[str, tuple[Span, ...]]:
     whole_and_part = [(frozenset(mask.names), dict(_by_name(mask))) for mask in masks]
     found = {}
     for name, total in {name: part.total for _, parts in whole_and_part for name, part in parts.items()}.items():
+        if not all(name in whole or name in parts for whole, parts in whole_and_part):
+            continue  # some mask trains all of it
         frozen = np.ones(total, bool)
         for whole, parts in whole_and_part:
             if name not in whole:
-                frozen &= _flags(parts.get(name), total)
+                frozen &= _flags(parts[name])
         if frozen.any():
             found[name] = _spans(frozen)
     return found
@@ -76,9 +78,9 @@ def _by_name(mask: Mask) -> Iterator[tuple[str, FrozenRows]]:
             yield name, part
 
 
-def _flags(part: FrozenRows | None, total: int) -> np.ndarray:
-    flags = np.zeros(total, bool)
-    for start, stop in part.frozen if part is not None else ():
+def _flags(part: FrozenRows) -> np.ndarray:
+    flags = np.zeros(part.total, bool)
+    for start, stop in part.frozen:
         flags[start:stop] = True
     return flags
 
