@@ -41,7 +41,9 @@ EVALUATED = {
     "1f1b, two batches": Case(batches=2),
     "zero bubble": Case(schedule="ScheduleInterleavedZeroBubble"),
     "ddp": Case(replicas="ddp"),
-    "fsdp": Case(replicas="fsdp nested"),
+    "fsdp, parts too": Case(replicas="fsdp nested"),
+    "fsdp, resharded": Case(replicas="fsdp whole"),
+    "fsdp zbv": Case(replicas="fsdp", schedule="ScheduleZBVZeroBubble"),
 }
 
 
@@ -92,7 +94,9 @@ BY_ROWS = {
     "zbv, checkpointing": Case(schedule="ScheduleZBVZeroBubble", checkpoint=True),
     "ddp": Case(replicas="ddp"),
     "tp": Case(replicas="tp"),
-    "fsdp": Case(replicas="fsdp nested"),
+    "fsdp, parts too": Case(replicas="fsdp nested"),
+    "fsdp, resharded": Case(replicas="fsdp whole"),
+    "fsdp zbv": Case(replicas="fsdp", schedule="ScheduleZBVZeroBubble"),
 }
 
 
@@ -103,7 +107,7 @@ def test_rows(name: str) -> None:
     check_oracle(case, ranks)
     assert all(rank["steps"][0]["rows"] == ranks[0]["steps"][0]["rows"] for rank in ranks)
     in_part = {part.names for parts in ranks[0]["steps"][0]["rows"].values() for part in parts}
-    assert any(names[0].endswith("up.weight") for names in in_part) == (case.replicas not in ("tp", "fsdp nested"))
+    assert any(names[0].endswith("up.weight") for names in in_part) == (case.replicas != "tp")
 
 
 def test_the_oracle_of_rows_can_fail() -> None:

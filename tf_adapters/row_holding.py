@@ -6,6 +6,7 @@ them is taken back after its step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -23,12 +24,17 @@ class HeldRows:
     parameter: torch.nn.Parameter
     rows: tuple[Span, ...]
 
+    @property
+    def width(self) -> int:
+        """Elements of one row."""
+        return math.prod(self.parameter.shape[1:])
+
     def of(self, tensor: torch.Tensor, begin: int = 0) -> list[torch.Tensor]:
         """These rows' elements in a copy or a contiguous shard of the parameter; flat views.
 
         ``begin`` is the (flat) element of the parameter that the shard begins with.
         """
-        flat, width = tensor.view(-1), self.parameter[0].numel()
+        flat, width = tensor.view(-1), self.width
         spans = ((max(0, start * width - begin), min(flat.numel(), stop * width - begin)) for start, stop in self.rows)
         return [flat[start:stop] for start, stop in spans if start < stop]
 

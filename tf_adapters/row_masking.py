@@ -256,16 +256,24 @@ def row_layers(model: torch.nn.Module, make: Callable[[torch.nn.Module], RowLaye
 
 
 def plain_layer(module: torch.nn.Module) -> RowLayer | None:
-    """Rows of torch's own linear and embedding layers; None for others, and for one that does not train.
+    """Rows of torch's own linear and embedding layers; None for others."""
+    weight = vars(module)["_parameters"].get("weight")
+    # Not a DTensor, for one: a rank has its shard only.
+    return layer_of_kind(module, type(module)) if type(weight) is torch.nn.Parameter else None
 
-    None too for a table that is clipped by norm, has sparse gradients or scales them by frequency.
+
+def layer_of_kind(module: torch.nn.Module, kind: type) -> RowLayer | None:
+    """Rows of a module that computes as ``kind`` does, if that is a linear or embedding layer that trains.
+
+    None for a table that is clipped by norm, has sparse gradients or scales them by frequency.
     """
-    weight = dict(module.named_parameters(recurse=False)).get("weight")
-    if type(weight) is not torch.nn.Parameter or not weight.requires_grad or len(weight) < 2:
-        return None  # neither a DTensor, of which a rank has its shard only
-    if type(module) is torch.nn.Linear:
+    if kind not in (torch.nn.Linear, torch.nn.Embedding):
+        return None
+    weight = module.get_parameter("weight")
+    if not weight.requires_grad or len(weight) < 2:
+        return None
+    if kind is torch.nn.Linear:
         return LinearRows(module)
-    if type(module) is torch.nn.Embedding:
-        special = module.max_norm is not None or module.sparse or module.scale_grad_by_freq
-        return None if special else EmbeddingRows(module)
-    return None
+    options = vars(module)
+    special = options["max_norm"] is not None or options["sparse"] or options["scale_grad_by_freq"]
+    return None if special else EmbeddingRows(module)

@@ -23,10 +23,11 @@ from tf_adapters.ir import Action, Kind
 from tf_adapters.overrides import Overrides
 from tf_adapters.phases import DEFAULT_WARMUP_STEPS
 from tf_adapters.reporting import MetricSink
-from tf_adapters.row_masking import RowMask, plain_layer, row_layers, with_rows
+from tf_adapters.row_masking import with_rows
 from tf_adapters.timing import clock_for
 from tf_adapters.torch_pipelining.optimizers import Updates
 from tf_adapters.torch_pipelining.replicas import frozen_replica, report_to_reducer
+from tf_adapters.torch_pipelining.rows import row_mask
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
 from tf_adapters.torch_pipelining.units import held_values, shared_parameters, units_of
 
@@ -55,7 +56,7 @@ class TorchPipeliningAdapter:
         self._gone_backward: set[int] = set()  # stages that have run a backward in this batch
         parameters = {stage.stage_index: dict(stage.submod.named_parameters()) for stage in self._stages}
         by_rows = self._stages if config.granularity == "row" else ()
-        self._row_masks = {stage.stage_index: RowMask(row_layers(stage.submod, plain_layer)) for stage in by_rows}
+        self._row_masks = {stage.stage_index: row_mask(stage.submod) for stage in by_rows}
         units = with_rows({stage.stage_index: units_of(stage.submod) for stage in self._stages}, self._row_masks)
         collectives = ProcessGroupCollectives()
         self.controller = Controller(

@@ -9,6 +9,7 @@ import torch
 
 from tf_adapters.controller import Controller
 from tf_adapters.row_holding import Kept, updated_with
+from tf_adapters.torch_pipelining.rows import elements
 
 
 class Updates:
@@ -45,7 +46,7 @@ class Updates:
                 parameter.grad = None
             for held in self._controller.held_rows():
                 for tensor in updated_with(optimizer, held.parameter):
-                    self._kept.keep(held.of(tensor))
+                    self._kept.keep(elements(held, tensor))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._kept.put_back()
