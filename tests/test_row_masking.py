@@ -208,10 +208,12 @@ def test_what_a_tap_cannot_do_right_has_no_rows() -> None:
             "scaled": nn.Embedding(OUT, IN, scale_grad_by_freq=True),
             "tied": nn.Embedding(OUT, IN),
             "head": nn.Linear(IN, OUT, bias=False),
+            "replaced": nn.Linear(IN, OUT),
             "norm": nn.LayerNorm(IN),
         }
     )
     model["head"].weight = model["tied"].weight
+    model["replaced"].forward = torch.tanh
     assert set(row_layers(model, plain_layer)) == {("linear.weight",), ("table.weight",)}
 
 

@@ -243,12 +243,13 @@ def with_rows(units: UnitsByStage, masks: Mapping[int, RowMask]) -> UnitsByStage
 def row_layers(model: torch.nn.Module, make: Callable[[torch.nn.Module], RowLayer | None]) -> RowLayers:
     """The layers of a model that ``make`` knows to freeze by rows, by the model's names of their parameters.
 
-    Layers that share a parameter with another one stay out: a tap sees only what passes its own layer.
+    Layers that share a parameter with another one stay out: a tap sees only what passes its own layer. So do those
+    with a forward of somebody else's, which may compute anything.
     """
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     found: RowLayers = {}
     for prefix, module in model.named_modules():
-        if all(uses[id(p)] == 1 for p in module.parameters(recurse=False)):
+        if "forward" not in vars(module) and all(uses[id(p)] == 1 for p in module.parameters(recurse=False)):
             layer = make(module)
             if layer is not None:
                 found[tuple(f"{prefix}.{name}" if prefix else name for name in layer.names)] = layer
