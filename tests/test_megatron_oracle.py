@@ -154,6 +154,7 @@ def test_masked_gradients_of_rows_reach_the_optimizer(megatron, name):
     in_part = {part.names[0] for parts in ranks[0]["steps"][0]["rows"].values() for part in parts}
     assert any("linear_" in name for name in in_part) == ("sequence_parallel" not in case.model)
     assert not any("experts" in name for name in in_part)
+    assert not case.tied or in_part.isdisjoint({"embedding.word_embeddings.weight", "output_layer.weight"})
 
 
 def test_masked_gradients_of_rows_reach_the_optimizer_on_four_ranks(megatron):
