@@ -1,8 +1,8 @@
 """What freezing by rows saves of a backward, against freezing whole tensors: a stage of two linear layers.
 
 Every round runs each freeze ratio once under each granularity, in random order, in one process, with masks as a run
-draws them. The saved time of a round is compared with its proportional part: the ratio times what freezing everything
-saves in the same round. Gradients are added to those of earlier microbatches, as in all but a step's first. ::
+draws them. What a ratio saves of the median backward is compared with its proportional part: the ratio times what
+freezing everything saves. Gradients are added to those of earlier microbatches, as in all but a step's first. ::
 
     python benchmarks/rows.py                           # about a minute on one core, which nothing else should use
     python benchmarks/rows.py --tokens 2048 --shapes 2048x2048,2048x8192
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -73,7 +72,7 @@ class Stage:
 class Cell:
     """One granularity at one ratio: medians over rounds, and from the 10th to the 90th percentile.
 
-    ``saved_over_proportional`` is None where nothing, or everything, is frozen by definition.
+    ``saved_over_proportional`` is None where nothing, or everything, is frozen; its range is of rounds drawn again.
     """
 
     granularity: str
@@ -86,19 +85,24 @@ class Cell:
     saved_over_proportional_range: tuple[float, float] | None
 
 
+Case = tuple[str, float]
+Times = dict[Case, np.ndarray]
+"""Milliseconds of backwards, by granularity and ratio: one for each round."""
+
+
 def measure(stage: Stage, rounds: int) -> list[Cell]:
     rng = np.random.default_rng(0)
-    cases = [(granularity, ratio) for granularity in GRANULARITIES for ratio in RATIOS]
-    times: dict[tuple[str, float], list[tuple[float, float]]] = {case: [] for case in cases}
-    shares: dict[tuple[str, float], list[float]] = {case: [] for case in cases}
+    cases: list[Case] = [(granularity, ratio) for granularity in GRANULARITIES for ratio in RATIOS]
+    forward, backward = ({case: np.zeros(rounds) for case in cases} for _ in range(2))
+    shares: dict[Case, list[float]] = {case: [] for case in cases}
     warm_up(stage)
     for number in range(rounds):
         for place in rng.permutation(len(cases)):
             case = cases[place]
             mask = stage.draw(case[0], number, case[1])
-            times[case].append(stage.run(mask))
+            forward[case][number], backward[case][number] = stage.run(mask)
             shares[case].append(mask.share)
-    return [cell(case, times, shares[case]) for case in cases]
+    return [cell(case, forward[case], backward, shares[case]) for case in cases]
 
 
 def warm_up(stage: Stage) -> None:
@@ -109,34 +113,36 @@ def warm_up(stage: Stage) -> None:
     stage.run(stage.draw("row", 0, 0.0))
 
 
-def cell(
-    case: tuple[str, float], times: dict[tuple[str, float], list[tuple[float, float]]], shares: list[float]
-) -> Cell:
+def cell(case: Case, forward: np.ndarray, backward: Times, shares: list[float]) -> Cell:
     granularity, ratio = case
-    backward = [ms for _, ms in times[case]]
-    saved = list(saved_over_proportional(granularity, ratio, times)) if 0.0 < ratio < 1.0 else None
+    part = 0.0 < ratio < 1.0
     return Cell(
         granularity=granularity,
         ratio=ratio,
         frozen_share=(min(shares), max(shares)),
-        forward_ms=statistics.median(ms for ms, _ in times[case]),
-        backward_ms=statistics.median(backward),
-        backward_ms_range=middle(backward),
-        saved_over_proportional=saved and statistics.median(saved),
-        saved_over_proportional_range=saved and middle(saved),
+        forward_ms=float(np.median(forward)),
+        backward_ms=float(np.median(backward[case])),
+        backward_ms_range=middle(backward[case]),
+        saved_over_proportional=saved_over_proportional(case, backward) if part else None,
+        saved_over_proportional_range=middle(again(case, backward)) if part else None,
     )
 
 
-def saved_over_proportional(
-    granularity: str, ratio: float, times: dict[tuple[str, float], list[tuple[float, float]]]
-) -> Iterator[float]:
-    """By round: what the ratio saved of what is its part of all that can be saved."""
-    of_rounds = zip(*(times[granularity, r] for r in (0.0, ratio, 1.0)), strict=True)
-    for (_, nothing), (_, some), (_, everything) in of_rounds:
-        yield (nothing - some) / (ratio * (nothing - everything))
+def saved_over_proportional(case: Case, backward: Times) -> float:
+    """What the ratio saved of what is its part of all that can be saved."""
+    granularity, ratio = case
+    nothing, some, everything = (float(np.median(backward[granularity, r])) for r in (0.0, ratio, 1.0))
+    return (nothing - some) / (ratio * (nothing - everything))
 
 
-def middle(values: list[float]) -> tuple[float, float]:
+def again(case: Case, backward: Times) -> np.ndarray:
+    """The same from as many rounds, drawn from those that ran."""
+    rng = np.random.default_rng(1)
+    picks = (rng.integers(len(backward[case]), size=len(backward[case])) for _ in range(500))
+    return np.array([saved_over_proportional(case, {c: ms[pick] for c, ms in backward.items()}) for pick in picks])
+
+
+def middle(values: np.ndarray) -> tuple[float, float]:
     low, high = np.quantile(values, (0.1, 0.9)).tolist()
     return low, high
 

@@ -31,6 +31,7 @@ MODELS = {
     "one tensor": layers((7, 3)),
     "two shapes of equal work": layers((16, 8), (8, 16), blocks=2),
     "blocks": layers((24, 8), (24,), (8, 8), (8,), (32, 8), (32,), (8, 32), (8,), blocks=3),
+    "many rows": layers((1024, 2)),
     "large without rows": [FUSED, *layers((16, 8), (8,), blocks=2)],
 }
 RATIOS = [0.05, 0.37, 0.5, 0.8, 0.95]
@@ -89,6 +90,13 @@ def test_one_unit_of_a_stratum_at_most_is_frozen_in_part():
         assert len(works) == len(set(works))
         assert not drawn.whole & set(drawn.partial)
         assert all(0 < count < units[index].rows for index, (_, count) in drawn.partial.items())
+
+
+def test_of_many_rows_groups_of_eight_are_frozen():
+    for drawn in draws(RowSelection(MODELS["many rows"]), 0.37, 200):
+        ((first, count),) = drawn.partial.values()
+        assert first % 8 == 0
+        assert count in (376, 384)
 
 
 def test_nothing_and_everything():
