@@ -28,6 +28,7 @@ bench: $(VENV)/ready
 	$(RUN) benchmarks/planner.py
 	$(RUN) benchmarks/plan_command.py
 	$(RUN) benchmarks/selection.py
+	$(RUN) benchmarks/rows.py
 
 # The distributed tests again on the oldest DeepSpeed that is supported.
 test-oldest: .venv-oldest/ready

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron_low_rank import with_adapters
 
+from tf_adapters.rows import FrozenRows
 from tf_adapters.testing import force_plan
 
 VOCABULARY, WIDTH, HEADS, CONTEXT, BATCH = 32, 16, 4, 8, 2
@@ -302,6 +303,10 @@ def all_masks(controller: Any) -> dict[tuple[int, int], tuple[str, ...]]:
     }
 
 
+def all_rows(controller: Any) -> dict[tuple[int, int], tuple[FrozenRows, ...]]:
+    return {key: controller.frozen_rows(controller.step, *key) for key in all_masks(controller)}
+
+
 def start(case: Case) -> tuple[list[Any], Any, Any]:
     """Model, optimizer and adapter of a fresh run (no adapter where the case has no section)."""
     import tf_adapters.megatron
@@ -327,8 +332,8 @@ def train_step(case: Case, chunks: list[Any], optimizer: Any, step: int, microba
 def full_gradients(case: Case, chunks: list[Any], step: int) -> list[dict[tuple[int, str], torch.Tensor]]:
     """Full gradients of each microbatch, from an ordinary copy of the chunks that nothing masks.
 
-    The copy has the same parallel sizes and none of what is under test: no adapter, recompute, overlap or tied
-    weights (each place of a tied weight has a gradient of its own here).
+    The copy has the same parallel sizes and none of what is under test: no adapter, recompute, overlap, fused gradients
+    or tied weights (each place of a tied weight has a gradient of its own here).
     """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.utils import get_model_config
@@ -337,7 +342,7 @@ def full_gradients(case: Case, chunks: list[Any], step: int) -> list[dict[tuple[
         case,
         tied=False,
         ddp={},
-        model={k: v for k, v in case.model.items() if not k.startswith("recompute_")},
+        model={k: v for k, v in case.model.items() if not k.startswith(("recompute_", "gradient_accumulation_"))},
     )
     copies = build_chunks(plain)
     get_model_config(copies[0]).finalize_model_grads_func = finalize_model_grads
@@ -364,6 +369,7 @@ def train(case: Case, oracle: bool = True, evaluate: bool = False) -> dict[str, 
     steps = []
     for number in range(case.steps):
         masks = all_masks(adapter.controller) if adapter is not None else {}
+        rows = all_rows(adapter.controller) if adapter is not None else {}
         phase = adapter and adapter.controller.phase.value
         zero_gradients(chunks, optimizer)
         losses = run_batch(case, chunks, number, range(case.microbatches))
@@ -378,6 +384,7 @@ def train(case: Case, oracle: bool = True, evaluate: bool = False) -> dict[str, 
                 "losses": [float(entry["loss"]) for entry in losses],
                 "full": full,
                 "masks": masks,
+                "rows": rows,
                 "phase": phase,
                 "state_before": state_before,
                 "state_after": optimizer_state(chunks, optimizer),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron_ranks import Case, Trained, train
 
-from tf_adapters.testing import relative_error
+from tf_adapters.testing import clear_rows, relative_error
 
 pytestmark = pytest.mark.distributed
 
@@ -20,6 +20,7 @@ BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bf
 BF16_OPTIMIZER = {"bf16": True, "params_dtype": torch.bfloat16}
 FP16 = {"fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}
 FP16_OPTIMIZER = {"fp16": True, "params_dtype": torch.float16, "loss_scale": 64.0}
+FUSED = {"gradient_accumulation_fusion": True}
 OVERLAP = {"overlap_grad_reduce": True}
 SHARDED = {"use_distributed_optimizer": True}
 GATHER = {**SHARDED, **OVERLAP, "overlap_param_gather": True}
@@ -44,6 +45,7 @@ TWO_RANKS = {
     "everything frozen": Case(ratios=1.0),
     "interleaved, everything frozen": Case(vp=2, ratios=1.0),
     "clipping": Case(ratios=0.5, optimizer={"clip_grad": 0.1}),
+    "fused gradients": Case(ratios=0.5, model=FUSED),
     "tied": Case(tied=True, ratios=0.8),
     "tied, stage 0 frozen all step": Case(tied=True, ratios=ALL_STEP),
     "tied, interleaved": Case(tied=True, vp=2, ratios=0.8),
@@ -183,6 +185,50 @@ def test_masked_gradients_reach_the_optimizer_on_four_ranks(megatron, name):
             assert step["masks"] == other["masks"]
 
 
+ROWS = {"granularity": "row"}
+QKV_BIAS = {"add_bias_linear": False, "add_qkv_bias": True}  # added by the layer itself, others by what follows it
+BY_ROWS = {
+    "1f1b": Case(ratios=0.6),
+    "1f1b, bias of the layer's own": Case(ratios=0.6, model=QKV_BIAS),
+    "interleaved": Case(vp=2, ratios=0.6),
+    "stage 0 frozen whole": Case(ratios=STAGE_0),
+    "tied": Case(tied=True, ratios=0.7),
+    "tied, no pipelining": Case(tied=True, pp=1, layers=2, ratios=0.6),
+    "full recompute": Case(ratios=0.7, model=FULL),
+    "selective recompute": Case(ratios=0.7, model=SELECTIVE),
+    "selective recompute of mlp": Case(ratios=0.7, model=SELECTIVE_MLP),
+    "bf16, full recompute": Case(ratios=0.6, model={**BF16, **FULL}, optimizer=BF16_OPTIMIZER),
+    "tensor parallel": Case(pp=1, tp=2, layers=2, ratios=0.6),
+    "tensor parallel, bias of the layer's own": Case(pp=1, tp=2, layers=2, ratios=0.6, model=QKV_BIAS),
+    "tensor parallel, full recompute": Case(pp=1, tp=2, layers=2, ratios=0.6, model=FULL),
+    "sequence parallel": Case(pp=1, tp=2, layers=2, ratios=0.6, model={"sequence_parallel": True}),
+    "replicas, overlap": Case(pp=1, layers=2, ratios=0.6, ddp=OVERLAP),
+    "replicas, gather": Case(pp=1, layers=2, ratios=0.6, ddp=GATHER, optimizer=GATHER_OPTIMIZER),
+    # So little that a weight may train whole, by the fused kernel, before it trains in part.
+    "fused gradients": Case(ratios=0.3, model=FUSED),
+    "fused gradients, recompute, overlap": Case(pp=1, layers=2, ratios=0.3, model={**FUSED, **FULL}, ddp=OVERLAP),
+    "experts": Case(layers=4, ratios=0.6, model=MOE),
+}
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_masked_gradients_of_rows_reach_the_optimizer(megatron, name):
+    case = replace(BY_ROWS[name], section=ROWS, steps=3 if BY_ROWS[name].ddp else 2)
+    ranks = megatron(2).run(train, case)
+    check_oracle(case, ranks)
+    in_part = {part.names[0] for parts in ranks[0]["steps"][0]["rows"].values() for part in parts}
+    assert any("linear_" in name for name in in_part) == ("sequence_parallel" not in case.model)
+    assert not any("experts" in name for name in in_part)
+    assert not case.tied or in_part.isdisjoint({"embedding.word_embeddings.weight", "output_layer.weight"})
+
+
+def test_masked_gradients_of_rows_reach_the_optimizer_on_four_ranks(megatron):
+    case = Case(tp=2, ratios=0.6, steps=2, section=ROWS)
+    ranks = megatron(4).run(train, case)
+    check_oracle(case, ranks)
+    assert all(rank["steps"][1]["rows"] == ranks[0]["steps"][1]["rows"] for rank in ranks)
+
+
 def test_the_oracle_can_fail(megatron):
     case = Case(ratios=0.5, steps=1)
     ranks = megatron(2).run(train, case)
@@ -240,4 +286,8 @@ def expected_gradient(case: Case, ranks: list[dict], rank: dict, number: int, ke
 def masked_mean(step: dict, key: tuple[int, str], masked_as: tuple[int, str]) -> torch.Tensor:
     stage, name = masked_as
     kept = [full[key] * (name not in step["masks"][stage, m]) for m, full in enumerate(step["full"])]
+    for m, gradient in enumerate(kept):
+        for part in step["rows"][stage, m]:
+            if name in part.names:
+                clear_rows(gradient, part)
     return torch.stack(kept).mean(0)

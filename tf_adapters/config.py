@@ -51,6 +51,11 @@ class TimelyFreezeConfig(BaseModel):
         description="whole: the plan may freeze the first stage's last backwards whole, so that they disappear; "
         "partial: it counts on what masks of part of the stage save",
     )
+    granularity: Literal["tensor", "row"] = Field(
+        "tensor",
+        description="what is frozen as one: whole tensors, or also rows of linear and embedding layers, with which "
+        "any freeze ratio is met",
+    )
     warmup_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         "auto", description='T_w; "auto" takes the learning-rate warm-up of the host\'s scheduler'
     )
@@ -205,6 +210,7 @@ _ALLOWED = {
     "freeze_exclude": 'a list of names with *, ? and [abc], such as ["*.bias", "embed*"]',
     "freeze_limits": 'an object of patterns and ratios from 0 to max_freeze_ratio, such as {"*embed*": 0.2}',
     "first_stage": '"whole" or "partial"',
+    "granularity": '"tensor" or "row"',
     "warmup_steps": '"auto" or an integer of at least 0',
     "monitoring": '"mixed" or "halves"',
     "monitoring_steps": "an integer of at least 2",

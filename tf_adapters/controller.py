@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ from tf_adapters.planning import Measured, PlanMaker, Planned
 from tf_adapters.prediction import Forecast
 from tf_adapters.replanning import PlanWatch
 from tf_adapters.reporting import MetricSink, Reporting
+from tf_adapters.row_holding import HeldRows, frozen_by_all
+from tf_adapters.row_masking import RowMask
+from tf_adapters.rows import FrozenRows
 from tf_adapters.selection.sampling import HeldValues, whole_parameters
 from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.state import RunState, compatible_state
@@ -64,6 +67,7 @@ class Controller:
         metrics: called on this rank after each step with named figures (ratios in [0, 1], ms).
         held_values: what this rank holds of a parameter, as its optimizer updates it; by default ``parameters``.
         traced: whether transfers are measured on this rank's pipeline: true of one replica of the pipeline.
+        row_masks: this rank's layers of which rows can be frozen, by stage; the units say how many rows they have.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Controller:
         metrics: MetricSink | None = None,
         held_values: HeldValues | None = None,
         traced: bool = True,
+        row_masks: Mapping[int, RowMask] | None = None,
     ) -> None:
         self.config = config
         self.host = host
@@ -89,6 +94,7 @@ class Controller:
         self.memory = MemoryMeter(_device_of(parameters))
         self.state = RunState.fresh(config, auto_warmup)
         self.parameter_masks = {stage: ParameterMask(of_stage) for stage, of_stage in parameters.items()}
+        self._row_masks = row_masks or {}
         held_values = held_values or whole_parameters(parameters)
         self.stability_checks = StabilityChecks(config, self.masks.units, parameters, held_values, collectives)
         self._collectives = collectives
@@ -133,7 +139,8 @@ class Controller:
         """Around an action's compute, without its communication: masks it and times it."""
         mask, phase = self.mask(action.stage, action.microbatch), self.phase
         self._executed.append(action)
-        with self.parameter_masks[action.stage].frozen(mask.names), self.timer.timed(phase, action, mask.share):
+        rows = self._row_masks[action.stage].frozen(mask.rows) if mask.rows else nullcontext()
+        with self.parameter_masks[action.stage].frozen(mask.names), rows, self.timer.timed(phase, action, mask.share):
             yield
         self.memory.look(phase)
 
@@ -154,6 +161,19 @@ class Controller:
             for stage, parameters in self._parameters.items()
             for name in sorted(self._frozen_all_step(stage))
             if all(held in self._frozen_all_step(other) for other, held in self._ties.get((stage, name), ()))
+        )
+
+    def held_rows(self) -> tuple[HeldRows, ...]:
+        """This rank's rows that every microbatch of the current step froze, of parameters that some freeze in part.
+
+        They take no update either.
+        """
+        return tuple(
+            HeldRows(self._parameters[stage][name], rows)
+            for stage in self._row_masks
+            for name, rows in frozen_by_all(
+                self.mask(stage, microbatch) for microbatch in range(self.schedule.num_microbatches)
+            ).items()
         )
 
     def end_step(self) -> None:
@@ -194,6 +214,10 @@ class Controller:
     def frozen_parameters(self, step: int, stage: int, microbatch: int) -> tuple[str, ...]:
         """Names frozen on ``stage`` for ``microbatch`` at ``step``: the same on every replica and after a restart."""
         return self._draw(step, stage, microbatch).names
+
+    def frozen_rows(self, step: int, stage: int, microbatch: int) -> tuple[FrozenRows, ...]:
+        """Rows frozen there of parameters that are not frozen whole; none with ``granularity`` "tensor"."""
+        return self._draw(step, stage, microbatch).rows
 
     @property
     def forecast(self) -> Forecast | None:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tf_adapters.rows import FrozenRows
 from tf_adapters.selection.hybrid import HybridSelection
+from tf_adapters.selection.rows import Drawn, PreferredRowSelection, RowSelection
 from tf_adapters.selection.uniform import UniformSelection
 from tf_adapters.units import FreezeUnit, frozen_share, limited, preferred_share
 
@@ -16,15 +18,18 @@ from tf_adapters.units import FreezeUnit, frozen_share, limited, preferred_share
 class Mask:
     """What is frozen while one microbatch passes one stage.
 
-    ``share`` is of the stage's freezable work (``frozen_share``). ``complete``: no weight gradient is left to compute,
-    which is always so on a stage that trains nothing.
+    ``names`` are frozen whole; of each of ``rows`` a part is frozen, and none of them is among ``names``. ``share`` is
+    of the stage's freezable work (``frozen_share``). ``complete``: no weight gradient is left to compute, which is
+    always so on a stage that trains nothing.
     """
 
     names: tuple[str, ...] = ()
     share: float = 0.0
     complete: bool = False
+    rows: tuple[FrozenRows, ...] = ()
 
 
+_Selection = UniformSelection | HybridSelection | RowSelection | PreferredRowSelection
 NOTHING_FROZEN = Mask()
 NOTHING_TRAINS = Mask(complete=True)
 NONE_PREFERRED: frozenset[int] = frozenset()
@@ -37,7 +42,7 @@ class StageMasks:
     ``units`` holds every stage of the pipeline, not only this rank's: any rank can then tell what any other
     freezes, which tied parameters need. What a pattern of ``exclude`` matches is never frozen and counts as no work;
     what a pattern of ``caps`` matches is frozen with its cap, in [0, 1], times the ratio. ConfigError for a pattern
-    that matches nothing.
+    that matches nothing. Units that have rows may be frozen in part.
     """
 
     def __init__(
@@ -49,8 +54,8 @@ class StageMasks:
     ) -> None:
         self._units = limited(units, exclude, caps)
         self._excludes = {stage: len(self._units[stage]) < len(of_stage) for stage, of_stage in units.items()}
-        self._uniform = {stage: UniformSelection(of_stage) for stage, of_stage in self._units.items()}
-        self._hybrid: dict[int, tuple[frozenset[int], HybridSelection]] = {}  # the newest of each stage
+        self._uniform = {stage: _selection(of_stage) for stage, of_stage in self._units.items()}
+        self._hybrid: dict[int, tuple[frozenset[int], _Selection]] = {}  # the newest of each stage
         self._names = {s: tuple(n for unit in of_stage for n in unit.names) for s, of_stage in self._units.items()}
         self._seed = seed
 
@@ -86,10 +91,13 @@ class StageMasks:
         if ratio <= 0.0 or not units:
             return NOTHING_FROZEN
         rng = np.random.default_rng([self._seed, step, stage, microbatch])
-        frozen = self._selection(stage, preferred).draw(ratio, rng)
+        drawn = self._selection_of(stage, preferred).draw(ratio, rng)
+        frozen, partial = (drawn.whole, drawn.partial) if isinstance(drawn, Drawn) else (drawn, {})
         names = tuple(name for index in sorted(frozen) for name in units[index].names)
+        rows = tuple(FrozenRows(units[i].names, *partial[i], units[i].rows) for i in sorted(partial))
+        share = frozen_share(units, frozen, {index: count for index, (_, count) in partial.items()})
         complete = len(frozen) == len(units) and not self._excludes[stage]
-        return Mask(names, frozen_share(units, frozen), complete)
+        return Mask(names, share, complete, rows)
 
     def names(self, stage: int) -> tuple[str, ...]:
         """Every parameter of a stage that can be frozen."""
@@ -99,9 +107,15 @@ class StageMasks:
         """The ratio at which a mask that prefers the units at ``chosen`` freezes them and no other, in [0, 1]."""
         return preferred_share(self._units[stage], chosen)
 
-    def _selection(self, stage: int, preferred: frozenset[int]) -> UniformSelection | HybridSelection:
+    def _selection_of(self, stage: int, preferred: frozenset[int]) -> _Selection:
         if not preferred:
             return self._uniform[stage]
         if stage not in self._hybrid or self._hybrid[stage][0] != preferred:
-            self._hybrid[stage] = preferred, HybridSelection(self._units[stage], preferred)
+            self._hybrid[stage] = preferred, _selection(self._units[stage], preferred)
         return self._hybrid[stage][1]
+
+
+def _selection(units: Sequence[FreezeUnit], preferred: frozenset[int] = NONE_PREFERRED) -> _Selection:
+    if any(unit.rows > 1 for unit in units):
+        return PreferredRowSelection(units, preferred) if preferred else RowSelection(units)
+    return HybridSelection(units, preferred) if preferred else UniformSelection(units)

@@ -26,12 +26,13 @@ from tf_adapters.deepspeed.optimizers import (
     held_values,
 )
 from tf_adapters.deepspeed.schedules import SCHEDULES, MicrobatchTracker, translate
-from tf_adapters.deepspeed.stages import is_dualpipev, parameters_by_stage, stages_of
+from tf_adapters.deepspeed.stages import is_dualpipev, parameters_by_stage, row_masks_by_stage, stages_of
 from tf_adapters.deepspeed.support import refuse_compiled
 from tf_adapters.ir import Action, Kind
 from tf_adapters.masking import units_of
 from tf_adapters.overrides import Overrides
 from tf_adapters.phases import DEFAULT_WARMUP_STEPS
+from tf_adapters.row_masking import with_rows
 from tf_adapters.timing import clock_for
 from tf_adapters.units import same_names
 
@@ -56,7 +57,9 @@ class DeepSpeedAdapter:
         self._host_exec_schedule: Callable[[host.PipeSchedule], None] = engine._exec_schedule
         collectives = ProcessGroupCollectives()
         parameters = parameters_by_stage(engine)
-        units = gather_units(collectives, {stage: units_of(held) for stage, held in parameters.items()})
+        self._row_masks = row_masks_by_stage(engine, parameters) if config.granularity == "row" else {}
+        local = with_rows({stage: units_of(held) for stage, held in parameters.items()}, self._row_masks)
+        units = gather_units(collectives, local)
         self.controller = Controller(
             config=config,
             schedule=translate(self._schedule_type, self._microbatches, engine.num_stages),
@@ -70,6 +73,7 @@ class DeepSpeedAdapter:
             metrics=self._write_metrics if engine.monitor.enabled and collectives.rank == 0 else None,
             held_values=held_values(engine, parameters),
             traced=holds_first_rank(engine.grid.get_pipe_parallel_group()),
+            row_masks=self._row_masks,
         )
         self._holder = HeldParameters(engine)
         self._host_instructions: dict[type, Callable[..., None]] = dict(engine._INSTRUCTION_MAP)
@@ -82,6 +86,8 @@ class DeepSpeedAdapter:
         """Give the engine back as it was. Call it on all ranks, between two training batches."""
         self._overrides.restore()
         self._holder.remove()
+        for mask in self._row_masks.values():
+            mask.remove()
         self.controller.close()
 
     def _install(self) -> None:
@@ -164,7 +170,7 @@ class DeepSpeedAdapter:
     def _reduce_gradients(self, engine: Any, **kwargs: Any) -> None:
         held = self.controller.held_parameters()
         fill_missing_gradients(engine.optimizer, held)
-        self._holder.hold(held)
+        self._holder.hold(held, self.controller.held_rows())
         self._host_instructions[host.ReduceGrads](engine, **kwargs)
 
     def _optimizer_step(self, engine: Any, **kwargs: Any) -> None:

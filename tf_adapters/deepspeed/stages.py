@@ -5,9 +5,12 @@ Source: deepspeed/runtime/pipe/engine.py, dualpipev.py and module.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from tf_adapters.row_masking import RowMask, plain_layer, row_layers
 
 
 def is_dualpipev(engine: Any) -> bool:
@@ -37,6 +40,15 @@ def parameters_by_stage(engine: Any) -> dict[int, dict[str, torch.nn.Parameter]]
     return {
         stage: {name: p for name, p in named.items() if _belongs(name, _layers(engine.module, phase))}
         for phase, stage in stages_of(engine).items()
+    }
+
+
+def row_masks_by_stage(engine: Any, parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> dict[int, RowMask]:
+    """The layers whose rows can be frozen. Not tied ones: what uses their weights may be any function."""
+    layers = row_layers(engine.module, plain_layer).items()
+    return {
+        stage: RowMask({n: layer for n, layer in layers if n[0] in of_stage and not n[0].startswith("tied_modules.")})
+        for stage, of_stage in parameters.items()
     }
 
 

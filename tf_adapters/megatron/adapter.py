@@ -23,11 +23,13 @@ from tf_adapters.ir import Action, Kind
 from tf_adapters.log import announce
 from tf_adapters.megatron.chunks import Chunk
 from tf_adapters.megatron.optimizers import HeldParameters, held_values
+from tf_adapters.megatron.rows import parallel_layer
 from tf_adapters.megatron.schedules import PipelinePosition, translate
 from tf_adapters.megatron.units import tied_places, units_of
 from tf_adapters.overrides import Overrides
 from tf_adapters.phases import DEFAULT_WARMUP_STEPS
 from tf_adapters.reporting import MetricSink
+from tf_adapters.row_masking import RowMask, row_layers, with_rows
 from tf_adapters.timing import clock_for
 from tf_adapters.units import Tie
 
@@ -60,11 +62,13 @@ class MegatronAdapter:
         self._batch_seen = False
         by_stage = {chunk.stage: chunk for chunk in self._chunks.values()}
         parameters = {stage: chunk.parameters for stage, chunk in by_stage.items()}
+        by_rows = by_stage if config.granularity == "row" else {}
+        self._row_masks = {stage: RowMask(row_layers(c.model, parallel_layer)) for stage, c in by_rows.items()}
         units = {stage: units_of(chunk.model, model_config, expert_parallel_size) for stage, chunk in by_stage.items()}
         self.controller = Controller(
             config=config,
             schedule=self._translate(num_microbatches),
-            units=gather_units(self._collectives, units),
+            units=gather_units(self._collectives, with_rows(units, self._row_masks)),
             parameters=parameters,
             collectives=self._collectives,
             clock=clock_for(next(chunks[0].parameters()).device),
@@ -74,6 +78,7 @@ class MegatronAdapter:
             metrics=metrics,
             held_values=held_values(optimizer, parameters),
             traced=holds_first_rank(pp_group),
+            row_masks=self._row_masks,
         )
         self._holder = HeldParameters(optimizer)
         self._overrides = Overrides()
@@ -92,6 +97,8 @@ class MegatronAdapter:
         self._holder.remove()
         for chunk in self._chunks.values():
             chunk.close()
+        for mask in self._row_masks.values():
+            mask.remove()
         self.controller.close()
 
     # --- what the patches call -------------------------------------------------------------------------------
@@ -134,7 +141,7 @@ class MegatronAdapter:
             self._warn_unseen()
             return self._host_step(*args, **kwargs)
         with self._timed():
-            self._holder.hold(self.controller.held_parameters())
+            self._holder.hold(self.controller.held_parameters(), self.controller.held_rows())
         try:
             result = self._host_step(*args, **kwargs)
         finally:

@@ -34,13 +34,18 @@ class HybridSelection:
 
     def draw(self, ratio: float, rng: np.random.Generator) -> frozenset[int]:
         """Indices of the frozen units for an actual freeze ratio in [0, 1]."""
-        budget = ratio * (self._preferred_work + self._other_work)
-        if budget < self._preferred_work * (1.0 - _EPSILON):
-            return _places(self._preferred, self._thinned.draw(budget / self._preferred_work, rng))
-        rest = budget - self._preferred_work
-        share = rest / self._other_work if rest > _EPSILON * budget else 0.0
-        thinned = _places(self._preferred, self._thinned.draw(1.0, rng))
-        return thinned | _places(self._others, self._filled.draw(share, rng))
+        thinned, filled = shares(ratio, self._preferred_work, self._other_work)
+        preferred = _places(self._preferred, self._thinned.draw(thinned, rng))
+        return preferred | _places(self._others, self._filled.draw(filled, rng))
+
+
+def shares(ratio: float, preferred: float, others: float) -> tuple[float, float]:
+    """The freeze ratios among what is preferred and among the rest, whose work this is, for one of both together."""
+    budget = ratio * (preferred + others)
+    if budget < preferred * (1.0 - _EPSILON):
+        return budget / preferred, 0.0
+    rest = budget - preferred
+    return 1.0, rest / others if rest > _EPSILON * budget else 0.0
 
 
 def _places(indices: Sequence[int], drawn: Iterable[int]) -> frozenset[int]:

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tf_adapters.units import FreezeUnit
+from tf_adapters.units import FreezeUnit, freezable_work
 
 _EPSILON = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class _Stratum:
+class Stratum:
     """Units of equal work and cap, by shape, and what is left to draw after them.
 
     ``smaller`` is the freezable work of all later strata. ``ceiling`` is how far the common chance may rise there
@@ -33,6 +33,10 @@ class _Stratum:
     smaller: float
     ceiling: float
 
+    def shuffled(self, rng: np.random.Generator) -> list[int]:
+        """All of its units, shape by shape, in random order."""
+        return [index for shape in self.shapes for index in rng.permutation(shape).tolist()]
+
 
 class UniformSelection:
     """Draws the frozen units of one stage.
@@ -44,43 +48,44 @@ class UniformSelection:
 
     def __init__(self, units: Sequence[FreezeUnit]) -> None:
         self.units = tuple(units)
-        self._strata = _strata(enumerate(self.units))
+        self._strata = strata(enumerate(self.units))
         self._certain = frozenset(index for index, unit in enumerate(self.units) if unit.cap >= 1.0)
-        self._uncertain = _strata((index, unit) for index, unit in enumerate(self.units) if unit.cap < 1.0)
+        self._uncertain = strata((index, unit) for index, unit in enumerate(self.units) if unit.cap < 1.0)
 
     def draw(self, ratio: float, rng: np.random.Generator) -> frozenset[int]:
         """Indices of the frozen units for an actual freeze ratio in [0, 1]."""
         if ratio <= 0.0:
             return frozenset()
         if ratio >= 1.0:  # units that are frozen for certain have no chance to give
-            return self._certain.union(_drawn(self._uncertain, 1.0, rng))
-        return frozenset(_drawn(self._strata, ratio, rng))
+            return self._certain.union(draw_whole(self._uncertain, 1.0, rng)[0])
+        return frozenset(draw_whole(self._strata, ratio, rng)[0])
 
 
-def _drawn(strata: Iterable[_Stratum], chance: float, rng: np.random.Generator) -> list[int]:
+def draw_whole(drawn: Iterable[Stratum], chance: float, rng: np.random.Generator) -> tuple[list[int], float]:
+    """Indices of frozen units, and the common chance that is left for what is drawn after them."""
     frozen: list[int] = []
-    for stratum in strata:
-        members = [index for shape in stratum.shapes for index in rng.permutation(shape).tolist()]
+    for stratum in drawn:
+        members = stratum.shuffled(rng)
         expected, room = len(members) * chance * stratum.cap, stratum.smaller / stratum.work
         count, chance = _round(expected, chance, stratum.ceiling, room, rng)
-        frozen.extend(_spread(members, count, rng))
-    return frozen
+        frozen.extend(spread(members, count, rng))
+    return frozen, chance
 
 
-def _strata(units: Iterable[tuple[int, FreezeUnit]]) -> list[_Stratum]:
-    """The largest work first."""
+def strata(units: Iterable[tuple[int, FreezeUnit]], after: Sequence[FreezeUnit] = ()) -> list[Stratum]:
+    """Units with their indices by work and cap, the largest work first; ``after`` are drawn when all of them are."""
     grouped: dict[tuple[float, float], dict[tuple[int, ...], list[int]]] = {}
     for index, unit in units:
         grouped.setdefault((unit.work, unit.cap), {}).setdefault(unit.shape, []).append(index)
-    strata: list[_Stratum] = []
-    smaller = highest = 0.0
+    found: list[Stratum] = []
+    smaller, highest = freezable_work(after), max((unit.cap for unit in after), default=0.0)
     for work, cap in sorted(grouped):
         by_shape = grouped[work, cap]
         shapes = [by_shape[shape] for shape in sorted(by_shape)]
-        strata.append(_Stratum(shapes, work, cap, smaller, 1.0 / highest if highest else 1.0))
+        found.append(Stratum(shapes, work, cap, smaller, 1.0 / highest if highest else 1.0))
         smaller += work * cap * sum(map(len, shapes))
         highest = max(highest, cap)
-    return strata[::-1]
+    return found[::-1]
 
 
 def _round(expected: float, chance: float, ceiling: float, room: float, rng: np.random.Generator) -> tuple[int, float]:
@@ -104,7 +109,7 @@ def _round(expected: float, chance: float, ceiling: float, room: float, rng: np.
     return whole + int(rng.random() < part), chance
 
 
-def _spread(members: list[int], count: int, rng: np.random.Generator) -> list[int]:
+def spread(members: list[int], count: int, rng: np.random.Generator) -> list[int]:
     """``count`` of the members by systematic sampling: the same chance for each, floor or ceil in every run of them."""
     edges = np.floor(np.arange(len(members) + 1) * (count / len(members)) + rng.random())
     return [member for member, taken in zip(members, np.diff(edges) > 0, strict=True) if taken]

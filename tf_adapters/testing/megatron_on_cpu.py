@@ -28,6 +28,8 @@ _NEED_TRITON = (
     "megatron.core.transformer.moe.ops.paged_stash",
 )
 
+_FUSED_KERNEL = "fused_weight_gradient_mlp_cuda"
+
 
 class _AfterImport:
     """An import hook that sets attributes of a module right after its own code has run."""
@@ -53,6 +55,8 @@ def install() -> None:
     cuda_stand_in.install()
     sys.meta_path.insert(0, _AfterImport)
     _send_copies()
+    if importlib.util.find_spec(_FUSED_KERNEL) is None:
+        sys.modules[_FUSED_KERNEL] = _fused_kernel()
     if not hasattr(typing, "override"):  # 0.19 assumes Python 3.12
         vars(typing)["override"] = lambda function: function
     if importlib.util.find_spec("triton") is None:
@@ -71,6 +75,17 @@ def _send_copies() -> None:
         return host_isend(tensor.clone(), *args, **kwargs)
 
     dist.isend = dist.distributed_c10d.isend = isend
+
+
+def _fused_kernel() -> types.ModuleType:
+    """What ``gradient_accumulation_fusion`` calls: a weight's gradient is added to where it is summed up."""
+
+    def add_product(inputs: Any, gradient: Any, total: Any) -> None:
+        total.add_(gradient.t() @ inputs)
+
+    module = types.ModuleType(_FUSED_KERNEL)
+    vars(module).update(wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product)
+    return module
 
 
 def _module_of_functions_that_answer_false(name: str) -> types.ModuleType:

@@ -23,9 +23,11 @@ from tf_adapters.ir import Action, Kind
 from tf_adapters.overrides import Overrides
 from tf_adapters.phases import DEFAULT_WARMUP_STEPS
 from tf_adapters.reporting import MetricSink
+from tf_adapters.row_masking import with_rows
 from tf_adapters.timing import clock_for
 from tf_adapters.torch_pipelining.optimizers import Updates
 from tf_adapters.torch_pipelining.replicas import frozen_replica, report_to_reducer
+from tf_adapters.torch_pipelining.rows import row_mask
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
 from tf_adapters.torch_pipelining.units import held_values, shared_parameters, units_of
 
@@ -53,11 +55,14 @@ class TorchPipeliningAdapter:
         self._training = False
         self._gone_backward: set[int] = set()  # stages that have run a backward in this batch
         parameters = {stage.stage_index: dict(stage.submod.named_parameters()) for stage in self._stages}
+        by_rows = self._stages if config.granularity == "row" else ()
+        self._row_masks = {stage.stage_index: row_mask(stage.submod) for stage in by_rows}
+        units = with_rows({stage.stage_index: units_of(stage.submod) for stage in self._stages}, self._row_masks)
         collectives = ProcessGroupCollectives()
         self.controller = Controller(
             config=config,
             schedule=translate(schedule),
-            units=gather_units(collectives, {s.stage_index: units_of(s.submod) for s in self._stages}),
+            units=gather_units(collectives, units),
             parameters=parameters,
             ties=shared_parameters(parameters),
             collectives=collectives,
@@ -67,6 +72,7 @@ class TorchPipeliningAdapter:
             metrics=metrics,
             held_values=held_values(parameters),
             traced=holds_first_rank(self._stages[0].group),
+            row_masks=self._row_masks,
         )
         self._updates = Updates(optimizers, self.controller) if optimizers else None
         self._overrides = Overrides()
@@ -79,6 +85,8 @@ class TorchPipeliningAdapter:
         self._overrides.restore()
         if self._updates is not None:
             self._updates.remove()
+        for mask in self._row_masks.values():
+            mask.remove()
         self.controller.close()
 
     def _install(self) -> None:
