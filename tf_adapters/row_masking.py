@@ -9,6 +9,7 @@ parameters require gradients again when the tap takes them up and while their gr
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -91,7 +92,7 @@ def trained_rows(parameter: torch.Tensor, rows: FrozenRows) -> torch.Tensor:
     return _TrainedRows.apply(parameter, rows)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class RowLayer:
+class RowLayer(ABC):
     """One layer some of whose rows can be frozen. A subclass says how gradients of the other rows are computed.
 
     ``names`` are the module's own names of the parameters that are frozen together: a weight ``[rows, inputs]``, with
@@ -105,9 +106,9 @@ class RowLayer:
         self._input = next(iter(inspect.signature(module.forward).parameters))
         self._overrides = Overrides()
 
+    @abstractmethod
     def gradients(self, rows: FrozenRows, parameters: Tensors, inputs: torch.Tensor, gradient: torch.Tensor) -> Tensors:
         """Gradients of the parameters, in their shapes and types, zero in frozen rows."""
-        raise NotImplementedError
 
     @property
     def rows(self) -> int:
