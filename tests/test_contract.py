@@ -159,9 +159,9 @@ def plan_beside(host: str, folder: str) -> tuple[str | None, int, bool]:
     return outcome
 
 
-@pytest.mark.parametrize("wait", [True, False], ids=["in place", "beside training"])
-def test_a_plan_whose_times_no_longer_hold_is_made_anew_on_all_ranks(ranks, host, tmp_path, wait):
-    outcomes = ranks(host).run(outlived, host, str(tmp_path), wait, timeout_s=120)
+def test_a_plan_whose_times_no_longer_hold_is_made_anew_on_all_ranks(ranks, host, tmp_path):
+    """Beside training, which is under the old plan until then."""
+    outcomes = ranks(host).run(outlived, host, str(tmp_path), timeout_s=120)
     for failure, longer, plan, phase in outcomes:
         assert failure is None
         assert longer > 2
@@ -169,12 +169,12 @@ def test_a_plan_whose_times_no_longer_hold_is_made_anew_on_all_ranks(ranks, host
         assert phase == "stable"
 
 
-def outlived(host: str, folder: str, wait: bool) -> tuple[str | None, float, dict[str, Any], str]:
+def outlived(host: str, folder: str) -> tuple[str | None, float, dict[str, Any], str]:
     """Train with a plan for a machine that is ten times as fast, until there is another one.
 
     The failure; how many times as long actions are then taken to last; the plan; the phase.
     """
-    training = start(host, {**LIFE, "replan_interval": 2, "plan_wait": wait}, folder)
+    training = start(host, {**LIFE, "replan_interval": 2, "plan_wait": False}, folder)
     controller, number = training.controller, 0
     while controller.phase is not Phase.STABLE and not controller.state.failure:
         training.step(number)

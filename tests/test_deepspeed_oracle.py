@@ -70,17 +70,13 @@ DUALPIPEV = {
 }
 BLOCKS = range(1, 5)
 PARTLY_FROZEN = {
-    "fp32": Case(adapted=BLOCKS, ratios=0.5),
     "zero1": Case(adapted=BLOCKS, config=ZERO1, ratios=0.5),
     "bf16": Case(adapted=BLOCKS, config={**BF16, **ZERO1}, ratios=0.5),
     "stage 0 frozen whole": Case(adapted=BLOCKS, ratios=SKIP_STAGE_0),
     "stage 0 frozen all step zero1": Case(adapted=BLOCKS, config=ZERO1, ratios=ALL_STEP),
-    "tied": Case(adapted=BLOCKS, tied=True, ratios=0.5),
     "tied bf16": Case(adapted=BLOCKS, tied=True, config={**BF16, **ZERO1}, ratios=0.5),
     "reentrant": Case(adapted=BLOCKS, config=REENTRANT, ratios=0.7),
-    "non-reentrant": Case(adapted=BLOCKS, config=NON_REENTRANT, ratios=0.7),
     "nothing to train on stage 0": Case(adapted=range(3, 5), ratios=0.5),
-    "nothing to train on stage 0, gpipe": Case(adapted=range(3, 5), section={"schedule": "gpipe"}, ratios=0.5),
     "nothing to train on stage 0, reentrant": Case(adapted=range(3, 5), config=REENTRANT, ratios=0.5),
     "nothing to train on stage 1": Case(adapted=range(1, 3), ratios=0.5),
     "nothing to train on stage 0, a whole life": Case(adapted=range(3, 5)),
@@ -173,12 +169,10 @@ def test_four_stages(pools):
 
 ROWS = {"granularity": "row"}
 BY_ROWS = {
-    "fp32": Case(section=ROWS, ratios=0.5),
     "zero1": Case(section=ROWS, config=ZERO1, ratios=0.8),
     "gpipe": Case(section={**ROWS, "schedule": "gpipe"}, ratios=0.5),
     "tied": Case(section=ROWS, tied=True, ratios=0.7),
     "stage 0 frozen whole": Case(section=ROWS, ratios=SKIP_STAGE_0),
-    "reentrant": Case(section=ROWS, config=REENTRANT, ratios=0.7),
     "non-reentrant": Case(section=ROWS, config=NON_REENTRANT, ratios=0.7),
     "bf16": Case(section=ROWS, config={**BF16, **ZERO1}, ratios=0.5),
     "bf16 reentrant": Case(section=ROWS, config={**BF16, **ZERO1, **REENTRANT}, ratios=0.7),

@@ -108,13 +108,11 @@ FOUR_RANKS = {
 EVERY_LAYER = Trained(range(1, 5))
 NOT_ON_STAGE_0, NOT_ON_STAGE_1 = Trained(range(3, 5)), Trained(range(1, 3))
 PARTLY_FROZEN = {
-    "1f1b": Case(trained=EVERY_LAYER, ratios=0.5),
     "interleaved": Case(vp=2, trained=EVERY_LAYER, ratios=0.5),
     "stage 0 frozen whole": Case(trained=EVERY_LAYER, ratios=STAGE_0),
     "tied": Case(tied=True, trained=EVERY_LAYER, ratios=0.5),
     "full recompute": Case(trained=EVERY_LAYER, ratios={"0B1": 0.5, "0B2": 1.0, "1B0": 0.7}, model=FULL),
     "bf16": Case(trained=EVERY_LAYER, ratios=0.5, model=BF16, optimizer=BF16_OPTIMIZER),
-    "distributed optimizer": Case(trained=EVERY_LAYER, ratios=0.5, ddp=SHARDED, optimizer=SHARDED),
     "tensor parallel": Case(pp=1, tp=2, layers=2, trained=EVERY_LAYER, ratios=0.5),
     "replicas, overlap": Case(pp=1, layers=2, trained=EVERY_LAYER, ratios=0.5, ddp=OVERLAP),
     "replicas, gather": Case(pp=1, layers=2, trained=EVERY_LAYER, ratios=0.5, ddp=GATHER, optimizer=GATHER_OPTIMIZER),
@@ -188,17 +186,14 @@ def test_masked_gradients_reach_the_optimizer_on_four_ranks(megatron, name):
 ROWS = {"granularity": "row"}
 QKV_BIAS = {"add_bias_linear": False, "add_qkv_bias": True}  # added by the layer itself, others by what follows it
 BY_ROWS = {
-    "1f1b": Case(ratios=0.6),
     "1f1b, bias of the layer's own": Case(ratios=0.6, model=QKV_BIAS),
     "interleaved": Case(vp=2, ratios=0.6),
     "stage 0 frozen whole": Case(ratios=STAGE_0),
     "tied": Case(tied=True, ratios=0.7),
-    "tied, no pipelining": Case(tied=True, pp=1, layers=2, ratios=0.6),
     "full recompute": Case(ratios=0.7, model=FULL),
     "selective recompute": Case(ratios=0.7, model=SELECTIVE),
     "selective recompute of mlp": Case(ratios=0.7, model=SELECTIVE_MLP),
     "bf16, full recompute": Case(ratios=0.6, model={**BF16, **FULL}, optimizer=BF16_OPTIMIZER),
-    "tensor parallel": Case(pp=1, tp=2, layers=2, ratios=0.6),
     "tensor parallel, bias of the layer's own": Case(pp=1, tp=2, layers=2, ratios=0.6, model=QKV_BIAS),
     "tensor parallel, full recompute": Case(pp=1, tp=2, layers=2, ratios=0.6, model=FULL),
     "sequence parallel": Case(pp=1, tp=2, layers=2, ratios=0.6, model={"sequence_parallel": True}),
