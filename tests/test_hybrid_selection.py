@@ -13,7 +13,7 @@ from tf_adapters.masks import StageMasks
 from tf_adapters.selection.hybrid import HybridSelection
 from tf_adapters.units import FreezeUnit, frozen_share, preferred_share
 
-DRAWS = 1500
+DRAWS = 4000
 BLOCK = [(192, 64), (192,), (64, 64), (64,), (256, 64), (256,), (64, 256), (64,), (64,), (64,)]
 UNITS = [
     FreezeUnit((f"{block}.{position}",), float(prod(shape)), shape)

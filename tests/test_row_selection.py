@@ -36,7 +36,7 @@ MODELS = {
     "large without rows": [FUSED, *layers((16, 8), (8,), blocks=2)],
 }
 RATIOS = [0.05, 0.37, 0.5, 0.8, 0.95]
-DRAWS = 1200
+DRAWS = 3000
 
 
 def draws(selection, ratio, count=DRAWS):

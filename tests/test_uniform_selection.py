@@ -41,7 +41,7 @@ LIMITED = {
     "two tensors": limit(MODELS["two tensors"], {(8, 8): 0.4}),
     "one tensor": limit(MODELS["one tensor"], {(8, 8): 0.4}),
 }
-DRAWS = 1500
+DRAWS = 4000
 # Of draws that were made before there were limits: a resumed run repeats them.
 DIGESTS = {
     "gpt": "3b4da755cabd7831",
