@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tf_adapters.controller import Controller
 
-SETTING, INVERSE = "gradient_scale", "inverse"
+INVERSE = "inverse"
 
 
 class InverseScale:

@@ -13,10 +13,10 @@ from typing import Any
 import accuracy_tasks
 import torch
 import torch.distributed as dist
-from accuracy_cells import BASELINE, Cell, Record, section
+from accuracy_cells import BASELINE, GRADIENT_SCALE, Cell, Record, section
 from accuracy_figures import clock
 from accuracy_pipeline import STAGES, Pipeline
-from accuracy_scaling import INVERSE, SETTING, InverseScale
+from accuracy_scaling import INVERSE, InverseScale
 from accuracy_tasks import Data, Task
 
 from tf_adapters.report.schema import Report
@@ -43,7 +43,7 @@ class Run:
             self.twin = Pipeline(task, cell.schedule, cell.seed)
             settings = section(task, cell, output_dir)
             self.adapter = attach(self.trained.schedule, settings, optimizer=self.trained.optimizer)
-            if cell.settings.get(SETTING) == INVERSE:
+            if cell.settings.get(GRADIENT_SCALE) == INVERSE:
                 trained = self.trained.optimizer.param_groups[0]["params"]
                 InverseScale(self.trained.schedule._stage, trained, self.adapter.controller)
         parameters = self.trained.module.named_parameters()

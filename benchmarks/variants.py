@@ -15,7 +15,7 @@ import functools
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,6 @@ class Study:
     monitoring: int = 60
     progressive: int = 10
     variants: Sequence[str] = tuple(VARIANTS)
-    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:

@@ -12,15 +12,18 @@ from tf_adapters.collectives import SingleProcess
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.gaps import NO_GAPS
 from tf_adapters.ir import Action
+from tf_adapters.masks import StageMasks
 from tf_adapters.phases import Phase
 from tf_adapters.planner import Bounds, plan
 from tf_adapters.planning import Measured
+from tf_adapters.prediction import planned_makespan
 from tf_adapters.replanning import PlanWatch, changes
+from tf_adapters.units import FreezeUnit
 
 SCHEDULE = gpipe(2, 2)
 BOUNDS = {a: Bounds(10.0, 20.0) if a.freezable else Bounds(10.0, 10.0) for a in SCHEDULE.actions}
 MEASURED = Measured(BOUNDS, NO_GAPS, 200.0)
-PLAN = plan(SCHEDULE, BOUNDS, 0.8)
+PLAN = plan(SCHEDULE, BOUNDS, 0.8, first_stage_vanishes=True)
 
 
 def stable(factors: dict[int, float], share: float = 0.5, steps: int = 3) -> Filled:
@@ -37,7 +40,8 @@ def stable(factors: dict[int, float], share: float = 0.5, steps: int = 3) -> Fil
 
 
 def watch(**settings: Any) -> PlanWatch:
-    return PlanWatch(TimelyFreezeConfig(**settings), SingleProcess(), traced=True)
+    masks = StageMasks({stage: [FreezeUnit(("weight",), 1.0, (1,))] for stage in range(2)}, seed=0)
+    return PlanWatch(TimelyFreezeConfig(**settings), SingleProcess(), traced=True, masks=masks)
 
 
 def looks(watching: PlanWatch, found: Filled, times: int) -> list[Measured | None]:
@@ -101,6 +105,19 @@ def test_the_unfrozen_step_is_the_measured_one_and_what_the_plan_in_force_spares
     step_ms = stable({0: 2.0, 1: 2.0}).timer.step_ms(Phase.STABLE)
     saved = PLAN.makespan_ms.unfrozen - PLAN.makespan_ms.planned
     assert step_ms is not None
+    assert fresh.unfrozen_step_ms == pytest.approx(step_ms + 2.0 * saved)
+
+
+def test_a_whole_backward_that_a_plan_of_partial_masks_holds_is_spared_too() -> None:
+    """It is no work in the measured step, whatever line it was planned on."""
+    partial = plan(SCHEDULE, BOUNDS, 0.8)
+    assert partial.freeze_ratio[Action.parse("0B1")] == 1.0
+    found, watching = stable({0: 2.0, 1: 2.0}), watch()
+    _, fresh = (watching.look(SCHEDULE, found.timer, MEASURED, partial) for _ in range(2))
+    assert fresh is not None
+    step_ms = found.timer.step_ms(Phase.STABLE)
+    assert step_ms is not None
+    saved = partial.makespan_ms.unfrozen - planned_makespan(SCHEDULE, partial)
     assert fresh.unfrozen_step_ms == pytest.approx(step_ms + 2.0 * saved)
 
 

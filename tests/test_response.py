@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
+from test_timing import FakeClock
 
 from tf_adapters.ir import Action, Kind
 from tf_adapters.monitoring import drawn_ratio
@@ -19,27 +19,11 @@ UPPER, LOWER, MIXED = Phase.MONITORING_UPPER, Phase.MONITORING_LOWER, Phase.MONI
 FORWARD, BACKWARD = Action.parse("1F0"), Action.parse("1B0")
 
 
-class HandClock:
-    """Time that only the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def mark(self) -> float:
-        return self.now
-
-    def elapsed_ms(self, start: Any, stop: Any) -> float:
-        return float(stop - start)
-
-    def synchronize(self) -> None:
-        return None
-
-
 class Filled:
     """A timer with samples of our choice."""
 
     def __init__(self) -> None:
-        self.clock = HandClock()
+        self.clock = FakeClock()
         self.timer = ActionTimer(self.clock)
 
     def add(self, phase: Phase, action: Action, share: float, ms: float) -> None:

@@ -106,7 +106,7 @@ class Controller:
         self._drawn: dict[tuple[int, int], Mask] = {}
         self._reporting = Reporting(self, collectives, metrics)
         self._planner = PlanMaker(config, collectives, traced, self.masks)
-        self._watch = PlanWatch(config, collectives, traced)
+        self._watch = PlanWatch(config, collectives, traced, self.masks)
         self._fresh: Measured | None = None  # what a plan is being made from while another one is in force
 
     # --- what the host calls in every step -------------------------------------------------------------------
@@ -360,13 +360,15 @@ class Controller:
     def _monitoring_ends(self, step: int) -> bool:
         """Whether everything is measured: at the set length, or where every step trains as soon as it is precise."""
         phases = self.state.phases
-        if step == phases.monitoring_end or not phases.may_end_monitoring(step):
-            return step == phases.monitoring_end
-        error = self._planner.precision(self.timer)
-        if error <= self.config.monitoring_precision:
-            self._reporting.say(messages.precise(step - phases.warmup_end, error))
+        if step == phases.monitoring_end:
             return True
-        return False
+        if not phases.may_end_monitoring(step):
+            return False
+        error = self._planner.precision(self.timer)
+        ends = error <= self.config.monitoring_precision
+        if ends:
+            self._reporting.say(messages.precise(step - phases.warmup_end, error))
+        return ends
 
     def _measure(self) -> None:
         measured = self._planner.measure(self.schedule, self.timer)

@@ -64,7 +64,8 @@ class SolverReport:
     """Which solver ran, how it ended, its wall time in s, and how far the plan is from the optimum at most.
 
     ``optimality_gap`` is proven: no freeze ratios within the budgets end the batch before
-    (1 - optimality_gap) * planned makespan, or that is the target.
+    (1 - optimality_gap) * planned makespan, or that is the target. Of what the first stage freezes whole
+    (``first_stage_vanishes``) it takes the plan's choice as given.
     """
 
     name: str

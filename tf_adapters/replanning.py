@@ -15,10 +15,13 @@ from tf_adapters.collectives import Collectives, on_all_ranks, on_one_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.dag import PipelineDag
 from tf_adapters.gaps import complete_steps, local_traces, measure_gaps
-from tf_adapters.ir import Action, Kind, PipelineSchedule
+from tf_adapters.ir import Action, PipelineSchedule
+from tf_adapters.masks import StageMasks
 from tf_adapters.phases import Phase
 from tf_adapters.planner import Bounds, FreezePlan
 from tf_adapters.planning import Measured
+from tf_adapters.prediction import stable_durations
+from tf_adapters.response import Group
 from tf_adapters.robust import median
 from tf_adapters.timing import ActionTimer, Trace
 
@@ -29,8 +32,6 @@ _NEWEST = 64
 
 _IN_A_ROW = 2
 """Looks that must find a change: one may meet a neighbour's short job."""
-
-Group = tuple[int, Kind]
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,12 @@ class PlanWatch:
         config: the settings.
         collectives: the group of all ranks that train together.
         traced: whether this rank is in the pipeline whose transfers are measured: one of the replicas is.
+        masks: the masks of every stage.
     """
 
-    def __init__(self, config: TimelyFreezeConfig, collectives: Collectives, traced: bool) -> None:
+    def __init__(self, config: TimelyFreezeConfig, collectives: Collectives, traced: bool, masks: StageMasks) -> None:
         self._config, self._collectives, self._traced = config, collectives, traced
+        self._stage_0_vanishes = masks.can_freeze_all(0)
         self._found = 0  # looks in a row that found a change
 
     def due(self, step: int, settled: int) -> bool:
@@ -81,7 +84,7 @@ class PlanWatch:
             steps = complete_steps(schedule, [rank.traces for rank in local])
             gaps = measure_gaps(schedule, steps) if steps else measured.gaps
             bounds = {a: _times(b, slowest.get((a.stage, a.kind), 1.0)) for a, b in measured.bounds.items()}
-            saved = _saved(PipelineDag.from_schedule(schedule, *gaps), bounds, plan)
+            saved = self._saved(PipelineDag.from_schedule(schedule, *gaps), bounds, plan)
             step_ms = max(rank.step_ms for rank in local) + saved
             return Measured(bounds, gaps, step_ms, (messages.changed(slowest),))
 
@@ -97,6 +100,14 @@ class PlanWatch:
         traces = local_traces(timer, Phase.STABLE) if self._traced else ()
         newest = min(self._config.replan_interval, _NEWEST)
         return _Local(changes(timer, bounds, newest), timer.step_ms(Phase.STABLE) or 0.0, traces)
+
+    def _saved(self, dag: PipelineDag, bounds: Mapping[Action, Bounds], plan: FreezePlan) -> float:
+        """What the plan in force saves of a batch with these bounds, ms."""
+        upper, ratios = {action: bound.upper for action, bound in bounds.items()}, plan.freeze_ratio
+        now = {a: b.upper - ratios.get(a, 0.0) * (b.upper - b.lower) for a, b in bounds.items()}
+        if self._stage_0_vanishes:
+            now = stable_durations(now, ratios)
+        return max(0.0, dag.makespan(upper) - dag.makespan(now))
 
 
 def changes(timer: ActionTimer, bounds: Mapping[Action, Bounds], newest: int) -> dict[Group, float]:
@@ -122,12 +133,3 @@ def _slowest(ranks: Sequence[Mapping[Group, float]]) -> dict[Group, float]:
 
 def _times(bounds: Bounds, factor: float) -> Bounds:
     return Bounds(bounds.lower * factor, bounds.upper * factor)
-
-
-def _saved(dag: PipelineDag, bounds: Mapping[Action, Bounds], plan: FreezePlan) -> float:
-    """What the plan in force saves of a batch with these bounds, ms."""
-    upper = {action: bound.upper for action, bound in bounds.items()}
-    ratios = plan.freeze_ratio
-    now = {a: b.upper - ratios.get(a, 0.0) * (b.upper - b.lower) for a, b in bounds.items()}
-    vanished = {a: 0.0 for a, ms in plan.duration_ms.items() if ms == 0.0}
-    return max(0.0, dag.makespan(upper) - dag.makespan({**now, **vanished}))
