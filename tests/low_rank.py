@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,3 +32,8 @@ def freeze_all_but_adapters(layers: Iterable[tuple[str, nn.Module]], adapted: Co
         for child_name, child in list(layer.named_children()) if int(name) in adapted else []:
             if isinstance(child, nn.Linear):
                 setattr(layer, child_name, LowRankLinear(child))
+
+
+def masked_names(rank: Mapping[str, Any]) -> set[str]:
+    """Everything that any mask of a rank's recorded steps names."""
+    return {name for step in rank["steps"] for names in step["masks"].values() for name in names}

@@ -8,6 +8,7 @@ from importlib import metadata
 import pytest
 import torch
 from deepspeed_ranks import Case, Ordinary, batch, loss_fn, train
+from low_rank import masked_names
 
 from tf_adapters.rows import FrozenRows
 from tf_adapters.testing import masked_gradients, relative_error
@@ -153,7 +154,7 @@ def check_partly_frozen(case: Case, ranks: list[dict]) -> None:
     moved = set()
     for rank in ranks:
         assert rank["status"] is None
-        masked = {name for step in rank["steps"] for names in step["masks"].values() for name in names}
+        masked = masked_names(rank)
         assert masked
         assert all("lora" in name for name in masked)
         before = rank["steps"][0]["before"]

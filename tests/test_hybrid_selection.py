@@ -8,6 +8,7 @@ from math import prod
 
 import numpy as np
 import pytest
+from test_uniform_selection import frequencies
 
 from tf_adapters.masks import StageMasks
 from tf_adapters.selection.hybrid import HybridSelection
@@ -52,7 +53,7 @@ def test_every_unit_has_the_chance_that_algorithm_2_gives_it(
     preferred: frozenset[int], ratio: float, units: list[FreezeUnit]
 ) -> None:
     drawn = draws(preferred, ratio, units=units)
-    found = np.bincount([i for frozen in drawn for i in frozen], minlength=len(UNITS)) / DRAWS
+    found = frequencies(UNITS, drawn)
     chances = expected_chances(units, preferred, ratio)
     noise = np.sqrt(chances * (1 - chances) / DRAWS)
     assert np.all(np.abs(found - chances) <= 4.5 * noise)  # exactly, where a chance is 0 or 1
@@ -77,7 +78,7 @@ def test_with_limits_every_draw_is_close_to_the_budget_too(ratio: float) -> None
 def test_with_limits_what_is_stable_is_frozen_as_often_as_its_cap_allows_and_nothing_else_is() -> None:
     """APF and AutoFreeze alone: the ratio is the share of what is stable."""
     drawn = draws(FIRST_BLOCKS, preferred_share(LIMITED, FIRST_BLOCKS), units=LIMITED)
-    found = np.bincount([i for frozen in drawn for i in frozen], minlength=len(UNITS)) / DRAWS
+    found = frequencies(UNITS, drawn)
     caps = np.array([unit.cap * (index in FIRST_BLOCKS) for index, unit in enumerate(LIMITED)])
     assert np.all(np.abs(found - caps) <= 4.5 * np.sqrt(caps * (1 - caps) / DRAWS))
 

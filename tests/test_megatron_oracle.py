@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from low_rank import masked_names
 from megatron_ranks import Case, Trained, train
 
 from tf_adapters.testing import clear_rows, relative_error
@@ -159,7 +160,7 @@ def check_partly_frozen(case: Case, ranks: list[dict]) -> None:
     moved = set()
     for rank in ranks:
         assert rank["status"] is None
-        masked = {name for step in rank["steps"] for names in step["masks"].values() for name in names}
+        masked = masked_names(rank)
         assert masked
         assert all(case.trained.names in name for name in masked)
         for step in rank["steps"]:

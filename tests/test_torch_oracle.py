@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from low_rank import masked_names
 from torch_ranks import BLOCKS, SCHEDULES, Case, Layers, batch, loss_fn, pool, train
 
 from tf_adapters.rows import FrozenRows
@@ -124,7 +125,7 @@ def check_partly_frozen(case: Case, size: int) -> None:
     check_oracle(case, ranks)
     for rank in ranks:
         assert rank["failure"] is None
-        masked = {name for step in rank["steps"] for names in step["masks"].values() for name in names}
+        masked = masked_names(rank)
         assert masked
         assert all("lora" in name for name in masked)
         for name, value in rank["parameters"].items():

@@ -57,14 +57,18 @@ def draws(units, ratio, count=DRAWS):
     return [selection.draw(ratio, np.random.default_rng([3, draw])) for draw in range(count)]
 
 
+def frequencies(units, drawn):
+    """How often each unit was frozen, as a share of the draws."""
+    return np.bincount([index for frozen in drawn for index in frozen], minlength=len(units)) / len(drawn)
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("ratio", [0.05, 0.37, 0.8, 0.95])
 def test_every_unit_has_the_same_chance_and_the_work_is_exact_in_expectation(model, ratio):
     units = MODELS[model]
     drawn = draws(units, ratio)
-    counts = np.bincount([index for frozen in drawn for index in frozen], minlength=len(units))
     noise = np.sqrt(ratio * (1 - ratio) / DRAWS)
-    assert np.abs(counts / DRAWS - ratio).max() < 4.5 * noise
+    assert np.abs(frequencies(units, drawn) - ratio).max() < 4.5 * noise
     # Units of one draw are correlated only towards the planned work, so its mean is no noisier than a coin's.
     assert abs(np.mean([frozen_share(units, f) for f in drawn]) - ratio) < 4.5 * noise
 
@@ -74,9 +78,8 @@ def test_every_unit_has_the_same_chance_and_the_work_is_exact_in_expectation(mod
 def test_with_limits_every_unit_has_its_cap_times_the_chance_and_the_work_is_exact_in_expectation(model, ratio):
     units = LIMITED[model]
     drawn = draws(units, ratio)
-    counts = np.bincount([index for frozen in drawn for index in frozen], minlength=len(units))
     chances = np.array([ratio * unit.cap for unit in units])
-    assert np.all(np.abs(counts / DRAWS - chances) <= 4.5 * np.sqrt(chances * (1 - chances) / DRAWS))
+    assert np.all(np.abs(frequencies(units, drawn) - chances) <= 4.5 * np.sqrt(chances * (1 - chances) / DRAWS))
     shares = np.array([frozen_share(units, f) for f in drawn])
     assert abs(shares.mean() - ratio) <= 4.5 * shares.std() / np.sqrt(DRAWS) + 1e-9
 
