@@ -12,7 +12,6 @@ from test_uniform_selection import MODELS as WHOLE
 from tf_adapters.masks import StageMasks
 from tf_adapters.rows import FrozenRows
 from tf_adapters.selection.hybrid import HybridSelection
-from tf_adapters.selection.rows import PreferredRowSelection, RowSelection
 from tf_adapters.selection.uniform import UniformSelection
 from tf_adapters.units import FreezeUnit, frozen_share
 
@@ -64,7 +63,7 @@ def row_chances(units, drawn):
 def test_every_row_has_the_same_chance(model, ratio):
     units = MODELS[model]
     noise = np.sqrt(ratio * (1 - ratio) / DRAWS)
-    for chances in row_chances(units, draws(RowSelection(units), ratio)):
+    for chances in row_chances(units, draws(UniformSelection(units), ratio)):
         assert np.abs(chances - ratio).max() < 4.5 * noise
 
 
@@ -73,7 +72,7 @@ def test_every_row_has_the_same_chance(model, ratio):
 def test_under_limits_every_row_has_its_caps_share_of_the_chance(model, ratio):
     caps = (1.0, 0.25, 0.6)
     units = [replace(unit, cap=caps[place % 3]) for place, unit in enumerate(MODELS[model])]
-    drawn = draws(RowSelection(units), ratio)
+    drawn = draws(UniformSelection(units), ratio)
     for unit, chances in zip(units, row_chances(units, drawn), strict=True):
         chance = ratio * unit.cap
         assert np.abs(chances - chance).max() <= 4.5 * np.sqrt(chance * (1 - chance) / DRAWS)
@@ -86,19 +85,19 @@ def test_every_draw_is_within_a_row_of_the_planned_work_in_each_stratum(model, r
     units = MODELS[model]
     of_strata = {unit.work: max(u.work / u.rows for u in units if u.work == unit.work) for unit in units if unit.rows}
     most = sum(of_strata.values()) / sum(unit.work for unit in units)
-    shares = np.array([share(units, drawn) for drawn in draws(RowSelection(units), ratio, 300)])
+    shares = np.array([share(units, drawn) for drawn in draws(UniformSelection(units), ratio, 300)])
     assert np.abs(shares - ratio).max() <= most + 1e-12
 
 
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
 def test_two_tensors_whose_rows_divide_evenly_are_met_exactly(ratio):
     units = MODELS["two tensors"]
-    assert {share(units, drawn) for drawn in draws(RowSelection(units), ratio, 100)} == {ratio}
+    assert {share(units, drawn) for drawn in draws(UniformSelection(units), ratio, 100)} == {ratio}
 
 
 def test_one_unit_of_a_stratum_at_most_is_frozen_in_part():
     units = MODELS["blocks"]
-    for drawn in draws(RowSelection(units), 0.4, 200):
+    for drawn in draws(UniformSelection(units), 0.4, 200):
         works = [units[index].work for index in drawn.partial]
         assert len(works) == len(set(works))
         assert not drawn.whole & set(drawn.partial)
@@ -106,7 +105,7 @@ def test_one_unit_of_a_stratum_at_most_is_frozen_in_part():
 
 
 def test_of_many_rows_groups_of_eight_are_frozen():
-    for drawn in draws(RowSelection(MODELS["many rows"]), 0.37, 200):
+    for drawn in draws(UniformSelection(MODELS["many rows"]), 0.37, 200):
         ((first, count),) = drawn.partial.values()
         assert first % 8 == 0
         assert count in (376, 384)
@@ -114,7 +113,7 @@ def test_of_many_rows_groups_of_eight_are_frozen():
 
 def test_nothing_and_everything():
     units = MODELS["blocks"]
-    (nothing,), (everything,) = (draws(RowSelection(units), ratio, 1) for ratio in (0.0, 1.0))
+    (nothing,), (everything,) = (draws(UniformSelection(units), ratio, 1) for ratio in (0.0, 1.0))
     assert (nothing.whole, nothing.partial) == (frozenset(), {})
     assert (everything.whole, everything.partial) == (frozenset(range(len(units))), {})
 
@@ -124,7 +123,7 @@ def test_what_is_preferred_comes_first(ratio):
     units = MODELS["blocks"]
     preferred = frozenset(range(10))
     of_preferred = frozen_share(units, preferred)
-    drawn = draws(PreferredRowSelection(units, preferred), ratio, DRAWS)
+    drawn = draws(HybridSelection(units, preferred), ratio, DRAWS)
     filled = ratio > of_preferred
     inner = 1.0 if filled else ratio / of_preferred
     outer = (ratio - of_preferred) / (1 - of_preferred) if filled else 0.0
@@ -132,17 +131,6 @@ def test_what_is_preferred_comes_first(ratio):
         expected = inner if index in preferred else outer
         assert np.abs(chances - expected).max() <= 4.5 * np.sqrt(expected * (1 - expected) / DRAWS)
     assert np.mean([share(units, d) for d in drawn]) == pytest.approx(ratio, abs=1e-3)
-
-
-@pytest.mark.parametrize("ratio", RATIOS)
-def test_units_without_rows_are_drawn_as_whole_tensors_are(ratio):
-    """Bit for bit, hybrids too."""
-    units = [FreezeUnit(unit.names, unit.work, unit.shape) for unit in MODELS["blocks"]]
-    for rows, whole in (
-        (RowSelection(units), UniformSelection(units)),
-        (PreferredRowSelection(units, range(9)), HybridSelection(units, range(9))),
-    ):
-        assert [drawn.whole for drawn in draws(rows, ratio, 200)] == draws(whole, ratio, 200)
 
 
 def test_masks_of_whole_tensors_are_the_same_in_every_release():

@@ -9,7 +9,6 @@ import numpy as np
 
 from tf_adapters.rows import FrozenRows
 from tf_adapters.selection.hybrid import HybridSelection
-from tf_adapters.selection.rows import Drawn, PreferredRowSelection, RowSelection
 from tf_adapters.selection.uniform import UniformSelection
 from tf_adapters.units import FreezeUnit, frozen_share, limited, preferred_share
 
@@ -29,7 +28,7 @@ class Mask:
     rows: tuple[FrozenRows, ...] = ()
 
 
-_Selection = UniformSelection | HybridSelection | RowSelection | PreferredRowSelection
+_Selection = UniformSelection | HybridSelection
 NOTHING_FROZEN = Mask()
 NOTHING_TRAINS = Mask(complete=True)
 NONE_PREFERRED: frozenset[int] = frozenset()
@@ -92,11 +91,10 @@ class StageMasks:
             return NOTHING_FROZEN
         rng = np.random.default_rng([self._seed, step, stage, microbatch])
         drawn = self._selection_of(stage, preferred).draw(ratio, rng)
-        frozen, partial = (drawn.whole, drawn.partial) if isinstance(drawn, Drawn) else (drawn, {})
-        names = tuple(name for index in sorted(frozen) for name in units[index].names)
-        rows = tuple(FrozenRows(units[i].names, *partial[i], units[i].rows) for i in sorted(partial))
-        share = frozen_share(units, frozen, {index: count for index, (_, count) in partial.items()})
-        complete = len(frozen) == len(units) and not self._excludes[stage]
+        names = tuple(name for index in sorted(drawn.whole) for name in units[index].names)
+        rows = tuple(FrozenRows(units[i].names, *drawn.partial[i], units[i].rows) for i in sorted(drawn.partial))
+        share = frozen_share(units, drawn.whole, {index: count for index, (_, count) in drawn.partial.items()})
+        complete = len(drawn.whole) == len(units) and not self._excludes[stage]
         return Mask(names, share, complete, rows)
 
     def names(self, stage: int) -> tuple[str, ...]:
@@ -116,6 +114,4 @@ class StageMasks:
 
 
 def _selection(units: Sequence[FreezeUnit], preferred: frozenset[int] = NONE_PREFERRED) -> _Selection:
-    if any(unit.rows > 1 for unit in units):
-        return PreferredRowSelection(units, preferred) if preferred else RowSelection(units)
     return HybridSelection(units, preferred) if preferred else UniformSelection(units)

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tf_adapters.selection.uniform import UniformSelection
+from tf_adapters.selection.uniform import Drawn, UniformSelection
 from tf_adapters.units import FreezeUnit, freezable_work
 
 _EPSILON = 1e-9
 
 
 class HybridSelection:
-    """Draws the frozen units of one stage, those at ``preferred`` before any other.
+    """Draws what is frozen of one stage, the units at ``preferred`` before any other.
 
     Where they hold more work than the budget, each of them is frozen with the same probability and nothing else is;
     where they hold less, all of them are frozen and each other unit with the same probability. A cap makes a unit's
@@ -32,11 +32,12 @@ class HybridSelection:
         self._preferred_work = freezable_work(self._thinned.units)
         self._other_work = freezable_work(self._filled.units)
 
-    def draw(self, ratio: float, rng: np.random.Generator) -> frozenset[int]:
-        """Indices of the frozen units for an actual freeze ratio in [0, 1]."""
+    def draw(self, ratio: float, rng: np.random.Generator) -> Drawn:
+        """What an actual freeze ratio in [0, 1] freezes."""
         thinned, filled = shares(ratio, self._preferred_work, self._other_work)
-        preferred = _places(self._preferred, self._thinned.draw(thinned, rng))
-        return preferred | _places(self._others, self._filled.draw(filled, rng))
+        first = _placed(self._preferred, self._thinned.draw(thinned, rng))
+        second = _placed(self._others, self._filled.draw(filled, rng))
+        return Drawn(first.whole | second.whole, {**first.partial, **second.partial})
 
 
 def shares(ratio: float, preferred: float, others: float) -> tuple[float, float]:
@@ -48,5 +49,6 @@ def shares(ratio: float, preferred: float, others: float) -> tuple[float, float]
     return 1.0, rest / others if rest > _EPSILON * budget else 0.0
 
 
-def _places(indices: Sequence[int], drawn: Iterable[int]) -> frozenset[int]:
-    return frozenset(indices[position] for position in drawn)
+def _placed(indices: Sequence[int], drawn: Drawn) -> Drawn:
+    whole = frozenset(indices[place] for place in drawn.whole)
+    return Drawn(whole, {indices[place]: rows for place, rows in drawn.partial.items()})

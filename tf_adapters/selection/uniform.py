@@ -1,115 +1,97 @@
 """Uniform selection: every parameter has the same chance to be frozen, and nearly the exact work is frozen.
 
 Paper section 3.3 freezes parameters uniformly at random; its convergence proof needs the marginals to be equal.
-Tensors differ in size by orders of magnitude, so independent coin flips, or a share of the *number* of tensors,
-would miss the planned work by far in a single draw. This is dependent rounding instead: strata of equal work,
-the largest first; what rounding gives or takes in one stratum, the smaller ones after it give back. Units with a
-cap below 1 are frozen that much more rarely, and form strata of their own.
+``strata`` says how the work is met. Where units have rows, of one unit in each stratum as many are frozen as are
+missing: freezing whole tensors is cheapest, for it also spares the activations that only their gradients need, and a
+stage of a single tensor can still meet any ratio. What cannot be frozen by rows is drawn first, and what its rounding
+gives or takes the rows give back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from tf_adapters.units import FreezeUnit, freezable_work
+from tf_adapters.selection.strata import draw_whole, spread, strata
+from tf_adapters.units import FreezeUnit
 
 _EPSILON = 1e-9
+_GROUP, _MANY = 8, 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Stratum:
-    """Units of equal work and cap, by shape, and what is left to draw after them.
+class Drawn:
+    """Indices of whole frozen units, and (first row, count of rows) of those that are frozen in part."""
 
-    ``smaller`` is the freezable work of all later strata. ``ceiling`` is how far the common chance may rise there
-    before a unit's own, that times its cap, is 1.
-    """
-
-    shapes: list[list[int]]
-    work: float
-    cap: float
-    smaller: float
-    ceiling: float
-
-    def shuffled(self, rng: np.random.Generator) -> list[int]:
-        """All of its units, shape by shape, in random order."""
-        return [index for shape in self.shapes for index in rng.permutation(shape).tolist()]
+    whole: frozenset[int] = frozenset()
+    partial: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class UniformSelection:
-    """Draws the frozen units of one stage.
+    """Draws what is frozen of one stage.
 
-    For every ratio each unit is frozen with exactly that probability, times its cap. The frozen work misses ``ratio``
-    times the freezable work by less than one unit of the first stratum whose rounding the smaller units together
-    cannot make up for.
+    For every ratio each unit, and each row of one, is frozen with exactly that probability, times the unit's cap. The
+    frozen work misses ``ratio`` times the freezable work by less than one unit of the first stratum whose rounding the
+    smaller units together cannot make up for; by less than a row in each stratum (eight of 1,024 or more) where the
+    units that have rows can make up for the others.
     """
 
     def __init__(self, units: Sequence[FreezeUnit]) -> None:
         self.units = tuple(units)
-        self._strata = strata(enumerate(self.units))
+        self._every = _Pool(enumerate(self.units))
         self._certain = frozenset(index for index, unit in enumerate(self.units) if unit.cap >= 1.0)
-        self._uncertain = strata((index, unit) for index, unit in enumerate(self.units) if unit.cap < 1.0)
+        self._uncertain = _Pool((index, unit) for index, unit in enumerate(self.units) if unit.cap < 1.0)
 
-    def draw(self, ratio: float, rng: np.random.Generator) -> frozenset[int]:
-        """Indices of the frozen units for an actual freeze ratio in [0, 1]."""
+    def draw(self, ratio: float, rng: np.random.Generator) -> Drawn:
+        """What an actual freeze ratio in [0, 1] freezes."""
         if ratio <= 0.0:
-            return frozenset()
+            return Drawn()
         if ratio >= 1.0:  # units that are frozen for certain have no chance to give
-            return self._certain.union(draw_whole(self._uncertain, 1.0, rng)[0])
-        return frozenset(draw_whole(self._strata, ratio, rng)[0])
+            drawn = self._uncertain.draw(1.0, rng)
+            return Drawn(self._certain | drawn.whole, drawn.partial)
+        return self._every.draw(ratio, rng)
 
 
-def draw_whole(drawn: Iterable[Stratum], chance: float, rng: np.random.Generator) -> tuple[list[int], float]:
-    """Indices of frozen units, and the common chance that is left for what is drawn after them."""
-    frozen: list[int] = []
-    for stratum in drawn:
-        members = stratum.shuffled(rng)
-        expected, room = len(members) * chance * stratum.cap, stratum.smaller / stratum.work
-        count, chance = _round(expected, chance, stratum.ceiling, room, rng)
-        frozen.extend(spread(members, count, rng))
-    return frozen, chance
+class _Pool:
+    """Units that are drawn with one common chance, those without rows first."""
 
+    def __init__(self, units: Iterable[tuple[int, FreezeUnit]]) -> None:
+        given = dict(units)
+        cut = {index: unit for index, unit in given.items() if unit.rows > 1}
+        self._rows = {index: unit.rows for index, unit in cut.items()}
+        whole = ((index, unit) for index, unit in given.items() if index not in cut)
+        self._whole = strata(whole, after=tuple(cut.values()))
+        self._cut = strata(cut.items())
 
-def strata(units: Iterable[tuple[int, FreezeUnit]], after: Sequence[FreezeUnit] = ()) -> list[Stratum]:
-    """Units with their indices by work and cap, the largest work first; ``after`` are drawn when all of them are."""
-    grouped: dict[tuple[float, float], dict[tuple[int, ...], list[int]]] = {}
-    for index, unit in units:
-        grouped.setdefault((unit.work, unit.cap), {}).setdefault(unit.shape, []).append(index)
-    found: list[Stratum] = []
-    smaller, highest = freezable_work(after), max((unit.cap for unit in after), default=0.0)
-    for work, cap in sorted(grouped):
-        by_shape = grouped[work, cap]
-        shapes = [by_shape[shape] for shape in sorted(by_shape)]
-        found.append(Stratum(shapes, work, cap, smaller, 1.0 / highest if highest else 1.0))
-        smaller += work * cap * sum(map(len, shapes))
-        highest = max(highest, cap)
-    return found[::-1]
+    def draw(self, chance: float, rng: np.random.Generator) -> Drawn:
+        """Each row is frozen with ``chance`` times its unit's cap."""
+        frozen, chance = draw_whole(self._whole, chance, rng)
+        partial: dict[int, tuple[int, int]] = {}
+        for stratum in self._cut:
+            members = stratum.shuffled(rng)
+            expected = len(members) * chance * stratum.cap
+            whole = int(expected + _EPSILON)
+            if expected - whole > _EPSILON:
+                # Any member may be the one in part, the others share the whole ones: all have the same chance.
+                chosen = members.pop(int(rng.integers(len(members))))
+                self._freeze_part(chosen, expected - whole, rng, frozen, partial)
+            if whole:
+                frozen.extend(spread(members, whole, rng))
+        return Drawn(frozenset(frozen), partial)
 
+    def _freeze_part(
+        self, index: int, part: float, rng: np.random.Generator, frozen: list[int], partial: dict[int, tuple[int, int]]
+    ) -> None:
+        """Freeze a share of a unit's rows, from a random one on; a coin decides about a fraction of a row.
 
-def _round(expected: float, chance: float, ceiling: float, room: float, rng: np.random.Generator) -> tuple[int, float]:
-    """Round the expected count of a stratum; returns it and the common chance left for the smaller units.
-
-    ``room`` is the smaller units' freezable work in units of this stratum. The fractional unit moves up to frozen or
-    down to trainable while the smaller units' common chance moves the other way, so that the expected work stays.
-    Both moves are a fair game, so no unit's probability changes. Where that chance would leave [0, ceiling] the unit
-    stops half way and a coin decides: only there is work gained or lost.
-    """
-    whole = int(expected + _EPSILON)
-    part = max(0.0, expected - whole)
-    if part < _EPSILON:
-        return whole, chance
-    up = min(1.0 - part, chance * room)
-    down = min(part, (ceiling - chance) * room)
-    if up + down > 0.0:
-        move = up if rng.random() * (up + down) < down else -down
-        part += move
-        chance = min(ceiling, max(0.0, chance - move / room))
-    return whole + int(rng.random() < part), chance
-
-
-def spread(members: list[int], count: int, rng: np.random.Generator) -> list[int]:
-    """``count`` of the members by systematic sampling: the same chance for each, floor or ceil in every run of them."""
-    edges = np.floor(np.arange(len(members) + 1) * (count / len(members)) + rng.random())
-    return [member for member, taken in zip(members, np.diff(edges) > 0, strict=True) if taken]
+        Of many rows, groups of eight: GPUs multiply slowly what does not begin at a multiple of 16 bytes.
+        """
+        rows = self._rows[index]
+        group = _GROUP if rows >= _MANY and rows % _GROUP == 0 else 1
+        count = group * int(part * rows / group + rng.random())
+        if count >= rows:
+            frozen.append(index)
+        elif count:
+            partial[index] = (group * int(rng.integers(rows // group)), count)
