@@ -10,9 +10,10 @@ from test_timing import FakeClock
 
 from tf_adapters.ir import Action, Kind
 from tf_adapters.monitoring import drawn_ratio
+from tf_adapters.pace import PacedSamples
 from tf_adapters.phases import Phase
 from tf_adapters.planner import Bounds
-from tf_adapters.response import measured_times
+from tf_adapters.response import StageTimes, measured_times
 from tf_adapters.timing import ActionTimer
 
 UPPER, LOWER, MIXED = Phase.MONITORING_UPPER, Phase.MONITORING_LOWER, Phase.MONITORING_MIXED
@@ -31,8 +32,11 @@ class Filled:
             self.clock.now += ms
         self.timer.drain()
 
+    def times(self) -> StageTimes:
+        return measured_times(PacedSamples(self.timer), first_stage=0)
+
     def bounds(self, action: Action = BACKWARD) -> Bounds:
-        return measured_times(self.timer, first_stage=0).bounds()[action]
+        return self.times().bounds()[action]
 
 
 def filled(*samples: tuple[Phase, Action, float, float]) -> Filled:
@@ -128,7 +132,7 @@ def test_ten_mixed_steps_of_a_quiet_machine_tell_both_bounds_to_two_percent(nois
     assert np.mean([of_one.upper for of_one in bounds]) == pytest.approx(20.0, rel=0.02)
     assert np.mean([of_one.lower for of_one in bounds]) == pytest.approx(10.0, rel=0.02)
     assert [of_one.upper for of_one in bounds] == pytest.approx([20.0] * 8, rel=0.04)
-    assert measured_times(found.timer, 0).error < 0.02
+    assert found.times().error < 0.02
 
 
 def test_a_step_that_something_else_held_up_moves_nothing() -> None:
@@ -138,26 +142,26 @@ def test_a_step_that_something_else_held_up_moves_nothing() -> None:
 
 def test_more_noise_is_more_error_and_more_steps_less() -> None:
     errors = [
-        measured_times(monitored(steps, lambda share: 20 - 10 * share, noise).timer, 0).error
+        monitored(steps, lambda share: 20 - 10 * share, noise).times().error
         for steps, noise in ((10, 0.01), (10, 0.2), (160, 0.2))
     ]
     assert errors[0] < errors[2] < errors[1]
 
 
 def test_what_was_never_seen_frozen_has_no_error_but_its_own_time() -> None:
-    times = measured_times(filled((UPPER, BACKWARD, 0, 20.0)).timer, 0)
+    times = filled((UPPER, BACKWARD, 0, 20.0)).times()
     assert times.responses == {}
     assert times.error == 0.0
 
 
 def test_a_straight_line_is_straight_also_under_noise() -> None:
-    assert measured_times(monitored(20, lambda share: 20 - 10 * share, 0.02).timer, 0).notes() == ()
+    assert monitored(20, lambda share: 20 - 10 * share, 0.02).times().notes() == ()
 
 
 @pytest.mark.parametrize("bend", [0.15, -0.15])
 def test_a_line_that_is_none_is_said(bend: float) -> None:
     found = monitored(20, lambda share: 20 * (1 - 0.5 * share - 4 * bend * share * (1 - share)), 0.005)
-    times = measured_times(found.timer, 0)
+    times = found.times()
     assert times.responses[1, Kind.BACKWARD].bend == pytest.approx(bend, abs=0.03)
     (note,) = times.notes()
     assert note.startswith("stage 1: masks of half of the work save ")

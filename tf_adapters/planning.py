@@ -15,6 +15,7 @@ from tf_adapters.dag import PipelineDag
 from tf_adapters.gaps import Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.ir import Action, PipelineSchedule
 from tf_adapters.masks import StageMasks
+from tf_adapters.pace import PacedSamples
 from tf_adapters.phases import Phase
 from tf_adapters.planner import Bounds, FreezePlan, plan
 from tf_adapters.prediction import forecast
@@ -82,7 +83,7 @@ class PlanMaker:
 
         def local() -> float:
             timer.drain(wait=True)
-            return max((timer.step_error(Phase.MONITORING_UPPER), measured_times(timer, self._first_stage).error))
+            return measured_times(PacedSamples(timer), self._first_stage).error
 
         return max(on_all_ranks(self._collectives, local))
 
@@ -131,9 +132,10 @@ class PlanMaker:
 
     def _local(self, timer: ActionTimer) -> _Local:
         timer.drain(wait=True)
-        times = measured_times(timer, self._first_stage)
+        paced = PacedSamples(timer)
+        times = measured_times(paced, self._first_stage)
         traces = local_traces(timer, Phase.MONITORING_UPPER) if self._traced else ()
-        return _Local(times.bounds(), timer.step_ms(Phase.MONITORING_UPPER) or 0.0, traces, times.notes())
+        return _Local(times.bounds(), paced.step_ms(Phase.MONITORING_UPPER) or 0.0, traces, times.notes())
 
     def _arrived(self, schedule: PipelineSchedule, measured: Measured, wait: bool) -> Planned | None:
         def ask() -> Planned | None:

@@ -2,7 +2,7 @@
 
 A weight gradient costs the same whatever else is frozen, so what freezing saves of a backward is in proportion to the
 frozen share of the stage's work (paper section 3.2.1). The line is fitted by least absolute deviations, and one slope
-serves all microbatches of a stage: they run the same kernels.
+serves all microbatches of a stage: they run the same kernels. Samples are taken at the usual pace (``pace``).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tf_adapters.ir import Action, Kind
+from tf_adapters.pace import PacedSamples
 from tf_adapters.phases import Phase
 from tf_adapters.planner import Bounds
-from tf_adapters.robust import Estimate, estimate, median, shrink, weighted_median
-from tf_adapters.timing import ActionTimer, Sample
+from tf_adapters.robust import Estimate, estimate, shrink, weighted_median
+from tf_adapters.timing import Sample
 
 Group = tuple[int, Kind]
 """What does the same work: a stage's actions of one kind."""
@@ -71,21 +72,21 @@ class StageTimes:
         )
 
 
-def measured_times(timer: ActionTimer, first_stage: int | None) -> StageTimes:
+def measured_times(paced: PacedSamples, first_stage: int | None) -> StageTimes:
     """Fit the lines to what monitoring has measured on this rank so far.
 
     ``first_stage`` is the first one that trains anything: frozen whole, nothing is left of its backwards.
     """
     unfrozen = {
-        action: estimate(sample.ms for sample in timer.samples(Phase.MONITORING_UPPER, action))
-        for action in timer.actions(Phase.MONITORING_UPPER)
+        action: estimate(sample.ms for sample in paced.samples(Phase.MONITORING_UPPER, action))
+        for action in paced.actions(Phase.MONITORING_UPPER)
     }
     upper = _alike(unfrozen)
     freezable: dict[Group, list[Action]] = {}
     for action in upper:
         if action.freezable:
             freezable.setdefault((action.stage, action.kind), []).append(action)
-    found = {group: _fit(timer, actions, upper, group[0] == first_stage) for group, actions in freezable.items()}
+    found = {group: _fit(paced, actions, upper, group[0] == first_stage) for group, actions in freezable.items()}
     return StageTimes(upper, {group: response for group, response in found.items() if response is not None})
 
 
@@ -107,30 +108,29 @@ class _Point:
 
 
 def _fit(
-    timer: ActionTimer, actions: Sequence[Action], upper: Mapping[Action, float], vanishes: bool
+    paced: PacedSamples, actions: Sequence[Action], upper: Mapping[Action, float], vanishes: bool
 ) -> Response | None:
     """The response of actions of one group; None where nothing was frozen in any sample."""
-    steps = [points for points in _points(timer, actions, upper, vanishes) if points]
+    steps = [points for points in _points(paced, actions, upper, vanishes) if points]
     every = [point for points in steps for point in points]
     if not every:
         return None
     saved = _slope(every)
-    error = math.hypot(_unfrozen_error(timer, actions, upper), _slope_error(saved, steps))
+    error = math.hypot(_unfrozen_error(paced, actions, upper), _slope_error(saved, steps))
     return Response(saved, error, _bend(every))
 
 
 def _points(
-    timer: ActionTimer, actions: Sequence[Action], upper: Mapping[Action, float], vanishes: bool
+    paced: PacedSamples, actions: Sequence[Action], upper: Mapping[Action, float], vanishes: bool
 ) -> list[list[_Point]]:
     """By step. Where a backward ``vanishes`` when it is frozen whole, such samples are no part of the line."""
-    drift = _drift(timer, actions[0].stage)
-    sampled = {a: [sample for phase in _FREEZING for sample in timer.samples(phase, a)] for a in actions}
+    sampled = {a: [sample for phase in _FREEZING for sample in paced.samples(phase, a)] for a in actions}
     limit = 1.0 if vanishes and _has_partial(sampled) else math.inf
     steps: list[list[_Point]] = [[] for _ in range(max(map(len, sampled.values())))]
     for action, samples in sampled.items():
         for points, sample in zip(steps, samples, strict=False):
             if 0.0 < sample.share < limit and upper[action] > 0.0:
-                points.append(_Point(sample.share, 1.0 - sample.ms / drift / upper[action]))
+                points.append(_Point(sample.share, 1.0 - sample.ms / upper[action]))
     return steps
 
 
@@ -163,9 +163,9 @@ def _slope_error(slope: float, steps: Sequence[Sequence[_Point]]) -> float:
     return max(by_step.error, off.error / math.sqrt(weight))
 
 
-def _unfrozen_error(timer: ActionTimer, actions: Sequence[Action], upper: Mapping[Action, float]) -> float:
+def _unfrozen_error(paced: PacedSamples, actions: Sequence[Action], upper: Mapping[Action, float]) -> float:
     """Relative standard error of a group's unfrozen time, in the same two ways."""
-    samples = [timer.samples(Phase.MONITORING_UPPER, action) for action in actions if upper[action] > 0.0]
+    samples = [paced.samples(Phase.MONITORING_UPPER, action) for action in actions if upper[action] > 0.0]
     times = [upper[action] for action in actions if upper[action] > 0.0]
     steps = [
         [sample.ms / ms for sample, ms in zip(of_step, times, strict=True)] for of_step in zip(*samples, strict=False)
@@ -173,19 +173,3 @@ def _unfrozen_error(timer: ActionTimer, actions: Sequence[Action], upper: Mappin
     by_step = estimate(statistics.median(ratios) for ratios in steps)
     off = estimate(ratio for ratios in steps for ratio in ratios)
     return max(by_step.error, off.error) if by_step and off else math.inf
-
-
-def _drift(timer: ActionTimer, stage: int) -> float:
-    """How much slower the machine was in the second half of monitoring than in the first.
-
-    Forwards do the same work in both. Without them a change of clock rate or of the neighbours' load would be taken
-    for an effect of freezing. Mixed monitoring needs no such thing: its two kinds of steps take turns.
-    """
-    ratios = []
-    for action in timer.actions(Phase.MONITORING_UPPER):
-        if action.stage == stage and action.kind is Kind.FORWARD:
-            first = median(sample.ms for sample in timer.samples(Phase.MONITORING_UPPER, action))
-            second = median(sample.ms for sample in timer.samples(Phase.MONITORING_LOWER, action))
-            if first and second:
-                ratios.append(second / first)
-    return median(ratios) or 1.0

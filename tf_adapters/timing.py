@@ -5,7 +5,6 @@ Nothing here synchronises inside a step: a device mark is read once the device h
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tf_adapters.ir import Action
-from tf_adapters.robust import estimate, median
+from tf_adapters.robust import median
 
 if TYPE_CHECKING:
     import torch
@@ -166,12 +165,11 @@ class ActionTimer:
 
     def step_ms(self, phase: str) -> float | None:
         """Median duration of this rank's steps in a phase, ms; None where there is none."""
-        return median(self._steps.get(phase, ()))
+        return median(self.steps_ms(phase))
 
-    def step_error(self, phase: str) -> float:
-        """Standard error of ``step_ms``, as a share of it; infinite where there is no step."""
-        found = estimate(self._steps.get(phase, ()))
-        return found.error / found.value if found and found.value else math.inf
+    def steps_ms(self, phase: str) -> tuple[float, ...]:
+        """Durations of this rank's newest steps in a phase, ms, in order."""
+        return tuple(self._steps.get(phase, ()))
 
     def last_step_ms(self, phase: str) -> float | None:
         steps = self._steps.get(phase)
