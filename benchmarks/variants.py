@@ -24,6 +24,7 @@ from measuring import machine
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.paired import Step, timed_step
 
+ALONE = "alone"
 HOSTS = ("deepspeed", "megatron-core", "torch")
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "paper": {"monitoring": "halves", "first_stage": "partial"},
@@ -162,21 +163,22 @@ def module(host: str) -> Any:
     return importlib.import_module({"deepspeed": "paired", "megatron-core": "megatron_speed"}.get(host, "schedules"))
 
 
-def start(study: Study, variant: str | None) -> Training:
-    """A training with the settings of a variant, or the host alone."""
-    host, settings = module(study.host), dict(VARIANTS[variant] if variant else {})
+def start(study: Study, name: str, settings: Mapping[str, Any] | None) -> Training:
+    """A training of this name with some settings over the study's own; None: the host alone."""
+    host, freezing = module(study.host), settings is not None
     lengths = {"warmup": study.warmup, "monitoring": study.monitoring, "progressive": study.progressive}
-    given = {**lengths, "settings": {**settings, "output_dir": f"runs/bench/variants/{study.host}_{variant}"}}
+    output_dir = f"runs/bench/variants/{study.host}_{name}"
+    given = {**lengths, "settings": {**(settings or {}), "output_dir": output_dir}}
     if study.host == "deepspeed":
         options = host.Options(config="gpipe" if study.gpipe else "plain", **given)
-        trainer, adapter = host.build_engine(options, freezing=variant is not None)
+        trainer, adapter = host.build_engine(options, freezing)
     elif study.host == "megatron-core":
         options = host.Options(config="1f1b", **given)
-        trainer, adapter = host.build(options, freezing=variant is not None)
+        trainer, adapter = host.build(options, freezing)
     else:
         options = host.Options("gpipe" if study.gpipe else "1f1b", **given)
         trainer = host.build(options)
-        adapter = attach_torch(trainer, options) if variant else None
+        adapter = attach_torch(trainer, options) if freezing else None
     return Training(host.training_step(trainer, options), lambda: host.held_out_loss(trainer, options), adapter)
 
 
@@ -188,7 +190,7 @@ def attach_torch(trainer: Any, options: Any) -> Any:
 
 def measure(study: Study) -> list[Row]:
     """Train the host alone and every variant in turn. Called on all ranks at once."""
-    trainings = {name: start(study, name) for name in (None, *study.variants)}
+    trainings = {name: start(study, name, VARIANTS.get(name)) for name in (ALONE, *study.variants)}
     idle = dict.fromkeys(study.variants, 0)
     ratios: dict[str, list[float]] = {name: [] for name in study.variants}
     for number in range(study.steps):
@@ -197,7 +199,7 @@ def measure(study: Study) -> list[Row]:
         times = in_rotation(trainings, number)
         if number >= study.steps - MEASURED:
             for name in study.variants:
-                ratios[name].append(times[name] / times[None])
+                ratios[name].append(times[name] / times[ALONE])
     controllers = {name: trainings[name].adapter.controller for name in study.variants}
     losses = {name: training.held_out() for name, training in trainings.items()}
     rows = [
@@ -212,7 +214,7 @@ def measure(study: Study) -> list[Row]:
             freeze_ratio_for_paper=least_freezing(of_one, controllers[study.variants[0]].forecast.ratio),
             off_bounds=difference(of_one.state.bounds, controllers[study.variants[0]].state.bounds),
             loss=losses[name],
-            loss_alone=losses[None],
+            loss_alone=losses[ALONE],
         )
         for name, of_one in controllers.items()
     ]
@@ -221,7 +223,7 @@ def measure(study: Study) -> list[Row]:
     return rows
 
 
-def in_rotation(trainings: Mapping[Any, Training], number: int) -> dict[Any, float]:
+def in_rotation(trainings: Mapping[str, Training], number: int) -> dict[str, float]:
     """One step of each, ms; who comes first changes."""
     names = list(trainings)
     first = number % len(names)

@@ -53,16 +53,23 @@ def monitored(
     stage: int = 1,
     microbatches: int = 8,
     spoilt: tuple[int, ...] = (),
+    pace: Callable[[int], float] = lambda step: 1.0,
+    forwards: bool = True,
 ) -> Filled:
     """``steps`` of mixed monitoring; ``line`` gives ms of a share, ``spoilt`` steps take three times as long."""
-    found, rng = Filled(), np.random.default_rng(7)
+    found, rngs = Filled(), {Kind.FORWARD: np.random.default_rng(8), Kind.BACKWARD: np.random.default_rng(7)}
     for step in range(steps):
-        phase, slow = (UPPER, MIXED)[step % 2], 3.0 if step in spoilt else 1.0
+        phase, slow = (UPPER, MIXED)[step % 2], 3.0 if step in spoilt else pace(step)
         for m in range(microbatches):
             share = drawn_ratio(step // 2, stage, m, microbatches) if phase is MIXED else 0.0
-            for kind, ms in ((Kind.FORWARD, 6.0), (Kind.BACKWARD, line(share))):
+            works = {Kind.FORWARD: 6.0, Kind.BACKWARD: line(share)}
+            for kind, ms in works.items():
+                if kind is Kind.FORWARD and not forwards:
+                    continue
                 of_kind = share if kind is Kind.BACKWARD else 0.0
-                found.add(phase, Action(stage, kind, m), of_kind, slow * ms * (1 + noise * rng.standard_normal()))
+                found.add(
+                    phase, Action(stage, kind, m), of_kind, slow * ms * (1 + noise * rngs[kind].standard_normal())
+                )
     return found
 
 
@@ -138,6 +145,31 @@ def test_ten_mixed_steps_of_a_quiet_machine_tell_both_bounds_to_two_percent(nois
 def test_a_step_that_something_else_held_up_moves_nothing() -> None:
     clean, spoilt = (monitored(10, lambda share: 20 - 10 * share, 0.01, spoilt=steps) for steps in ((), (2, 5)))
     assert spoilt.bounds().lower == pytest.approx(clean.bounds().lower, rel=0.03)
+
+
+def test_what_slows_whole_steps_down_cancels() -> None:
+    paces = np.random.default_rng(1).uniform(0.7, 1.4, size=10)
+    busy = monitored(10, lambda share: 20 - 10 * share, 0.01, pace=lambda step: float(paces[step])).times()
+    response = busy.responses[1, Kind.BACKWARD]
+    assert response.saved == pytest.approx(0.5, rel=0.02)
+    assert response.error < 0.02
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.1])
+def test_forwards_that_disagree_about_a_steps_pace_add_no_noise(noise: float) -> None:
+    """With nothing in common, the savings come out as if there were no forwards to go by."""
+    alone, errors = [], []
+    for with_forwards in (False, True):
+        found = monitored(40, lambda share: 20 - 10 * share, noise, forwards=with_forwards)
+        alone.append(found.times().responses[1, Kind.BACKWARD].saved)
+        errors.append(found.times().error)
+    assert alone[1] == pytest.approx(alone[0], rel=noise / 10)
+    assert errors[1] < 1.1 * errors[0]
+
+
+def test_steps_without_forwards_are_taken_as_they_are() -> None:
+    found = filled((UPPER, BACKWARD, 0, 20.0), (MIXED, BACKWARD, 0.5, 15.0), (MIXED, FORWARD, 0, 9.0))
+    assert found.bounds() == Bounds(pytest.approx(10.0), 20.0)
 
 
 def test_more_noise_is_more_error_and_more_steps_less() -> None:

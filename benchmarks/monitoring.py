@@ -1,0 +1,188 @@
+"""How soon monitoring knows what freezing saves, against the paper's procedure run long.
+
+On every host two trainings run in the same processes, step by step in turn: one is monitored as the paper does it, for
+40 steps with nothing frozen and 40 with everything frozen; the other trains while it is monitored, for 80 steps. The
+saved share of a backward's time that a stage's samples of some steps say is compared with what the paper's 80 say.
+
+Two pipeline ranks on this machine's CPU, one thread each, 1F1B. Prints a table, and writes results/monitoring.json
+beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from measuring import machine
+from variants import HOSTS, Study, in_rotation, setup, start
+
+from tf_adapters.ir import Action
+from tf_adapters.pace import PacedSamples
+from tf_adapters.response import StageTimes, measured_times
+from tf_adapters.testing import RankPool
+from tf_adapters.timing import ActionTimer, HostClock, Sample
+
+STEPS = 80
+LENGTHS = (10, 20, 40, STEPS)
+PROCEDURES = {
+    "paper": {"monitoring": "halves"},
+    "ours": {"monitoring": "mixed", "monitoring_precision": 1e-9},
+}
+PRECISION = 0.02
+
+
+class Window(ActionTimer):
+    """What a timer would hold if only some steps in a row of every kind had been monitored."""
+
+    def __init__(self, timer: ActionTimer, steps: slice) -> None:
+        super().__init__(HostClock())
+        self._timer, self._steps_kept = timer, steps
+
+    def samples(self, phase: str, action: Action) -> tuple[Sample, ...]:
+        return self._timer.samples(phase, action)[self._steps_kept]
+
+    def actions(self, phase: str) -> tuple[Action, ...]:
+        return self._timer.actions(phase)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What some steps say of one stage: the saved share of its unfrozen backward, and the error that they claim."""
+
+    saved: float
+    error: float
+
+    @classmethod
+    def of(cls, times: StageTimes) -> Fit:
+        (response,) = times.responses.values()
+        return cls(response.saved, response.error)
+
+
+@dataclass(frozen=True)
+class OfRank:
+    """One rank's stage.
+
+    Attributes:
+        paper: what the paper's procedure says.
+        ours: what mixed monitoring says, by the number of its steps; one fit for each window of that length.
+        raw: the same without the paces of the steps.
+        errors: what the first so many steps claim.
+    """
+
+    paper: Fit
+    ours: dict[int, list[Fit]]
+    raw: dict[int, list[Fit]]
+    errors: dict[int, float]
+
+    def off(self, fits: Sequence[Fit]) -> list[float]:
+        """How far fits are from the paper's, in shares of the unfrozen time."""
+        return [fit.saved - self.paper.saved for fit in fits]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One host and length. Differences are shares of the unfrozen time: root mean squares over windows and stages.
+
+    Attributes:
+        steps: of mixed monitoring.
+        off: from what the paper's procedure says.
+        off_raw: the same without the paces of the steps.
+        claimed: median standard error.
+        ended_after: steps after which monitoring would have ended by itself; None: later than it ran.
+    """
+
+    host: str
+    steps: int
+    off: float
+    off_raw: float
+    claimed: float
+    ended_after: int | None
+
+    def cells(self) -> list[str]:
+        ended = str(self.ended_after) if self.ended_after else f"over {STEPS}"
+        return [self.host, str(self.steps), f"{self.off:.1%}", f"{self.off_raw:.1%}", f"{self.claimed:.1%}", ended]
+
+
+HEADINGS = ["         host", "steps", "off paper's", "without paces", "claimed", "ends after"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=HOSTS)
+    hosts = parser.parse_args().hosts
+    rows: list[Row] = []
+    print(*HEADINGS, sep="  ", flush=True)
+    for host in hosts:
+        study = Study(host, monitoring=STEPS, variants=tuple(PROCEDURES))
+        with RankPool(2, functools.partial(setup, host)) as ranks:
+            of_host = rows_of(host, ranks.run(measure, study, timeout_s=1800))
+        for row in of_host:
+            print(*(cell.rjust(len(title)) for cell, title in zip(row.cells(), HEADINGS, strict=True)), sep="  ")
+        rows.extend(of_host)
+    record = {"machine": machine("torch"), "steps": STEPS, "precision": PRECISION, "rows": [asdict(r) for r in rows]}
+    (Path(__file__).with_name("results") / "monitoring.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def rows_of(host: str, ranks: Sequence[OfRank]) -> list[Row]:
+    """The figures of all stages together."""
+    ends = [steps for steps in ranks[0].errors if max(rank.errors[steps] for rank in ranks) <= PRECISION]
+    return [
+        Row(
+            host=host,
+            steps=steps,
+            off=root_mean_square(off for rank in ranks for off in rank.off(rank.ours[steps])),
+            off_raw=root_mean_square(off for rank in ranks for off in rank.off(rank.raw[steps])),
+            claimed=statistics.median(fit.error for rank in ranks for fit in rank.ours[steps]),
+            ended_after=min(ends, default=None),
+        )
+        for steps in LENGTHS
+    ]
+
+
+def root_mean_square(values: Iterable[float]) -> float:
+    return math.sqrt(statistics.fmean(value**2 for value in values))
+
+
+# --- on the ranks --------------------------------------------------------------------------------------------
+
+
+def measure(study: Study) -> OfRank:
+    """Monitor in both ways, in turn. Called on all ranks at once."""
+    trainings = {name: start(study, name, settings) for name, settings in PROCEDURES.items()}
+    for number in range(study.warmup + study.monitoring):
+        in_rotation(trainings, number)
+    timers = {name: training.adapter.controller.timer for name, training in trainings.items()}
+    ours = timers["ours"]
+    found = OfRank(
+        paper=Fit.of(measured_times(PacedSamples(timers["paper"]), first_stage=0)),
+        ours={n: [paced(ours, window) for window in windows(n)] for n in LENGTHS},
+        raw={n: [raw(ours, window) for window in windows(n)] for n in LENGTHS},
+        errors={n: paced(ours, slice(0, n // 2)).error for n in range(10, STEPS + 1, 2)},
+    )
+    for training in trainings.values():
+        training.adapter.detach()
+    return found
+
+
+def windows(steps: int) -> list[slice]:
+    """One behind the other; half of their steps are of either kind."""
+    half = steps // 2
+    return [slice(first, first + half) for first in range(0, STEPS // 2 - half + 1, half)]
+
+
+def paced(timer: ActionTimer, steps: slice) -> Fit:
+    return Fit.of(measured_times(PacedSamples(Window(timer, steps)), first_stage=0))
+
+
+def raw(timer: ActionTimer, steps: slice) -> Fit:
+    return Fit.of(measured_times(Window(timer, steps), first_stage=0))
+
+
+if __name__ == "__main__":
+    main()
