@@ -14,7 +14,9 @@ from tf_adapters.simulate.orders import SCHEDULES, SINGLE, Sizes, canonical
 
 __all__ = ["ModelOptions", "Options", "StageOptions", "add_arguments", "read_options"]
 
+WHOLE = "whole"
 MODELS = ("llama-1b", "llama-8b", "llama-13b")
+FIRST_STAGE = (WHOLE, "partial")
 _SWEEP = "0.2,0.4,0.6,0.8,1"
 
 _T = TypeVar("_T")
@@ -52,6 +54,7 @@ class Options:
     sizes: Sizes
     communication_ms: float | None
     max_freeze_ratio: float | None
+    first_stage: str | None
     sweep: tuple[float, ...]
 
 
@@ -80,6 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     freezing.add_argument(
         "--sweep", metavar="RATIOS", default=_SWEEP, help=f"other r_max to compare, or none [{_SWEEP}]"
     )
+    freezing.add_argument(
+        "--first-stage", metavar="HOW", help="its last backwards: whole or partial [whole, or as recorded]"
+    )
     add_output_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON in the place of tables")
 
@@ -102,6 +108,7 @@ def read_options(args: argparse.Namespace) -> Options:
         ),
         communication_ms=_read(args, "communication_ms", _milliseconds),
         max_freeze_ratio=_read(args, "max_freeze_ratio", _ratio),
+        first_stage=_read(args, "first_stage", _first_stage),
         sweep=() if args.sweep == "none" else _list("--sweep", args.sweep, _ratio),
     )
 
@@ -187,6 +194,12 @@ def _milliseconds(argument: str, text: str) -> float:
 
 def _ratio(argument: str, text: str) -> float:
     return _number(argument, text, 0.0, 1.0, "a number from 0 to 1")
+
+
+def _first_stage(argument: str, text: str) -> str:
+    if text not in FIRST_STAGE:
+        raise ConfigError(f"{argument} {text!r}: allowed are {', '.join(FIRST_STAGE)}")
+    return text
 
 
 def _rate(argument: str, text: str) -> float:

@@ -62,7 +62,7 @@ def chart_panels(simulations: Sequence[Simulation]) -> tuple[Panel, ...]:
 
 _GAIN = "in throughput, over the same schedule with nothing frozen"
 _MOST = "with everything frozen, which no r_max can beat"
-_STABLE = "where all of stage 0 is frozen its backward is gone, which the planner does not count on"
+_STABLE = "where all of stage 0 is frozen its backward is gone, also where the plan does not count on it"
 _COMPARED = (
     *("schedule", "ranks", "stages", "nothing frozen", "planned", "gain"),
     *("bubble", "skipped", "stable gain", "at most", "held by"),

@@ -22,7 +22,8 @@ class Gain:
     """A batch in ms and its gain in throughput over the batch with nothing frozen: 0.25 is a quarter more.
 
     ``stable_ms`` and ``stable_gain`` are those of stable freezing as ``tf_adapters.prediction`` expects it: where all
-    of stage 0 is frozen its backward is gone. The planner's straight line does not know of this.
+    of stage 0 is frozen its backward is gone. The planner's straight line does not know of this; a plan that freezes
+    first-stage backwards whole does, of those that it chose so.
     """
 
     ms: float
@@ -88,18 +89,28 @@ class Simulation:
         }
 
 
-def simulate(pipeline: Pipeline, max_freeze_ratio: float = 0.8, sweep: Sequence[float] = ()) -> Simulation:
+def simulate(
+    pipeline: Pipeline,
+    max_freeze_ratio: float = 0.8,
+    sweep: Sequence[float] = (),
+    first_stage_vanishes: bool = False,
+) -> Simulation:
     """Plan ``pipeline`` at ``max_freeze_ratio`` and at every ratio of ``sweep``, all in [0, 1].
 
-    Raises PlanInputError, ScheduleError and SolverError as ``tf_adapters.planner.plan`` does.
+    ``first_stage_vanishes``: plan with backwards of the first stage that are frozen whole (``tf_adapters.whole``), as
+    training does by default. Raises PlanInputError, ScheduleError and SolverError as ``tf_adapters.planner.plan`` does.
     """
-    solved = {ratio: _plan(pipeline, ratio) for ratio in dict.fromkeys((max_freeze_ratio, *sweep))}
+    solved = {
+        ratio: _plan(pipeline, ratio, first_stage_vanishes) for ratio in dict.fromkeys((max_freeze_ratio, *sweep))
+    }
     chosen = solved[max_freeze_ratio]
     schedule, times = pipeline.schedule, pipeline.times
     dag = PipelineDag.from_schedule(schedule, *pipeline.gaps)
     upper = {action: bounds.upper for action, bounds in times.items()}
     lower = {action: bounds.lower if action.freezable else bounds.upper for action, bounds in times.items()}
     everything = {action: 1.0 for action in schedule.actions if action.freezable}
+    if first_stage_vanishes:
+        lower = stable_durations(lower, everything)
 
     def panel(title: str, durations: Mapping[Action, float], frozen: Mapping[Action, float] | None = None) -> Panel:
         return timeline(title, schedule, dag, durations, frozen)
@@ -121,9 +132,15 @@ def simulate(pipeline: Pipeline, max_freeze_ratio: float = 0.8, sweep: Sequence[
     )
 
 
-def _plan(pipeline: Pipeline, ratio: float) -> FreezePlan:
-    gaps = pipeline.gaps
-    return plan(pipeline.schedule, pipeline.times, ratio, gaps.communication, overhead=gaps.overhead)
+def _plan(pipeline: Pipeline, ratio: float, first_stage_vanishes: bool) -> FreezePlan:
+    return plan(
+        pipeline.schedule,
+        pipeline.times,
+        ratio,
+        pipeline.gaps.communication,
+        overhead=pipeline.gaps.overhead,
+        first_stage_vanishes=first_stage_vanishes,
+    )
 
 
 def _planned_title(max_freeze_ratio: float, made: FreezePlan) -> str:

@@ -18,10 +18,10 @@ from tf_adapters.model_costs import (
     split_layers,
     stage_costs,
 )
-from tf_adapters.plan_input import check_communication, check_overhead, check_ratio, check_times, read_input
+from tf_adapters.plan_input import check_communication, check_flag, check_overhead, check_ratio, check_times, read_input
 from tf_adapters.planner import Bounds
 from tf_adapters.report.schema import Report
-from tf_adapters.simulate.options import ModelOptions, Options, StageOptions
+from tf_adapters.simulate.options import WHOLE, ModelOptions, Options, StageOptions
 from tf_adapters.simulate.orders import Sizes, named_order, read_csv
 from tf_adapters.simulate.pipeline import Pipeline, between_ranks, recut, stage_times
 
@@ -38,6 +38,7 @@ Costs = Callable[[PipelineSchedule], Sequence[StageCost]]
 class Request:
     """What to simulate: pipelines, r_max for all of them, where the times come from, in words, and remarks.
 
+    ``first_stage_vanishes``: whether plans may freeze backwards of the first stage whole (``tf_adapters.whole``).
     ``step_ms`` is how long a whole step of the first pipeline took with nothing frozen, where that was measured.
     """
 
@@ -45,6 +46,7 @@ class Request:
     max_freeze_ratio: float
     source: str
     notes: tuple[str, ...] = ()
+    first_stage_vanishes: bool = True
     step_ms: float | None = None
 
 
@@ -55,6 +57,7 @@ class _Recorded:
     pipeline: Pipeline
     max_freeze_ratio: float
     source: str
+    first_stage_vanishes: bool
     step_ms: float | None = None
 
 
@@ -70,10 +73,11 @@ def read_request(options: Options, load: Callable[[str], Any]) -> Request:
         source, costs_for = _assumed(options)
         pipelines = _compared(options, options.sizes, costs_for, options.communication_ms or 0.0)
         request = Request(pipelines, _DEFAULT_RATIO, source)
-    ratio = options.max_freeze_ratio
+    ratio, how = options.max_freeze_ratio, options.first_stage
     return replace(
         request,
         max_freeze_ratio=request.max_freeze_ratio if ratio is None else ratio,
+        first_stage_vanishes=request.first_stage_vanishes if how is None else how == WHOLE,
         notes=(*request.notes, *_notes(request.pipelines, options.sizes.stages)),
     )
 
@@ -104,6 +108,7 @@ def _from_report(path: str) -> _Recorded:
         Pipeline("recorded", schedule, _bounds(times), report.gaps()),
         float(ratio) if isinstance(ratio, (int, float)) and 0.0 <= ratio <= 1.0 else _DEFAULT_RATIO,
         f"measured on {report.host.name}, {path}",
+        report.config.get("first_stage") == WHOLE,
         report.measured.step_ms_unfrozen,
     )
 
@@ -116,7 +121,8 @@ def _from_input(path: str, data: Any) -> _Recorded:
         check_communication(given.schedule, given.communication), check_overhead(given.schedule, given.overhead)
     )
     source = "given on standard input" if path == "-" else f"given in {path}"
-    return _Recorded(Pipeline("as given", given.schedule, _bounds(times), gaps), ratio, source)
+    pipeline = Pipeline("as given", given.schedule, _bounds(times), gaps)
+    return _Recorded(pipeline, ratio, source, check_flag(given.first_stage_vanishes))
 
 
 def _from_recorded(options: Options, recorded: _Recorded) -> Request:
@@ -140,7 +146,14 @@ def _from_recorded(options: Options, recorded: _Recorded) -> Request:
         raise ConfigError("--ranks, --microbatches: the recorded schedule has its own; add --schedule for another")
     recut_note = ("the other schedules take the recorded stages' mean times, cut into equal parts or joined",)
     notes = recut_note if others else ()
-    return Request((original, *others), recorded.max_freeze_ratio, recorded.source, notes, recorded.step_ms)
+    return Request(
+        (original, *others),
+        recorded.max_freeze_ratio,
+        recorded.source,
+        notes,
+        recorded.first_stage_vanishes,
+        recorded.step_ms,
+    )
 
 
 def _mean_delay(pipeline: Pipeline) -> float:
