@@ -20,16 +20,16 @@ from tf_adapters import messages
 from tf_adapters.collectives import Collectives, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ScheduleError, TimelyFreezeError
+from tf_adapters.freezing import Freezing
 from tf_adapters.ir import Action, PipelineSchedule
 from tf_adapters.log import announce
 from tf_adapters.masking import ParameterMask
-from tf_adapters.masks import NONE_PREFERRED, NOTHING_FROZEN, Mask, StageMasks
+from tf_adapters.masks import Mask, StageMasks
 from tf_adapters.memory import MemoryMeter
-from tf_adapters.monitoring import drawn_ratio
 from tf_adapters.phases import Phase
-from tf_adapters.planning import Measured, PlanMaker, Planned
+from tf_adapters.planning import PlanMaker, Planned
 from tf_adapters.prediction import Forecast
-from tf_adapters.replanning import PlanWatch
+from tf_adapters.replanning import PlanWatch, Replanning
 from tf_adapters.reporting import MetricSink, Reporting
 from tf_adapters.row_holding import HeldRows, frozen_by_all
 from tf_adapters.row_masking import RowMask
@@ -39,8 +39,6 @@ from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.state import RunState, compatible_state
 from tf_adapters.timing import ActionTimer, Clock
 from tf_adapters.units import FreezeUnit, Tie
-
-_FIRST_STAGE_MONITORING_RATIO = 0.8  # far along the line, yet short of its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ class Controller:
         held_values = held_values or whole_parameters(parameters)
         self.stability_checks = StabilityChecks(config, self.masks.units, parameters, held_values, collectives)
         self._collectives = collectives
-        self._backward = _weight_gradient_actions(schedule)
+        self._freezing = Freezing(config, schedule, self.masks)
         self._parameters = parameters
         self._ties = {place: tie for tie in ties for place in tie}
         self._executed: list[Action] = []
@@ -106,8 +104,8 @@ class Controller:
         self._drawn: dict[tuple[int, int], Mask] = {}
         self._reporting = Reporting(self, collectives, metrics)
         self._planner = PlanMaker(config, collectives, traced, self.masks)
-        self._watch = PlanWatch(config, collectives, traced, self.masks)
-        self._fresh: Measured | None = None  # what a plan is being made from while another one is in force
+        watch = PlanWatch(config, collectives, traced, self.masks)
+        self._replanning = Replanning(watch, self._planner, self._reporting.say)
 
     # --- what the host calls in every step -------------------------------------------------------------------
 
@@ -148,7 +146,7 @@ class Controller:
         """The mask of a microbatch on a stage in the current step."""
         key = (stage, microbatch)
         if key not in self._drawn:
-            self._drawn[key] = self._draw(self.step, stage, microbatch)
+            self._drawn[key] = self._freezing.mask(self.state, self.step, stage, microbatch)
         return self._drawn[key]
 
     def held_parameters(self) -> tuple[torch.nn.Parameter, ...]:
@@ -176,6 +174,16 @@ class Controller:
             ).items()
         )
 
+    def _frozen_all_step(self, stage: int) -> frozenset[str]:
+        """Names that every microbatch of the current step freezes on one stage."""
+        names: frozenset[str] | None = None
+        for microbatch in range(self.schedule.num_microbatches):
+            frozen = frozenset(self.mask(stage, microbatch).names)
+            names = frozen if names is None else names & frozen
+            if not names:
+                break
+        return names or frozenset()
+
     def end_step(self) -> None:
         """The host has updated the weights. Decides, on all ranks at once, what the next step does.
 
@@ -194,30 +202,19 @@ class Controller:
     @property
     def freezes(self) -> bool:
         """Whether this run freezes anything at all."""
-        return not self.state.failure and self.config.method != "none" and self.config.max_freeze_ratio > 0
+        return self._freezing.on(self.state)
 
     def actual_freeze_ratio(self, step: int, action: Action) -> float:
-        """AFR of an action at a step, in [0, 1] (paper section 3.3); during lower-bound monitoring, its mask's.
-
-        APF and AutoFreeze alone freeze what the last stability check found stable: its share of the stage's work.
-        """
-        if not self.freezes or not action.freezable:
-            return 0.0
-        if not self.config.plans:
-            return self.masks.share(action.stage, self._stable(step, action.stage))
-        if self.state.phases.phase(step).monitors:
-            return self._monitoring_ratio(step, action)
-        if self.state.plan is None:
-            return 0.0
-        return self.state.plan.freeze_ratio[action] * self.state.phases.ramp(step)
+        """AFR of an action at a step, in [0, 1] (paper section 3.3); while monitoring, its mask's."""
+        return self._freezing.ratio(self.state, step, action)
 
     def frozen_parameters(self, step: int, stage: int, microbatch: int) -> tuple[str, ...]:
         """Names frozen on ``stage`` for ``microbatch`` at ``step``: the same on every replica and after a restart."""
-        return self._draw(step, stage, microbatch).names
+        return self._freezing.mask(self.state, step, stage, microbatch).names
 
     def frozen_rows(self, step: int, stage: int, microbatch: int) -> tuple[FrozenRows, ...]:
         """Rows frozen there of parameters that are not frozen whole; none with ``granularity`` "tensor"."""
-        return self._draw(step, stage, microbatch).rows
+        return self._freezing.mask(self.state, step, stage, microbatch).rows
 
     @property
     def forecast(self) -> Forecast | None:
@@ -229,7 +226,7 @@ class Controller:
     @property
     def freezable(self) -> Mapping[tuple[int, int], Action]:
         """The action that computes the weight gradients of a (stage, microbatch)."""
-        return self._backward
+        return self._freezing.weight_gradients
 
     @property
     def report_path(self) -> Path:
@@ -259,7 +256,7 @@ class Controller:
     def reschedule(self, schedule: PipelineSchedule) -> None:
         """The host runs another schedule from here on (another number of microbatches, say): monitor and plan anew."""
         self.schedule = schedule.validate()
-        self._backward = _weight_gradient_actions(schedule)
+        self._freezing = Freezing(self.config, schedule, self.masks)
         stability = self.state.stability
         self.state = self.state.restarted(self.config, "the pipeline schedule changed")
         self.state.stability = stability  # of the same parameters
@@ -270,8 +267,7 @@ class Controller:
     def _forget_measured(self) -> None:
         """What was timed, and a plan that is being made from it, are of another run or schedule."""
         self._planner.close()
-        self._watch.forget()
-        self._fresh = None
+        self._replanning.forget()
         self.timer.clear()
         self.memory.clear()
 
@@ -281,46 +277,6 @@ class Controller:
         self._planner.close()
         if self.state.plan is not None or unplanned:
             self._reporting.write()
-
-    # --- masks -----------------------------------------------------------------------------------------------
-
-    def _draw(self, step: int, stage: int, microbatch: int) -> Mask:
-        action = self._backward.get((stage, microbatch))
-        if action is None:
-            return NOTHING_FROZEN
-        ratio = self.actual_freeze_ratio(step, action)
-        return self.masks.draw(step, stage, microbatch, ratio, self._stable(step, stage))
-
-    def _stable(self, step: int, stage: int) -> frozenset[int]:
-        """What the last stability check found stable on a stage, by the indices of its units."""
-        freezing = step > self.state.phases.monitoring_end  # monitoring is of uniform masks
-        return self.state.stability.stable.get(stage, NONE_PREFERRED) if freezing else NONE_PREFERRED
-
-    def _monitoring_ratio(self, step: int, action: Action) -> float:
-        """The first stage is not frozen whole: its backward would disappear, a bound that no mask of the plan reaches.
-
-        That is stage 0, or the first behind stages that train nothing, where torch asks for no input gradient either.
-        With limits a ratio of 1 freezes it whole only now and then, or nearly always where they are close to 1.
-        """
-        phases = self.state.phases
-        if phases.phase(step) is Phase.MONITORING_UPPER:
-            return 0.0
-        vanishes = action.stage == self.masks.first_training_stage and not self.masks.excludes(action.stage)
-        most = _FIRST_STAGE_MONITORING_RATIO if vanishes else 1.0
-        if not phases.mixed:
-            return most
-        turn, microbatches = phases.mixed_turn(step), self.schedule.num_microbatches
-        return most * drawn_ratio(turn, action.stage, action.microbatch, microbatches)
-
-    def _frozen_all_step(self, stage: int) -> frozenset[str]:
-        """Names that every microbatch of the current step freezes on one stage."""
-        names: frozenset[str] | None = None
-        for microbatch in range(self.schedule.num_microbatches):
-            frozen = frozenset(self.mask(stage, microbatch).names)
-            names = frozen if names is None else names & frozen
-            if not names:
-                break
-        return names or frozenset()
 
     # --- decisions at step boundaries ------------------------------------------------------------------------
 
@@ -385,36 +341,21 @@ class Controller:
             self.state.phases = self.state.phases.planned_after(step + 1)
             return
         self.state.phases = self.state.phases.planned_after(step)
+        self._adopt(planned)
+
+    def _adopt(self, planned: Planned) -> None:
         self.state.adopt(planned)
         self._reporting.say_plan(planned.notes)
         self._reporting.write()
 
     def _keep_plan(self, step: int) -> None:
         """Make the plan anew where the times that it is made for are no longer the times that are measured."""
-        plan = self.state.plan
-        if plan is None or not self.freezes:
+        if self.state.plan is None or not self.freezes:
             return
-        try:
-            if self._fresh is not None:
-                self._replace_plan(self._planner.poll(self.schedule, self._fresh), step)
-            elif self._watch.due(step, self.state.phases.progressive_end):
-                self._fresh = self._watch.look(self.schedule, self.timer, self.state.measured, plan)
-                if self._fresh is not None:
-                    self._reporting.say(f"step {step}: planning anew: {'; '.join(self._fresh.notes)}")
-                    self._replace_plan(self._planner.start(self.schedule, self._fresh), step)
-        except TimelyFreezeError as error:
-            self._fresh = None
-            self._reporting.say(f"the plan stays as it is: {error}")
-
-    def _replace_plan(self, planned: Planned | None, step: int) -> None:
-        if planned is None:
-            return
-        assert self._fresh is not None
-        self.state.measure(self._fresh)
-        self._fresh = None
-        self.state.adopt(planned)
-        self._reporting.say_plan(planned.notes)
-        self._reporting.write()
+        renewed = self._replanning.after(step, self.schedule, self.timer, self.state)
+        if renewed is not None:
+            self.state.measure(renewed.measured)
+            self._adopt(renewed.planned)
 
     def _check_stability(self, step: int) -> None:
         """Find out what is stable, where the method asks and a check is due."""
@@ -456,7 +397,3 @@ class Controller:
 def _device_of(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> torch.device:
     devices = (parameter.device for of_stage in parameters.values() for parameter in of_stage.values())
     return next(devices, torch.device("cpu"))
-
-
-def _weight_gradient_actions(schedule: PipelineSchedule) -> dict[tuple[int, int], Action]:
-    return {(action.stage, action.microbatch): action for action in schedule.actions if action.freezable}

@@ -7,25 +7,27 @@ the old ones times what changed: nothing is monitored again, and until the new p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tf_adapters import messages
 from tf_adapters.collectives import Collectives, on_all_ranks, on_one_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.dag import PipelineDag
+from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.gaps import complete_steps, local_traces, measure_gaps
 from tf_adapters.ir import Action, PipelineSchedule
 from tf_adapters.masks import StageMasks
 from tf_adapters.phases import Phase
 from tf_adapters.planner import Bounds, FreezePlan
-from tf_adapters.planning import Measured
+from tf_adapters.planning import Measured, PlanMaker, Planned
 from tf_adapters.prediction import stable_durations
 from tf_adapters.response import Group
 from tf_adapters.robust import median
+from tf_adapters.state import RunState
 from tf_adapters.timing import ActionTimer, Trace
 
-__all__ = ["PlanWatch", "changes"]
+__all__ = ["PlanWatch", "Renewed", "Replanning", "changes"]
 
 _NEWEST = 64
 """Samples of an action that are looked at, at most."""
@@ -108,6 +110,60 @@ class PlanWatch:
         if self._stage_0_vanishes:
             now = stable_durations(now, ratios)
         return max(0.0, dag.makespan(upper) - dag.makespan(now))
+
+
+@dataclass(frozen=True)
+class Renewed:
+    """A plan that takes the place of the one in force, and what it was made from."""
+
+    measured: Measured
+    planned: Planned
+
+
+class Replanning:
+    """Makes the plan in force anew where it no longer holds. Every method is called on all ranks at the same point.
+
+    Args:
+        watch: tells whether it holds.
+        maker: makes plans; the one that the plan in force came from.
+        say: logs a line.
+    """
+
+    def __init__(self, watch: PlanWatch, maker: PlanMaker, say: Callable[[str], None]) -> None:
+        self._watch, self._maker, self._say = watch, maker, say
+        self._fresh: Measured | None = None  # what a plan is being made from
+
+    def forget(self) -> None:
+        """Begin anew: the pipeline runs something else now."""
+        self._watch.forget()
+        self._fresh = None
+
+    def after(self, step: int, schedule: PipelineSchedule, timer: ActionTimer, state: RunState) -> Renewed | None:
+        """The plan that is in force from now on, where it is another than before. Raises nothing: the old one stays."""
+        try:
+            planned = self._poll(schedule) if self._fresh else self._look(step, schedule, timer, state)
+        except TimelyFreezeError as error:
+            self._fresh = None
+            self._say(f"the plan stays as it is: {error}")
+            return None
+        if planned is None or self._fresh is None:
+            return None
+        renewed, self._fresh = Renewed(self._fresh, planned), None
+        return renewed
+
+    def _poll(self, schedule: PipelineSchedule) -> Planned | None:
+        assert self._fresh is not None
+        return self._maker.poll(schedule, self._fresh)
+
+    def _look(self, step: int, schedule: PipelineSchedule, timer: ActionTimer, state: RunState) -> Planned | None:
+        """Look where it is due, and begin a new plan where the old one no longer holds."""
+        if state.plan is None or not self._watch.due(step, state.phases.progressive_end):
+            return None
+        self._fresh = self._watch.look(schedule, timer, state.measured, state.plan)
+        if self._fresh is None:
+            return None
+        self._say(f"step {step}: planning anew: {'; '.join(self._fresh.notes)}")
+        return self._maker.start(schedule, self._fresh)
 
 
 def changes(timer: ActionTimer, bounds: Mapping[Action, Bounds], newest: int) -> dict[Group, float]:
