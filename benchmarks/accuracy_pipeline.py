@@ -12,10 +12,13 @@ import torch.distributed as dist
 from accuracy_tasks import Task
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 STAGES = 2
 CLASSES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 Batch = tuple[Tensor, Tensor]
+AVERAGING = 0.95
+"""Share that the averaged weights keep of themselves in a step: about the last 20 steps count."""
 
 
 def setup() -> None:
@@ -52,12 +55,13 @@ class Pipeline:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=task.lr, weight_decay=0.01)
         self.warmup = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda done: min(1, (done + 1) / task.warmup))
-        self.schedule = self._schedule(schedule)
-        self._evaluating = self._schedule("gpipe", scale_grads=False)
-        self._probing = self._schedule("gpipe")
+        self._averaged = AveragedModel(self.module, multi_avg_fn=get_ema_multi_avg_fn(AVERAGING))
+        self.schedule = self._schedule(schedule, self.module)
+        self._evaluating = self._schedule("gpipe", self._averaged.module, scale_grads=False)
+        self._probing = self._schedule("gpipe", self.module)
 
-    def _schedule(self, name: str, scale_grads: bool = True) -> Any:
-        stage = PipelineStage(self.module, self.stage, STAGES, torch.device("cpu"))
+    def _schedule(self, name: str, module: nn.Module, scale_grads: bool = True) -> Any:
+        stage = PipelineStage(module, self.stage, STAGES, torch.device("cpu"))
         kind = getattr(schedules, CLASSES[name])
         return kind(stage, self.task.microbatches, loss_fn=nn.functional.cross_entropy, scale_grads=scale_grads)
 
@@ -72,6 +76,10 @@ class Pipeline:
         self.optimizer.step()
         self.warmup.step()
 
+    def average(self) -> None:
+        """Take the weights as they are now into the averaged ones, which are evaluated."""
+        self._averaged.update_parameters(self.module)
+
     def _run(self, call: Callable[..., Any], batch: Batch, **more: Any) -> Any:
         inputs = (batch[0],) if self.stage == 0 else ()
         targets: dict[str, Any] = {"target": batch[1], "losses": []} if self.is_last else {}
@@ -79,7 +87,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, data: Any) -> tuple[float, float]:
-        """Mean loss per sample and accuracy over the first samples of ``data``; what fills no batch is left out."""
+        """Mean loss per sample and accuracy of the averaged weights; samples that fill no batch are left out."""
         samples, labels = data.tensors
         size, found = self.task.batch, []
         count = min(len(labels), self.task.held_out) // size * size

@@ -61,6 +61,7 @@ class Run:
             if self.adapter is not None and len(self.steps) % self.task.probe_every == 0:
                 self._probe()
             self._step()
+            self.trained.average()
             if len(self.steps) % self.task.eval_every == 0:
                 self._evaluate()
         return self._record()
