@@ -1,7 +1,8 @@
 """Variants of the algorithm against each other and the host alone, on every host: `python benchmarks/variants.py`.
 
 paper: the paper's monitoring, half of whose steps freeze everything; partial masks on the first stage.
-mixed: monitoring that trains. ours: mixed, and backwards of the first stage that are frozen whole (the defaults).
+mixed: monitoring that trains, as many steps. ours: the defaults, which are monitoring that trains and ends once it is
+precise, and backwards of the first stage that are frozen whole.
 
 Two pipeline ranks on this machine's CPU, one thread each, 1F1B (--gpipe: GPipe, not in Megatron). All variants train in
 the same processes from the same weights on the same batches, step by step in turn. Prints a table, and writes
@@ -28,7 +29,7 @@ ALONE = "alone"
 HOSTS = ("deepspeed", "megatron-core", "torch")
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "paper": {"monitoring": "halves", "first_stage": "partial"},
-    "mixed": {"first_stage": "partial"},
+    "mixed": {"first_stage": "partial", "monitoring_precision": 1e-9},
     "ours": {},
 }
 MEASURED = 40
@@ -60,7 +61,8 @@ class Row:
         idle: of these, steps in which no parameter was updated.
         planned, measured: step ratios.
         freeze_ratio: mean of the plan.
-        freeze_ratio_for_paper: the least that this variant plans for the paper's planned step time.
+        freeze_ratio_for_paper: the least that this variant's options need for the step of the paper's plan, both from
+            the same bounds: the means of what all variants measured, so that no noise is in the comparison.
         off_bounds: mean difference of the bounds of a stage to the first variant's, share of the unfrozen time; the
             largest of all stages.
         loss, loss_alone: held out, after equal steps.
@@ -202,6 +204,8 @@ def measure(study: Study) -> list[Row]:
                 ratios[name].append(times[name] / times[ALONE])
     controllers = {name: trainings[name].adapter.controller for name in study.variants}
     losses = {name: training.held_out() for name, training in trainings.items()}
+    bounds = mean_bounds([of_one.state.bounds for of_one in controllers.values()])
+    papers_ms = solved(controllers[study.variants[0]], bounds).makespan_ms.planned
     rows = [
         Row(
             host=study.host,
@@ -211,7 +215,7 @@ def measure(study: Study) -> list[Row]:
             planned=of_one.forecast.ratio,
             measured=statistics.median(ratios[name]),
             freeze_ratio=of_one.state.plan.mean_freeze_ratio,
-            freeze_ratio_for_paper=least_freezing(of_one, controllers[study.variants[0]].forecast.ratio),
+            freeze_ratio_for_paper=solved(of_one, bounds, papers_ms).mean_freeze_ratio,
             off_bounds=difference(of_one.state.bounds, controllers[study.variants[0]].state.bounds),
             loss=losses[name],
             loss_alone=losses[ALONE],
@@ -230,24 +234,30 @@ def in_rotation(trainings: Mapping[str, Training], number: int) -> dict[str, flo
     return {name: timed_step(trainings[name].step) for name in names[first:] + names[:first]}
 
 
-def least_freezing(controller: Any, ratio: float) -> float:
-    """The mean freeze ratio that this run's bounds need for a step ``ratio`` times as long as the unfrozen one."""
+def mean_bounds(measured: Sequence[Mapping[Any, Any]]) -> dict[Any, tuple[float, float]]:
+    """Of each action, the means of both bounds."""
+    return {
+        action: tuple(
+            statistics.fmean(getattr(of_one[action], end) for of_one in measured) for end in ("lower", "upper")
+        )
+        for action in measured[0]
+    }
+
+
+def solved(controller: Any, bounds: Mapping[Any, tuple[float, float]], target_ms: float = 0.0) -> Any:
+    """The plan of a variant's options for these bounds, with the least freezing that reaches the target makespan."""
     from tf_adapters.planner import plan
 
-    state = controller.state
-    vanishes = controller.config.first_stage == "whole"
-    unfrozen = state.plan.makespan_ms.unfrozen
-    target = unfrozen - (1 - ratio) * state.unfrozen_step_ms
-    found = plan(
+    gaps = controller.state.gaps
+    return plan(
         controller.schedule,
-        state.bounds,
+        bounds,
         controller.config.max_freeze_ratio,
-        communication=state.gaps.communication,
-        overhead=state.gaps.overhead,
-        target_makespan_ms=max(0.0, target),
-        first_stage_vanishes=vanishes,
+        communication=gaps.communication,
+        overhead=gaps.overhead,
+        target_makespan_ms=target_ms,
+        first_stage_vanishes=controller.config.first_stage == "whole",
     )
-    return found.mean_freeze_ratio
 
 
 def difference(bounds: Mapping[Any, Any], reference: Mapping[Any, Any]) -> float:
