@@ -20,7 +20,7 @@ from accuracy_scaling import INVERSE, InverseScale
 from accuracy_tasks import Data, Task
 
 from tf_adapters.report.schema import Report
-from tf_adapters.testing.paired import timed_step
+from tf_adapters.testing.paired import in_rotation
 
 LONGEST = 2.5  # times the baseline's steps: where a run stops that gets nowhere
 PROBE_SEED = 10_000  # apart from the seeds of the training batches
@@ -72,11 +72,10 @@ class Run:
         if self.twin is None or number % self.task.pair_every:
             self.trained.step(batch)
             return
-        twin, rounds = self.twin, number // self.task.pair_every
-        both = [lambda: twin.step(batch), lambda: self.trained.step(batch)]
-        order = (0, 1) if rounds % 2 else (1, 0)
-        times = {index: timed_step(both[index]) for index in order}
-        self.pairs.append([number + 1, times[0], times[1]])
+        twin = self.twin
+        both = {"freezing": lambda: self.trained.step(batch), "alone": lambda: twin.step(batch)}
+        times = in_rotation(both, number // self.task.pair_every)
+        self.pairs.append([number + 1, times["alone"], times["freezing"]])
 
     def _masks(self) -> list[tuple[str, ...]]:
         """What the coming step freezes on this stage, for each microbatch."""

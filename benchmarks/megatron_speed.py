@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "megatron_gpt")]
 
-from measuring import MODES, Result, peak_above_idle, peak_memory, publish
+from measuring import MODES, Freezing, Result, peak_above_idle, peak_memory, publish
 from text import ByteDataset, load_text, split
 
 from tf_adapters.testing import RankPool
@@ -29,8 +28,8 @@ NOT_FREEZING_PAIRS = 60
 
 
 @dataclass(frozen=True)
-class Options:
-    """What to train, and for how many steps in each phase."""
+class Options(Freezing):
+    """What to train."""
 
     config: str = "1f1b"
     pipeline: int = 2
@@ -39,30 +38,6 @@ class Options:
     context: int = 64
     microbatches: int = 8
     micro_batch: int = 4
-    max_freeze_ratio: float = 0.8
-    warmup: int = 10
-    monitoring: int = 60
-    progressive: int = 10
-    stable: int = 40
-    output_dir: str = "runs/bench/megatron"
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Over the section that the other fields make."""
-
-    @property
-    def steps(self) -> int:
-        return self.warmup + self.monitoring + self.progressive + self.stable
-
-    def section(self) -> dict[str, Any]:
-        return {
-            "max_freeze_ratio": self.max_freeze_ratio,
-            "warmup_steps": self.warmup,
-            "monitoring_steps": self.monitoring,
-            "progressive_steps": self.progressive,
-            "report_every": 10,
-            "on_error": "raise",
-            "output_dir": self.output_dir,
-            **self.settings,
-        }
 
 
 def main() -> None:

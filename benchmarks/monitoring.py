@@ -22,12 +22,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from measuring import machine
-from variants import HOSTS, Study, in_rotation, setup, start
+from variants import HOSTS, Study, setup, start
 
 from tf_adapters.ir import Action
 from tf_adapters.pace import PacedSamples
 from tf_adapters.response import StageTimes, measured_times
 from tf_adapters.testing import RankPool
+from tf_adapters.testing.paired import in_rotation
 from tf_adapters.timing import ActionTimer, HostClock, Sample
 
 STEPS = 80
@@ -164,8 +165,9 @@ def root_mean_square(values: Iterable[float]) -> float:
 def measure(study: Study) -> OfRank:
     """Monitor in both ways, in turn. Called on all ranks at once."""
     trainings = {name: start(study, name, settings) for name, settings in PROCEDURES.items()}
+    steps = {name: training.step for name, training in trainings.items()}
     for number in range(study.warmup + study.monitoring):
-        in_rotation(trainings, number)
+        in_rotation(steps, number)
     timers = {name: training.adapter.controller.timer for name, training in trainings.items()}
     ours = timers["ours"]
     found = OfRank(

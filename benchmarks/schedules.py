@@ -11,26 +11,26 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "torch_llama")]
 
-from measuring import machine
+from measuring import Freezing, machine
 
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.paired import in_turn
 
+LENGTHS = ("warmup", "monitoring", "stable")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
-STEPS = {"warmup": 10, "monitoring": 60, "progressive": 10, "stable": 40}
 
 
 @dataclass(frozen=True)
-class Options:
-    """What to train, and for how many steps in each phase."""
+class Options(Freezing):
+    """What to train."""
 
     schedule: str
     ranks: int = 2
@@ -40,34 +40,11 @@ class Options:
     context: int = 64
     microbatches: int = 8
     micro_batch: int = 4
-    max_freeze_ratio: float = 0.8
-    warmup: int = STEPS["warmup"]
-    monitoring: int = STEPS["monitoring"]
-    progressive: int = STEPS["progressive"]
-    stable: int = STEPS["stable"]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Over the section that the other fields make."""
-
-    @property
-    def steps(self) -> int:
-        return self.warmup + self.monitoring + self.progressive + self.stable
 
     @property
     def tokens(self) -> int:
         """In a batch."""
         return self.microbatches * self.micro_batch * self.context
-
-    def section(self) -> dict[str, Any]:
-        return {
-            "max_freeze_ratio": self.max_freeze_ratio,
-            "warmup_steps": self.warmup,
-            "monitoring_steps": self.monitoring,
-            "progressive_steps": self.progressive,
-            "report_every": 10,
-            "on_error": "raise",
-            "output_dir": f"runs/bench/schedules_{self.schedule}",
-            **self.settings,
-        }
 
 
 @dataclass(frozen=True)
@@ -106,9 +83,8 @@ def main() -> None:
     rows = []
     print(table([HEADINGS]), flush=True)
     for schedule in args.schedules:
-        options = Options(
-            schedule, warmup=args.warmup, monitoring=args.monitoring, stable=args.stable, layers=args.layers
-        )
+        lengths = {name: getattr(args, name) for name in LENGTHS}
+        options = Options(schedule, layers=args.layers, output_dir=f"runs/bench/schedules_{schedule}", **lengths)
         with RankPool(options.ranks, setup) as ranks:
             rows.append(ranks.run(measure, options, timeout_s=3600)[0])
         print(table([rows[-1].cells()]), flush=True)
@@ -121,8 +97,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", nargs="+", default=SCHEDULES, help="names of examples/torch_llama")
     parser.add_argument("--layers", type=int, default=8)
-    for name in ("warmup", "monitoring", "stable"):
-        parser.add_argument(f"--{name}", type=int, default=STEPS[name], help="steps")
+    for name in LENGTHS:
+        parser.add_argument(f"--{name}", type=int, default=getattr(Freezing, name), help="steps")
     return parser.parse_args()
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from measuring import machine
 
 from tf_adapters.testing import RankPool
-from tf_adapters.testing.paired import Step, timed_step
+from tf_adapters.testing.paired import Step, in_rotation
 
 ALONE = "alone"
 HOSTS = ("deepspeed", "megatron-core", "torch")
@@ -193,12 +193,13 @@ def attach_torch(trainer: Any, options: Any) -> Any:
 def measure(study: Study) -> list[Row]:
     """Train the host alone and every variant in turn. Called on all ranks at once."""
     trainings = {name: start(study, name, VARIANTS.get(name)) for name in (ALONE, *study.variants)}
+    steps = {name: training.step for name, training in trainings.items()}
     idle = dict.fromkeys(study.variants, 0)
     ratios: dict[str, list[float]] = {name: [] for name in study.variants}
     for number in range(study.steps):
         for name in study.variants:
             idle[name] += trainings[name].adapter.controller.phase.value == "monitoring_lower"
-        times = in_rotation(trainings, number)
+        times = in_rotation(steps, number)
         if number >= study.steps - MEASURED:
             for name in study.variants:
                 ratios[name].append(times[name] / times[ALONE])
@@ -225,13 +226,6 @@ def measure(study: Study) -> list[Row]:
     for name in study.variants:
         trainings[name].adapter.detach()
     return rows
-
-
-def in_rotation(trainings: Mapping[str, Training], number: int) -> dict[str, float]:
-    """One step of each, ms; who comes first changes."""
-    names = list(trainings)
-    first = number % len(names)
-    return {name: timed_step(trainings[name].step) for name in names[first:] + names[:first]}
 
 
 def mean_bounds(measured: Sequence[Mapping[Any, Any]]) -> dict[Any, tuple[float, float]]:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from tf_adapters.controller import Controller
+
+_K = TypeVar("_K")
 
 Step = Callable[[], Any]
 """One whole training step on this rank, the optimizer's included."""
@@ -61,6 +63,13 @@ def timed_step(step: Step) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+def in_rotation(steps: Mapping[_K, Step], number: int) -> dict[_K, float]:
+    """One step of each training, ms; which of them goes first changes with ``number``."""
+    names = list(steps)
+    first = number % len(names)
+    return {name: timed_step(steps[name]) for name in names[first:] + names[:first]}
+
+
 def in_turn(alone: Step, attached: Step, phase_of: Callable[[], str], steps: int) -> Pairs:
     """Run two trainings in turn, each for ``steps`` steps; which of them goes first alternates.
 
@@ -73,13 +82,8 @@ def in_turn(alone: Step, attached: Step, phase_of: Callable[[], str], steps: int
     pairs = Pairs()
     for number in range(steps):
         phase = phase_of()
-        if number % 2:
-            alone_ms = timed_step(alone)
-            attached_ms = timed_step(attached)
-        else:
-            attached_ms = timed_step(attached)
-            alone_ms = timed_step(alone)
-        pairs.add(phase, alone_ms, attached_ms)
+        times = in_rotation({"attached": attached, "alone": alone}, number)
+        pairs.add(phase, times["alone"], times["attached"])
     return pairs
 
 
