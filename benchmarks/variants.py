@@ -62,7 +62,7 @@ class Row:
         planned, measured: step ratios.
         freeze_ratio: mean of the plan.
         freeze_ratio_for_paper: the least that this variant's options need for the step of the paper's plan, both from
-            the same bounds: the means of what all variants measured, so that no noise is in the comparison.
+            the same times (bounds: the means of all variants; the paper's gaps), so that no noise is in the comparison.
         off_bounds: mean difference of the bounds of a stage to the first variant's, share of the unfrozen time; the
             largest of all stages.
         loss, loss_alone: held out, after equal steps.
@@ -206,7 +206,8 @@ def measure(study: Study) -> list[Row]:
     controllers = {name: trainings[name].adapter.controller for name in study.variants}
     losses = {name: training.held_out() for name, training in trainings.items()}
     bounds = mean_bounds([of_one.state.bounds for of_one in controllers.values()])
-    papers_ms = solved(controllers[study.variants[0]], bounds).makespan_ms.planned
+    gaps = controllers[study.variants[0]].state.gaps
+    papers_ms = solved(controllers[study.variants[0]], bounds, gaps).makespan_ms.planned
     rows = [
         Row(
             host=study.host,
@@ -216,7 +217,7 @@ def measure(study: Study) -> list[Row]:
             planned=of_one.forecast.ratio,
             measured=statistics.median(ratios[name]),
             freeze_ratio=of_one.state.plan.mean_freeze_ratio,
-            freeze_ratio_for_paper=solved(of_one, bounds, papers_ms).mean_freeze_ratio,
+            freeze_ratio_for_paper=solved(of_one, bounds, gaps, papers_ms).mean_freeze_ratio,
             off_bounds=difference(of_one.state.bounds, controllers[study.variants[0]].state.bounds),
             loss=losses[name],
             loss_alone=losses[ALONE],
@@ -238,11 +239,10 @@ def mean_bounds(measured: Sequence[Mapping[Any, Any]]) -> dict[Any, tuple[float,
     }
 
 
-def solved(controller: Any, bounds: Mapping[Any, tuple[float, float]], target_ms: float = 0.0) -> Any:
-    """The plan of a variant's options for these bounds, with the least freezing that reaches the target makespan."""
+def solved(controller: Any, bounds: Mapping[Any, tuple[float, float]], gaps: Any, target_ms: float = 0.0) -> Any:
+    """The plan of a variant's options for these times, with the least freezing that reaches the target makespan."""
     from tf_adapters.planner import plan
 
-    gaps = controller.state.gaps
     return plan(
         controller.schedule,
         bounds,
