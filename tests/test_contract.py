@@ -70,6 +70,7 @@ def test_the_life_of_a_run_and_its_report(ranks, host, tmp_path):
     measured = report["measured"]
     assert measured["step_ratio"] == pytest.approx(measured["step_ms_stable"] / measured["step_ms_unfrozen"])
     assert measured["planned_ratio"] > 0
+    assert measured["forward_pace"] > 0
     schedule = PipelineSchedule.from_text(report["schedule"]["ranks"])
     assert set(report["communication"]) == {f"{source}->{target}" for source, target in schedule.transfers()}
     assert set(report["overhead"]) == {action for rank in report["schedule"]["ranks"] for action in rank[1:]}

@@ -22,6 +22,7 @@ MEASURED = {
     "step_ms_unfrozen": 812.0,
     "step_ms_stable": 601.0,
     "step_ratio": 601.0 / 812.0,
+    "forward_pace": 1.02,
     "planned_step_ms": 592.7,
     "planned_ratio": 592.7 / 812.0,
     "mean_afr": {"0": 0.49, "1": 0.76},
@@ -142,6 +143,13 @@ def test_summary_leads_with_what_was_gained() -> None:
     assert "3.00 GiB -> 2.00 GiB" in text
 
 
+def test_a_machine_that_became_slower_is_not_blamed_on_freezing() -> None:
+    slower = {"step_ms_unfrozen": 1.0, "step_ms_stable": 1.2, "step_ratio": 1.2, "forward_pace": 1.5}
+    assert "has not made the step faster" not in summary(report(measured=slower))
+    assert "has not made the step faster" in summary(report(measured={**slower, "forward_pace": 1.1}))
+    assert "pace" not in summary(report(measured=MEASURED))
+
+
 def test_table_compares_plan_and_run_per_stage() -> None:
     lines = summary(report(measured=MEASURED)).splitlines()
     header = next(number for number, line in enumerate(lines) if line.lstrip().startswith("stage  rank"))
@@ -192,6 +200,10 @@ def test_split_backwards_add_up_their_halves() -> None:
         (
             {"measured": {"step_ms_unfrozen": 100.0, "step_ms_stable": 125.0, "step_ratio": 1.25}},
             ["step 100 ms -> 125 ms: 0.80x measured", "note: freezing has not made the step faster"],
+        ),
+        (
+            {"measured": {"step_ms_unfrozen": 1.0, "step_ms_stable": 1.2, "step_ratio": 1.2, "forward_pace": 1.5}},
+            ["forwards, which do not freeze, take 1.50x what they took while monitoring: 1.25x measured at the same"],
         ),
     ],
 )

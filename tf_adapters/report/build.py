@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import tf_adapters
-from tf_adapters.ir import Action
+from tf_adapters.ir import Action, Kind
 from tf_adapters.memory import MemoryMeter
 from tf_adapters.phases import Phase
 from tf_adapters.report.schema import BackwardSample, Host, Measured, PeakMemory, Phases, Report, Schedule, Status
@@ -41,12 +41,14 @@ _STATUS: dict[Phase, Status] = {
 class LocalMeasurements:
     """What one rank has, by phase: median steps in ms, and the points of each freezable action.
 
+    ``forward_ms`` holds the medians of stable freezing's forwards.
     ``peak_bytes`` by phase, and ``stage``, any one of the rank's, are where it is in the pipeline and what it held.
     """
 
     stage: int
     steps: Mapping[str, float | None]
     actions: Mapping[str, Mapping[Action, Points]]
+    forward_ms: Mapping[Action, float]
     peak_bytes: Mapping[str, int | None]
 
 
@@ -57,6 +59,7 @@ def local_measurements(stage: int, timer: ActionTimer, memory: MemoryMeter) -> L
         stage=stage,
         steps={phase.value: timer.step_ms(phase) for phase in _REPORTED},
         actions={phase.value: _points(timer, phase) for phase in _REPORTED},
+        forward_ms=_forwards(timer),
         peak_bytes={phase.value: memory.peak_bytes(phase) for phase in _REPORTED},
     )
 
@@ -85,6 +88,15 @@ def build_report(controller: Controller, ranks: Sequence[LocalMeasurements]) -> 
     )
 
 
+def _forwards(timer: ActionTimer) -> dict[Action, float]:
+    medians = {
+        action: median(sample.ms for sample in timer.samples(Phase.STABLE, action))
+        for action in timer.actions(Phase.STABLE)
+        if action.kind is Kind.FORWARD
+    }
+    return {action: ms for action, ms in medians.items() if ms is not None}
+
+
 def _points(timer: ActionTimer, phase: Phase) -> dict[Action, Points]:
     """One median for each action, or its newest samples where each has a freeze ratio of its own."""
     found: dict[Action, Points] = {}
@@ -108,6 +120,7 @@ def _measured(controller: Controller, ranks: Sequence[LocalMeasurements]) -> Mea
         step_ms_unfrozen=unfrozen,
         step_ms_stable=stable,
         step_ratio=stable / unfrozen if stable and unfrozen else None,
+        forward_pace=_pace(controller, ranks),
         planned_step_ms=expected.planned_ms if expected else None,
         planned_ratio=expected.ratio if expected else None,
         mean_afr=_mean_by_stage({action: points[0][0] for action, points in backwards[Phase.STABLE].items()}),
@@ -133,6 +146,12 @@ def _fullest(controller: Controller, ranks: Sequence[LocalMeasurements], phase: 
         if held is not None:
             peaks[row] = max(held, peaks.get(row, 0))
     return tuple(peaks[row] for row in sorted(peaks)) if len(peaks) == len(schedule.ranks) else None
+
+
+def _pace(controller: Controller, ranks: Sequence[LocalMeasurements]) -> float | None:
+    """How many times as long forwards take as the plan has them, the median over all ranks."""
+    planned = {action: bounds.upper for action, bounds in controller.state.bounds.items() if bounds.upper > 0.0}
+    return median(ms / planned[action] for rank in ranks for action, ms in rank.forward_ms.items() if action in planned)
 
 
 def _slowest(ranks: Sequence[LocalMeasurements], phase: Phase) -> float | None:

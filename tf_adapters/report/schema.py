@@ -125,11 +125,14 @@ class Measured(_Model):
 
     ``step_ratio`` is stable over unfrozen step time; ``planned_ratio`` the same for the planned step,
     with the measured part that is no pipeline computation. Below 1 is faster.
+    ``forward_pace`` is how many times as long forwards take in the stable phase as when the plan's times were measured:
+    they do not freeze, so that is the machine.
     """
 
     step_ms_unfrozen: Milliseconds | None = None
     step_ms_stable: Milliseconds | None = None
     step_ratio: Quotient | None = None
+    forward_pace: Quotient | None = None
     planned_step_ms: Milliseconds | None = None
     planned_ratio: Quotient | None = None
     mean_afr: dict[str, Quotient] = Field(default_factory=dict)

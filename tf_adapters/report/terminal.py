@@ -13,6 +13,8 @@ from tf_adapters.report.schema import Report
 __all__ = ["page", "summary"]
 
 _NOTHING = "-"
+_SAME_PACE = 0.03
+"""A change of pace up to which nothing is said."""
 _HEADER = (
     "stage",
     "rank",
@@ -92,6 +94,10 @@ def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[st
         solver = plan.solver
         gap = f"at most {solver.optimality_gap:.2%} from the best possible"
         yield "solver", f"{solver.name}, {solver.status.value.lower()} in {solver.seconds:.2f} s: {gap}"
+    pace, ratio = report.measured.forward_pace, report.measured.step_ratio
+    if pace and ratio and abs(pace - 1.0) >= _SAME_PACE:
+        forwards = f"forwards, which do not freeze, take {pace:.2f}x what they took while monitoring"
+        yield "pace", f"{forwards}: {pace / ratio:.2f}x measured at the same pace"
     memory = report.measured.peak_memory_bytes
     if memory.unfrozen:
         peaks = [memory.unfrozen, *([memory.stable] if memory.stable else [])]
@@ -143,8 +149,8 @@ def _per_microbatch(actions: list[str], times: dict[str, float], microbatches: i
 
 
 def _remarks(report: Report) -> tuple[str, ...]:
-    ratio = report.measured.step_ratio
-    own = ["freezing has not made the step faster"] if ratio is not None and ratio >= 0.995 else []
+    ratio, pace = report.measured.step_ratio, report.measured.forward_pace or 1.0
+    own = ["freezing has not made the step faster"] if ratio is not None and ratio >= 0.995 * pace else []
     return (*own, *report.note)
 
 
