@@ -105,7 +105,6 @@ HEADINGS = [
 
 def main() -> None:
     args = parse_args()
-    rows: list[Row] = []
     print(*HEADINGS, sep="  ", flush=True)
     for host in args.hosts:
         study = Study(host, args.gpipe, monitoring=args.monitoring, variants=args.variants)
@@ -113,14 +112,20 @@ def main() -> None:
             found: list[Row] = ranks.run(measure, study, timeout_s=3600)[0]
         for row in found:
             print(*(cell.rjust(len(title)) for cell, title in zip(row.cells(), HEADINGS, strict=True)), sep="  ")
-        rows.extend(found)
-    name = "variants_gpipe" if args.gpipe else "variants"
-    record = {
-        "machine": machine("torch"),
-        "study": {**asdict(study), "host": None, "variants": {name: VARIANTS[name] for name in args.variants}},
-        "rows": [asdict(row) for row in rows],
-    }
-    (Path(__file__).with_name("results") / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+        keep(study, found)
+
+
+def keep(study: Study, rows: Sequence[Row]) -> None:
+    """Write a host's rows into the results, in the place of its old ones; rows of another study go."""
+    path = Path(__file__).with_name("results") / ("variants_gpipe.json" if study.gpipe else "variants.json")
+    settings = {**asdict(study), "variants": {name: VARIANTS[name] for name in study.variants}}
+    del settings["host"]
+    record = {"machine": machine("torch"), "study": settings}
+    old = json.loads(path.read_text()) if path.exists() else {}
+    same = old.get("study") == settings and old.get("machine") == record["machine"]
+    others = [row for row in old["rows"] if row["host"] != study.host] if same else []
+    record["rows"] = sorted([*others, *map(asdict, rows)], key=lambda row: HOSTS.index(row["host"]))
+    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def parse_args() -> argparse.Namespace:
