@@ -74,13 +74,11 @@ class OfRank:
     Attributes:
         paper: what the paper's procedure says.
         ours: what mixed monitoring says, by the number of its steps; one fit for each window of that length.
-        raw: the same without the paces of the steps.
         errors: what the first so many steps claim.
     """
 
     paper: Fit
     ours: dict[int, list[Fit]]
-    raw: dict[int, list[Fit]]
     errors: dict[int, float]
 
     def off(self, fits: Sequence[Fit]) -> list[float]:
@@ -96,7 +94,6 @@ class Row:
         steps: of mixed monitoring.
         paper: what freezing saves by the paper's procedure.
         off: from that, the root mean square over windows.
-        off_raw: the same without the paces of the steps.
         claimed: median standard error.
         ended_after: steps after which monitoring of all stages would have ended by itself; None: later than it ran.
     """
@@ -106,17 +103,16 @@ class Row:
     steps: int
     paper: float
     off: float
-    off_raw: float
     claimed: float
     ended_after: int | None
 
     def cells(self) -> list[str]:
         ended = str(self.ended_after) if self.ended_after else f"over {STEPS}"
-        shares = (self.paper, self.off, self.off_raw, self.claimed)
+        shares = (self.paper, self.off, self.claimed)
         return [self.host, str(self.stage), str(self.steps), *(f"{share:.1%}" for share in shares), ended]
 
 
-HEADINGS = ["         host", "stage", "steps", "paper's", "off", "without paces", "claimed", "ends after"]
+HEADINGS = ["         host", "stage", "steps", "paper's", "off", "claimed", "ends after"]
 
 
 def main() -> None:
@@ -146,7 +142,6 @@ def rows_of(host: str, ranks: Sequence[OfRank]) -> list[Row]:
             steps=steps,
             paper=rank.paper.saved,
             off=root_mean_square(rank.off(rank.ours[steps])),
-            off_raw=root_mean_square(rank.off(rank.raw[steps])),
             claimed=statistics.median(fit.error for fit in rank.ours[steps]),
             ended_after=min(ends, default=None),
         )
@@ -172,9 +167,8 @@ def measure(study: Study) -> OfRank:
     ours = timers["ours"]
     found = OfRank(
         paper=Fit.of(measured_times(PacedSamples(timers["paper"]), first_stage=0)),
-        ours={n: [paced(ours, window) for window in windows(n)] for n in LENGTHS},
-        raw={n: [raw(ours, window) for window in windows(n)] for n in LENGTHS},
-        errors={n: paced(ours, slice(0, n // 2)).error for n in range(10, STEPS + 1, 2)},
+        ours={n: [fitted(ours, window) for window in windows(n)] for n in LENGTHS},
+        errors={n: fitted(ours, slice(0, n // 2)).error for n in range(10, STEPS + 1, 2)},
     )
     for training in trainings.values():
         training.adapter.detach()
@@ -187,12 +181,8 @@ def windows(steps: int) -> list[slice]:
     return [slice(first, first + half) for first in range(0, STEPS // 2 - half + 1, half)]
 
 
-def paced(timer: ActionTimer, steps: slice) -> Fit:
+def fitted(timer: ActionTimer, steps: slice) -> Fit:
     return Fit.of(measured_times(PacedSamples(Window(timer, steps)), first_stage=0))
-
-
-def raw(timer: ActionTimer, steps: slice) -> Fit:
-    return Fit.of(measured_times(Window(timer, steps), first_stage=0))
 
 
 if __name__ == "__main__":

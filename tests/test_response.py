@@ -194,7 +194,7 @@ def test_a_straight_line_is_straight_also_under_noise() -> None:
 def test_a_line_that_is_none_is_said(bend: float) -> None:
     found = monitored(20, lambda share: 20 * (1 - 0.5 * share - 4 * bend * share * (1 - share)), 0.005)
     times = found.times()
-    assert times.responses[1, Kind.BACKWARD].bend == pytest.approx(bend, abs=0.03)
+    assert times.responses[1, Kind.BACKWARD].bend.value == pytest.approx(bend, abs=0.03)
     (note,) = times.notes()
     assert note.startswith("stage 1: masks of half of the work save ")
     assert ("+1" if bend > 0 else "-1") in note

@@ -22,7 +22,9 @@ class PacedSamples:
     """One rank's samples from monitoring, as they would be if every step had run at the usual pace.
 
     The pace of a step is how many times as long its forwards took as those of the median step with nothing frozen:
-    their median, moved to the middle of all steps as far as the forwards of one step disagree about it.
+    their median, moved to the middle of all steps as far as the forwards of one step disagree about it. Where backwards
+    run long after the forwards (GPipe), that may say nothing about them: paces are used only if unfrozen backwards
+    differ less from step to step with them than without.
     """
 
     def __init__(self, timer: ActionTimer) -> None:
@@ -50,19 +52,32 @@ class PacedSamples:
 
 
 def _paces(timer: ActionTimer) -> dict[Phase, list[float]]:
-    seen = {(phase, number): pace for phase in _MONITORED for number, pace in enumerate(_estimates(timer, phase))}
+    seen = {
+        (phase, number): pace
+        for phase in _MONITORED
+        for number, pace in enumerate(_estimates(timer, phase, forwards=True))
+    }
     paces: dict[Phase, list[float]] = {}
     for (phase, _), pace in shrink(seen).items():
         paces.setdefault(phase, []).append(pace or 1.0)
-    return paces
+    return paces if _help(timer, paces.get(Phase.MONITORING_UPPER, [])) else {}
 
 
-def _estimates(timer: ActionTimer, phase: Phase) -> list[Estimate]:
-    """Of each step of a phase, in order."""
+def _help(timer: ActionTimer, paces: Sequence[float]) -> bool:
+    """Whether unfrozen backwards differ less from step to step once they are divided by their step's pace."""
+    backwards = [found.value for found in _estimates(timer, Phase.MONITORING_UPPER, forwards=False)]
+    if len(backwards) != len(paces):
+        return not backwards
+    raw, paced = estimate(backwards), estimate(b / pace for b, pace in zip(backwards, paces, strict=True))
+    return raw is None or paced is None or paced.error <= raw.error
+
+
+def _estimates(timer: ActionTimer, phase: Phase, forwards: bool) -> list[Estimate]:
+    """Of each step of a phase, in order: how many times as long its forwards (or its backwards) took as usual."""
     usual = {
         action: median(sample.ms for sample in timer.samples(Phase.MONITORING_UPPER, action))
         for action in timer.actions(phase)
-        if action.kind is Kind.FORWARD
+        if (action.kind is Kind.FORWARD) == forwards
     }
     ratios = [[sample.ms / ms for sample in timer.samples(phase, action)] for action, ms in usual.items() if ms]
     return [found for of_step in zip(*ratios, strict=False) if (found := estimate(of_step)) is not None]

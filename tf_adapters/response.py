@@ -1,22 +1,23 @@
 """How long the backwards of a stage take under freezing: a straight line in the frozen share, fitted to samples.
 
 A weight gradient costs the same whatever else is frozen, so what freezing saves of a backward is in proportion to the
-frozen share of the stage's work (paper section 3.2.1). The line is fitted by least absolute deviations, and one slope
-serves all microbatches of a stage: they run the same kernels. Samples are taken at the usual pace (``pace``).
+frozen share of the stage's work (paper section 3.2.1). One slope (``line``) serves all microbatches of a stage: they
+run the same kernels. Samples are taken at the usual pace (``pace``).
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tf_adapters.ir import Action, Kind
+from tf_adapters.line import Point, fit
 from tf_adapters.pace import PacedSamples
 from tf_adapters.phases import Phase
 from tf_adapters.planner import Bounds
-from tf_adapters.robust import Estimate, estimate, shrink, weighted_median
+from tf_adapters.robust import Estimate, estimate, shrink
 from tf_adapters.timing import Sample
 
 Group = tuple[int, Kind]
@@ -34,12 +35,12 @@ class Response:
     Attributes:
         saved: what freezing everything saves.
         error: standard error of the worse known one of the two ends of the line.
-        bend: what a mask of half of the work saves beyond half of ``saved``; 0.0 where that was not measured.
+        bend: what a mask of half of the work saves beyond half of ``saved``; None where that was not measured.
     """
 
     saved: float
     error: float
-    bend: float = 0.0
+    bend: Estimate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +66,10 @@ class StageTimes:
     def notes(self) -> tuple[str, ...]:
         """A sentence for each stage whose line is not straight."""
         return tuple(
-            f"stage {stage}: masks of half of the work save {response.bend:+.0%} of a backward more than the straight "
+            f"stage {stage}: masks of half of the work save {bend.value:+.0%} of a backward more than the straight "
             "line between the bounds"
             for (stage, _), response in sorted(self.responses.items())
-            if abs(response.bend) > max(_STRAIGHT, 3.0 * response.error)
+            if (bend := response.bend) is not None and abs(bend.value) > max(_STRAIGHT, 3.0 * bend.error)
         )
 
 
@@ -99,68 +100,32 @@ def _alike(estimates: Mapping[Action, Estimate | None]) -> dict[Action, float]:
     return {action: ms for group in groups.values() for action, ms in shrink(group).items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """One sample with something frozen: the share of the work, and the share of the unfrozen time that it saved."""
-
-    share: float
-    saved: float
-
-
 def _fit(
     paced: PacedSamples, actions: Sequence[Action], upper: Mapping[Action, float], vanishes: bool
 ) -> Response | None:
     """The response of actions of one group; None where nothing was frozen in any sample."""
-    steps = [points for points in _points(paced, actions, upper, vanishes) if points]
-    every = [point for points in steps for point in points]
-    if not every:
+    line = fit(_points(paced, actions, upper, vanishes))
+    if line is None:
         return None
-    saved = _slope(every)
-    error = math.hypot(_unfrozen_error(paced, actions, upper), _slope_error(saved, steps))
-    return Response(saved, error, _bend(every))
+    return Response(line.saved, math.hypot(_unfrozen_error(paced, actions, upper), line.error), line.bend)
 
 
 def _points(
     paced: PacedSamples, actions: Sequence[Action], upper: Mapping[Action, float], vanishes: bool
-) -> list[list[_Point]]:
+) -> list[list[Point]]:
     """By step. Where a backward ``vanishes`` when it is frozen whole, such samples are no part of the line."""
     sampled = {a: [sample for phase in _FREEZING for sample in paced.samples(phase, a)] for a in actions}
     limit = 1.0 if vanishes and _has_partial(sampled) else math.inf
-    steps: list[list[_Point]] = [[] for _ in range(max(map(len, sampled.values())))]
+    steps: list[list[Point]] = [[] for _ in range(max(map(len, sampled.values())))]
     for action, samples in sampled.items():
         for points, sample in zip(steps, samples, strict=False):
-            if 0.0 < sample.share < limit and upper[action] > 0.0:
-                points.append(_Point(sample.share, 1.0 - sample.ms / upper[action]))
+            if sample.share < limit and upper[action] > 0.0:
+                points.append(Point(sample.share, sample.ms / upper[action]))
     return steps
 
 
 def _has_partial(sampled: Mapping[Action, Sequence[Sample]]) -> bool:
     return any(0.0 < sample.share < 1.0 for samples in sampled.values() for sample in samples)
-
-
-def _slope(points: Iterable[_Point]) -> float:
-    """Of the line through the unfrozen time: least absolute deviations give the weighted median of the quotients."""
-    points = list(points)
-    return weighted_median([point.saved / point.share for point in points], [point.share for point in points])
-
-
-def _bend(points: Sequence[_Point]) -> float:
-    """saved(x) = c x + q x (1 - x) has its quotients saved / x on a line in x: q/4 is its departure at a half."""
-    halves = [[p for p in points if p.share < 0.5], [p for p in points if p.share >= 0.5]]
-    if not all(halves):
-        return 0.0
-    middle = [sum(p.share**2 for p in half) / sum(p.share for p in half) for half in halves]
-    return (_slope(halves[0]) - _slope(halves[1])) / (middle[1] - middle[0]) / 4.0
-
-
-def _slope_error(slope: float, steps: Sequence[Sequence[_Point]]) -> float:
-    """From how much the slope differs from step to step, and from how far all points are off the line."""
-    by_step = estimate(_slope(points) for points in steps)
-    off = estimate(point.saved - slope * point.share for points in steps for point in points)
-    assert by_step is not None
-    assert off is not None
-    weight = sum(point.share**2 for points in steps for point in points) / sum(map(len, steps))
-    return max(by_step.error, off.error / math.sqrt(weight))
 
 
 def _unfrozen_error(paced: PacedSamples, actions: Sequence[Action], upper: Mapping[Action, float]) -> float:
