@@ -167,6 +167,17 @@ def test_forwards_that_disagree_about_a_steps_pace_add_no_noise(noise: float) ->
     assert errors[1] < 1.1 * errors[0]
 
 
+def test_forwards_that_say_nothing_about_backwards_are_not_gone_by() -> None:
+    """As under GPipe, where they run long before them."""
+    found, rng = Filled(), np.random.default_rng(5)
+    for _ in range(10):
+        slow = float(rng.uniform(0.5, 2.0))
+        for m in range(4):
+            found.add(UPPER, Action(1, Kind.FORWARD, m), 0.0, 6.0 * slow)
+            found.add(UPPER, Action(1, Kind.BACKWARD, m), 0.0, 20.0 + 0.1 * float(rng.standard_normal()))
+    assert found.bounds().upper == pytest.approx(20.0, rel=0.01)
+
+
 def test_steps_without_forwards_are_taken_as_they_are() -> None:
     found = filled((UPPER, BACKWARD, 0, 20.0), (MIXED, BACKWARD, 0.5, 15.0), (MIXED, FORWARD, 0, 9.0))
     assert found.bounds() == Bounds(pytest.approx(10.0), 20.0)
