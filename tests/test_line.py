@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tf_adapters.line import Line, Point, fit
+from tf_adapters.line import Line, Point, _pairs, fit
 
 SHARES = [0.0, 0.14, 0.29, 0.43, 0.57, 0.71, 0.86, 1.0]
 
@@ -73,6 +73,15 @@ def test_a_bend_comes_with_its_own_error(bend: float) -> None:
     straight = fitted(noisy(20, 0.45, of_steps=0.2, of_samples=0.05)).bend
     assert straight is not None
     assert abs(straight.value) < 3.0 * straight.error
+
+
+def test_steps_of_many_microbatches_take_no_longer_than_they_must() -> None:
+    """512 microbatches have 130,816 pairs."""
+    rng = np.random.default_rng(2)
+    shares = rng.permutation(512) / 511
+    points = [Point(share, 1.7 * (1.0 - 0.45 * share) * rng.normal(1.0, 0.05)) for share in shares.tolist()]
+    assert len(_pairs(points)) < 5 * 512
+    assert fitted([points]).saved == pytest.approx(0.45, abs=0.02)
 
 
 def test_nothing_frozen_is_no_line() -> None:

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 from tf_adapters.robust import Estimate, estimate, weighted_median
 
 _APART = 0.1
 """Shares that differ by less tell little of the slope."""
+
+_FEW = 16
+"""Points of a step of which all pairs are taken."""
 
 _LEFT = 0.2
 """Of the unfrozen time: a point of which less is left says little about its step's pace."""
@@ -68,11 +70,19 @@ _Slope = tuple[float, float]
 
 def _pairs(points: Sequence[Point]) -> list[_Slope]:
     found = []
-    for one, other in combinations(points, 2):
+    for one, other in _far_apart(sorted(points, key=lambda point: point.share)):
+        apart = other.share - one.share
         common = one.left * other.share - other.left * one.share
-        if abs(one.share - other.share) >= _APART and common:
-            found.append(((one.left - other.left) / common, abs(one.share - other.share)))
+        if apart >= _APART and common:
+            found.append(((one.left - other.left) / common, apart))
     return found
+
+
+def _far_apart(points: Sequence[Point]) -> Iterator[tuple[Point, Point]]:
+    """All pairs, or of many points those a quarter to three quarters of them apart, which tell most."""
+    count = len(points)
+    distances = range(1, count) if count <= _FEW else (round(count * part / 8) for part in range(2, 7))
+    return (pair for distance in distances for pair in zip(points, points[distance:], strict=False))
 
 
 def _median(slopes: Iterable[_Slope]) -> float:

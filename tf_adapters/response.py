@@ -129,7 +129,7 @@ def _has_partial(sampled: Mapping[Action, Sequence[Sample]]) -> bool:
 
 
 def _unfrozen_error(paced: PacedSamples, actions: Sequence[Action], upper: Mapping[Action, float]) -> float:
-    """Relative standard error of a group's unfrozen time, in the same two ways."""
+    """Relative standard error of a group's unfrozen time: from step to step, and from sample to sample."""
     samples = [paced.samples(Phase.MONITORING_UPPER, action) for action in actions if upper[action] > 0.0]
     times = [upper[action] for action in actions if upper[action] > 0.0]
     steps = [
