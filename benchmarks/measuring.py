@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -101,6 +101,11 @@ class Result:
             )
             rows.append((f"peak memory by rank, {mode}", shown, ""))
         return [f"{name:<40}{value:>10}  {note}" for name, value, note in rows]
+
+
+def aligned(cells: Sequence[str], headings: Sequence[str]) -> str:
+    """A row of a table under its headings."""
+    return "  ".join(cell.rjust(len(title)) for cell, title in zip(cells, headings, strict=True))
 
 
 def _ratio(value: float | None) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from measuring import machine
+from measuring import aligned, machine
 from variants import HOSTS, Study, setup, start
 
 from tf_adapters.ir import Action
@@ -122,11 +122,11 @@ def main() -> None:
     rows: list[Row] = []
     print(*HEADINGS, sep="  ", flush=True)
     for host in hosts:
-        study = Study(host, monitoring=STEPS, variants=tuple(PROCEDURES))
+        study = Study(host, monitoring=STEPS)
         with RankPool(2, functools.partial(setup, host)) as ranks:
             of_host = rows_of(host, ranks.run(measure, study, timeout_s=1800))
         for row in of_host:
-            print(*(cell.rjust(len(title)) for cell, title in zip(row.cells(), HEADINGS, strict=True)), sep="  ")
+            print(aligned(row.cells(), HEADINGS))
         rows.extend(of_host)
     record = {"machine": machine("torch"), "steps": STEPS, "precision": PRECISION, "rows": [asdict(r) for r in rows]}
     (Path(__file__).with_name("results") / "monitoring.json").write_text(json.dumps(record, indent=1) + "\n")

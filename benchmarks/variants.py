@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from measuring import machine
+from measuring import aligned, machine
 
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.paired import Step, in_rotation
@@ -111,7 +111,7 @@ def main() -> None:
         with RankPool(2, functools.partial(setup, host)) as ranks:
             found: list[Row] = ranks.run(measure, study, timeout_s=3600)[0]
         for row in found:
-            print(*(cell.rjust(len(title)) for cell, title in zip(row.cells(), HEADINGS, strict=True)), sep="  ")
+            print(aligned(row.cells(), HEADINGS))
         keep(study, found)
 
 

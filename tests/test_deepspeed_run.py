@@ -311,18 +311,20 @@ def resized(case: Case) -> tuple[Any, ...]:
 
 def test_shorter_sequences_in_mid_run_train_on_under_the_same_plan(pools):
     """As in curriculum learning, which tells the engine so."""
-    for failure, phase, finite, same_plan in pools(2).run(shortened, Case()):
+    for failure, phase, finite, frozen, same_plan in pools(2).run(shortened, Case(ratios=0.5)):
         assert failure is None
         assert phase == "stable"
         assert finite
+        assert frozen
         assert same_plan
 
 
-def shortened(case: Case) -> tuple[str | None, str, bool, bool]:
+def shortened(case: Case) -> tuple[str | None, str, bool, bool, bool]:
     import tf_adapters.deepspeed
 
     engine = build_engine(case)
     adapter = tf_adapters.deepspeed.attach(engine)
+    force_plan(adapter.controller, case.ratios)
     losses, plan = [], None
     for step in range(10):
         samples = batch(step, 0, engine.micro_batches)
@@ -333,8 +335,9 @@ def shortened(case: Case) -> tuple[str | None, str, bool, bool]:
             samples = [(tokens[:, : CONTEXT // 2], labels[:, : CONTEXT // 2]) for tokens, labels in samples]
         losses.append(float(engine.train_batch(iter(samples))))
     controller = adapter.controller
+    frozen = any(controller.frozen_parameters(controller.step, stage, 0) for stage in (0, 1))
     same_plan = plan is not None and controller.state.plan is plan
-    return controller.state.failure, controller.phase.value, all(map(math.isfinite, losses)), same_plan
+    return controller.state.failure, controller.phase.value, all(map(math.isfinite, losses)), frozen, same_plan
 
 
 @pytest.mark.parametrize("on_error", ["warn", "raise"])

@@ -158,12 +158,12 @@ def test_what_slows_whole_steps_down_cancels() -> None:
 @pytest.mark.parametrize("noise", [0.02, 0.1])
 def test_forwards_that_disagree_about_a_steps_pace_add_no_noise(noise: float) -> None:
     """With nothing in common, the savings come out as if there were no forwards to go by."""
-    alone, errors = [], []
+    saved, errors = [], []
     for with_forwards in (False, True):
         found = monitored(40, lambda share: 20 - 10 * share, noise, forwards=with_forwards)
-        alone.append(found.times().responses[1, Kind.BACKWARD].saved)
+        saved.append(found.times().responses[1, Kind.BACKWARD].saved)
         errors.append(found.times().error)
-    assert alone[1] == pytest.approx(alone[0], rel=noise / 10)
+    assert saved[1] == pytest.approx(saved[0], rel=noise / 10)
     assert errors[1] < 1.1 * errors[0]
 
 

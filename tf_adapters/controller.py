@@ -350,7 +350,7 @@ class Controller:
 
     def _keep_plan(self, step: int) -> None:
         """Make the plan anew where the times that it is made for are no longer the times that are measured."""
-        if self.state.plan is None or not self.freezes:
+        if not self.freezes:
             return
         renewed = self._replanning.after(step, self.schedule, self.timer, self.state)
         if renewed is not None:

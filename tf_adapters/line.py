@@ -115,8 +115,8 @@ def _between(steps: Sequence[Sequence[Point]]) -> tuple[float, float]:
 
 
 def _quotient(points: Sequence[Point]) -> float:
-    """Of the line through the unfrozen time: its least absolute deviations are a weighted median."""
-    return _median((point.saved / point.share, point.share) for point in points if point.share > 0.0)
+    """Of the line from frozen points through the unfrozen time: its least absolute deviations are a weighted median."""
+    return _median((point.saved / point.share, point.share) for point in points)
 
 
 def _error(values: Iterable[float]) -> float:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tf_adapters.ir import Action, Kind
-from tf_adapters.line import Point, fit
+from tf_adapters.line import Line, Point, fit
 from tf_adapters.pace import PacedSamples
 from tf_adapters.phases import Phase
 from tf_adapters.planner import Bounds
@@ -29,26 +29,14 @@ _STRAIGHT = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
-    """The backwards of one stage. Every figure is a share of their unfrozen time.
+class StageTimes:
+    """What this rank has measured while monitoring: ms of each action with nothing frozen, and the responses.
 
-    Attributes:
-        saved: what freezing everything saves.
-        error: standard error of the worse known one of the two ends of the line.
-        bend: what a mask of half of the work saves beyond half of ``saved``; None where that was not measured.
+    A response is a line whose error is that of the worse known one of its two ends.
     """
 
-    saved: float
-    error: float
-    bend: Estimate | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StageTimes:
-    """What this rank has measured while monitoring: ms of each action with nothing frozen, and the responses."""
-
     unfrozen_ms: Mapping[Action, float]
-    responses: Mapping[Group, Response]
+    responses: Mapping[Group, Line]
 
     @property
     def error(self) -> float:
@@ -100,14 +88,12 @@ def _alike(estimates: Mapping[Action, Estimate | None]) -> dict[Action, float]:
     return {action: ms for group in groups.values() for action, ms in shrink(group).items()}
 
 
-def _fit(
-    paced: PacedSamples, actions: Sequence[Action], upper: Mapping[Action, float], vanishes: bool
-) -> Response | None:
+def _fit(paced: PacedSamples, actions: Sequence[Action], upper: Mapping[Action, float], vanishes: bool) -> Line | None:
     """The response of actions of one group; None where nothing was frozen in any sample."""
     line = fit(_points(paced, actions, upper, vanishes))
     if line is None:
         return None
-    return Response(line.saved, math.hypot(_unfrozen_error(paced, actions, upper), line.error), line.bend)
+    return replace(line, error=math.hypot(_unfrozen_error(paced, actions, upper), line.error))
 
 
 def _points(

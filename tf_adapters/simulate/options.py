@@ -14,9 +14,7 @@ from tf_adapters.simulate.orders import SCHEDULES, SINGLE, Sizes, canonical
 
 __all__ = ["ModelOptions", "Options", "StageOptions", "add_arguments", "read_options"]
 
-WHOLE = "whole"
 MODELS = ("llama-1b", "llama-8b", "llama-13b")
-FIRST_STAGE = (WHOLE, "partial")
 _SWEEP = "0.2,0.4,0.6,0.8,1"
 
 _T = TypeVar("_T")
@@ -54,7 +52,7 @@ class Options:
     sizes: Sizes
     communication_ms: float | None
     max_freeze_ratio: float | None
-    first_stage: str | None
+    first_stage_vanishes: bool | None
     sweep: tuple[float, ...]
 
 
@@ -108,7 +106,7 @@ def read_options(args: argparse.Namespace) -> Options:
         ),
         communication_ms=_read(args, "communication_ms", _milliseconds),
         max_freeze_ratio=_read(args, "max_freeze_ratio", _ratio),
-        first_stage=_read(args, "first_stage", _first_stage),
+        first_stage_vanishes=_read(args, "first_stage", _whole),
         sweep=() if args.sweep == "none" else _list("--sweep", args.sweep, _ratio),
     )
 
@@ -196,10 +194,10 @@ def _ratio(argument: str, text: str) -> float:
     return _number(argument, text, 0.0, 1.0, "a number from 0 to 1")
 
 
-def _first_stage(argument: str, text: str) -> str:
-    if text not in FIRST_STAGE:
-        raise ConfigError(f"{argument} {text!r}: allowed are {', '.join(FIRST_STAGE)}")
-    return text
+def _whole(argument: str, text: str) -> bool:
+    if text not in ("whole", "partial"):
+        raise ConfigError(f"{argument} {text!r}: allowed are whole, partial")
+    return text == "whole"
 
 
 def _rate(argument: str, text: str) -> float:

@@ -21,7 +21,7 @@ from tf_adapters.model_costs import (
 from tf_adapters.plan_input import check_communication, check_flag, check_overhead, check_ratio, check_times, read_input
 from tf_adapters.planner import Bounds
 from tf_adapters.report.schema import Report
-from tf_adapters.simulate.options import WHOLE, ModelOptions, Options, StageOptions
+from tf_adapters.simulate.options import ModelOptions, Options, StageOptions
 from tf_adapters.simulate.orders import Sizes, named_order, read_csv
 from tf_adapters.simulate.pipeline import Pipeline, between_ranks, recut, stage_times
 
@@ -73,11 +73,11 @@ def read_request(options: Options, load: Callable[[str], Any]) -> Request:
         source, costs_for = _assumed(options)
         pipelines = _compared(options, options.sizes, costs_for, options.communication_ms or 0.0)
         request = Request(pipelines, _DEFAULT_RATIO, source)
-    ratio, how = options.max_freeze_ratio, options.first_stage
+    ratio, vanishes = options.max_freeze_ratio, options.first_stage_vanishes
     return replace(
         request,
         max_freeze_ratio=request.max_freeze_ratio if ratio is None else ratio,
-        first_stage_vanishes=request.first_stage_vanishes if how is None else how == WHOLE,
+        first_stage_vanishes=request.first_stage_vanishes if vanishes is None else vanishes,
         notes=(*request.notes, *_notes(request.pipelines, options.sizes.stages)),
     )
 
@@ -108,7 +108,7 @@ def _from_report(path: str) -> _Recorded:
         Pipeline("recorded", schedule, _bounds(times), report.gaps()),
         float(ratio) if isinstance(ratio, (int, float)) and 0.0 <= ratio <= 1.0 else _DEFAULT_RATIO,
         f"measured on {report.host.name}, {path}",
-        report.config.get("first_stage") == WHOLE,
+        report.config.get("first_stage") == "whole",
         report.measured.step_ms_unfrozen,
     )
 
