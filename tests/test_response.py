@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from schedules import gpipe
 from test_timing import FakeClock
 
 from tf_adapters.ir import Action, Kind
 from tf_adapters.monitoring import drawn_ratio
 from tf_adapters.pace import PacedSamples
 from tf_adapters.phases import Phase
-from tf_adapters.planner import Bounds
+from tf_adapters.planner import Bounds, plan
 from tf_adapters.response import StageTimes, measured_times
 from tf_adapters.timing import ActionTimer
 
@@ -130,6 +131,28 @@ def test_one_slope_serves_all_microbatches_and_each_keeps_its_own_time() -> None
     found = filled((UPPER, short, 0, 10.0), (UPPER, long, 0, 30.0), (LOWER, short, 1, 5.0), (LOWER, long, 1, 15.0))
     assert found.bounds(short) == Bounds(pytest.approx(5.0), 10.0)
     assert found.bounds(long) == Bounds(pytest.approx(15.0), 30.0)
+
+
+def test_microbatches_that_take_about_as_long_save_the_same_ms() -> None:
+    cold, warm = Action.parse("1B0"), Action.parse("1B1")
+    found = filled((UPPER, cold, 0, 18.0), (UPPER, warm, 0, 22.0), (LOWER, cold, 1, 9.0), (LOWER, warm, 1, 11.0))
+    assert found.bounds(cold) == Bounds(pytest.approx(8.0), 18.0)
+    assert found.bounds(warm) == Bounds(pytest.approx(12.0), 22.0)
+
+
+def test_a_plan_from_measured_times_takes_no_microbatch_out_of_every_step() -> None:
+    """Small differences between microbatches are no reason to freeze the same ones whole and never learn from them."""
+    found = Filled()
+    for microbatch, ms in enumerate((19.0, 20.6, 20.1, 19.7, 20.9, 20.3, 19.9, 20.5)):
+        for stage in range(2):
+            found.add(UPPER, Action(stage, Kind.FORWARD, microbatch), 0, 10.0)
+            found.add(UPPER, Action(stage, Kind.BACKWARD, microbatch), 0, ms)
+            found.add(LOWER, Action(stage, Kind.BACKWARD, microbatch), 0.8, ms * 0.6)
+    planned = plan(gpipe(2, 8), found.times().bounds(), 0.8, first_stage_vanishes=True)
+    last_stage = [ratio for action, ratio in planned.freeze_ratio.items() if action.stage == 1]
+    assert sum(last_stage) == pytest.approx(0.8 * 8)
+    assert min(last_stage) > 0.5
+    assert last_stage.count(1.0) <= 2
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.03])

@@ -24,6 +24,9 @@ Group = tuple[int, Kind]
 """What does the same work: a stage's actions of one kind."""
 
 _FREEZING = (Phase.MONITORING_LOWER, Phase.MONITORING_MIXED)
+_ALIKE = 1.25
+"""The longest of a stage's backwards over the shortest, up to which they do the same work: caches, not lengths."""
+
 _STRAIGHT = 0.05
 """Departure from the line, as a share of the unfrozen time, up to which nothing is said."""
 
@@ -44,12 +47,20 @@ class StageTimes:
         return max((response.error for response in self.responses.values()), default=0.0)
 
     def bounds(self) -> dict[Action, Bounds]:
-        """Bounds in ms. Forwards do not change with freezing (paper section 3.2.1), so both of theirs are one."""
-        saved = {group: response.saved for group, response in self.responses.items()}
-        return {
-            action: Bounds(ms * (1.0 - saved.get((action.stage, action.kind), 0.0)), ms)
-            for action, ms in self.unfrozen_ms.items()
-        }
+        """Bounds in ms. Forwards do not change with freezing (paper section 3.2.1), so both of theirs are one.
+
+        Where a stage's backwards take about as long, freezing saves the same ms of each: they skip the same weight
+        gradients. Differences that are none would have the plan freeze the same microbatches whole in every step, and
+        nothing would be learned from their samples.
+        """
+        found = {action: Bounds(ms, ms) for action, ms in self.unfrozen_ms.items()}
+        for group, response in self.responses.items():
+            upper = {action: ms for action, ms in self.unfrozen_ms.items() if (action.stage, action.kind) == group}
+            alike = max(upper.values()) <= _ALIKE * min(upper.values())
+            mean = statistics.fmean(upper.values())
+            for action, ms in upper.items():
+                found[action] = Bounds(max(0.0, ms - response.saved * (mean if alike else ms)), ms)
+        return found
 
     def notes(self) -> tuple[str, ...]:
         """A sentence for each stage whose line is not straight."""
