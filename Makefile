@@ -39,6 +39,7 @@ study: $(VENV)/ready
 	$(RUN) benchmarks/accuracy.py
 	$(RUN) benchmarks/accuracy.py --set gradient_scale=inverse --methods timely
 	$(RUN) benchmarks/accuracy.py --sensitivity --seeds 1
+	$(RUN) benchmarks/learning.py
 
 # The distributed tests again on the oldest DeepSpeed that is supported.
 test-oldest: .venv-oldest/ready

@@ -66,7 +66,7 @@ class Task:
 TASKS = {
     task.name: task
     for task in (
-        Task("text", 160, lr=2e-4, microbatches=8, micro_batch=2, boundary=4, held_out=256),
+        Task("text", 120, lr=2e-4, microbatches=8, micro_batch=8, boundary=4),
         Task("vit", 200, lr=5e-4, microbatches=8, micro_batch=4, boundary=5),
         Task("convnext", 200, lr=5e-4, microbatches=8, micro_batch=4, boundary=8),
     )

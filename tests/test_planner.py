@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 from schedules import gpipe, one_f_one_b, split_gpipe, v_shape
 
@@ -348,3 +349,19 @@ def test_a_large_schedule():
     made = plan(schedule, times_of(schedule), 0.5)
     assert made.solver.optimality_gap < 1e-6
     assert max(made.stage_freeze_ratio.values()) <= 0.5 + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("order", "stages", "microbatches", "seed"), [(one_f_one_b, 4, 64, 2), (one_f_one_b, 8, 128, 0), (gpipe, 8, 64, 2)]
+)
+def test_times_as_they_are_measured_are_planned_for(order, stages, microbatches, seed):
+    """Of large programs whose times all differ, GLOP took the end that it had found itself for infeasible."""
+    schedule = order(stages, microbatches)
+    rng = np.random.default_rng(seed)
+    pace = {stage: 1 + 0.05 * rng.standard_normal() for stage in range(100)}
+    noise = {action: pace[action.stage] * (1 + 0.03 * rng.standard_normal()) for action in schedule.actions}
+    times = {a: (2 * n - 1, 2 * n) if a.freezable else (n, n) for a, n in noise.items()}
+    made = plan(schedule, times, 0.8)
+    assert made.solver.status is SolverStatus.OPTIMAL
+    assert made.solver.optimality_gap < 1e-6
+    assert made.mean_freeze_ratio < 0.8

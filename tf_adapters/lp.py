@@ -30,12 +30,13 @@ __all__ = ["FreezeProblem", "Optimum", "SolverStatus", "lower_bound", "solve"]
 
 Floats = NDArray[np.float64]
 
-_MAKESPAN_SLACK = 1e-11
+_MAKESPAN_SLACKS = (1e-11, 1e-9, 1e-8, 1e-7)
+"""How much later than the earliest the batch may end in later solves, tried in turn. The first is as good as none. In
+large programs whose times all differ GLOP may find that infeasible, by its own tolerance."""
+
 _MAKESPAN_TOLERANCE = 1e-9
 _FREEZING_SLACK = 1e-8
 _SEGMENTS = 4
-_SPREAD_UP_TO = 2_000
-"""Actions up to which the third solve is tried: beyond, it takes longer than the other two together."""
 
 # The presolve is off because it throws the basis away from which the next solve starts. That basis is primal
 # feasible for the next objective. The first solve has none; there the dual simplex is several times faster.
@@ -102,10 +103,7 @@ def solve(problem: FreezeProblem, time_limit_s: float | None = None, target: flo
     """
     model = _Model(problem, time_limit_s)
     flow = model.minimise_makespan(target)
-    ratios = model.minimise_freezing()
-    if len(problem.dag.actions) <= _SPREAD_UP_TO:
-        ratios = model.spread(ratios)
-    return Optimum(ratios, flow)
+    return Optimum(model.spread(model.minimise_freezing()), flow)
 
 
 class _Model:
@@ -125,7 +123,7 @@ class _Model:
         self._starts = [self._solver.NumVar(0.0, infinity, "") for _ in problem.dag.actions]
         self._ratios = {int(i): self._solver.NumVar(0.0, 1.0, "") for i in np.flatnonzero(problem.ranges > 0.0)}
         self._end = self._solver.NumVar(0.0, infinity, "")
-        self._latest = float("inf")  # when the batch has to end, once that is known
+        self._earliest = self._latest = float("inf")  # when the batch can end, and has to, once that is known
         self._edge_rows = self._add_edges()
         self._end_rows = self._add_ends()
         self._add_budgets()
@@ -137,12 +135,20 @@ class _Model:
             ends[position] = row.dual_value()
         flow = Flow(np.array([row.dual_value() for row in self._edge_rows], dtype=np.float64), ends)
         # The end that the ratios really reach, not GLOP's value of it, is what later solves can surely keep.
-        self._latest = max(self._problem.end(self._read()), target)
-        self._end.SetUb(self._latest * (1.0 + _MAKESPAN_SLACK))
+        self._earliest = max(self._problem.end(self._read()), target)
         return flow
 
     def minimise_freezing(self) -> Floats:
-        self._solve([(ratio, 1.0) for ratio in self._ratios.values()], "least freezing")
+        cost = [(ratio, 1.0) for ratio in self._ratios.values()]
+        for slack in _MAKESPAN_SLACKS:
+            self._latest = self._earliest * (1.0 + slack)
+            self._end.SetUb(self._latest)
+            try:
+                self._solve(cost, "least freezing")
+                break
+            except SolverError:
+                if slack == _MAKESPAN_SLACKS[-1]:
+                    raise
         return self._read()
 
     def spread(self, least: Floats) -> Floats:

@@ -1,0 +1,179 @@
+"""What plans do to learning: `python benchmarks/learning.py`.
+
+MiniLM learns the accuracy study's text task from the same weights on the same batches, with freeze ratios for two
+stages and 8 microbatches:
+
+nothing: no freezing.
+spread, few: three of four weight gradients skipped, of every microbatch, or of three microbatches in four all of them.
+gpipe partial: what `first_stage: "partial"` plans for equal stages (first_stage.py's times), r_max 0.8.
+gpipe whole: the least that `first_stage: "whole"` freezes for the same step, backwards frozen whole among it.
+1f1b: the plan of both.
+
+No pipeline and no times: a process trains one network on one thread, and as many processes run as there are cores.
+Needs the study's packages (docs/accuracy.md). Prints a table and writes results/learning.json beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from accuracy_tasks import TASKS, batches, layers_of, load
+from first_stage import R_MAX, times
+from measuring import aligned, machine
+
+from tf_adapters.planner import FreezePlan, plan
+from tf_adapters.prediction import planned_makespan
+from tf_adapters.simulate.orders import Sizes, named_order
+
+TASK = TASKS["text"]
+STAGES, HELD_OUT = 2, 1024
+Ratios = Sequence[Sequence[float]]
+"""Freeze ratios by stage and microbatch."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training's end: held-out loss and accuracy of the averaged weights."""
+
+    way: str
+    seed: int
+    loss: float
+    accuracy: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3, help="number of them, from 0")
+    parser.add_argument("--steps", type=int, default=TASK.steps)
+    args = parser.parse_args()
+    ways = all_ways()
+    cells = [(way, ratios, seed, args.steps) for seed in range(args.seeds) for way, ratios in ways.items()]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context, initializer=prepare) as workers:
+        runs = list(workers.map(train, *zip(*cells, strict=True)))
+    headings = ["freezing      ", "freeze ratio", "held-out loss", "accuracy", "losses by seed"]
+    print(*headings, sep="  ")
+    for way, ratios in ways.items():
+        print(aligned(summary([run for run in runs if run.way == way], ratios), headings))
+    study = {"held_out": HELD_OUT, "steps": args.steps, "task": asdict(TASK), "ratios": ways}
+    found = {"machine": machine("transformers"), "study": study, "runs": [asdict(run) for run in runs]}
+    Path(__file__).with_name("results").joinpath("learning.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def summary(runs: Sequence[Run], ratios: Ratios) -> list[str]:
+    losses, accuracy = [run.loss for run in runs], statistics.fmean(run.accuracy for run in runs)
+    by_seed = " ".join(f"{loss:.3f}" for loss in losses)
+    return [runs[0].way, f"{mean(ratios):.2f}", f"{statistics.fmean(losses):.3f}", f"{accuracy:.1%}", by_seed]
+
+
+def mean(ratios: Ratios) -> float:
+    return statistics.fmean(ratio for of_stage in ratios for ratio in of_stage)
+
+
+def all_ways() -> dict[str, Ratios]:
+    count = TASK.microbatches
+    ways: dict[str, Ratios] = {
+        "nothing": [[0.0] * count] * STAGES,
+        "spread": [[0.75] * count] * STAGES,
+        "few": [[float(m % 4 > 0) for m in range(count)]] * STAGES,
+    }
+    gpipe, one_f_one_b = (named_order(name, Sizes(count, STAGES)) for name in ("gpipe", "1f1b"))
+    partial = plan(gpipe, times(gpipe), R_MAX)
+    end = planned_makespan(gpipe, partial)
+    whole = plan(gpipe, times(gpipe), R_MAX, target_makespan_ms=end, first_stage_vanishes=True)
+    return {
+        **ways,
+        "gpipe partial": by_stage(partial),
+        "gpipe whole": by_stage(whole),
+        "1f1b": by_stage(plan(one_f_one_b, times(one_f_one_b), R_MAX, first_stage_vanishes=True)),
+    }
+
+
+def by_stage(planned: FreezePlan) -> Ratios:
+    ratios = sorted((action.stage, action.microbatch, ratio) for action, ratio in planned.freeze_ratio.items())
+    return [[ratio for stage, _, ratio in ratios if stage == of] for of in range(STAGES)]
+
+
+def prepare() -> None:
+    """Runs first in every process."""
+    import torch
+    from accuracy_pipeline import setup
+
+    torch.set_num_threads(1)
+    setup()
+
+
+def train(way: str, ratios: Ratios, seed: int, steps: int) -> Run:
+    """One training in this process: warm-up without freezing, then a ramp to the ratios."""
+    import torch
+    from accuracy_pipeline import AVERAGING, Chain
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    torch.manual_seed(seed)
+    model = Chain(dict(enumerate(layers_of(TASK.name, seed))))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=TASK.lr, weight_decay=0.01)
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1, (done + 1) / TASK.warmup))
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(AVERAGING))
+    data = load(TASK.name, seed)
+    next_batch, freezing = batches(data.training, TASK.batch, seed), Freezing(model, ratios, seed)
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        freezing.backward(step, *next_batch())
+        optimizer.step()
+        warmup.step()
+        averaged.update_parameters(model)
+    return Run(way, seed, *evaluate(averaged, data.held_out))
+
+
+class Freezing:
+    """The masks that training draws, on a network that is in one piece."""
+
+    def __init__(self, model: Any, ratios: Ratios, seed: int) -> None:
+        from tf_adapters.masking import ParameterMask, units_of
+        from tf_adapters.masks import StageMasks
+
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        stages: list[dict[str, Any]] = [{}, {}]
+        for name, parameter in trained.items():
+            stages[int(name.split(".")[1]) >= TASK.boundary][name] = parameter
+        self._model, self._ratios = model, ratios
+        self._mask = ParameterMask(trained)
+        self._masks = StageMasks({stage: units_of(of_stage) for stage, of_stage in enumerate(stages)}, seed)
+
+    def backward(self, step: int, samples: Any, labels: Any) -> None:
+        """Gradients of a step, from 1, summed over its microbatches."""
+        from torch.nn.functional import cross_entropy
+
+        ramp = min(1.0, max(0.0, (step - TASK.warmup) / TASK.progressive))
+        batch = zip(samples.split(TASK.micro_batch), labels.split(TASK.micro_batch), strict=True)
+        for number, (some, their_labels) in enumerate(batch):
+            drawn = [self._masks.draw(step, s, number, ramp * r[number]).names for s, r in enumerate(self._ratios)]
+            with self._mask.frozen([name for names in drawn for name in names]):
+                loss = cross_entropy(self._model(some), their_labels) / TASK.microbatches
+                if loss.requires_grad:
+                    loss.backward()
+
+
+def evaluate(model: Any, data: Any) -> tuple[float, float]:
+    """Held-out loss and accuracy."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    samples, labels = (part[:HELD_OUT] for part in data.tensors)
+    with torch.no_grad():
+        logits = torch.cat([model(part) for part in samples.split(64)])
+    return cross_entropy(logits, labels).item(), (logits.argmax(dim=-1) == labels).float().mean().item()
+
+
+if __name__ == "__main__":
+    main()
