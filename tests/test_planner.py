@@ -365,3 +365,12 @@ def test_times_as_they_are_measured_are_planned_for(order, stages, microbatches,
     assert made.solver.status is SolverStatus.OPTIMAL
     assert made.solver.optimality_gap < 1e-6
     assert made.mean_freeze_ratio < 0.8
+
+
+def test_a_solve_that_goes_round_in_circles_ends(monkeypatch):
+    """The simplex method may cycle; that must not hold training up."""
+    monkeypatch.setattr(lp, "_ITERATIONS", 3)
+    monkeypatch.setattr(lp, "_ITERATIONS_PER_ACTION", 0)
+    schedule = gpipe(4, 16)
+    with pytest.raises(SolverError, match="GLOP ended [A-Z_]+ while looking for the earliest end of the batch"):
+        plan(schedule, times_of(schedule), 0.5)

@@ -15,7 +15,7 @@ enough:
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -30,13 +30,16 @@ __all__ = ["FreezeProblem", "Optimum", "SolverStatus", "lower_bound", "solve"]
 
 Floats = NDArray[np.float64]
 
-_MAKESPAN_SLACKS = (1e-11, 1e-9, 1e-8, 1e-7)
-"""How much later than the earliest the batch may end in later solves, tried in turn. The first is as good as none. In
-large programs whose times all differ GLOP may find that infeasible, by its own tolerance."""
+_SLACKS = (1e-11, 1e-9, 1e-8, 1e-7)
+"""How much later solves may miss what earlier ones reached, tried in turn. The first is as good as none. In large
+programs whose times all differ GLOP may find that infeasible, by its own tolerance."""
 
 _MAKESPAN_TOLERANCE = 1e-9
 _FREEZING_SLACK = 1e-8
 _SEGMENTS = 4
+_ITERATIONS, _ITERATIONS_PER_ACTION = 2_000, 10
+"""Where a solve ends: now and then the simplex method goes round in circles for ever. Solves that end by themselves
+took up to 7 for each action."""
 
 # The presolve is off because it throws the basis away from which the next solve starts. That basis is primal
 # feasible for the next objective. The first solve has none; there the dual simplex is several times faster.
@@ -123,7 +126,9 @@ class _Model:
         self._starts = [self._solver.NumVar(0.0, infinity, "") for _ in problem.dag.actions]
         self._ratios = {int(i): self._solver.NumVar(0.0, 1.0, "") for i in np.flatnonzero(problem.ranges > 0.0)}
         self._end = self._solver.NumVar(0.0, infinity, "")
-        self._earliest = self._latest = float("inf")  # when the batch can end, and has to, once that is known
+        self._latest = float("inf")  # when the batch has to end, once that is known
+        iterations = _ITERATIONS + _ITERATIONS_PER_ACTION * len(problem.dag.actions)
+        self._limit = f" max_number_of_iterations:{iterations}"
         self._edge_rows = self._add_edges()
         self._end_rows = self._add_ends()
         self._add_budgets()
@@ -135,20 +140,13 @@ class _Model:
             ends[position] = row.dual_value()
         flow = Flow(np.array([row.dual_value() for row in self._edge_rows], dtype=np.float64), ends)
         # The end that the ratios really reach, not GLOP's value of it, is what later solves can surely keep.
-        self._earliest = max(self._problem.end(self._read()), target)
+        self._latest = max(self._problem.end(self._read()), target)
         return flow
 
     def minimise_freezing(self) -> Floats:
-        cost = [(ratio, 1.0) for ratio in self._ratios.values()]
-        for slack in _MAKESPAN_SLACKS:
-            self._latest = self._earliest * (1.0 + slack)
-            self._end.SetUb(self._latest)
-            try:
-                self._solve(cost, "least freezing")
-                break
-            except SolverError:
-                if slack == _MAKESPAN_SLACKS[-1]:
-                    raise
+        self._solve_holding(
+            [(self._end, self._latest)], [(ratio, 1.0) for ratio in self._ratios.values()], "least freezing"
+        )
         return self._read()
 
     def spread(self, least: Floats) -> Floats:
@@ -165,12 +163,12 @@ class _Model:
                 parts.SetCoefficient(part, 1.0)
                 cost.append((part, 2.0 * segment + 1.0))
         try:
-            self._solve(cost, "even freezing")
+            self._solve_holding([(self._end, self._latest), (total, most)], cost, "even freezing")
         except SolverError:
             return least
         even = self._read()
-        holds = self._problem.end(even) <= self._latest * (1.0 + _MAKESPAN_TOLERANCE)
-        return even if holds and float(even.sum()) <= most * (1.0 + _FREEZING_SLACK) else least
+        holds = self._problem.end(even) <= self._end.Ub() * (1.0 + _MAKESPAN_TOLERANCE)
+        return even if holds and float(even.sum()) <= total.Ub() * (1.0 + _FREEZING_SLACK) else least
 
     def _add_edges(self) -> list[Any]:
         upper = self._problem.upper.tolist()
@@ -203,6 +201,17 @@ class _Model:
                 if position in self._ratios:
                     row.SetCoefficient(self._ratios[position], 1.0)
 
+    def _solve_holding(self, held: Sequence[tuple[Any, float]], cost: list[tuple[Any, float]], purpose: str) -> None:
+        """Solve with variables or rows of at most what an earlier solve reached."""
+        for slack in _SLACKS:
+            for bounded, most in held:
+                bounded.SetUb(most * (1.0 + slack))
+            try:
+                return self._solve(cost, purpose)
+            except SolverError as error:
+                failure = error
+        raise failure
+
     def _solve(self, cost: list[tuple[Any, float]], purpose: str, parameters: str = _GLOP_NEXT) -> None:
         objective = self._solver.Objective()
         objective.Clear()
@@ -210,7 +219,7 @@ class _Model:
             objective.SetCoefficient(variable, coefficient)
         objective.SetMinimization()
         status = self._run(parameters, purpose)
-        if status is SolverStatus.ABNORMAL:
+        if status in (SolverStatus.ABNORMAL, SolverStatus.FEASIBLE, SolverStatus.NOT_SOLVED):
             status = self._run(_GLOP_AGAIN, purpose)
         if status is not SolverStatus.OPTIMAL:
             raise SolverError(f"GLOP ended {status.value} while looking for the {purpose}")
@@ -223,7 +232,7 @@ class _Model:
                     f"GLOP ended {SolverStatus.NOT_SOLVED.value} while looking for the {purpose}: out of time"
                 )
             self._solver.SetTimeLimit(max(1, int(left * 1e3)))
-        self._solver.SetSolverSpecificParametersAsString(parameters)
+        self._solver.SetSolverSpecificParametersAsString(parameters + self._limit)
         return self._statuses[self._solver.Solve(self._fresh if parameters == _GLOP_AGAIN else self._warm)]
 
     def _read(self) -> Floats:
