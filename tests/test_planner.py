@@ -372,5 +372,5 @@ def test_a_solve_that_goes_round_in_circles_ends(monkeypatch):
     monkeypatch.setattr(lp, "_ITERATIONS", 3)
     monkeypatch.setattr(lp, "_ITERATIONS_PER_ACTION", 0)
     schedule = gpipe(4, 16)
-    with pytest.raises(SolverError, match="GLOP ended [A-Z_]+ while looking for the earliest end of the batch"):
+    with pytest.raises(SolverError, match=r"GLOP ended [A-Z_]+ while looking for the earliest end of the batch"):
         plan(schedule, times_of(schedule), 0.5)
