@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,45 +7,45 @@ import pytest
 
 from tf_adapters.testing import RankPool
 
-Setup = Callable[[], None]
 GetPool = Callable[[int], RankPool]
-KEPT = 4
-"""Pools that stay alive at once. Starting one takes seconds; an idle rank takes memory only, about half a GB."""
 
 
-@pytest.fixture(scope="session")
-def rank_pools() -> Iterator[Callable[[Setup, int], RankPool]]:
-    """Rank pools by set-up and size, shared by all tests; of more than KEPT, the one used longest ago is closed."""
-    started: dict[tuple[Setup, int], RankPool] = {}
+@pytest.fixture(scope="module")
+def pools() -> Iterator[GetPool]:
+    """Rank pools for DeepSpeed by size."""
+    import deepspeed_ranks
+
     before = shared_buffers()
-
-    def get(setup: Setup, size: int) -> RankPool:
-        started[setup, size] = started.pop((setup, size), None) or RankPool(size, setup)
-        for key in list(started)[:-KEPT]:
-            started.pop(key).close()
-        return started[setup, size]
-
-    yield get
-    for pool in started.values():
-        pool.close()
+    yield from one_at_a_time(deepspeed_ranks.setup)
     for buffer in shared_buffers() - before:
         buffer.unlink(missing_ok=True)
 
 
-@pytest.fixture(scope="session")
-def pools(rank_pools: Callable[[Setup, int], RankPool]) -> GetPool:
-    """Rank pools for DeepSpeed by size."""
-    import deepspeed_ranks
-
-    return functools.partial(rank_pools, deepspeed_ranks.setup)
-
-
-@pytest.fixture(scope="session")
-def megatron(rank_pools: Callable[[Setup, int], RankPool]) -> GetPool:
+@pytest.fixture(scope="module")
+def megatron() -> Iterator[GetPool]:
     """Rank pools for Megatron-Core by size."""
     import megatron_ranks
 
-    return functools.partial(rank_pools, megatron_ranks.setup)
+    yield from one_at_a_time(megatron_ranks.setup)
+
+
+def one_at_a_time(setup: Callable[[], None]) -> Iterator[GetPool]:
+    """Starts a pool when a test asks for its size, and ends the one before: there are two cores."""
+    started: dict[int, RankPool] = {}
+
+    def get(size: int) -> RankPool:
+        if size not in started:
+            close()
+            started[size] = RankPool(size, setup)
+        return started[size]
+
+    def close() -> None:
+        for pool in started.values():
+            pool.close()
+        started.clear()
+
+    yield get
+    close()
 
 
 def shared_buffers() -> set[Path]:

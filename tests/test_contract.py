@@ -6,7 +6,7 @@ import fnmatch
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,20 +37,22 @@ def host(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="session")
-def ranks(rank_pools) -> Callable[..., RankPool]:
-    """Ranks by host and size."""
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Any]:
+    """Ranks by host and size, the last used ones kept: there are two cores."""
+    started: dict[tuple[str, int], RankPool] = {}
 
     def get(host: str, size: int = STAGES) -> RankPool:
-        return rank_pools(setup_of(host), size)
+        if (host, size) not in started:
+            for pool in started.values():
+                pool.close()
+            started.clear()
+            started[host, size] = RankPool(size, functools.partial(setup, host))
+        return started[host, size]
 
-    return get
-
-
-@functools.cache
-def setup_of(host: str) -> Callable[[], None]:
-    """The same object for the same host, so that its ranks are found again."""
-    return functools.partial(setup, host)
+    yield get
+    for pool in started.values():
+        pool.close()
 
 
 # --- schedule ------------------------------------------------------------------------------------------------
