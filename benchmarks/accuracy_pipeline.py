@@ -44,6 +44,22 @@ class Chain(nn.Module):
         return x
 
 
+def optimisation(
+    task: Task, module: nn.Module
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR, AveragedModel]:
+    """AdamW of what a module trains, its warm-up, and the moving average of the weights, which is evaluated."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=task.lr, weight_decay=0.01)
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1, (done + 1) / task.warmup))
+    return optimizer, warmup, AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(AVERAGING))
+
+
+def score(logits: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Mean loss per sample, and accuracy."""
+    loss = nn.functional.cross_entropy(logits, labels).item()
+    return loss, (logits.argmax(dim=-1) == labels).float().mean().item()
+
+
 class Pipeline:
     """This rank's stage, its optimizer, and schedules over it. Every method is called on all ranks at once."""
 
@@ -52,10 +68,7 @@ class Pipeline:
         self.task, self.stage = task, dist.get_rank()
         numbers = range(task.boundary) if self.stage == 0 else range(task.boundary, len(whole))
         self.module = Chain({number: whole[number] for number in numbers})
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=task.lr, weight_decay=0.01)
-        self.warmup = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda done: min(1, (done + 1) / task.warmup))
-        self._averaged = AveragedModel(self.module, multi_avg_fn=get_ema_multi_avg_fn(AVERAGING))
+        self.optimizer, self.warmup, self._averaged = optimisation(task, self.module)
         self.schedule = self._schedule(schedule, self.module)
         self._evaluating = self._schedule("gpipe", self._averaged.module, scale_grads=False)
         self._probing = self._schedule("gpipe", self.module)
@@ -96,9 +109,7 @@ class Pipeline:
             found.append(self._run(self._evaluating.eval, batch))
         result: list[Any] = [None]
         if self.is_last:
-            logits, truth = torch.cat(found), labels[:count]
-            loss = nn.functional.cross_entropy(logits, truth).item()
-            result = [(loss, (logits.argmax(dim=-1) == truth).float().mean().item())]
+            result = [score(torch.cat(found), labels[:count])]
         dist.broadcast_object_list(result, src=STAGES - 1)
         return result[0]
 

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from measuring import aligned
 
 from tf_adapters.dag import PipelineDag
 from tf_adapters.ir import Action, PipelineSchedule
@@ -59,7 +60,7 @@ def main() -> None:
     print(*headings, sep="  ")
     for row in rows:
         cells = [f"{value:.3f}" if isinstance(value, float) else str(value) for value in asdict(row).values()]
-        print(*(cell.rjust(len(title)) for cell, title in zip(cells, headings, strict=True)), sep="  ")
+        print(aligned(cells, headings))
     target = Path(__file__).with_name("results") / "first_stage.json"
     target.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 

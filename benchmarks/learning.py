@@ -115,15 +115,11 @@ def prepare() -> None:
 def train(way: str, ratios: Ratios, seed: int, steps: int) -> Run:
     """One training in this process: warm-up without freezing, then a ramp to the ratios."""
     import torch
-    from accuracy_pipeline import AVERAGING, Chain
-    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+    from accuracy_pipeline import Chain, optimisation
 
     torch.manual_seed(seed)
     model = Chain(dict(enumerate(layers_of(TASK.name, seed))))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=TASK.lr, weight_decay=0.01)
-    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1, (done + 1) / TASK.warmup))
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(AVERAGING))
+    optimizer, warmup, averaged = optimisation(TASK, model)
     data = load(TASK.name, seed)
     next_batch, freezing = batches(data.training, TASK.batch, seed), Freezing(model, ratios, seed)
     for step in range(1, steps + 1):
@@ -167,12 +163,11 @@ class Freezing:
 def evaluate(model: Any, data: Any) -> tuple[float, float]:
     """Held-out loss and accuracy."""
     import torch
-    from torch.nn.functional import cross_entropy
+    from accuracy_pipeline import score
 
     samples, labels = (part[:HELD_OUT] for part in data.tensors)
     with torch.no_grad():
-        logits = torch.cat([model(part) for part in samples.split(64)])
-    return cross_entropy(logits, labels).item(), (logits.argmax(dim=-1) == labels).float().mean().item()
+        return score(torch.cat([model(part) for part in samples.split(64)]), labels)
 
 
 if __name__ == "__main__":

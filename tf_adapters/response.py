@@ -24,7 +24,7 @@ Group = tuple[int, Kind]
 """What does the same work: a stage's actions of one kind."""
 
 _FREEZING = (Phase.MONITORING_LOWER, Phase.MONITORING_MIXED)
-_ALIKE = 1.25
+_SAME_WORK = 1.25
 """The longest of a stage's backwards over the shortest, up to which they do the same work: caches, not lengths."""
 
 _STRAIGHT = 0.05
@@ -56,7 +56,7 @@ class StageTimes:
         found = {action: Bounds(ms, ms) for action, ms in self.unfrozen_ms.items()}
         for group, response in self.responses.items():
             upper = {action: ms for action, ms in self.unfrozen_ms.items() if (action.stage, action.kind) == group}
-            alike = max(upper.values()) <= _ALIKE * min(upper.values())
+            alike = max(upper.values()) <= _SAME_WORK * min(upper.values())
             mean = statistics.fmean(upper.values())
             for action, ms in upper.items():
                 found[action] = Bounds(max(0.0, ms - response.saved * (mean if alike else ms)), ms)
