@@ -59,12 +59,22 @@ def main() -> None:
     cells = [(way, ratios, seed, args.steps) for seed in range(args.seeds) for way, ratios in ways.items()]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context, initializer=prepare) as workers:
-        runs = list(workers.map(train, *zip(*cells, strict=True)))
+        runs: list[Run] = []
+        for run in workers.map(train, *zip(*cells, strict=True)):
+            runs.append(run)
+            save(runs, ways, args.steps)
+            print(
+                f"{len(runs)}/{len(cells)} {run.way}, seed {run.seed}: {run.loss:.3f}, {run.accuracy:.1%}", flush=True
+            )
     headings = ["freezing      ", "freeze ratio", "held-out loss", "accuracy", "losses by seed"]
     print(*headings, sep="  ")
     for way, ratios in ways.items():
         print(aligned(summary([run for run in runs if run.way == way], ratios), headings))
-    study = {"held_out": HELD_OUT, "steps": args.steps, "task": asdict(TASK), "ratios": ways}
+
+
+def save(runs: Sequence[Run], ways: dict[str, Ratios], steps: int) -> None:
+    """The finished runs; written after each, so that a study that is cut off leaves what it has."""
+    study = {"held_out": HELD_OUT, "steps": steps, "task": asdict(TASK), "ratios": ways}
     found = {"machine": machine("transformers"), "study": study, "runs": [asdict(run) for run in runs]}
     Path(__file__).with_name("results").joinpath("learning.json").write_text(json.dumps(found, indent=1) + "\n")
 
