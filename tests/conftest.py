@@ -16,7 +16,7 @@ def pools() -> Iterator[GetPool]:
     import deepspeed_ranks
 
     before = shared_buffers()
-    yield from one_at_a_time(deepspeed_ranks.setup)
+    yield from one_at_a_time(deepspeed_ranks.setup, deepspeed_ranks.teardown)
     for buffer in shared_buffers() - before:
         buffer.unlink(missing_ok=True)
 
@@ -29,14 +29,14 @@ def megatron() -> Iterator[GetPool]:
     yield from one_at_a_time(megatron_ranks.setup)
 
 
-def one_at_a_time(setup: Callable[[], None]) -> Iterator[GetPool]:
+def one_at_a_time(setup: Callable[[], None], teardown: Callable[[], None] | None = None) -> Iterator[GetPool]:
     """Starts a pool when a test asks for its size, and ends the one before: there are two cores."""
     started: dict[int, RankPool] = {}
 
     def get(size: int) -> RankPool:
         if size not in started:
             close()
-            started[size] = RankPool(size, setup)
+            started[size] = RankPool(size, setup, teardown)
         return started[size]
 
     def close() -> None:

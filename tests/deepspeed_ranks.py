@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ SECTION: dict[str, Any] = {
     "progressive_steps": 2,
     "on_error": "raise",
 }
+ENGINES: list[Any] = []  # that this process has built since the last teardown
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,19 @@ def setup() -> None:
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
+
+
+def teardown() -> None:
+    """Lets go of the engines' groups: gloo's threads would go on polling for each of them."""
+    import deepspeed
+
+    torch.distributed.barrier()  # nobody still reads what another rank has sent
+    while ENGINES:
+        vars(ENGINES.pop()).clear()  # its last loss's graph holds the engine, and nothing collects that circle
+    gc.collect()
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        if group is not torch.distributed.group.WORLD:
+            deepspeed.comm.destroy_process_group(group)
 
 
 class Embed(nn.Module):
@@ -136,7 +151,9 @@ def build_engine(case: Case) -> Any:
         module.tied_modules.requires_grad_(False)
     # All of them: an optimizer passes by what has no gradient, and a stage that trains nothing needs one too.
     parameters = list(module.parameters())
-    return deepspeed.initialize(model=module, model_parameters=parameters, config=case.ds_config())[0]
+    engine = deepspeed.initialize(model=module, model_parameters=parameters, config=case.ds_config())[0]
+    ENGINES.append(engine)
+    return engine
 
 
 class Ordinary(nn.Module):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from held import held_rows
-from hosts import HOSTS, MICROBATCHES, STAGES, Tensors, setup, start
+from hosts import HOSTS, MICROBATCHES, STAGES, Tensors, setup, start, teardown
 
 from tf_adapters.ir import PipelineSchedule
 from tf_adapters.phases import Phase
@@ -47,7 +47,7 @@ def ranks() -> Iterator[Any]:
             for pool in started.values():
                 pool.close()
             started.clear()
-            started[host, size] = RankPool(size, functools.partial(setup, host))
+            started[host, size] = RankPool(size, *(functools.partial(hook, host) for hook in (setup, teardown)))
         return started[host, size]
 
     yield get

@@ -119,3 +119,23 @@ def failing_setup() -> None:
 def test_a_setup_that_fails_ends_the_call() -> None:
     with RankPool(2, failing_setup) as pool, pytest.raises(RanksFailed, match="the setup broke"):
         pool.run(total, 1.0)
+
+
+def groups() -> int:
+    dist.new_group()
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def destroy_groups() -> None:
+    for group in list(dist.distributed_c10d._world.pg_map)[1:]:
+        dist.destroy_process_group(group)
+
+
+def test_a_teardown_runs_after_every_call() -> None:
+    with RankPool(2, teardown=destroy_groups) as pool:
+        assert [pool.run(groups) for _ in range(3)] == [[2, 2]] * 3
+
+
+def test_a_teardown_that_fails_is_a_failure_of_the_call() -> None:
+    with RankPool(2, teardown=failing_setup) as pool, pytest.raises(RanksFailed, match="the setup broke"):
+        pool.run(groups)

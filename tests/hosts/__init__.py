@@ -52,6 +52,11 @@ def setup(host: str) -> None:
     importlib.import_module(HOSTS[host]).setup()
 
 
+def teardown(host: str) -> None:
+    """Runs after every call, where a host has something to let go of."""
+    getattr(importlib.import_module(HOSTS[host]), "teardown", lambda: None)()
+
+
 def start(host: str, section: dict[str, Any] | None, output_dir: str = "runs/tests") -> Training:
     """A fresh run on this rank; what is left of the ranks are replicas. Without a section, the host alone."""
     settings = None if section is None else {**SECTION, "output_dir": output_dir, **section}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed_ranks import setup
+from deepspeed_ranks import setup, teardown
 
 from hosts.deepspeed_host import DeepSpeedTraining
 
-__all__ = ["setup", "start"]
+__all__ = ["setup", "start", "teardown"]
 
 
 def start(settings: dict[str, Any] | None) -> DeepSpeedTraining:

@@ -6,12 +6,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed_ranks import Case, GradientRecorder, Ordinary, batch, build_engine, loss_fn, parameters_of, setup
+from deepspeed_ranks import (
+    Case,
+    GradientRecorder,
+    Ordinary,
+    batch,
+    build_engine,
+    loss_fn,
+    parameters_of,
+    setup,
+    teardown,
+)
 
 from hosts import MICROBATCHES, STAGES, Tensors
 from tf_adapters.testing import masked_gradients
 
-__all__ = ["DeepSpeedTraining", "setup", "start"]
+__all__ = ["DeepSpeedTraining", "setup", "start", "teardown"]
 
 
 class DeepSpeedTraining:

@@ -24,11 +24,14 @@ class RankPool:
     """``size`` processes with a gloo process group, kept alive between calls because start-up dominates small tests.
 
     After a failure the processes are killed, and the next call starts fresh ones: a hang ends with the timeout.
+    ``setup`` runs first in every process, ``teardown`` after every call.
     """
 
-    def __init__(self, size: int, setup: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, size: int, setup: Callable[[], None] | None = None, teardown: Callable[[], None] | None = None
+    ) -> None:
         self.size = size
-        self._setup = setup
+        self._hooks = (setup, teardown)
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
 
@@ -67,7 +70,7 @@ class RankPool:
         port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.size, port, self._setup), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, self.size, port, *self._hooks), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -106,7 +109,14 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def _serve(connection: Connection, rank: int, size: int, port: int, setup: Callable[[], None] | None) -> None:
+def _serve(
+    connection: Connection,
+    rank: int,
+    size: int,
+    port: int,
+    setup: Callable[[], None] | None,
+    teardown: Callable[[], None] | None,
+) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -119,7 +129,15 @@ def _serve(connection: Connection, rank: int, size: int, port: int, setup: Calla
     _answer_call(connection, _join, (setup,))
     with suppress(EOFError):
         while True:
-            _answer_call(connection, *connection.recv())
+            function, args = connection.recv()
+            _answer_call(connection, _call, (function, args, teardown))
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], teardown: Callable[[], None] | None) -> Any:
+    value = function(*args)
+    if teardown is not None:
+        teardown()
+    return value
 
 
 def _join(setup: Callable[[], None] | None) -> None:
