@@ -4,7 +4,7 @@ The first stage passes no input gradient on, so what is frozen there from its fi
 use that, for a pipeline of equal stages, forwards of 1 and backwards of 2 of which half is weight gradients:
 
 partial: uniform masks; only what the plan happens to freeze whole disappears (the paper's selection).
-whole: the plan chooses how many of the last backwards are frozen whole (`first_stage: "whole"`).
+whole: the plan may count on the last backward's disappearing (`first_stage: "whole"`).
 drawn: in each step chance chooses, with the plan's ratio r, microbatches with a prefix of the stage frozen. At chance
 r the prefix is the whole stage, and all parameters have equal chances; at 0.8 it is r / 0.8 of the stage, whose
 first layers are then frozen that often, and whose last ones never.
@@ -29,6 +29,7 @@ from tf_adapters.simulate.orders import Sizes, named_order
 
 FORWARD, BACKWARD, WEIGHTS = 1.0, 2.0, 1.0
 MICROBATCHES, STEPS, R_MAX = 8, 400, 0.8
+LATER = 1.1
 SCHEDULES = ("gpipe", "1f1b")
 
 
@@ -36,6 +37,7 @@ SCHEDULES = ("gpipe", "1f1b")
 class Row:
     """End of the batch over the unfrozen one, and the mean freeze ratio in [0, 1], of each way.
 
+    ``..._later``: the freeze ratio for an end that is LATER times the earliest of partial masks.
     ``whole_freezes_for_drawn``: what ``whole`` freezes for the end of ``drawn_most``.
     """
 
@@ -45,6 +47,8 @@ class Row:
     partial_freezes: float
     whole: float
     whole_freezes: float
+    partial_freezes_later: float
+    whole_freezes_later: float
     drawn_equal: float
     drawn_most: float
     drawn_freezes: float
@@ -54,7 +58,8 @@ class Row:
 def main() -> None:
     rows = [study(name, stages) for name in SCHEDULES for stages in (2, 4, 8)]
     headings = [
-        "schedule", "stages", "partial", "freezes", "whole", "freezes", "drawn at r", "drawn at 0.8", "freezes",
+        "schedule", "stages", "partial", "freezes", "whole", "freezes", "partial, later", "whole, later",
+        "drawn at r", "drawn at 0.8", "freezes",
         "whole for that end",
     ]  # fmt: skip
     print(*headings, sep="  ")
@@ -71,18 +76,25 @@ def study(name: str, stages: int) -> Row:
     drawn = plan(schedule, times(schedule, first_stage_lower=0.0), R_MAX)
     unfrozen = partial.makespan_ms.unfrozen
     drawn_most = mean_end(schedule, drawn, least_chance=R_MAX)
-    as_late = plan(schedule, times(schedule), R_MAX, target_makespan_ms=drawn_most, first_stage_vanishes=True)
+    earliest = planned_makespan(schedule, partial)
+
+    def freezes(by: float, vanishes: bool) -> float:
+        least = plan(schedule, times(schedule), R_MAX, target_makespan_ms=by, first_stage_vanishes=vanishes)
+        return least.mean_freeze_ratio
+
     return Row(
         schedule=name,
         stages=stages,
-        partial=planned_makespan(schedule, partial) / unfrozen,
+        partial=earliest / unfrozen,
         partial_freezes=partial.mean_freeze_ratio,
         whole=whole.makespan_ms.planned / unfrozen,
         whole_freezes=whole.mean_freeze_ratio,
+        partial_freezes_later=freezes(LATER * earliest, vanishes=False),
+        whole_freezes_later=freezes(LATER * earliest, vanishes=True),
         drawn_equal=mean_end(schedule, drawn, least_chance=0.0) / unfrozen,
         drawn_most=drawn_most / unfrozen,
         drawn_freezes=drawn.mean_freeze_ratio,
-        whole_freezes_for_drawn=as_late.mean_freeze_ratio,
+        whole_freezes_for_drawn=freezes(drawn_most, vanishes=True),
     )
 
 

@@ -39,12 +39,23 @@ def test_the_batch_ends_no_later_and_freezes_no_more(make: Any, stages: int) -> 
     assert whole.mean_freeze_ratio <= partial.mean_freeze_ratio + 0.01
 
 
-def test_gpipe_freezes_much_less_for_the_same_end() -> None:
-    schedule = gpipe(2, 8)
-    partial, whole = planned(schedule), planned(schedule, first_stage_vanishes=True)
-    assert partial.mean_freeze_ratio == pytest.approx(0.8, abs=0.01)
-    assert whole.mean_freeze_ratio < 0.7
-    assert [whole.freeze_ratio[action] for action in FIRST[4:]] == [1.0] * 4
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
+def test_less_is_frozen_for_an_end_that_partial_masks_reach_too(make: Any) -> None:
+    schedule = make(2, 8)
+    target = 1.1 * planned_makespan(schedule, planned(schedule))
+    partial = planned(schedule, target_makespan_ms=target)
+    whole = planned(schedule, target_makespan_ms=target, first_stage_vanishes=True)
+    assert whole.makespan_ms.planned == pytest.approx(target)
+    assert whole.mean_freeze_ratio < partial.mean_freeze_ratio - 0.1
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_the_plan_counts_on_the_first_stages_last_backward_only(stages: int) -> None:
+    schedule = gpipe(stages, 8)
+    target = 1.1 * planned(schedule).makespan_ms.planned
+    whole = planned(schedule, target_makespan_ms=target, first_stage_vanishes=True)
+    assert [action for action in FIRST if whole.duration_ms[action] == 0.0] == FIRST[-1:]
+    assert whole.freeze_ratio[FIRST[-1]] == 1.0
 
 
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b])
@@ -116,8 +127,8 @@ def test_anything_but_true_and_false_is_refused_in_one_line(value: Any) -> None:
         plan_from_json(input_object(first_stage_vanishes=value))
 
 
-def test_a_large_program_tries_few_numbers_and_still_gains() -> None:
+def test_a_large_program_ends_no_later_either() -> None:
     schedule = gpipe(4, 80)
     partial, whole = planned(schedule), planned(schedule, first_stage_vanishes=True)
-    assert whole.mean_freeze_ratio < partial.mean_freeze_ratio - 0.03
     assert whole.makespan_ms.planned <= partial.makespan_ms.planned
+    assert whole.mean_freeze_ratio <= partial.mean_freeze_ratio + 1e-6

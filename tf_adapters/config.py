@@ -48,7 +48,7 @@ class TimelyFreezeConfig(BaseModel):
     )
     first_stage: Literal["whole", "partial"] = Field(
         "whole",
-        description="whole: the plan may freeze the first stage's last backwards whole, so that they disappear; "
+        description="whole: the plan may freeze the first stage's last backward whole, so that it disappears; "
         "partial: it counts on what masks of part of the stage save",
     )
     granularity: Literal["tensor", "row"] = Field(

@@ -64,8 +64,8 @@ class SolverReport:
     """Which solver ran, how it ended, its wall time in s, and how far the plan is from the optimum at most.
 
     ``optimality_gap`` is proven: no freeze ratios within the budgets end the batch before
-    (1 - optimality_gap) * planned makespan, or that is the target. Of what the first stage freezes whole
-    (``first_stage_vanishes``) it takes the plan's choice as given.
+    (1 - optimality_gap) * planned makespan, or that is the target. Whether the first stage's last backward is frozen
+    whole (``first_stage_vanishes``) it takes as given.
     """
 
     name: str
@@ -149,7 +149,7 @@ def plan(
     A batch that ends by ``target_makespan_ms`` is early enough: the plan then freezes the least that reaches it.
 
     ``first_stage_vanishes``: a backward of stage 0 that is frozen whole takes no time, below any line (``whole``);
-    the plan then freezes as many of its last ones whole as help.
+    the plan then freezes its very last one whole where that helps.
 
     Up to 4,096 actions GLOP finds the exact optimum. Larger programs go to an interior point method whose time
     and memory grow in proportion to the actions; ``solver.optimality_gap`` proves how close it came, at most

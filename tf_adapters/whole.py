@@ -2,17 +2,18 @@
 
 The first stage passes no input gradient on: with all of its parameters frozen nothing is left of a backward, while a
 mask of part of them saves weight gradients only. So a whole backward saves about twice the time per frozen parameter.
-The linear program knows the straight line of partial masks; which backwards to freeze whole is tried out: the last
-ones, since nothing of the batch is left to hide them behind. Every parameter of the stage loses the same updates.
+The linear program knows the straight line of partial masks; whether the very last backward, which nothing of the batch
+is left to hide behind, is better frozen whole is tried out.
 
-Prefixes of the stage's layers would save as much. But what is in one prefix is in every longer one, so with equal
+Only that one. Under GPipe more of them would end the batch as early with a lower mean freeze ratio, but a network
+learned no more from that than from the same step with all microbatches frozen alike (``benchmarks/learning.py``).
+Prefixes of the stage's layers would save as much, too. But what is in one prefix is in every longer one, so with equal
 chances for all parameters a prefix is everything or nothing; and where chance decides which microbatches have one, the
-others wait for it (``benchmarks/first_stage.py``). So the plan decides.
+others wait for it (``benchmarks/first_stage.py``).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol, TypeVar
@@ -27,12 +28,7 @@ from tf_adapters.lp import FreezeProblem
 __all__ = ["FIRST_STAGE", "disappears", "earliest_end", "frozen_whole"]
 
 FIRST_STAGE = 0
-_TRIED = 8
-"""Numbers of whole backwards that are tried, besides none and one, in programs that take a moment."""
-
-_TRIED_ALL_UP_TO = 500
-"""Actions. Beyond, only half of what the budget has room for is tried: under GPipe the best is near it."""
-
+_ROUNDING = 1e-9
 _AS_EARLY = 1e-3
 """Share of the makespan by which ends are alike: of these the plan that freezes least is taken."""
 
@@ -67,29 +63,21 @@ def frozen_whole(problem: FreezeProblem, count: int) -> tuple[FreezeProblem, NDA
 def earliest_end(
     problem: FreezeProblem, optimise: Callable[[FreezeProblem], _O], target: float
 ) -> tuple[FreezeProblem, _O]:
-    """Of all numbers of whole backwards that are tried, the one that ends the batch earliest and freezes least.
+    """The problem as it is given, or with the first stage's last backward frozen whole: what ends the batch earlier.
 
-    An end by ``target`` is early enough. Raises SolverError where ``optimise`` fails on the problem as it is given;
-    failures further on end the search.
+    Of ends that are alike, or by ``target``, the one that freezes less. Raises SolverError where ``optimise`` fails on
+    the problem as it is given; that it fails on the other one only rules that out.
     """
-    found = [(problem, optimise(problem))]
-    for count in _counts(problem):
-        left, whole = frozen_whole(problem, count)
-        try:
-            outcome = optimise(left)
-        except SolverError:
-            break
-        outcome.ratios[whole] = 1.0
-        found.append((left, outcome))
-    ends = [max(target, left.end(outcome.ratios)) for left, outcome in found]
+    plain = problem, optimise(problem)
+    if problem.budgets[FIRST_STAGE] < 1.0 - _ROUNDING:
+        return plain
+    left, last = frozen_whole(problem, 1)
+    try:
+        outcome = optimise(left)
+    except SolverError:
+        return plain
+    outcome.ratios[last] = 1.0
+    found = [plain, (left, outcome)]
+    ends = [max(target, tried.end(outcome.ratios)) for tried, outcome in found]
     early = [pair for pair, end in zip(found, ends, strict=True) if end <= min(ends) * (1.0 + _AS_EARLY)]
     return min(early, key=lambda pair: float(pair[1].ratios.sum()))
-
-
-def _counts(problem: FreezeProblem) -> list[int]:
-    """Numbers of whole backwards worth a try: from one, which 1F1B takes, to what the budget has room for."""
-    most = math.floor(problem.budgets[FIRST_STAGE] + 1e-9)
-    few = len(problem.upper) > _TRIED_ALL_UP_TO
-    shares = (0.5,) if few else [part / _TRIED for part in range(1, _TRIED + 1)]
-    tried = {1, *(round(share * most) for share in shares)}
-    return sorted(count for count in tried if 1 <= count <= most)

@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sweep", metavar="RATIOS", default=_SWEEP, help=f"other r_max to compare, or none [{_SWEEP}]"
     )
     freezing.add_argument(
-        "--first-stage", metavar="HOW", help="its last backwards: whole or partial [whole, or as recorded]"
+        "--first-stage", metavar="HOW", help="its last backward: whole or partial [whole, or as recorded]"
     )
     add_output_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON in the place of tables")
