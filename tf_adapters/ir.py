@@ -26,8 +26,12 @@ class Kind(str, Enum):
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
 
+    @property
+    def freezable(self) -> bool:
+        """Whether it computes weight gradients, which freezing can skip."""
+        return self in (Kind.BACKWARD, Kind.WEIGHT_GRAD)
 
-_FREEZABLE = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRAD})
+
 _ACTION = re.compile(r"(0|[1-9][0-9]*)([FBIW])(0|[1-9][0-9]*)")
 
 
@@ -53,7 +57,7 @@ class Action:
     @property
     def freezable(self) -> bool:
         """Whether it computes weight gradients, which freezing can skip."""
-        return self.kind in _FREEZABLE
+        return self.kind.freezable
 
 
 @dataclass(frozen=True, slots=True)

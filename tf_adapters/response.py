@@ -11,15 +11,17 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from tf_adapters.ir import Action, Kind
 from tf_adapters.line import Line, Point, fit
 from tf_adapters.pace import PacedSamples
 from tf_adapters.phases import Phase
 from tf_adapters.planner import Bounds
-from tf_adapters.robust import Estimate, estimate, shrink
+from tf_adapters.robust import estimate, shrink
 from tf_adapters.timing import Sample
 
+_T = TypeVar("_T")
 Group = tuple[int, Kind]
 """What does the same work: a stage's actions of one kind."""
 
@@ -54,8 +56,9 @@ class StageTimes:
         nothing would be learned from their samples.
         """
         found = {action: Bounds(ms, ms) for action, ms in self.unfrozen_ms.items()}
+        groups = _by_group(self.unfrozen_ms)
         for group, response in self.responses.items():
-            upper = {action: ms for action, ms in self.unfrozen_ms.items() if (action.stage, action.kind) == group}
+            upper = groups[group]
             alike = max(upper.values()) <= _SAME_WORK * min(upper.values())
             mean = statistics.fmean(upper.values())
             for action, ms in upper.items():
@@ -77,41 +80,44 @@ def measured_times(paced: PacedSamples, first_stage: int | None) -> StageTimes:
 
     ``first_stage`` is the first one that trains anything: frozen whole, nothing is left of its backwards.
     """
-    unfrozen = {
-        action: estimate(sample.ms for sample in paced.samples(Phase.MONITORING_UPPER, action))
-        for action in paced.actions(Phase.MONITORING_UPPER)
+    unfrozen = _unfrozen_ms(paced)
+    upper = {action: ms for group in unfrozen.values() for action, ms in group.items()}
+    found = {
+        group: response
+        for group, of_group in unfrozen.items()
+        if group[1].freezable and (response := _fit(paced, of_group, group[0] == first_stage)) is not None
     }
-    upper = _alike(unfrozen)
-    freezable: dict[Group, list[Action]] = {}
-    for action in upper:
-        if action.freezable:
-            freezable.setdefault((action.stage, action.kind), []).append(action)
-    found = {group: _fit(paced, actions, upper, group[0] == first_stage) for group, actions in freezable.items()}
-    return StageTimes(upper, {group: response for group, response in found.items() if response is not None})
+    return StageTimes(upper, found)
 
 
-def _alike(estimates: Mapping[Action, Estimate | None]) -> dict[Action, float]:
+def _unfrozen_ms(paced: PacedSamples) -> dict[Group, dict[Action, float]]:
     """The microbatches of a stage do the same work: their differences count as far as noise does not explain them."""
-    groups: dict[Group, dict[Action, Estimate]] = {}
-    for action, found in estimates.items():
-        if found is not None:
-            groups.setdefault((action.stage, action.kind), {})[action] = found
-    return {action: ms for group in groups.values() for action, ms in shrink(group).items()}
+    estimates = {
+        action: found
+        for action in paced.actions(Phase.MONITORING_UPPER)
+        if (found := estimate(sample.ms for sample in paced.samples(Phase.MONITORING_UPPER, action))) is not None
+    }
+    return {group: shrink(of_group) for group, of_group in _by_group(estimates).items()}
 
 
-def _fit(paced: PacedSamples, actions: Sequence[Action], upper: Mapping[Action, float], vanishes: bool) -> Line | None:
-    """The response of actions of one group; None where nothing was frozen in any sample."""
-    line = fit(_points(paced, actions, upper, vanishes))
+def _by_group(of: Mapping[Action, _T]) -> dict[Group, dict[Action, _T]]:
+    groups: dict[Group, dict[Action, _T]] = {}
+    for action, value in of.items():
+        groups.setdefault((action.stage, action.kind), {})[action] = value
+    return groups
+
+
+def _fit(paced: PacedSamples, upper: Mapping[Action, float], vanishes: bool) -> Line | None:
+    """The response of one group, given its unfrozen times; None where nothing was frozen in any sample."""
+    line = fit(_points(paced, upper, vanishes))
     if line is None:
         return None
-    return replace(line, error=math.hypot(_unfrozen_error(paced, actions, upper), line.error))
+    return replace(line, error=math.hypot(_unfrozen_error(paced, upper), line.error))
 
 
-def _points(
-    paced: PacedSamples, actions: Sequence[Action], upper: Mapping[Action, float], vanishes: bool
-) -> list[list[Point]]:
+def _points(paced: PacedSamples, upper: Mapping[Action, float], vanishes: bool) -> list[list[Point]]:
     """By step. Where a backward ``vanishes`` when it is frozen whole, such samples are no part of the line."""
-    sampled = {a: [sample for phase in _FREEZING for sample in paced.samples(phase, a)] for a in actions}
+    sampled = {a: [sample for phase in _FREEZING for sample in paced.samples(phase, a)] for a in upper}
     limit = 1.0 if vanishes and _has_partial(sampled) else math.inf
     steps: list[list[Point]] = [[] for _ in range(max(map(len, sampled.values())))]
     for action, samples in sampled.items():
@@ -125,13 +131,14 @@ def _has_partial(sampled: Mapping[Action, Sequence[Sample]]) -> bool:
     return any(0.0 < sample.share < 1.0 for samples in sampled.values() for sample in samples)
 
 
-def _unfrozen_error(paced: PacedSamples, actions: Sequence[Action], upper: Mapping[Action, float]) -> float:
+def _unfrozen_error(paced: PacedSamples, upper: Mapping[Action, float]) -> float:
     """Relative standard error of a group's unfrozen time: from step to step, and from sample to sample."""
-    samples = [paced.samples(Phase.MONITORING_UPPER, action) for action in actions if upper[action] > 0.0]
-    times = [upper[action] for action in actions if upper[action] > 0.0]
-    steps = [
-        [sample.ms / ms for sample, ms in zip(of_step, times, strict=True)] for of_step in zip(*samples, strict=False)
+    ratios = [
+        [sample.ms / ms for sample in paced.samples(Phase.MONITORING_UPPER, action)]
+        for action, ms in upper.items()
+        if ms > 0.0
     ]
-    by_step = estimate(statistics.median(ratios) for ratios in steps)
-    off = estimate(ratio for ratios in steps for ratio in ratios)
+    steps = list(zip(*ratios, strict=False))
+    by_step = estimate(statistics.median(of_step) for of_step in steps)
+    off = estimate(ratio for of_step in steps for ratio in of_step)
     return max(by_step.error, off.error) if by_step and off else math.inf
