@@ -67,8 +67,8 @@ TASKS = {
     task.name: task
     for task in (
         Task("text", 120, lr=2e-4, microbatches=8, micro_batch=8, boundary=4),
-        Task("vit", 200, lr=5e-4, microbatches=8, micro_batch=4, boundary=5),
-        Task("convnext", 200, lr=5e-4, microbatches=8, micro_batch=4, boundary=8),
+        Task("vit", 400, lr=5e-4, microbatches=8, micro_batch=4, boundary=5),
+        Task("convnext", 300, lr=5e-4, microbatches=8, micro_batch=4, boundary=8),
     )
 }
 
