@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "deepspeed_gpt"))
 
 import paired
-from measuring import MODES, Result, peak_above_idle, peak_memory, publish
+from measuring import MODES, Result, for_memory, peak_above_idle, peak_memory, publish
 
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.paired import Step
@@ -63,13 +63,7 @@ def measure(options: paired.Options) -> Result:
 def peak_of_rank(options: paired.Options, mode: str) -> int:
     import tf_adapters.deepspeed.adapter  # noqa: F401
 
-    short = replace(
-        options,
-        warmup=3 if mode == "freezing" else 100,
-        monitoring=6,
-        progressive=0,
-        output_dir=f"{options.output_dir}/memory",
-    )
+    short = for_memory(options, mode)
 
     def build() -> Step:
         return paired.training_step(paired.build_engine(short, freezing=mode != "alone")[0], short)

@@ -6,49 +6,21 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tf_adapters.testing import RankPool
-from tf_adapters.testing.paired import Outcome, Step
+from tf_adapters.testing.paired import Freezing, Outcome, Step
+
+_Options = TypeVar("_Options", bound=Freezing)
 
 MODES = ("alone", "attached", "freezing")
 MEASURED_STEPS = 3
 # Large tensors in mappings of their own, so that resident memory follows what is allocated.
 PRECISE_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Freezing:
-    """How a training freezes, and for how many steps in each phase; ``settings`` go over all of it."""
-
-    max_freeze_ratio: float = 0.8
-    warmup: int = 10
-    monitoring: int = 60
-    progressive: int = 10
-    stable: int = 40
-    output_dir: str = "runs/bench"
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def steps(self) -> int:
-        return self.warmup + self.monitoring + self.progressive + self.stable
-
-    def section(self) -> dict[str, Any]:
-        """The ``timely_freeze`` settings."""
-        return {
-            "max_freeze_ratio": self.max_freeze_ratio,
-            "warmup_steps": self.warmup,
-            "monitoring_steps": self.monitoring,
-            "progressive_steps": self.progressive,
-            "report_every": 10,
-            "on_error": "raise",
-            "output_dir": self.output_dir,
-            **self.settings,
-        }
 
 
 @dataclass(frozen=True)
@@ -101,6 +73,17 @@ class Result:
             )
             rows.append((f"peak memory by rank, {mode}", shown, ""))
         return [f"{name:<40}{value:>10}  {note}" for name, value, note in rows]
+
+
+def for_memory(options: _Options, mode: str) -> _Options:
+    """The options of a training that is only there to show its peak memory in a mode of MODES."""
+    return replace(
+        options,
+        warmup=3 if mode == "freezing" else 100,
+        monitoring=6,
+        progressive=0,
+        output_dir=f"{options.output_dir}/memory",
+    )
 
 
 def aligned(cells: Sequence[str], headings: Sequence[str]) -> str:

@@ -16,11 +16,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "megatron_gpt")]
 
-from measuring import MODES, Freezing, Result, peak_above_idle, peak_memory, publish
+from measuring import MODES, Result, for_memory, peak_above_idle, peak_memory, publish
 from text import ByteDataset, load_text, split
 
 from tf_adapters.testing import RankPool
-from tf_adapters.testing.paired import Outcome, Pairs, Step, in_turn, on_and_off, time_masks
+from tf_adapters.testing.paired import Freezing, Outcome, Pairs, Step, compare, on_and_off
 
 HOST = "megatron-core"
 VIRTUAL_PIPELINE = {"1f1b": 1, "interleaved": 2}
@@ -96,18 +96,13 @@ def run(options: Options) -> Outcome:
     """Train with Megatron alone and with freezing, in turn. Called on all ranks at once."""
     alone, _ = build(options, freezing=False)
     attached, adapter = build(options, freezing=True)
-    controller = adapter.controller
-    pairs = in_turn(
+    return compare(
         training_step(alone, options),
         training_step(attached, options),
-        phase_of=lambda: controller.phase.value,
-        steps=options.steps,
+        adapter,
+        options.steps,
+        lambda: (held_out_loss(alone, options), held_out_loss(attached, options)),
     )
-    mask_ms = time_masks(controller)
-    adapter.detach()
-    losses = [held_out_loss(trainer, options) for trainer in (alone, attached)]
-    assert controller.forecast is not None
-    return Outcome(pairs, *losses, controller.forecast.ratio, mask_ms, str(controller.report_path))
 
 
 def run_without_freezing(options: Options, pairs: int) -> Pairs:
@@ -176,13 +171,7 @@ def held_out_loss(trainer: Any, options: Options) -> float:
 def peak_of_rank(options: Options, mode: str) -> int:
     import tf_adapters.megatron.adapter  # noqa: F401
 
-    short = replace(
-        options,
-        warmup=3 if mode == "freezing" else 100,
-        monitoring=6,
-        progressive=0,
-        output_dir=f"{options.output_dir}/memory",
-    )
+    short = for_memory(options, mode)
 
     def step() -> Step:
         return training_step(build(short, freezing=mode != "alone")[0], short)

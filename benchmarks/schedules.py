@@ -19,10 +19,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "torch_llama")]
 
-from measuring import Freezing, machine
+from measuring import machine
 
 from tf_adapters.testing import RankPool
-from tf_adapters.testing.paired import in_turn
+from tf_adapters.testing.paired import Freezing, in_turn
 
 LENGTHS = ("warmup", "monitoring", "stable")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")

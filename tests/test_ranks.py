@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,3 +142,31 @@ def test_a_teardown_runs_after_every_call() -> None:
 def test_a_teardown_that_fails_is_a_failure_of_the_call() -> None:
     with RankPool(2, teardown=failing_setup) as pool, pytest.raises(RanksFailed, match="the setup broke"):
         pool.run(groups)
+
+
+def test_ranks_end_with_a_parent_that_is_killed_while_they_wait() -> None:
+    script = (
+        "import test_ranks as t\n"
+        "if __name__ == '__main__':\n"
+        "    with t.RankPool(2) as pool:\n"
+        "        print(*(pid for pid, _ in pool.run(t.total, 1.0)), flush=True)\n"
+        "        pool.run(t.hang_on_rank_0)\n"
+    )
+    here = Path(__file__).parent
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), str(here)])}
+    with subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        ranks = [int(pid) for pid in parent.stdout.readline().split()]
+        parent.kill()
+    deadline = time.monotonic() + 30
+    while any(is_running(pid) for pid in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """Whether it is, and no zombie that nobody has asked about."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -6,8 +6,8 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from text import ByteDataset, load_text, split
 
-from tf_adapters.testing.paired import Outcome, Pairs, Step, in_turn, on_and_off, time_masks
+from tf_adapters.testing.paired import Freezing, Outcome, Pairs, Step, compare, on_and_off
 
 CONFIGS = Path(__file__).resolve().parents[2] / "deepspeed_configs"
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class Options(Freezing):
     """What to train, and for how many steps in each phase."""
 
     config: str = "plain"
@@ -31,34 +31,16 @@ class Options:
     blocks: int = 8
     context: int = 64
     microbatches: int = 8
-    max_freeze_ratio: float = 0.8
-    warmup: int = 10
     monitoring: int = 30
     progressive: int = 20
     stable: int = 30
     output_dir: str = "runs/demo"
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Over the section that the other fields make."""
-
-    @property
-    def steps(self) -> int:
-        return self.warmup + self.monitoring + self.progressive + self.stable
 
     def ds_config(self) -> dict[str, Any]:
         """The ready config, its steps and its `timely_freeze` section as the options say."""
         config = json.loads((CONFIGS / f"{self.config}.json").read_text())
-        section = config["timely_freeze"] | {
-            "max_freeze_ratio": self.max_freeze_ratio,
-            "warmup_steps": self.warmup,
-            "monitoring_steps": self.monitoring,
-            "progressive_steps": self.progressive,
-            "report_every": 10,
-            "on_error": "raise",
-            "output_dir": self.output_dir,
-            **self.settings,
-        }
         sizes = {"gradient_accumulation_steps": self.microbatches, "steps_per_print": 10**9}
-        return config | sizes | {"timely_freeze": section}
+        return config | sizes | {"timely_freeze": config["timely_freeze"] | self.section()}
 
 
 def setup() -> None:
@@ -74,23 +56,12 @@ def run(options: Options) -> Outcome:
     """Train both engines on this rank. Called on all ranks at once."""
     alone, _ = build_engine(options, freezing=False)
     attached, adapter = build_engine(options, freezing=True)
-    controller = adapter.controller
-    pairs = in_turn(
+    return compare(
         training_step(alone, options),
         training_step(attached, options),
-        phase_of=lambda: controller.phase.value,
-        steps=options.steps,
-    )
-    mask_ms = time_masks(controller)
-    adapter.detach()
-    assert controller.forecast is not None
-    return Outcome(
-        pairs,
-        held_out_loss(alone, options),
-        held_out_loss(attached, options),
-        controller.forecast.ratio,
-        mask_ms,
-        str(controller.report_path),
+        adapter,
+        options.steps,
+        lambda: (held_out_loss(alone, options), held_out_loss(attached, options)),
     )
 
 

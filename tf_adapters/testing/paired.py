@@ -24,6 +24,36 @@ Step = Callable[[], Any]
 """One whole training step on this rank, the optimizer's included."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Freezing:
+    """How a training freezes, and for how many steps in each phase; ``settings`` go over all of it."""
+
+    max_freeze_ratio: float = 0.8
+    warmup: int = 10
+    monitoring: int = 60
+    progressive: int = 10
+    stable: int = 40
+    output_dir: str = "runs/bench"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        return self.warmup + self.monitoring + self.progressive + self.stable
+
+    def section(self) -> dict[str, Any]:
+        """The ``timely_freeze`` settings."""
+        return {
+            "max_freeze_ratio": self.max_freeze_ratio,
+            "warmup_steps": self.warmup,
+            "monitoring_steps": self.monitoring,
+            "progressive_steps": self.progressive,
+            "report_every": 10,
+            "on_error": "raise",
+            "output_dir": self.output_dir,
+            **self.settings,
+        }
+
+
 @dataclass
 class Pairs:
     """Times in ms of steps that ran in turn; one list for each phase."""
@@ -85,6 +115,26 @@ def in_turn(alone: Step, attached: Step, phase_of: Callable[[], str], steps: int
         times = in_rotation({"attached": attached, "alone": alone}, number)
         pairs.add(phase, times["alone"], times["attached"])
     return pairs
+
+
+def compare(
+    alone: Step, attached: Step, adapter: Any, steps: int, held_out: Callable[[], tuple[float, float]]
+) -> Outcome:
+    """Run two trainings in turn, then take freezing off the second one.
+
+    Args:
+        alone: a step of the host alone.
+        attached: a step of a training that freezes.
+        adapter: what freezes it.
+        steps: pairs of steps to run; the plan must be there before they are through.
+        held_out: the losses of both on what neither has seen, the host's alone first; asked with freezing taken off.
+    """
+    controller = adapter.controller
+    pairs = in_turn(alone, attached, lambda: controller.phase.value, steps)
+    mask_ms = time_masks(controller)
+    adapter.detach()
+    assert controller.forecast is not None
+    return Outcome(pairs, *held_out(), controller.forecast.ratio, mask_ms, str(controller.report_path))
 
 
 def on_and_off(step: Step, attach: Step, detach: Step, phase: str, pairs: int) -> Pairs:

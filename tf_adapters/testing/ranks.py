@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -126,11 +127,20 @@ def _serve(
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
     )
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _answer_call(connection, _join, (setup,))
     with suppress(EOFError):
         while True:
             function, args = connection.recv()
             _answer_call(connection, _call, (function, args, teardown))
+
+
+def _end_with_parent() -> None:
+    """A rank that waits for others would outlive a test run that is killed, and go on waiting."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], teardown: Callable[[], None] | None) -> Any:
