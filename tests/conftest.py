@@ -16,7 +16,7 @@ def pools() -> Iterator[GetPool]:
     import deepspeed_ranks
 
     before = shared_buffers()
-    yield from one_at_a_time(deepspeed_ranks.setup, deepspeed_ranks.teardown)
+    yield from by_size(deepspeed_ranks.setup, deepspeed_ranks.teardown)
     for buffer in shared_buffers() - before:
         buffer.unlink(missing_ok=True)
 
@@ -26,26 +26,19 @@ def megatron() -> Iterator[GetPool]:
     """Rank pools for Megatron-Core by size."""
     import megatron_ranks
 
-    yield from one_at_a_time(megatron_ranks.setup)
+    yield from by_size(megatron_ranks.setup)
 
 
-def one_at_a_time(setup: Callable[[], None], teardown: Callable[[], None] | None = None) -> Iterator[GetPool]:
-    """Starts a pool when a test asks for its size, and ends the one before: there are two cores."""
+def by_size(setup: Callable[[], None], teardown: Callable[[], None] | None = None) -> Iterator[GetPool]:
+    """Starts a pool when a test first asks for its size: importing a host takes longer than most tests."""
     started: dict[int, RankPool] = {}
 
     def get(size: int) -> RankPool:
-        if size not in started:
-            close()
-            started[size] = RankPool(size, setup, teardown)
-        return started[size]
-
-    def close() -> None:
-        for pool in started.values():
-            pool.close()
-        started.clear()
+        return started.setdefault(size, RankPool(size, setup, teardown))
 
     yield get
-    close()
+    for pool in started.values():
+        pool.close()
 
 
 def shared_buffers() -> set[Path]:
