@@ -100,7 +100,7 @@ def all_ways() -> dict[str, Ratios]:
     return {
         **ways,
         "gpipe partial": by_stage(plan(gpipe, times(gpipe), R_MAX)),
-        "gpipe whole": [[0.0] * half + [1.0] * half, [0.75] * (count - 2) + [0.9, 1.0]],
+        "gpipe whole": [[0.0] * half + [1.0] * half, [0.75] * (count - 2) + [0.9, 1.0]],  # stage 1 as planned
         "1f1b": by_stage(plan(one_f_one_b, times(one_f_one_b), R_MAX, first_stage_vanishes=True)),
     }
 

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tf_adapters.testing import RankPool
-
-GetPool = Callable[[int], RankPool]
+from rank_pools import GetPool, by_size
 
 
 @pytest.fixture(scope="module")
@@ -27,18 +24,6 @@ def megatron() -> Iterator[GetPool]:
     import megatron_ranks
 
     yield from by_size(megatron_ranks.setup)
-
-
-def by_size(setup: Callable[[], None], teardown: Callable[[], None] | None = None) -> Iterator[GetPool]:
-    """Starts a pool when a test first asks for its size: importing a host takes longer than most tests."""
-    started: dict[int, RankPool] = {}
-
-    def get(size: int) -> RankPool:
-        return started.setdefault(size, RankPool(size, setup, teardown))
-
-    yield get
-    for pool in started.values():
-        pool.close()
 
 
 def shared_buffers() -> set[Path]:

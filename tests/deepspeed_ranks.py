@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from low_rank import freeze_all_but_adapters
+from rank_pools import destroy_groups
 from torch import nn
 
 from tf_adapters.testing import force_plan
@@ -71,16 +72,14 @@ def setup() -> None:
 
 
 def teardown() -> None:
-    """Lets go of the engines' groups: gloo's threads would go on polling for each of them."""
+    """Lets go of the engines and their groups."""
     import deepspeed
 
     torch.distributed.barrier()  # nobody still reads what another rank has sent
     while ENGINES:
         vars(ENGINES.pop()).clear()  # its last loss's graph holds the engine, and nothing collects that circle
     gc.collect()
-    for group in list(torch.distributed.distributed_c10d._world.pg_map):
-        if group is not torch.distributed.group.WORLD:
-            deepspeed.comm.destroy_process_group(group)
+    destroy_groups(deepspeed.comm.destroy_process_group)
 
 
 class Embed(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron_low_rank import with_adapters
+from rank_pools import destroy_groups
 
 from tf_adapters.rows import FrozenRows
 from tf_adapters.testing import force_plan
@@ -72,10 +73,8 @@ def initialize(case: Case) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()  # forgets its groups, whose threads would go on
-        for group in list(torch.distributed.distributed_c10d._world.pg_map):
-            if group is not torch.distributed.group.WORLD:
-                torch.distributed.destroy_process_group(group)
+        parallel_state.destroy_model_parallel()  # only forgets its groups
+        destroy_groups()
     parallel_state.initialize_model_parallel(**case.sizes)
     torch.manual_seed(7)
     model_parallel_cuda_manual_seed(7)

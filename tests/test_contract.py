@@ -13,13 +13,14 @@ import pytest
 import torch
 from held import held_rows
 from hosts import HOSTS, MICROBATCHES, STAGES, Tensors, setup, start, teardown
+from rank_pools import GetPool, by_size
 
 from tf_adapters.ir import PipelineSchedule
 from tf_adapters.phases import Phase
 from tf_adapters.planner import Bounds
 from tf_adapters.rows import FrozenRows
 from tf_adapters.selection.sampling import sample_indices
-from tf_adapters.testing import RankPool, clear_rows, force_plan, relative_error
+from tf_adapters.testing import clear_rows, force_plan, relative_error
 
 pytestmark = pytest.mark.distributed
 
@@ -38,21 +39,9 @@ def host(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Any]:
-    """Ranks by host and size, the last used ones kept: there are two cores."""
-    started: dict[tuple[str, int], RankPool] = {}
-
-    def get(host: str, size: int = STAGES) -> RankPool:
-        if (host, size) not in started:
-            for pool in started.values():
-                pool.close()
-            started.clear()
-            started[host, size] = RankPool(size, *(functools.partial(hook, host) for hook in (setup, teardown)))
-        return started[host, size]
-
-    yield get
-    for pool in started.values():
-        pool.close()
+def ranks(host: str) -> Iterator[GetPool]:
+    """The host's rank pools by size."""
+    yield from by_size(*(functools.partial(hook, host) for hook in (setup, teardown)))
 
 
 # --- schedule ------------------------------------------------------------------------------------------------
@@ -60,7 +49,7 @@ def ranks() -> Iterator[Any]:
 
 def test_the_life_of_a_run_and_its_report(ranks, host, tmp_path):
     """The translated schedule is what ran (or the run had failed), and the report says all that the contract names."""
-    outcomes = ranks(host).run(live, host, str(tmp_path))
+    outcomes = ranks(STAGES).run(live, host, str(tmp_path))
     assert [failure for failure, _ in outcomes] == [None] * STAGES
     assert outcomes[0][1] == outcomes[1][1]
     report = json.loads((tmp_path / "timely_freeze" / "report.json").read_text())
@@ -86,7 +75,7 @@ def test_the_life_of_a_run_and_its_report(ranks, host, tmp_path):
 
 def test_every_parameter_learns_in_every_step_of_mixed_monitoring(ranks, host):
     """The paper's monitoring updates nothing in half of its steps."""
-    for failure, phases, still in ranks(host).run(monitor, host):
+    for failure, phases, still in ranks(STAGES).run(monitor, host):
         assert failure is None
         assert phases == ["monitoring_upper", "monitoring_mixed"] * 2
         assert still == [set()] * 4
@@ -108,7 +97,7 @@ def monitor(host: str) -> tuple[str | None, list[str], list[set[tuple[int, str]]
 
 
 def test_mixed_monitoring_ends_on_all_ranks_at_once_when_it_is_precise(ranks, host):
-    outcomes = ranks(host).run(monitor_until_precise, host)
+    outcomes = ranks(STAGES).run(monitor_until_precise, host)
     assert outcomes == [(None, 11, True)] * STAGES
 
 
@@ -126,7 +115,7 @@ def monitor_until_precise(host: str) -> tuple[str | None, int, bool]:
 @each_method
 def test_the_life_of_a_run_with_a_stability_metric(ranks, host, tmp_path, method):
     settings = {**LIFE, **STABILITY, "method": method}
-    outcomes = ranks(host).run(live, host, str(tmp_path), settings)
+    outcomes = ranks(STAGES).run(live, host, str(tmp_path), settings)
     assert [failure for failure, _ in outcomes] == [None] * STAGES
     report = json.loads((tmp_path / "timely_freeze" / "report.json").read_text())
     assert report["status"] == "stable"
@@ -137,7 +126,7 @@ def test_the_life_of_a_run_with_a_stability_metric(ranks, host, tmp_path, method
 
 
 def test_a_plan_made_beside_training_is_in_force_on_all_ranks_from_one_step_on(ranks, host, tmp_path):
-    outcomes = ranks(host).run(plan_beside, host, str(tmp_path), timeout_s=120)
+    outcomes = ranks(STAGES).run(plan_beside, host, str(tmp_path), timeout_s=120)
     assert [failure for failure, _, _ in outcomes] == [None] * STAGES
     starts = {start for _, start, _ in outcomes}
     assert len(starts) == 1
@@ -162,7 +151,7 @@ def plan_beside(host: str, folder: str) -> tuple[str | None, int, bool]:
 
 def test_a_plan_whose_times_no_longer_hold_is_made_anew_on_all_ranks(ranks, host, tmp_path):
     """Beside training, which is under the old plan until then."""
-    outcomes = ranks(host).run(outlived, host, str(tmp_path), timeout_s=120)
+    outcomes = ranks(STAGES).run(outlived, host, str(tmp_path), timeout_s=120)
     for failure, longer, plan, phase in outcomes:
         assert failure is None
         assert longer > 2
@@ -195,7 +184,7 @@ def outlived(host: str, folder: str) -> tuple[str | None, float, dict[str, Any],
 
 
 def test_a_planner_that_dies_leaves_all_ranks_training(ranks, host, tmp_path):
-    outcomes = ranks(host).run(planner_dies, host, str(tmp_path), timeout_s=120)
+    outcomes = ranks(STAGES).run(planner_dies, host, str(tmp_path), timeout_s=120)
     assert outcomes == [("the planner was killed by SIGKILL", ())] * STAGES
 
 
@@ -223,7 +212,7 @@ def live(host: str, folder: str, settings: dict = LIFE) -> tuple[str | None, lis
 
 def test_what_is_excluded_is_never_frozen(ranks, host):
     """And a first stage of which something is excluded still has a backward where all the rest is frozen."""
-    outcomes = ranks(host).run(excluded, host)
+    outcomes = ranks(STAGES).run(excluded, host)
     assert [failure for failure, _, _ in outcomes] == [None] * STAGES
     assert all(moved and not frozen for _, moved, frozen in outcomes)
 
@@ -250,7 +239,7 @@ def excluded(host: str) -> tuple[str | None, bool, bool]:
 
 
 def test_a_limit_holds_in_the_mean_and_the_run_and_its_report_are_as_ever(ranks, host, tmp_path):
-    outcomes = ranks(host).run(with_limit, host, str(tmp_path))
+    outcomes = ranks(STAGES).run(with_limit, host, str(tmp_path))
     assert all(outcome == outcomes[0] for outcome in outcomes)
     failure, limited, others = outcomes[0]
     assert failure is None
@@ -287,23 +276,23 @@ def with_limit(host: str, folder: str) -> tuple[str | None, float, float]:
 
 
 def test_the_optimizer_gets_the_mean_of_the_masked_full_gradients(ranks, host):
-    check_gradients(ranks(host).run(masked, host))
+    check_gradients(ranks(STAGES).run(masked, host))
 
 
 @pytest.mark.parametrize("method", ["timely", "timely+apf"])
 def test_the_optimizer_gets_the_masked_gradients_by_rows(ranks, host, method):
-    outcomes = ranks(host).run(masked, host, {**STABILITY, **BY_ROWS, "method": method})
+    outcomes = ranks(STAGES).run(masked, host, {**STABILITY, **BY_ROWS, "method": method})
     check_gradients(outcomes)
     assert any(in_part for _, in_part in outcomes[0][1].values())
 
 
 @each_method
 def test_the_gradients_of_every_method_are_those_of_its_masks(ranks, host, method):
-    check_gradients(ranks(host).run(masked, host, {**STABILITY, "method": method}))
+    check_gradients(ranks(STAGES).run(masked, host, {**STABILITY, "method": method}))
 
 
 def test_the_gradients_under_limits_are_those_of_the_masks(ranks, host):
-    check_gradients(ranks(host).run(masked, host, {"freeze_limits": {LIMITED_NAMES: 0.2}}))
+    check_gradients(ranks(STAGES).run(masked, host, {"freeze_limits": {LIMITED_NAMES: 0.2}}))
 
 
 def check_gradients(outcomes: list) -> None:
@@ -360,7 +349,7 @@ def rows_of(training: Any) -> dict[tuple[int, int], tuple[FrozenRows, ...]]:
 
 
 def test_a_parameter_that_a_whole_step_froze_does_not_move_and_every_other_does(ranks, host):
-    check_held(ranks(host).run(held_and_still, host))
+    check_held(ranks(STAGES).run(held_and_still, host))
 
 
 def check_held(outcomes: list[tuple[set, set]]) -> None:
@@ -384,7 +373,7 @@ def held_and_still(host: str) -> tuple[set, set]:
 
 def test_rows_that_a_whole_step_froze_do_not_move_and_all_others_do(ranks, host):
     """At 0.9 about two in three are frozen in all of four microbatches."""
-    check_held(ranks(host).run(rows_held_and_still, host))
+    check_held(ranks(STAGES).run(rows_held_and_still, host))
 
 
 def rows_held_and_still(host: str) -> tuple[set, set]:
@@ -420,7 +409,7 @@ def rows_held_and_still(host: str) -> tuple[set, set]:
     ids=["ratio 0", "ratio 0 by rows", "method none", "apf at ratio 0"],
 )
 def test_without_freezing_a_run_is_bit_identical_to_the_host_alone(ranks, host, section):
-    ours, alone = (ranks(host).run(losses_and_weights, host, chosen) for chosen in (section, None))
+    ours, alone = (ranks(STAGES).run(losses_and_weights, host, chosen) for chosen in (section, None))
     assert_same(ours, alone)
 
 
@@ -431,7 +420,7 @@ def losses_and_weights(host: str, section: dict | None) -> tuple[list[list[float
 
 @pytest.mark.parametrize("granularity", ["tensor", "row"])
 def test_after_detach_a_run_is_bit_identical_to_the_host_alone(ranks, host, tmp_path, granularity):
-    ours, alone = zip(*ranks(host).run(frozen_then_left, host, str(tmp_path), granularity), strict=True)
+    ours, alone = zip(*ranks(STAGES).run(frozen_then_left, host, str(tmp_path), granularity), strict=True)
     assert_same(ours, alone)
 
 
@@ -460,14 +449,14 @@ def assert_same(ours: Any, alone: Any) -> None:
 
 @pytest.mark.parametrize("granularity", ["tensor", "row"])
 def test_a_resumed_run_repeats_the_uninterrupted_one(ranks, host, tmp_path, granularity):
-    for uninterrupted, resumed in ranks(host).run(interrupted, host, str(tmp_path), {"granularity": granularity}):
+    for uninterrupted, resumed in ranks(STAGES).run(interrupted, host, str(tmp_path), {"granularity": granularity}):
         assert uninterrupted == resumed
 
 
 @each_method
 def test_a_resumed_run_finds_the_same_stable(ranks, host, tmp_path, method):
     section = {**STABILITY, "method": method, "stability_check_interval": 2}
-    for uninterrupted, resumed in ranks(host).run(interrupted, host, str(tmp_path), section):
+    for uninterrupted, resumed in ranks(STAGES).run(interrupted, host, str(tmp_path), section):
         assert uninterrupted == resumed
 
 
@@ -491,7 +480,7 @@ def interrupted(host: str, folder: str, section: dict | None = None) -> tuple[li
 def test_cumulative_updates_are_those_of_an_ordinary_copy(ranks, host):
     """Exactly, for every sampled element and for the sum over all elements."""
     everything = set()
-    for found in ranks(host).run(updates, host):
+    for found in ranks(STAGES).run(updates, host):
         assert found
         for key, (sampled, copied, total, copied_total) in found.items():
             everything.add(key[0])
@@ -530,13 +519,13 @@ def updates(host: str) -> dict:
 
 
 def test_replicas_draw_the_same_masks_and_average_their_gradients(ranks, host):
-    check_gradients(ranks(host, 2 * STAGES).run(masked, host))
+    check_gradients(ranks(2 * STAGES).run(masked, host))
 
 
 @pytest.mark.parametrize("method", [None, "timely+apf", "autofreeze"])
 def test_replicas_stay_equal(ranks, host, method):
     section = {} if method is None else {**STABILITY, "method": method}
-    outcomes = ranks(host, 2 * STAGES).run(weights_after_freezing, host, section)
+    outcomes = ranks(2 * STAGES).run(weights_after_freezing, host, section)
     assert all(stable == outcomes[0][1] for _, stable in outcomes)
     assert (method is not None) == bool(outcomes[0][1])
     merged: dict[tuple[int, str], list[torch.Tensor]] = {}

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pools import destroy_groups
 
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.ranks import RanksFailed
@@ -127,11 +128,6 @@ def test_a_setup_that_fails_ends_the_call() -> None:
 def groups() -> int:
     dist.new_group()
     return len(dist.distributed_c10d._world.pg_map)
-
-
-def destroy_groups() -> None:
-    for group in list(dist.distributed_c10d._world.pg_map)[1:]:
-        dist.destroy_process_group(group)
 
 
 def test_a_teardown_runs_after_every_call() -> None:
