@@ -1,31 +1,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from rank_pools import GetPool, by_size
+from rank_pools import GetPool, rank_pool
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[GetPool]:
-    """Rank pools for DeepSpeed by size."""
-    import deepspeed_ranks
+@pytest.fixture(scope="session")
+def pools() -> GetPool:
+    """DeepSpeed's ranks, by how many."""
+    return partial(rank_pool, "deepspeed")
 
+
+@pytest.fixture(scope="session")
+def megatron() -> GetPool:
+    """Megatron-Core's ranks, by how many."""
+    return partial(rank_pool, "megatron")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_shared_buffers_left() -> Iterator[None]:
+    """DeepSpeed's CPU backend leaves 69 MB of shared memory behind for each rank."""
     before = shared_buffers()
-    yield from by_size(deepspeed_ranks.setup, deepspeed_ranks.teardown)
+    yield
     for buffer in shared_buffers() - before:
         buffer.unlink(missing_ok=True)
 
 
-@pytest.fixture(scope="module")
-def megatron() -> Iterator[GetPool]:
-    """Rank pools for Megatron-Core by size."""
-    import megatron_ranks
-
-    yield from by_size(megatron_ranks.setup)
-
-
 def shared_buffers() -> set[Path]:
-    """Shared memory that DeepSpeed's CPU backend leaves behind, 69 MB for each rank."""
     return set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))

@@ -68,13 +68,20 @@ def setup() -> None:
     torch.distributed.init_process_group("gloo")
 
 
+def teardown() -> None:
+    """Lets go of the groups, of which Megatron-Core has dozens."""
+    from megatron.core import parallel_state
+
+    torch.distributed.barrier()  # nobody still reads what another rank has sent
+    parallel_state.destroy_model_parallel()  # only forgets them
+    destroy_groups()
+
+
 def initialize(case: Case) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()  # only forgets its groups
-        destroy_groups()
+    teardown()
     parallel_state.initialize_model_parallel(**case.sizes)
     torch.manual_seed(7)
     model_parallel_cuda_manual_seed(7)

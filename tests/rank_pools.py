@@ -1,27 +1,23 @@
-"""Rank pools that tests share, and what their ranks let go of."""
+"""Rank pools that all tests of a host share, and what their ranks let go of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch.distributed as dist
+from hosts import setup, teardown
 
 from tf_adapters.testing import RankPool
 
 GetPool = Callable[[int], RankPool]
 
 
-def by_size(setup: Callable[[], None], teardown: Callable[[], None] | None = None) -> Iterator[GetPool]:
-    """Starts a pool when a test first asks for its size: importing a host takes longer than most tests."""
-    started: dict[int, RankPool] = {}
-
-    def get(size: int) -> RankPool:
-        return started.setdefault(size, RankPool(size, setup, teardown))
-
-    yield get
-    for pool in started.values():
-        pool.close()
+@cache
+def rank_pool(host: str, size: int) -> RankPool:
+    """``size`` ranks that have imported one of ``HOSTS``, which takes longer than most tests; they end with pytest."""
+    return RankPool(size, partial(setup, host), partial(teardown, host))
 
 
 def destroy_groups(destroy: Callable[[Any], None] = dist.destroy_process_group) -> None:

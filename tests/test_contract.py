@@ -6,14 +6,13 @@ import fnmatch
 import functools
 import json
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from held import held_rows
-from hosts import HOSTS, MICROBATCHES, STAGES, Tensors, setup, start, teardown
-from rank_pools import GetPool, by_size
+from hosts import HOSTS, MICROBATCHES, STAGES, Tensors, start
+from rank_pools import GetPool, rank_pool
 
 from tf_adapters.ir import PipelineSchedule
 from tf_adapters.phases import Phase
@@ -39,9 +38,9 @@ def host(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def ranks(host: str) -> Iterator[GetPool]:
-    """The host's rank pools by size."""
-    yield from by_size(*(functools.partial(hook, host) for hook in (setup, teardown)))
+def ranks(host: str) -> GetPool:
+    """The host's ranks, by how many; its other schedules run on the same ones."""
+    return functools.partial(rank_pool, host.split()[0])
 
 
 # --- schedule ------------------------------------------------------------------------------------------------

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from low_rank import freeze_all_but_adapters
+from rank_pools import rank_pool
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tf_adapters import testing
 from tf_adapters.rows import FrozenRows
-from tf_adapters.testing import RankPool
 
 VOCABULARY, WIDTH, CONTEXT, BLOCKS, ROWS = 32, 12, 5, 8, 2
 SECTION: dict[str, Any] = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 2, "on_error": "raise"}
@@ -28,12 +28,7 @@ SCHEDULES = (
     "ScheduleInterleavedZeroBubble",
     *V_SHAPED,
 )
-
-
-@functools.cache
-def pool(size: int) -> RankPool:
-    """Ranks that all torch tests share; they end with this process."""
-    return RankPool(size)
+pool = functools.partial(rank_pool, "torch")
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,14 @@ from megatron_ranks import (
     main_gradient,
     run_batch,
     setup,
+    teardown,
     values,
     zero_gradients,
 )
 
 from hosts import MICROBATCHES, STAGES, Tensors
 
-__all__ = ["MegatronTraining", "setup", "start"]
+__all__ = ["MegatronTraining", "setup", "start", "teardown"]
 
 
 class MegatronTraining:
