@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -77,8 +76,9 @@ def teardown() -> None:
 
     torch.distributed.barrier()  # nobody still reads what another rank has sent
     while ENGINES:
-        vars(ENGINES.pop()).clear()  # its last loss's graph holds the engine, and nothing collects that circle
-    gc.collect()
+        engine = ENGINES.pop()
+        for part in (*engine.parameters(), engine.optimizer, engine.grid, engine):  # autograd holds them for ever
+            vars(part).clear()
     destroy_groups(deepspeed.comm.destroy_process_group)
 
 

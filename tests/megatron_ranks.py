@@ -15,6 +15,7 @@ from tf_adapters.testing import force_plan
 
 VOCABULARY, WIDTH, HEADS, CONTEXT, BATCH = 32, 16, 4, 8, 2
 SECTION: dict[str, Any] = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 2, "on_error": "raise"}
+CHUNKS: list[Any] = []  # that this process has built since the last teardown
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,19 @@ def setup() -> None:
 
 
 def teardown() -> None:
-    """Lets go of the groups, of which Megatron-Core has dozens."""
+    """Lets go of the models and their groups."""
+    while CHUNKS:
+        for module in list(CHUNKS.pop().modules()):  # autograd holds some of them for ever
+            vars(module).clear()
+    destroy_model_parallel()
+
+
+def destroy_model_parallel() -> None:
+    """Megatron-Core only forgets its groups, of which it has dozens."""
     from megatron.core import parallel_state
 
     torch.distributed.barrier()  # nobody still reads what another rank has sent
-    parallel_state.destroy_model_parallel()  # only forgets them
+    parallel_state.destroy_model_parallel()
     destroy_groups()
 
 
@@ -81,7 +90,7 @@ def initialize(case: Case) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    teardown()
+    destroy_model_parallel()
     parallel_state.initialize_model_parallel(**case.sizes)
     torch.manual_seed(7)
     model_parallel_cuda_manual_seed(7)
@@ -159,6 +168,7 @@ def build_chunks(case: Case, wrap: bool = True) -> list[torch.nn.Module]:
         chunks = [DistributedDataParallel(config, settings, c, disable_bucketing=i > 0) for i, c in enumerate(chunks)]
         for chunk in chunks:
             chunk.broadcast_params()
+    CHUNKS.extend(chunks)
     return chunks
 
 

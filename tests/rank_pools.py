@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -25,3 +26,4 @@ def destroy_groups(destroy: Callable[[Any], None] = dist.destroy_process_group) 
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             destroy(group)
+    gc.collect()  # a group's threads end with the last object that holds it
