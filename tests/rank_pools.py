@@ -27,3 +27,4 @@ def destroy_groups(destroy: Callable[[Any], None] = dist.destroy_process_group) 
         if group is not dist.group.WORLD:
             destroy(group)
     gc.collect()  # a group's threads end with the last object that holds it
+    gc.freeze()  # what is left is there to stay: going through it took longer than many a test's run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import socket
@@ -97,7 +98,7 @@ class RankPool:
 
     def _answer(self, rank: int) -> tuple[Any, str | None]:
         try:
-            return self._connections[rank].recv()  # type: ignore[no-any-return]
+            return _unpacked(self._connections[rank].recv_bytes())
         except (EOFError, ConnectionError):
             self._processes[rank].join(_GRACE_S)
             return None, f"died with exit code {self._processes[rank].exitcode}"
@@ -163,6 +164,22 @@ def _join(setup: Callable[[], None] | None) -> None:
 
 def _answer_call(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
-        connection.send((function(*args), None))
+        answer = _packed((function(*args), None))
     except Exception:
-        connection.send((None, traceback.format_exc()))
+        answer = _packed((None, traceback.format_exc()))
+    connection.send_bytes(answer)
+
+
+def _packed(answer: tuple[Any, str | None]) -> bytes:
+    """Tensors by value: multiprocessing would share the memory of each, which takes milliseconds."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(answer, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(answer: bytes) -> tuple[Any, str | None]:
+    import torch
+
+    return torch.load(io.BytesIO(answer), weights_only=False)  # type: ignore[no-any-return]
