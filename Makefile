@@ -13,8 +13,10 @@ BUILD_SHM := -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 demo: $(VENV)/ready
 	$(RUN) examples/deepspeed_gpt/demo.py
 
+# Distributed tests keep all cores busy by themselves.
 test: $(VENV)/ready
-	$(RUN) -m pytest
+	$(RUN) -m pytest -m "not distributed" -n auto
+	$(RUN) -m pytest -m distributed
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -313,7 +313,9 @@ def train(case: Case) -> dict[str, Any]:
     """Train; with ``recorded``, keep for every step what the oracle needs."""
     run = attached(case)
     recorder = GradientRecorder(run) if case.recorded else None
-    steps = [_step(run, recorder, step) for step in range(case.steps)]
+    steps: list[dict[str, Any]] = []
+    for step in range(case.steps):
+        steps.append(_step(run, recorder, step, steps[-1]["state_after"] if steps and recorder else None))
     result: dict[str, Any] = {"replica": run.replica, "steps": steps, "parameters": values(run)}
     if run.adapter is not None:
         controller = run.adapter.controller
@@ -326,18 +328,19 @@ def train(case: Case) -> dict[str, Any]:
     return result
 
 
-def _step(run: Run, recorder: GradientRecorder | None, step: int) -> dict[str, Any]:
+def _step(run: Run, recorder: GradientRecorder | None, step: int, state: dict[str, Any] | None) -> dict[str, Any]:
+    """One step, and what the oracle needs of it; ``state`` is the optimizer's since the step before."""
     run.force_plan(step)
     phase = run.adapter.controller.phase.value if run.adapter is not None else None
     if recorder is None:
         return {"phase": phase, "loss": run.train_step(step)}
-    before, state_before, masks, rows = values(run), optimizer_state(run), masks_of(run), rows_of(run)
+    state_before, masks, rows = state or optimizer_state(run), masks_of(run), rows_of(run)
     trained = trained_names(run)
     loss = run.train_step(step)
     return {
         "phase": phase,
         "loss": loss,
-        "before": before,
+        "before": {name: found["value"] for name, found in state_before.items()},
         "gradients": dict(recorder.latest),
         "masks": masks,
         "rows": rows,
