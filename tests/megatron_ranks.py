@@ -90,7 +90,8 @@ def initialize(case: Case) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    destroy_model_parallel()
+    if parallel_state.is_initialized():
+        destroy_model_parallel()
     parallel_state.initialize_model_parallel(**case.sizes)
     torch.manual_seed(7)
     model_parallel_cuda_manual_seed(7)

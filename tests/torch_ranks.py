@@ -314,8 +314,10 @@ def train(case: Case) -> dict[str, Any]:
     run = attached(case)
     recorder = GradientRecorder(run) if case.recorded else None
     steps: list[dict[str, Any]] = []
+    state = None
     for step in range(case.steps):
-        steps.append(_step(run, recorder, step, steps[-1]["state_after"] if steps and recorder else None))
+        steps.append(_step(run, recorder, step, state))
+        state = steps[-1].get("state_after")
     result: dict[str, Any] = {"replica": run.replica, "steps": steps, "parameters": values(run)}
     if run.adapter is not None:
         controller = run.adapter.controller

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed_ranks import setup, teardown
-
 from hosts.deepspeed_host import DeepSpeedTraining
 
-__all__ = ["setup", "start", "teardown"]
+__all__ = ["start"]
 
 
 def start(settings: dict[str, Any] | None) -> DeepSpeedTraining:
