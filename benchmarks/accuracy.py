@@ -3,9 +3,9 @@
     python benchmarks/accuracy.py                  # the study; cut off, the same command goes on where it stopped
     python benchmarks/accuracy.py --quick          # the whole path in a minute or two; its figures mean nothing
     python benchmarks/accuracy.py --sensitivity    # r_max, T_APF and P_Auto, on vit under 1F1B
-    python benchmarks/accuracy.py --summary        # only print the table of what is there, and draw
+    python benchmarks/accuracy.py --summary        # only print the tables of what is there, and draw
 
-Each finished run is a line of results/accuracy.jsonl; table and pictures lie beside it. docs/accuracy.md says what is
+Each finished run is a line of results/accuracy.jsonl; tables and pictures lie beside it. docs/accuracy.md says what is
 measured, and how.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from accuracy_cells import METHODS, SCHEDULES, Cell, append, grid, missing, read_records, sensitivity_grid
-from accuracy_table import table
+from accuracy_table import table, verdict_table
 from accuracy_tasks import TASKS, Task
 from measuring import machine
 
@@ -44,7 +44,7 @@ def main() -> None:
     records = read_records(args.results)
     if not records:
         raise SystemExit(f"{args.results}: no finished run yet")
-    text = f"{heading(records)}\n\n{table(records)}\n"
+    text = f"{heading(records)}\n\n{table(records)}\n\nNext to no freezing\n\n{verdict_table(records)}\n"
     print(text)
     args.results.with_suffix(".txt").write_text(text)
     if not args.no_pictures:
@@ -81,7 +81,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """A setting and its value, which is JSON or else a text: ``gradient_scale=unbiased``."""
+    """A setting and its value, which is JSON or else a text: ``gradient_scale=inverse``."""
     name, _, value = text.partition("=")
     try:
         return name, json.loads(value)

@@ -1,4 +1,4 @@
-"""The table of the accuracy study, as text."""
+"""The tables of the accuracy study, as text: all figures, and what they decide."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from accuracy_cells import Record
 from accuracy_figures import Spread, summarise
+from accuracy_verdicts import HELD_OUT, Verdict, verdicts
 
 Shown = Callable[[float], str]
 
@@ -46,7 +47,30 @@ def table(records: Sequence[Record]) -> str:
         assert accuracy is not None
         cells = [written(found[name], shown, accuracy.count) for _, name, shown in COLUMNS]
         rows.append([task, schedule, variant, str(accuracy.count), *cells])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return _aligned(rows)
+
+
+def verdict_table(records: Sequence[Record]) -> str:
+    """A row for each variant that freezes, next to no freezing: held-out metrics at equal steps, and who beats it."""
+    headings = [f"{metric} {heading}" for metric in HELD_OUT for heading in ("off none", "spread of none", "within")]
+    rows = [["task", "schedule", "method", *headings, "throughput", "beaten by"]]
+    for group, verdict in verdicts(records).items():
+        judged = [cell for metric in HELD_OUT for cell in _judged(verdict, metric)]
+        rows.append([*group, *judged, plain(verdict.throughput), ", ".join(verdict.beaten_by) or "-"])
+    return _aligned(rows)
+
+
+def _judged(verdict: Verdict, metric: str) -> tuple[str, str, str]:
+    within = {True: "yes", False: "no", None: "-"}[verdict.within(metric)]
+    off, alone = verdict.off[metric], verdict.alone[metric]
+    if alone.count < 2:
+        return f"{off.mean:+.4f}", "-", within
+    return f"{off.mean:+.4f} +- {off.deviation:.4f}", f"{alone.deviation:.4f}", within
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """The rows with each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
