@@ -8,7 +8,7 @@ HOST_SETTINGS = DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(1)/
 RUN := $(call HOST_SETTINGS,$(abspath $(VENV))) $(BIN)/python
 BUILD_SHM := -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 
-.PHONY: demo test check bench study test-oldest test-megatron-new clean
+.PHONY: demo test check bench study test-oldest test-megatron-new test-torch-new clean
 
 demo: $(VENV)/ready
 	$(RUN) examples/deepspeed_gpt/demo.py
@@ -58,6 +58,10 @@ $(VENV)/$(MEGATRON_NEW)/ready: $(VENV)/ready
 	cd $(@D) && $(BIN)/python -m zipfile -e *.whl .
 	touch $@
 
+# The torch tests again on the newest torch that was run. Its wheel brings CUDA: 5 GB.
+test-torch-new: .venv-torch-new/ready
+	OMP_NUM_THREADS=1 .venv-torch-new/bin/python -m pytest -k torch tests/test_torch_*.py tests/test_contract.py
+
 # torch first: DeepSpeed's build looks for it.
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -76,5 +80,11 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(call HOST_SETTINGS,$(abspath .venv-oldest)) .venv-oldest/bin/python $(BUILD_SHM)
 	touch $@
 
+.venv-torch-new/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-torch-new
+	grep -v '^torch==' constraints.txt > .venv-torch-new/constraints.txt
+	.venv-torch-new/bin/python -m pip --quiet install -c .venv-torch-new/constraints.txt -e ".[plot,cli,examples,test]" torch==2.15.0
+	touch $@
+
 clean:
-	rm -rf .venv .venv-oldest build runs
+	rm -rf .venv .venv-oldest .venv-torch-new build runs

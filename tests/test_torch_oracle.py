@@ -15,6 +15,7 @@ from tf_adapters.testing import masked_gradients, relative_error
 
 pytestmark = pytest.mark.distributed
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 PLANS = (
     0.5,
     {"0.1": 1.0, "0.2": 1.0, "1": 0.5, "2": 0.7, "3": 0.5},  # stage 0 frozen whole for two microbatches
@@ -79,6 +80,21 @@ def test_activation_checkpointing(schedule: str) -> None:
 def test_batches_that_accumulate_share_the_steps_masks(schedule: str) -> None:
     case = Case(schedule=schedule, ratios=PLANS, batches=3)
     check_oracle(case, pool(2).run(train, case))
+
+
+@pytest.mark.skipif(TORCH < (2, 14), reason="torch takes microbatches one by one from 2.14 on")
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
+def test_microbatches_given_one_by_one(schedule: str) -> None:
+    case = Case(schedule=schedule, ratios=PLANS, split=True)
+    check_oracle(case, pool(2).run(train, case))
+
+
+@pytest.mark.skipif(TORCH < (2, 15), reason="torch can leave FSDP's gradients unreduced from 2.15 on")
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B", "ScheduleLoopedBFS", "ScheduleZBVZeroBubble"])
+@pytest.mark.parametrize("section", [{}, {"granularity": "row"}], ids=["tensor", "row"])
+def test_gradients_that_fsdp_reduces_in_the_last_batch_only(schedule: str, section: dict[str, Any]) -> None:
+    case = Case(schedule=schedule, ratios=PLANS, batches=3, replicas="fsdp", deferred=True, section=section)
+    check_oracle(case, pool(4).run(train, case))
 
 
 @pytest.mark.parametrize("name", EVALUATED)

@@ -42,6 +42,8 @@ class Case:
     ratios: Plan | tuple[Plan, ...] | None = None  # plans in force, in turn, instead of a measured one
     steps: int = 3
     batches: int = 1  # schedule.step() calls for each update
+    deferred: bool = False  # FSDP reduces gradients in the last of these only: finalize_gradients, torch 2.15
+    split: bool = False  # the microbatches are given one by one: arg_mbs and target_mbs, torch 2.14
     replicas: str = ""  # what the other half of four ranks is for: "ddp", "fsdp" or "tp", and a variant of it
     adapted: range | None = None  # layers that have low-rank adapters: nothing else trains
     optimizer: str = "AdamW"
@@ -149,7 +151,8 @@ class Run:
         for number in range(self.case.batches):
             if self.case.evaluate:
                 self.evaluate(step)
-            self._run(self.schedule.step, batch(self.case, step, self.replica, number), losses)
+            later = {"finalize_gradients": number == self.case.batches - 1} if self.case.deferred else {}
+            self._run(self.schedule.step, batch(self.case, step, self.replica, number), losses, **later)
             mean += [float(loss.detach()) for loss in losses]
         for optimizer in self.optimizers:
             optimizer.step()
@@ -160,11 +163,22 @@ class Run:
         self._run(self.schedule.eval, batch(self.case, 500 + step, 0), losses)
         return sum(float(loss.detach()) for loss in losses)
 
-    def _run(self, call: Callable[..., Any], data: tuple[torch.Tensor, torch.Tensor], losses: list[Any]) -> None:
+    def _run(
+        self, call: Callable[..., Any], data: tuple[torch.Tensor, torch.Tensor], losses: list[Any], **more: Any
+    ) -> None:
         inputs, labels = data
-        first = any(stage.is_first for stage in self.stages)
-        last = any(stage.is_last for stage in self.stages)
-        call(*([inputs] if first else []), **({"target": labels, "losses": losses} if last else {}))
+        if any(stage.is_last for stage in self.stages):
+            more |= {"target_mbs": list(self._split(labels))} if self.case.split else {"target": labels}
+            more |= {"losses": losses}
+        if not any(stage.is_first for stage in self.stages):
+            call(**more)
+        elif self.case.split:
+            call(arg_mbs=[(microbatch,) for microbatch in self._split(inputs)], **more)
+        else:
+            call(inputs, **more)
+
+    def _split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tensor.chunk(self.case.microbatches)
 
 
 def plain(name: str) -> str:

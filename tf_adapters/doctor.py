@@ -77,9 +77,9 @@ HOSTS = (
     Host(
         "torch.distributed.pipelining",
         "torch",
-        "torch==2.13.*",
+        "torch>=2.13",
         "2.13",
-        "2.13",
+        "2.15",
         (
             "schedules: GPipe, 1F1B, looped BFS, interleaved 1F1B, interleaved zero bubble, ZBV, DualPipeV, CSV files",
             "DistributedDataParallel (1F1B, interleaved 1F1B), fully_shard, non-reentrant checkpointing",

@@ -43,7 +43,7 @@ class LlamaStage(nn.Module):
 class Stage(PipelineStage):
     """A PipelineStage that evaluates in V-shaped schedules too.
 
-    In their ``eval()`` torch 2.13 hands gradients from one stage of a rank to the other, and there are none.
+    In their ``eval()`` torch 2.13 to 2.15 hands gradients from one stage of a rank to the other, and there are none.
     """
 
     def get_local_bwd_output(self, mb_index: int) -> Any:

@@ -41,7 +41,7 @@ def from_action_lists(lists: Mapping[int, Iterable[Any]]) -> PipelineSchedule:
 
 
 def one_forward_one_backward(stages: int, microbatches: int) -> PipelineSchedule:
-    """What Schedule1F1B runs; its own ``pipeline_order`` is one microbatch late on the last rank (torch 2.13).
+    """What Schedule1F1B runs; its own ``pipeline_order`` is one microbatch late on the last rank (torch 2.13 to 2.15).
 
     Stage s runs S - s forwards, then a backward and a forward in turn. Three stages, four microbatches::
 

@@ -40,7 +40,8 @@ def _first(*problems: str | None) -> str | None:
 def _schedule_problem(schedule: Any) -> str | None:
     missing = [symbol for symbol in _SCHEDULE_SYMBOLS if not hasattr(host, symbol)]
     if missing:
-        return f"torch {torch.__version__} has no torch.distributed.pipelining.schedules.{missing[0]}; 2.13 has it"
+        wanted = f"torch.distributed.pipelining.schedules.{missing[0]}"
+        return f"torch {torch.__version__} has no {wanted}; 2.13 to 2.15 have it"
     if not isinstance(schedule, host._PipelineSchedule):
         return f"the schedule is a {type(schedule).__name__}; it needs one of torch.distributed.pipelining"
     if not schedule._has_backward:
