@@ -66,7 +66,7 @@ class Task:
 TASKS = {
     task.name: task
     for task in (
-        Task("text", 120, lr=2e-4, microbatches=8, micro_batch=8, boundary=4),
+        Task("text", 240, lr=2e-4, microbatches=8, micro_batch=4, boundary=4, eval_every=40, probe_every=40),
         Task("vit", 400, lr=5e-4, microbatches=8, micro_batch=4, boundary=5),
         Task("convnext", 300, lr=5e-4, microbatches=8, micro_batch=4, boundary=8),
     )

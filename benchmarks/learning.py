@@ -22,7 +22,7 @@ import os
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from measuring import aligned, machine
 from tf_adapters.planner import FreezePlan, plan
 from tf_adapters.simulate.orders import Sizes, named_order
 
-TASK = TASKS["text"]
+TASK = replace(TASKS["text"], steps=120, micro_batch=8)
 STAGES, HELD_OUT = 2, 1024
 Ratios = Sequence[Sequence[float]]
 """Freeze ratios by stage and microbatch."""
