@@ -13,26 +13,42 @@ from matplotlib.figure import Figure
 
 COLOURS = dict(zip(METHODS, ("black", "#386bb8", "#0f8f96", "#21875a", "#c8781a", "#b03a48"), strict=True))
 MARKERS = dict(zip(METHODS, "*osD^v", strict=True))
+VARIANTS = ("#7d55a8", "#c45a9a", "#6f7a30", "#5a6b78")
+"""Colours of runs with settings of their own."""
 WIDTH, HEIGHT = 4.6, 3.6  # inches of one pair of axes
 
 
 def draw(records: Sequence[Record], stem: Path) -> list[Path]:
     """Every picture that the records have something for, as STEM_name.png; their paths."""
-    summary, found = summarise(records), []
-    figures = {
-        "tradeoff": tradeoff(summary, "accuracy", "held-out accuracy at equal steps"),
-        "tradeoff_time": tradeoff(summary, "accuracy_at_time", "held-out accuracy at equal wall-clock"),
-        "loss": losses(records),
-        "steps": over_steps(records),
-        "condition": condition(summary),
-        "sensitivity": sensitivity(records),
-    }
-    for name, figure in figures.items():
+    found = []
+    for name, figure in figures_of(records).items():
         if figure is not None:
             path = stem.with_name(f"{stem.name}_{name}.png")
             figure.savefig(path, format="png")
             found.append(path)
     return found
+
+
+def figures_of(records: Sequence[Record]) -> dict[str, Any]:
+    """By name, None where the records have nothing for it. Of runs that vary one setting only how they depend on it."""
+    varied = sensitivity(records)
+    if varied is not None:
+        return {"sensitivity": varied}
+    summary = summarise(records)
+    return {
+        "tradeoff": tradeoff(summary, "accuracy", "held-out accuracy at equal steps"),
+        "tradeoff_time": tradeoff(summary, "accuracy_at_time", "held-out accuracy at equal wall-clock"),
+        "loss": losses(records),
+        "steps": over_steps(records),
+        "condition": condition(summary),
+    }
+
+
+def colours_of(groups: Iterable[tuple[str, str, str]]) -> dict[str, str]:
+    """A colour for each variant: its method's, or one of its own where it has settings."""
+    variants = dict.fromkeys(variant for _, _, variant in groups)
+    others = [variant for variant in variants if variant not in COLOURS]
+    return {**COLOURS, **{variant: VARIANTS[number % len(VARIANTS)] for number, variant in enumerate(others)}}
 
 
 def grid_of(columns: Sequence[str], rows: Sequence[str]) -> tuple[Any, list[list[Any]]]:
@@ -70,6 +86,7 @@ def explain(figure: Any, axes: Iterable[Any]) -> None:
 def tradeoff(summary: Summary, figure_name: str, label: str) -> Any:
     """Accuracy against throughput, mean and spread over seeds; the dashed line is the baseline's accuracy."""
     figure, axes = panels(list(summary))
+    colours = colours_of(summary)
     for (task, schedule, variant), found in summary.items():
         panel, value = axes[task, schedule], found[figure_name]
         panel.set_xlabel("throughput / baseline's")
@@ -82,8 +99,7 @@ def tradeoff(summary: Summary, figure_name: str, label: str) -> Any:
             panel.axhline(value.mean, color="0.7", linewidth=0.8, linestyle="--", zorder=0)
         panel.errorbar(
             throughput.mean, value.mean, xerr=throughput.deviation, yerr=value.deviation, fmt=MARKERS[method],
-            color=COLOURS[method], capsize=2, label="no freezing" if method == BASELINE else variant,
-            fillstyle="none" if variant != method else "full",
+            color=colours[variant], capsize=2, label="no freezing" if method == BASELINE else variant,
         )  # fmt: skip
     explain(figure, axes.values())
     return figure
@@ -93,6 +109,7 @@ def losses(records: Sequence[Record]) -> Any:
     """Held-out loss of the first seed over time in baseline steps, as far as the baseline goes."""
     cells = [Cell.of(record) for record in records]
     figure, axes = panels([cell.group for cell in cells])
+    colours = colours_of(cell.group for cell in cells)
     for cell, record in zip(cells, records, strict=True):
         if cell.seed:
             continue
@@ -100,7 +117,7 @@ def losses(records: Sequence[Record]) -> Any:
         relative = relative_times(phases_of(record), record["pairs"])
         times = [sum(relative[: int(step)]) for step in at]
         panel = axes[cell.task, cell.schedule]
-        panel.plot(times, loss, color=COLOURS[cell.method], label=label_of(cell), linewidth=1.2)
+        panel.plot(times, loss, color=colours[cell.variant], label=label_of(cell), linewidth=1.2)
         panel.set_xlim(0, record["task"]["steps"])
         panel.set_yscale("log")
         panel.set_xlabel("wall-clock time, in baseline steps")
@@ -110,24 +127,27 @@ def losses(records: Sequence[Record]) -> Any:
 
 
 def over_steps(records: Sequence[Record]) -> Any:
-    """Freeze ratio (solid, left) and throughput over the baseline's (dotted, right) of the first seed, by step."""
+    """Freeze ratio, and below it throughput over the baseline's, of the first seed by step."""
     chosen = [(Cell.of(record), record) for record in records if record["cell"]["seed"] == 0]
     chosen = [(cell, record) for cell, record in chosen if cell.method != BASELINE]
     if not chosen:
         return None
-    figure, axes = panels([cell.group for cell, _ in chosen])
-    right = {place: panel.twinx() for place, panel in axes.items()}
+    groups = [cell.group for cell, _ in chosen]
+    tasks, schedules = places(groups)
+    figure, axes = grid_of(tasks, [*schedules, *schedules])
+    colours = colours_of(groups)
     for cell, record in chosen:
-        place, steps = (cell.task, cell.schedule), range(1, record["task"]["steps"] + 1)
-        shares = [stage["frozen_share"] for stage in record["stages"]]
-        ratios = [sum(stage[step - 1] for stage in shares) / len(shares) for step in steps]
-        speeds = [1 / time for time in relative_times(phases_of(record), record["pairs"])][: len(steps)]
-        axes[place].plot(steps, ratios, color=COLOURS[cell.method], label=label_of(cell), linewidth=1)
-        right[place].plot(steps, speeds, color=COLOURS[cell.method], linestyle=":", linewidth=1)
-    for place, panel in axes.items():
-        panel.set(xlabel="step", ylabel="freeze ratio (solid)", ylim=(0, 1.02))
-        right[place].set_ylabel("throughput / baseline's (dotted)")
-    explain(figure, axes.values())
+        column, row, steps = tasks.index(cell.task), 2 * schedules.index(cell.schedule), record["task"]["steps"]
+        shares = zip(*(stage["frozen_share"] for stage in record["stages"]), strict=True)
+        ratios = [sum(of_stages) / len(of_stages) for of_stages in shares]
+        speeds = [1 / time for time in relative_times(phases_of(record), record["pairs"])]
+        for panel, values, label in zip(
+            (axes[row][column], axes[row + 1][column]), (ratios, speeds), ("freeze ratio", "throughput / baseline's"),
+            strict=True,
+        ):  # fmt: skip
+            panel.plot(range(1, steps + 1), values[:steps], color=colours[cell.variant], label=label_of(cell), lw=1)
+            panel.set(title=f"{cell.task}, {cell.schedule}", xlabel="step", ylabel=label)
+    explain(figure, [panel for row in axes for panel in row])
     return figure
 
 
@@ -140,6 +160,7 @@ def condition(summary: Summary) -> Any:
     if not known:
         return None
     figure, axes = panels(list(known))
+    colours = colours_of(known)
     for (task, schedule, variant), found in known.items():
         kappa, p_eff, panel = found["kappa"], found["p_eff"], axes[task, schedule]
         assert kappa is not None
@@ -147,11 +168,11 @@ def condition(summary: Summary) -> Any:
         method = variant.split()[0]
         panel.errorbar(
             kappa.mean, p_eff.mean, xerr=kappa.deviation, yerr=p_eff.deviation, fmt=MARKERS[method],
-            color=COLOURS[method], capsize=2, label=variant,
+            color=colours[variant], capsize=2, label=variant,
         )  # fmt: skip
         batches = found["p_eff_batches"]
         if batches is not None:
-            panel.plot(kappa.mean, batches.mean, MARKERS[method], color=COLOURS[method], fillstyle="none")
+            panel.plot(kappa.mean, batches.mean, MARKERS[method], color=colours[variant], fillstyle="none")
     for panel in axes.values():
         panel.plot([0.4, 1.1], [0.4, 1.1], color="0.6", linewidth=0.8, linestyle="--", zorder=0)
         panel.set(xlabel="kappa (step time / baseline's)", ylabel="p_eff")
