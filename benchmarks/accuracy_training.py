@@ -31,7 +31,7 @@ class Run:
 
     def __init__(self, cell: Cell, task: Task, output_dir: str) -> None:
         self.cell, self.task = cell, task
-        self.data: Data = accuracy_tasks.load(cell.task, cell.seed)
+        self.data: Data = accuracy_tasks.load(task, cell.seed)
         self.trained = Pipeline(task, cell.schedule, cell.seed)
         self.next_batch = accuracy_tasks.batches(self.data.training, task.batch, cell.seed)
         self.probe_batch = accuracy_tasks.batches(self.data.training, task.batch, PROBE_SEED + cell.seed)

@@ -33,7 +33,7 @@ from measuring import aligned, machine
 from tf_adapters.planner import FreezePlan, plan
 from tf_adapters.simulate.orders import Sizes, named_order
 
-TASK = replace(TASKS["text"], steps=120, micro_batch=8)
+TASK = replace(TASKS["text-one-pass"], steps=120, micro_batch=8)
 STAGES, HELD_OUT = 2, 1024
 Ratios = Sequence[Sequence[float]]
 """Freeze ratios by stage and microbatch."""
@@ -127,7 +127,7 @@ def train(way: str, ratios: Ratios, seed: int, steps: int) -> Run:
     torch.manual_seed(seed)
     model = Chain(dict(enumerate(layers_of(TASK.name, seed))))
     optimizer, warmup, averaged = optimisation(TASK, model)
-    data = load(TASK.name, seed)
+    data = load(TASK, seed)
     next_batch, freezing = batches(data.training, TASK.batch, seed), Freezing(model, ratios, seed)
     for step in range(1, steps + 1):
         optimizer.zero_grad()
