@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import accuracy
 from accuracy_cells import METHODS, Cell, append, grid, missing, read_records, section, sensitivity_grid
-from accuracy_tasks import CONTEXT, FIRST_TOKEN, LAST_TOKEN, TASKS, passages
+from accuracy_tasks import CONTEXT, FIRST_TOKEN, LAST_TOKEN, TASKS, load, passages
 
 from tf_adapters.config import TimelyFreezeConfig
 
@@ -104,3 +104,18 @@ def test_passages_are_equally_long_and_do_not_overlap() -> None:
     assert [len(passage) for passage in found] == [CONTEXT, CONTEXT]
     assert all((passage[0], passage[-1]) == (FIRST_TOKEN, LAST_TOKEN) for passage in found)
     assert [token for passage in found for token in passage[1:-1]] == tokens[:-5]
+
+
+def test_a_task_may_train_on_some_of_its_samples_always_the_same() -> None:
+    pytest.importorskip("sklearn")
+    task = replace(TASKS["vit"], training=100)
+    some = load(task, 0).training.tensors[0]
+    every = load(TASKS["vit"], 0).training.tensors[0]
+    assert len(some) == 100
+    assert all(any(sample.equal(other) for other in every) for sample in some)
+    assert load(task, 0).training.tensors[0].equal(some)
+
+
+def test_a_task_beside_the_study_is_trained_only_where_it_is_named() -> None:
+    assert accuracy.parse_args([]).tasks == ["text", "vit", "convnext"]
+    assert accuracy.parse_args(["--tasks", "text-one-pass"]).tasks == ["text-one-pass"]
