@@ -27,6 +27,7 @@ class Figures:
 
     Attributes:
         accuracy, loss: held out, after the task's steps.
+        lowest_loss: held out, the lowest of all evaluations up to the task's last step: what early stopping keeps.
         accuracy_at_time, loss_at_time: held out, when the baseline's time for these steps is over.
         kappa: step time of stable freezing over the host's alone (the paper's kappa), median over pairs.
         p_eff: the paper's average effective update probability, over the same steps; [0, 1] but for noise.
@@ -41,6 +42,7 @@ class Figures:
 
     accuracy: float
     loss: float
+    lowest_loss: float
     accuracy_at_time: float | None = None
     loss_at_time: float | None = None
     kappa: float | None = None
@@ -143,8 +145,9 @@ def figures(record: Record, baseline: Record) -> Figures:
     loss, accuracy = interpolate(steps, at, losses), interpolate(steps, at, accuracies)
     assert loss is not None
     assert accuracy is not None
+    lowest = min(held_out for step, held_out in zip(at, losses, strict=True) if step <= steps)
     if Cell.of(record).method == BASELINE:
-        return Figures(accuracy, loss, accuracy, loss)
+        return Figures(accuracy, loss, lowest, accuracy, loss)
     time = clock(phases_of(record), record["pairs"])
     times = [time[int(step)] for step in at]
     pairs = [pair for pair in record["pairs"] if settled < pair[0] <= steps]
@@ -152,6 +155,7 @@ def figures(record: Record, baseline: Record) -> Figures:
     return Figures(
         accuracy,
         loss,
+        lowest,
         accuracy_at_time=interpolate(steps, times, accuracies),
         loss_at_time=interpolate(steps, times, losses),
         kappa=statistics.median(pair[2] / pair[1] for pair in pairs) if pairs else None,

@@ -22,6 +22,7 @@ def plain(value: float) -> str:
 COLUMNS: tuple[tuple[str, str, Shown], ...] = (
     ("accuracy", "accuracy", percent),
     ("loss", "loss", plain),
+    ("lowest loss", "lowest_loss", plain),
     ("acc. equal time", "accuracy_at_time", percent),
     ("loss equal time", "loss_at_time", plain),
     ("throughput", "throughput", plain),

@@ -112,6 +112,12 @@ def test_figures_of_a_run_that_is_twice_as_fast_in_stable_freezing() -> None:
     assert found.time_to_loss == pytest.approx((4 + 11 * 0.5) / 10)
 
 
+def test_the_lowest_loss_is_of_the_tasks_steps_only() -> None:
+    overfitted = record("none", [[0, 3.0, 0.1], [5, 1.2, 0.5], [10, 1.4, 0.5], [15, 1.0, 0.5]])
+    found = figures(overfitted, baseline())
+    assert (found.lowest_loss, found.loss) == (1.2, 1.4)
+
+
 def test_a_loss_that_is_never_reached_has_no_time() -> None:
     found = figures(freezing(), baseline(last=0.5))
     assert found.time_to_loss is None
