@@ -33,7 +33,7 @@ def figures_of(records: Sequence[Record]) -> dict[str, Any]:
     """By name, None where the records have nothing for it. Of runs that vary one setting only how they depend on it."""
     varied = sensitivity(records)
     if varied is not None:
-        return {"sensitivity": varied}
+        return {"by_setting": varied}
     summary = summarise(records)
     return {
         "tradeoff": tradeoff(summary, "accuracy", "held-out accuracy at equal steps"),
@@ -51,11 +51,11 @@ def colours_of(groups: Iterable[tuple[str, str, str]]) -> dict[str, str]:
     return {**COLOURS, **{variant: VARIANTS[number % len(VARIANTS)] for number, variant in enumerate(others)}}
 
 
-def grid_of(columns: Sequence[str], rows: Sequence[str]) -> tuple[Any, list[list[Any]]]:
+def grid_of(columns: Sequence[str], rows: Sequence[str], sharey: str = "none") -> tuple[Any, list[list[Any]]]:
     """A figure with axes for each row and column."""
     figure = Figure(figsize=(WIDTH * len(columns), HEIGHT * len(rows)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(len(rows), len(columns), squeeze=False).tolist()
+    return figure, figure.subplots(len(rows), len(columns), squeeze=False, sharey=sharey).tolist()
 
 
 def places(groups: Sequence[tuple[str, str, str]]) -> tuple[list[str], list[str]]:
@@ -186,7 +186,7 @@ def sensitivity(records: Sequence[Record]) -> Any:
     known = [(title, name) for title, (name, _, _) in SENSITIVITY.items() if any(name in c.settings for c, _ in runs)]
     if not known:
         return None
-    figure, axes = grid_of([title for title, _ in known], ["accuracy", "throughput"])
+    figure, axes = grid_of([title for title, _ in known], ["accuracy", "throughput"], sharey="row")
     baseline = Spread.of(run.accuracy for cell, run in runs if cell.method == BASELINE)
     for column, (title, name) in enumerate(known):
         for row, figure_name in enumerate(("accuracy", "throughput")):
@@ -199,7 +199,7 @@ def sensitivity(records: Sequence[Record]) -> Any:
                 )
             level = (baseline.mean if baseline else None) if row == 0 else 1.0
             if level is not None:
-                panel.axhline(level, color="0.7", linewidth=0.8, linestyle="--", zorder=0)
+                panel.axhline(level, color="0.7", linewidth=0.8, linestyle="--", zorder=0, label="no freezing")
             panel.set(xlabel=title, ylabel="held-out accuracy" if row == 0 else "throughput / baseline's")
             panel.set_xscale("log" if title == "T_APF" else "linear")
     explain(figure, [panel for row in axes for panel in row])
