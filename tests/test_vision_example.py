@@ -280,7 +280,7 @@ def test_a_config_that_does_not_say_enough_is_one_clear_line(text: str, message:
 
 # --- two real ranks ------------------------------------------------------------------------------------------
 
-STEPS = 60
+STEPS = 40
 DS_CONFIG = {
     "train_micro_batch_size_per_gpu": 8,
     "gradient_accumulation_steps": 4,
