@@ -11,7 +11,7 @@ import torch
 from tf_adapters.testing import RankPool
 
 BENCHMARKS = str(Path(__file__).resolve().parents[1] / "benchmarks")
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.own_ranks]
 MICROBATCHES, STEPS = 4, 200
 
 

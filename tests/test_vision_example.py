@@ -300,6 +300,7 @@ def launch(tmp_path: Path, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.distributed
+@pytest.mark.own_ranks
 @pytest.mark.parametrize(
     ("model", "heuristic", "sizes"),
     [
