@@ -99,7 +99,7 @@ def tradeoff(summary: Summary, figure_name: str, label: str) -> Any:
             panel.axhline(value.mean, color="0.7", linewidth=0.8, linestyle="--", zorder=0)
         panel.errorbar(
             throughput.mean, value.mean, xerr=throughput.deviation, yerr=value.deviation, fmt=MARKERS[method],
-            color=colours[variant], capsize=2, label="no freezing" if method == BASELINE else variant,
+            color=colours[variant], capsize=2, label=label_of(variant),
         )  # fmt: skip
     explain(figure, axes.values())
     return figure
@@ -117,7 +117,7 @@ def losses(records: Sequence[Record]) -> Any:
         relative = relative_times(phases_of(record), record["pairs"])
         times = [sum(relative[: int(step)]) for step in at]
         panel = axes[cell.task, cell.schedule]
-        panel.plot(times, loss, color=colours[cell.variant], label=label_of(cell), linewidth=1.2)
+        panel.plot(times, loss, color=colours[cell.variant], label=label_of(cell.variant), linewidth=1.2)
         panel.set_xlim(0, record["task"]["steps"])
         panel.set_yscale("log")
         panel.set_xlabel("wall-clock time, in baseline steps")
@@ -145,7 +145,7 @@ def over_steps(records: Sequence[Record]) -> Any:
             (axes[row][column], axes[row + 1][column]), (ratios, speeds), ("freeze ratio", "throughput / baseline's"),
             strict=True,
         ):  # fmt: skip
-            panel.plot(range(1, steps + 1), values[:steps], color=colours[cell.variant], label=label_of(cell), lw=1)
+            panel.plot(range(1, steps + 1), values[:steps], color=colours[cell.variant], label=cell.variant, lw=1)
             panel.set(title=f"{cell.task}, {cell.schedule}", xlabel="step", ylabel=label)
     explain(figure, [panel for row in axes for panel in row])
     return figure
@@ -199,7 +199,7 @@ def sensitivity(records: Sequence[Record]) -> Any:
                 )
             level = (baseline.mean if baseline else None) if row == 0 else 1.0
             if level is not None:
-                panel.axhline(level, color="0.7", linewidth=0.8, linestyle="--", zorder=0, label="no freezing")
+                panel.axhline(level, color="0.7", linewidth=0.8, linestyle="--", zorder=0, label=label_of(BASELINE))
             panel.set(xlabel=title, ylabel="held-out accuracy" if row == 0 else "throughput / baseline's")
             panel.set_xscale("log" if title == "T_APF" else "linear")
     explain(figure, [panel for row in axes for panel in row])
@@ -217,5 +217,6 @@ def by_value(runs: Sequence[tuple[Cell, Figures]], name: str, figure_name: str) 
     return {m: {v: spread for v, spread in values.items() if spread} for m, values in spreads.items()}
 
 
-def label_of(cell: Cell) -> str:
-    return "no freezing" if cell.method == BASELINE else cell.variant
+def label_of(variant: str) -> str:
+    """A method, with its settings if it has any, as legends name it."""
+    return "no freezing" if variant.split()[0] == BASELINE else variant
