@@ -1,4 +1,4 @@
-"""The accuracy study as it is started: two real runs on two ranks, and what they leave."""
+"""The accuracy study as it is started: two real runs on two ranks, its table, and going on where it stopped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def study(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_study_runs(tmp_path: Path) -> None:
+def test_a_study_runs_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("deepspeed")
     printed = study(tmp_path, "--no-pictures")
@@ -41,3 +41,7 @@ def test_a_study_runs(tmp_path: Path) -> None:
     assert all(len(stage["frozen_share"]) == freezing["steps"] for stage in freezing["stages"])
     assert freezing["stages"][1]["frozen_share"][-1] > 0
     assert records[0]["curve"][0] == freezing["curve"][0]  # the same weights and data
+
+    printed = study(tmp_path, "--no-pictures")
+    assert "2 of 2 runs are finished" in printed
+    assert len((tmp_path / "accuracy.jsonl").read_text().splitlines()) == 2
