@@ -23,17 +23,12 @@ def megatron() -> GetPool:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_shared_buffers_left() -> Iterator[None]:
-    """DeepSpeed's CPU backend leaves 69 MB of shared memory behind for each rank.
-
-    Under pytest-xdist others' ranks still use theirs; what runs there has no rank pools of DeepSpeed's.
-    """
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        yield
-        return
+    """DeepSpeed's CPU backend leaves 69 MB of shared memory behind for each rank."""
     before = shared_buffers()
     yield
-    for buffer in shared_buffers() - before:
-        buffer.unlink(missing_ok=True)
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # there another worker's ranks may still use theirs
+        for buffer in shared_buffers() - before:
+            buffer.unlink(missing_ok=True)
 
 
 def shared_buffers() -> set[Path]:
