@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tf_adapters.controller import Controller
+from tf_adapters.training.controller import Controller
 
 INVERSE = "inverse"
 

@@ -21,10 +21,12 @@ from pathlib import Path
 import numpy as np
 from measuring import aligned
 
-from tf_adapters.dag import PipelineDag
-from tf_adapters.ir import Action, PipelineSchedule
-from tf_adapters.planner import Bounds, FreezePlan, plan
-from tf_adapters.prediction import planned_makespan
+from tf_adapters.planner.forecast import planned_makespan
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.solve import plan
+from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.simulate.orders import Sizes, named_order
 
 FORWARD, BACKWARD, WEIGHTS = 1.0, 2.0, 1.0

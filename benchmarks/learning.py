@@ -30,7 +30,8 @@ from accuracy_tasks import TASKS, batches, layers_of, load
 from first_stage import R_MAX, times
 from measuring import aligned, machine
 
-from tf_adapters.planner import FreezePlan, plan
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.solve import plan
 from tf_adapters.simulate.orders import Sizes, named_order
 
 TASK = replace(TASKS["text-one-pass"], steps=120, micro_batch=8)
@@ -142,8 +143,9 @@ class Freezing:
     """The masks that training draws, on a network that is in one piece."""
 
     def __init__(self, model: Any, ratios: Ratios, seed: int) -> None:
-        from tf_adapters.masking import ParameterMask, units_of
-        from tf_adapters.masks import StageMasks
+        from tf_adapters.hosts.units import units_of
+        from tf_adapters.masking.parameters import ParameterMask
+        from tf_adapters.selection.masks import StageMasks
 
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         stages: list[dict[str, Any]] = [{}, {}]

@@ -137,7 +137,7 @@ def peak_above_idle(build: Callable[[], Step], settle: int) -> int:
 
     ``settle`` steps run before those that count. Code is no part of a step's memory: import the adapter first.
     """
-    from tf_adapters.planner import plan_from_json
+    from tf_adapters.planner.solve import plan_from_json
 
     times = {"0F0": [1, 1], "0B0": [1, 2]}  # the solver's code is loaded by solving
     plan_from_json({"ranks": [["0F0", "0B0"]], "times": times, "max_freeze_ratio": 0.5})

@@ -24,12 +24,12 @@ from pathlib import Path
 from measuring import aligned, machine
 from variants import HOSTS, Study, setup, start
 
-from tf_adapters.ir import Action
-from tf_adapters.pace import PacedSamples
-from tf_adapters.response import StageTimes, measured_times
+from tf_adapters.schedule.ir import Action
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.paired import in_rotation
-from tf_adapters.timing import ActionTimer, HostClock, Sample
+from tf_adapters.timing.freeze_response import StageTimes, measured_times
+from tf_adapters.timing.step_speed import PacedSamples
+from tf_adapters.timing.timer import ActionTimer, HostClock, Sample
 
 STEPS = 80
 LENGTHS = (10, 20, 40, STEPS)

@@ -28,9 +28,9 @@ from measuring import machine
 from numpy.typing import NDArray
 from scipy import sparse
 
-from tf_adapters.dag import PipelineDag
-from tf_adapters.ir import Action, PipelineSchedule
-from tf_adapters.planner import plan
+from tf_adapters.planner.solve import plan
+from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.torch_pipelining.named import named_schedule
 
 MAX_FREEZE_RATIO = 0.8

@@ -24,7 +24,7 @@ from predicting import (
     predict,
 )
 
-from tf_adapters.model_costs import CostOptions
+from tf_adapters.simulate.model_costs import CostOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 WITHIN = 4.0  # points

@@ -9,9 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tf_adapters.dag import PipelineDag
-from tf_adapters.ir import Action, PipelineSchedule
-from tf_adapters.model_costs import (
+from tf_adapters.planner.first_stage import disappears
+from tf_adapters.planner.forecast import planned_makespan
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.solve import plan
+from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.simulate.model_costs import (
     LLAMA_1B,
     LLAMA_8B,
     LLAMA_13B,
@@ -21,11 +26,9 @@ from tf_adapters.model_costs import (
     split_layers,
     stage_costs,
 )
-from tf_adapters.phases import Phase, PhaseSchedule
-from tf_adapters.planner import Bounds, FreezePlan, plan
-from tf_adapters.prediction import planned_makespan
+from tf_adapters.timing.phase import Phase
 from tf_adapters.torch_pipelining.named import named_schedule
-from tf_adapters.whole import disappears
+from tf_adapters.training.phases import PhaseSchedule
 
 MAX_FREEZE_RATIO = 0.8
 SEQUENCES, LENGTH = 2, 1024  # a local batch of 16 in 8 microbatches

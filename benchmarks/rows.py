@@ -28,9 +28,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from measuring import machine
 
-from tf_adapters.masking import ParameterMask, units_of
-from tf_adapters.masks import Mask, StageMasks
-from tf_adapters.row_masking import RowMask, plain_layer, row_layers, with_rows
+from tf_adapters.hosts.units import units_of
+from tf_adapters.masking.parameters import ParameterMask
+from tf_adapters.masking.rows import RowMask, plain_layer, row_layers, with_rows
+from tf_adapters.selection.masks import Mask, StageMasks
 
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 GRANULARITIES = ("tensor", "row")

@@ -246,7 +246,7 @@ def mean_bounds(measured: Sequence[Mapping[Any, Any]]) -> dict[Any, tuple[float,
 
 def solved(controller: Any, bounds: Mapping[Any, tuple[float, float]], gaps: Any, target_ms: float = 0.0) -> Any:
     """The plan of a variant's options for these times, with the least freezing that reaches the target makespan."""
-    from tf_adapters.planner import plan
+    from tf_adapters.planner.solve import plan
 
     return plan(
         controller.schedule,

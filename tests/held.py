@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from tf_adapters.rows import FrozenRows
+from tf_adapters.selection.rows import FrozenRows
 from tf_adapters.testing import clear_rows
 
 Key = tuple[int, int]

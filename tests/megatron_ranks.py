@@ -10,7 +10,7 @@ import torch
 from megatron_low_rank import with_adapters
 from rank_pools import destroy_groups
 
-from tf_adapters.rows import FrozenRows
+from tf_adapters.selection.rows import FrozenRows
 from tf_adapters.testing import force_plan
 
 VOCABULARY, WIDTH, HEADS, CONTEXT, BATCH = 32, 16, 4, 8, 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tf_adapters.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
 
 def gpipe(stages: int, microbatches: int) -> PipelineSchedule:

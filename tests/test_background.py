@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from schedules import one_f_one_b
 
-import tf_adapters.background as background
-from tf_adapters.background import BackgroundPlan
+import tf_adapters.planner.worker as background
 from tf_adapters.errors import SolverError
-from tf_adapters.planner import plan_from_json
+from tf_adapters.planner.solve import plan_from_json
+from tf_adapters.planner.worker import BackgroundPlan
 
 SCHEDULE = one_f_one_b(3, 6)
 PROBLEM: dict[str, Any] = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from schedules import gpipe
 
-from tf_adapters.bounds import MeasurementError, merge_bounds
 from tf_adapters.errors import TimelyFreezeError
-from tf_adapters.ir import Action
-from tf_adapters.planner import Bounds
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action
+from tf_adapters.timing.replicas import MeasurementError, merge_bounds
 
 SCHEDULE = gpipe(2, 1)
 F0, B0, F1, B1 = (Action.parse(text) for text in ("0F0", "0B0", "1F0", "1B0"))

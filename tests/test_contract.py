@@ -14,12 +14,12 @@ from held import held_rows
 from hosts import HOSTS, MICROBATCHES, STAGES, Tensors, start
 from rank_pools import GetPool, rank_pool
 
-from tf_adapters.ir import PipelineSchedule
-from tf_adapters.phases import Phase
-from tf_adapters.planner import Bounds
-from tf_adapters.rows import FrozenRows
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import PipelineSchedule
+from tf_adapters.selection.rows import FrozenRows
 from tf_adapters.selection.sampling import sample_indices
 from tf_adapters.testing import clear_rows, force_plan, relative_error
+from tf_adapters.timing.phase import Phase
 
 pytestmark = pytest.mark.distributed
 

@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 from schedules import gpipe, one_f_one_b, split_one_f_one_b, v_shape
 
-from tf_adapters.dag import PipelineDag
 from tf_adapters.errors import ScheduleError
-from tf_adapters.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
 
 def act(text: str) -> Action:
@@ -122,7 +122,7 @@ def test_a_deadlock_is_refused():
         )
 
 
-@pytest.mark.parametrize("module", ["ir", "dag", "planner", "plan_cli"])
+@pytest.mark.parametrize("module", ["schedule.ir", "schedule.dag", "planner", "planner.forecast", "cli.plan"])
 def test_the_core_imports_neither_torch_nor_a_host_nor_the_solver(module):
     code = f"import sys, tf_adapters.{module}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

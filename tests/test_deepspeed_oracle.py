@@ -10,7 +10,7 @@ import torch
 from deepspeed_ranks import Case, Ordinary, batch, loss_fn, train
 from low_rank import masked_names
 
-from tf_adapters.rows import FrozenRows
+from tf_adapters.selection.rows import FrozenRows
 from tf_adapters.testing import masked_gradients, relative_error
 
 pytestmark = pytest.mark.distributed

@@ -355,20 +355,20 @@ def test_a_failing_solver_is_the_same_on_all_ranks(pools, on_error):
 
 def with_broken_solver(case: Case) -> tuple[str | None, int]:
     import tf_adapters.deepspeed
-    import tf_adapters.planning
+    import tf_adapters.training.plan_maker
 
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("the solver broke")
 
     engine = build_engine(case)
     adapter = tf_adapters.deepspeed.attach(engine)
-    original, tf_adapters.planning.plan = tf_adapters.planning.plan, broken
+    original, tf_adapters.training.plan_maker.plan = tf_adapters.training.plan_maker.plan, broken
     try:
         losses(engine, case, range(case.steps))
     except Exception as error:
         return f"{type(error).__name__}: {error}", -1
     finally:
-        tf_adapters.planning.plan = original
+        tf_adapters.training.plan_maker.plan = original
     controller = adapter.controller
     frozen = [controller.frozen_parameters(t, s, m) for t in range(1, 20) for s in (0, 1) for m in range(4)]
     return None, sum(map(len, frozen))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tf_adapters import doctor
-from tf_adapters.doctor import HOSTS, diagnose, interrupted_builds, render
+from tf_adapters.cli import doctor
+from tf_adapters.cli.doctor import HOSTS, diagnose, interrupted_builds, render
 
 TORCH = "torch.distributed.pipelining"
 GOOD: dict[str, str | None] = {

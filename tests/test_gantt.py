@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from schedules import one_f_one_b, split_one_f_one_b, v_shape
 
-from tf_adapters.dag import PipelineDag
 from tf_adapters.errors import ConfigError, UnsupportedError
-from tf_adapters.ir import Action, PipelineSchedule
 from tf_adapters.report import Report
 from tf_adapters.report.gantt import draw, draw_panels
 from tf_adapters.report.layout import Block, Panel, after, before, measured, timeline
+from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.ir import Action, PipelineSchedule
 
 RANKS = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
 # 1F1B over two ranks, ms: 0F0 0-10, 1F0 10-20, 1B0 20-40, 1F1 40-50, 1B1 50-70, 0B0 40-60, 0B1 70-90.

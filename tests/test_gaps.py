@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from schedules import gpipe, one_f_one_b, v_shape
 
-from tf_adapters.dag import PipelineDag
-from tf_adapters.gaps import Gaps, complete_steps, local_traces, measure_gaps
-from tf_adapters.ir import Action, Kind, PipelineSchedule
-from tf_adapters.planner import plan
-from tf_adapters.timing import ActionTimer, Interval, Trace
+from tf_adapters.planner.solve import plan
+from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.timing.timer import ActionTimer, Interval, Trace
+from tf_adapters.timing.transfers import Gaps, complete_steps, local_traces, measure_gaps
 
 DURATION = {Kind.FORWARD: 10.0, Kind.BACKWARD: 20.0}
 

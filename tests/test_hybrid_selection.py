@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from test_uniform_selection import frequencies
 
-from tf_adapters.masks import StageMasks
 from tf_adapters.selection.hybrid import HybridSelection
-from tf_adapters.units import FreezeUnit, frozen_share, preferred_share
+from tf_adapters.selection.masks import StageMasks
+from tf_adapters.selection.units import FreezeUnit, frozen_share, preferred_share
 
 DRAWS = 4000
 BLOCK = [(192, 64), (192,), (64, 64), (64,), (256, 64), (256,), (64, 256), (64,), (64,), (64,)]

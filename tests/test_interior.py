@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from schedules import gpipe, one_f_one_b, split_gpipe, split_one_f_one_b, v_shape
 
-import tf_adapters.planner as planner
+import tf_adapters.planner.solve as planner
 from tf_adapters.errors import SolverError
-from tf_adapters.ir import Action, PipelineSchedule
-from tf_adapters.lp import SolverStatus
-from tf_adapters.planner import FreezePlan, plan
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.program import SolverStatus
+from tf_adapters.planner.solve import plan
+from tf_adapters.schedule.ir import Action, PipelineSchedule
 
 CLOSE = 1e-3  # the gap that is promised above the sizes that GLOP solves
 

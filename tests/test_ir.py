@@ -8,7 +8,7 @@ import pytest
 from schedules import gpipe, one_f_one_b, split_gpipe, split_one_f_one_b, v_shape
 
 from tf_adapters.errors import ScheduleError
-from tf_adapters.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
 
 def rows(schedule: PipelineSchedule) -> list[str]:

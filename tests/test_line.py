@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tf_adapters.line import Line, Point, _pairs, fit
+from tf_adapters.timing.theil_sen import Line, Point, _pairs, fit
 
 SHARES = [0.0, 0.14, 0.29, 0.43, 0.57, 0.71, 0.86, 1.0]
 

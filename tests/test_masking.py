@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from tf_adapters.masking import ParameterMask, units_of
+from tf_adapters.hosts.units import units_of
+from tf_adapters.masking.parameters import ParameterMask
 
 
 def model():

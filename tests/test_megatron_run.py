@@ -384,7 +384,7 @@ def test_a_schedule_that_the_host_does_not_run_is_shown_with_both_grids(megatron
 
 
 def wrong_schedule(case: Case) -> None:
-    from tf_adapters.ir import PipelineSchedule
+    from tf_adapters.schedule.ir import PipelineSchedule
 
     chunks, optimizer, adapter = start(case)
     ranks = adapter.controller.schedule.to_text()
@@ -408,7 +408,7 @@ def without_solver(case: Case) -> tuple[str, list, dict]:
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("no solver today")
 
-    with mock.patch("tf_adapters.planning.plan", broken):
+    with mock.patch("tf_adapters.training.plan_maker.plan", broken):
         chunks, optimizer, adapter = start(case)
         losses = [train_step(case, chunks, optimizer, step) for step in range(case.steps)]
     result = str(adapter.controller.state.failure), losses, all_masks(adapter.controller)

@@ -11,8 +11,8 @@ import torch
 from schedules import one_f_one_b
 
 from tf_adapters.errors import ScheduleError
-from tf_adapters.ir import Action, Kind, PipelineSchedule
 from tf_adapters.megatron.schedules import PipelinePosition, actions_of_order, local_actions, translate
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
 
 class Group:

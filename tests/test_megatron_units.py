@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tf_adapters.megatron.units import tied_places, units_of
-from tf_adapters.units import FreezeUnit
+from tf_adapters.selection.units import FreezeUnit
 
 DENSE: Any = SimpleNamespace(moe_router_topk=2, num_moe_experts=None)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import tf_adapters.memory as memory
-from tf_adapters.memory import MemoryMeter
+import tf_adapters.timing.memory as memory
+from tf_adapters.timing.memory import MemoryMeter
 
 
 @pytest.fixture

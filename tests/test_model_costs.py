@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from schedules import one_f_one_b, split_one_f_one_b
 
-from tf_adapters.ir import Action
-from tf_adapters.model_costs import (
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action
+from tf_adapters.simulate.model_costs import (
     LLAMA_1B,
     LLAMA_8B,
     LLAMA_13B,
@@ -20,7 +21,6 @@ from tf_adapters.model_costs import (
     split_layers,
     stage_costs,
 )
-from tf_adapters.planner import Bounds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from tf_adapters.monitoring import drawn_ratio
+from tf_adapters.training.monitoring import drawn_ratio
 
 MICROBATCHES = (2, 3, 4, 7, 8, 16, 33, 64)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tf_adapters.config import TimelyFreezeConfig, find_section
-from tf_adapters.state import RunState
+from tf_adapters.training.state import RunState
 
 FOLDER = Path(__file__).resolve().parents[1] / "deepspeed_configs" / "paper"
 # T_w, T_m, T_f; r_max; T_APF; P_Auto; global batch; steps, warm-up; learning rate

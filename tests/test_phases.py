@@ -1,6 +1,7 @@
 import pytest
 
-from tf_adapters.phases import Phase, PhaseSchedule
+from tf_adapters.timing.phase import Phase
+from tf_adapters.training.phases import PhaseSchedule
 
 
 def test_phases_follow_each_other_at_the_papers_steps():

@@ -8,9 +8,9 @@ import stat
 
 import pytest
 
-from tf_adapters import plan_cli
+from tf_adapters.cli import plan as plan_cli
 from tf_adapters.errors import SolverError
-from tf_adapters.planner import FreezePlan
+from tf_adapters.planner.freeze_plan import FreezePlan
 
 GOOD = {
     "ranks": [["0F0", "0B0"]],

@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 from schedules import gpipe, one_f_one_b, split_gpipe, v_shape
 
-from tf_adapters import lp
 from tf_adapters.errors import PlanInputError, ScheduleError, SolverError
-from tf_adapters.ir import Action, Kind, PipelineSchedule
-from tf_adapters.planner import Bounds, FreezePlan, SolverStatus, plan, plan_from_json
+from tf_adapters.planner import glop as lp
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.program import SolverStatus
+from tf_adapters.planner.solve import plan, plan_from_json
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
 SERIAL = PipelineSchedule.from_text([["0F0", "0B0", "0F1", "0B1"]])
 

@@ -14,9 +14,9 @@ from schedules import gpipe, one_f_one_b, split_gpipe, split_one_f_one_b
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
-from tf_adapters.dag import PipelineDag
-from tf_adapters.ir import Action, Kind, PipelineSchedule
-from tf_adapters.planner import plan
+from tf_adapters.planner.solve import plan
+from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
 PROPERTY = settings(max_examples=100, deadline=None, derandomize=True)
 

@@ -13,19 +13,19 @@ import pytest
 import torch
 from schedules import gpipe
 
-import tf_adapters.planning as planning
-from tf_adapters.background import BackgroundPlan
+import tf_adapters.training.plan_maker as planning
 from tf_adapters.collectives import SingleProcess
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.controller import Controller, HostInfo
 from tf_adapters.errors import SolverError
-from tf_adapters.gaps import NO_GAPS
-from tf_adapters.masking import units_of
-from tf_adapters.masks import StageMasks
-from tf_adapters.phases import Phase
-from tf_adapters.planner import Bounds
-from tf_adapters.timing import HostClock
-from tf_adapters.units import FreezeUnit
+from tf_adapters.hosts.units import units_of
+from tf_adapters.planner.worker import BackgroundPlan
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.selection.masks import StageMasks
+from tf_adapters.selection.units import FreezeUnit
+from tf_adapters.timing.phase import Phase
+from tf_adapters.timing.timer import HostClock
+from tf_adapters.timing.transfers import NO_GAPS
+from tf_adapters.training.controller import Controller, HostInfo
 
 SCHEDULE = gpipe(1, 3)
 LAST_MONITORED = 5

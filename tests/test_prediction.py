@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from schedules import gpipe
 
-from tf_adapters.ir import Action, PipelineSchedule
-from tf_adapters.planner import Bounds, FreezePlan, plan
-from tf_adapters.prediction import forecast, planned_makespan
+from tf_adapters.planner.forecast import forecast, planned_makespan
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.solve import plan
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action, PipelineSchedule
 
 # F0 10, F1 10, B1 20 (10 frozen), B0 30 (20 frozen): one microbatch, so the makespan is the sum.
 SCHEDULE = gpipe(2, 1)

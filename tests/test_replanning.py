@@ -10,15 +10,16 @@ from test_response import Filled
 
 from tf_adapters.collectives import SingleProcess
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.gaps import NO_GAPS
-from tf_adapters.ir import Action
-from tf_adapters.masks import StageMasks
-from tf_adapters.phases import Phase
-from tf_adapters.planner import Bounds, plan
-from tf_adapters.planning import Measured
-from tf_adapters.prediction import planned_makespan
-from tf_adapters.replanning import PlanWatch, changes
-from tf_adapters.units import FreezeUnit
+from tf_adapters.planner.forecast import planned_makespan
+from tf_adapters.planner.solve import plan
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action
+from tf_adapters.selection.masks import StageMasks
+from tf_adapters.selection.units import FreezeUnit
+from tf_adapters.timing.phase import Phase
+from tf_adapters.timing.transfers import NO_GAPS
+from tf_adapters.training.plan_maker import Measured
+from tf_adapters.training.replanning import PlanWatch, changes
 
 SCHEDULE = gpipe(2, 2)
 BOUNDS = {a: Bounds(10.0, 20.0) if a.freezable else Bounds(10.0, 10.0) for a in SCHEDULE.actions}

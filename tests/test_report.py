@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from test_gantt import PLAN, TIMES, report
 
+from tf_adapters.cli import show as cli
 from tf_adapters.errors import ConfigError
-from tf_adapters.report import Report, cli
+from tf_adapters.report import Report
 from tf_adapters.report.page import print_page
 from tf_adapters.report.terminal import page, summary
 

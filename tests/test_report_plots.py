@@ -9,7 +9,7 @@ import pytest
 
 from tf_adapters.cli import main
 from tf_adapters.errors import ConfigError
-from tf_adapters.planner import plan_from_json
+from tf_adapters.planner.solve import plan_from_json
 from tf_adapters.report import plots
 from tf_adapters.report.schema import Report
 

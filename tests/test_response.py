@@ -9,13 +9,14 @@ import pytest
 from schedules import gpipe
 from test_timing import FakeClock
 
-from tf_adapters.ir import Action, Kind
-from tf_adapters.monitoring import drawn_ratio
-from tf_adapters.pace import PacedSamples
-from tf_adapters.phases import Phase
-from tf_adapters.planner import Bounds, plan
-from tf_adapters.response import StageTimes, measured_times
-from tf_adapters.timing import ActionTimer
+from tf_adapters.planner.solve import plan
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action, Kind
+from tf_adapters.timing.freeze_response import StageTimes, measured_times
+from tf_adapters.timing.phase import Phase
+from tf_adapters.timing.step_speed import PacedSamples
+from tf_adapters.timing.timer import ActionTimer
+from tf_adapters.training.monitoring import drawn_ratio
 
 UPPER, LOWER, MIXED = Phase.MONITORING_UPPER, Phase.MONITORING_LOWER, Phase.MONITORING_MIXED
 FORWARD, BACKWARD = Action.parse("1F0"), Action.parse("1B0")

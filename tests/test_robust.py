@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from tf_adapters.robust import Estimate, estimate, median, shrink, weighted_median
+from tf_adapters.timing.estimates import Estimate, estimate, median, shrink, weighted_median
 
 
 def test_outliers_move_neither_the_value_nor_the_error():

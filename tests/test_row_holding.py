@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tf_adapters.masks import Mask
-from tf_adapters.row_holding import HeldRows, Kept, frozen_by_all, updated_with
-from tf_adapters.rows import FrozenRows
+from tf_adapters.masking.held_rows import HeldRows, Kept, frozen_by_all, updated_with
+from tf_adapters.selection.masks import Mask
+from tf_adapters.selection.rows import FrozenRows
 
 
 def part(name: str, first: int, count: int) -> FrozenRows:

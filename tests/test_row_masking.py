@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tf_adapters.row_masking import LinearRows, RowMask, plain_layer, row_layers
-from tf_adapters.rows import FrozenRows
+from tf_adapters.masking.rows import LinearRows, RowMask, plain_layer, row_layers
+from tf_adapters.selection.rows import FrozenRows
 from tf_adapters.testing import relative_error
 
 TOKENS, IN, OUT = 6, 5, 8

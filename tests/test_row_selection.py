@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from test_uniform_selection import MODELS as WHOLE
 
-from tf_adapters.masks import StageMasks
-from tf_adapters.rows import FrozenRows
 from tf_adapters.selection.hybrid import HybridSelection
+from tf_adapters.selection.masks import StageMasks
+from tf_adapters.selection.rows import FrozenRows
 from tf_adapters.selection.uniform import UniformSelection
-from tf_adapters.units import FreezeUnit, frozen_share
+from tf_adapters.selection.units import FreezeUnit, frozen_share
 
 
 def layers(*shapes, blocks=1):

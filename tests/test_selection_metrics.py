@@ -9,8 +9,8 @@ import torch
 from tf_adapters.selection.apf import Apf
 from tf_adapters.selection.autofreeze import AutoFreeze, layers_of
 from tf_adapters.selection.sampling import read
+from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.selection.updates import Snapshot, Updates
-from tf_adapters.units import FreezeUnit
 
 
 def updates_of(*deltas: torch.Tensor) -> Updates:

@@ -17,8 +17,8 @@ from tf_adapters.selection.sampling import (
     sample_size,
     whole_parameters,
 )
+from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.selection.updates import Snapshot, Updates, by_stage, unit_places
-from tf_adapters.units import FreezeUnit
 
 KEY: PieceKey = (1, "layers.3.weight", ())
 UNITS = {

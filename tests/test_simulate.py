@@ -9,12 +9,12 @@ from random import Random
 import pytest
 from schedules import gpipe, one_f_one_b, split_gpipe, v_shape
 
-from tf_adapters.dag import PipelineDag
 from tf_adapters.errors import ConfigError, PlanInputError
-from tf_adapters.ir import Action, PipelineSchedule
-from tf_adapters.model_costs import StageCost, action_bounds
-from tf_adapters.planner import Bounds
+from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.simulate.limit import held_by
+from tf_adapters.simulate.model_costs import StageCost, action_bounds
 from tf_adapters.simulate.pipeline import Pipeline, between_ranks, recut, stage_times
 from tf_adapters.simulate.simulation import simulate
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from test_gantt import report
 
+from tf_adapters.cli import simulate as cli
 from tf_adapters.errors import SolverError
-from tf_adapters.simulate import cli
 
 GIVEN = ("--forward-ms", "10", "--backward-ms", "20")
 SIZE = ("--stages", "2", "--microbatches", "2")

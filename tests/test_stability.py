@@ -12,13 +12,13 @@ from schedules import one_f_one_b
 
 from tf_adapters.collectives import RemoteError, SingleProcess
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.controller import Controller, HostInfo
-from tf_adapters.masking import units_of
-from tf_adapters.phases import Phase
+from tf_adapters.hosts.units import units_of
 from tf_adapters.selection.sampling import Piece, read
 from tf_adapters.selection.stability import StabilityChecks, StabilityState
 from tf_adapters.testing import force_plan
-from tf_adapters.timing import HostClock
+from tf_adapters.timing.phase import Phase
+from tf_adapters.timing.timer import HostClock
+from tf_adapters.training.controller import Controller, HostInfo
 
 MICROBATCHES = 3
 SETTINGS: dict[str, Any] = {

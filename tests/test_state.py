@@ -9,14 +9,16 @@ import pytest
 from schedules import gpipe, one_f_one_b
 
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.gaps import Gaps
-from tf_adapters.ir import PipelineSchedule
-from tf_adapters.masks import StageMasks
-from tf_adapters.phases import Phase, PhaseSchedule
-from tf_adapters.planner import Bounds, plan
-from tf_adapters.planning import Measured, Planned
-from tf_adapters.state import FORMAT, RunState, compatible_state, fingerprint
-from tf_adapters.units import FreezeUnit
+from tf_adapters.planner.solve import plan
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import PipelineSchedule
+from tf_adapters.selection.masks import StageMasks
+from tf_adapters.selection.units import FreezeUnit
+from tf_adapters.timing.phase import Phase
+from tf_adapters.timing.transfers import Gaps
+from tf_adapters.training.phases import PhaseSchedule
+from tf_adapters.training.plan_maker import Measured, Planned
+from tf_adapters.training.state import FORMAT, RunState, compatible_state, fingerprint
 
 SCHEDULE = one_f_one_b(2, 3)
 CONFIG = TimelyFreezeConfig(warmup_steps=5, monitoring_steps=10, progressive_steps=20)

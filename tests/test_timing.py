@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tf_adapters.ir import Action
-from tf_adapters.phases import Phase
-from tf_adapters.robust import median
-from tf_adapters.timing import ActionTimer, HostClock, Sample, clock_for
+from tf_adapters.schedule.ir import Action
+from tf_adapters.timing.estimates import median
+from tf_adapters.timing.phase import Phase
+from tf_adapters.timing.timer import ActionTimer, HostClock, Sample, clock_for
 
 FORWARD, BACKWARD = Action.parse("0F0"), Action.parse("0B0")
 UPPER, LOWER = Phase.MONITORING_UPPER, Phase.MONITORING_LOWER

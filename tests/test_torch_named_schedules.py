@@ -10,7 +10,7 @@ from schedules import gpipe, one_f_one_b
 from torch.distributed.pipelining import _schedule_visualizer as visualizer
 
 from tf_adapters.errors import ScheduleError
-from tf_adapters.ir import Action, Kind
+from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.torch_pipelining.named import NAMES, named_schedule
 
 LISTS = {
@@ -99,5 +99,6 @@ def test_what_torch_does_not_take_is_refused(arguments: tuple, problem: str) -> 
 
 
 def test_importing_the_modules_imports_no_torch() -> None:
-    check = "import sys, tf_adapters.torch_pipelining.named, tf_adapters.model_costs; sys.exit('torch' in sys.modules)"
+    modules = "tf_adapters.torch_pipelining.named, tf_adapters.simulate.model_costs"
+    check = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0

@@ -10,7 +10,7 @@ import torch
 from low_rank import masked_names
 from torch_ranks import BLOCKS, SCHEDULES, Case, Layers, batch, loss_fn, pool, train
 
-from tf_adapters.rows import FrozenRows
+from tf_adapters.selection.rows import FrozenRows
 from tf_adapters.testing import masked_gradients, relative_error
 
 pytestmark = pytest.mark.distributed

@@ -303,19 +303,19 @@ def test_a_failing_solver_is_the_same_on_all_ranks(on_error: str) -> None:
 
 
 def with_broken_solver(case: Case) -> tuple[str | None, int]:
-    import tf_adapters.planning
+    import tf_adapters.training.plan_maker
 
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("the solver broke")
 
     run = attached(case)
-    original, tf_adapters.planning.plan = tf_adapters.planning.plan, broken
+    original, tf_adapters.training.plan_maker.plan = tf_adapters.training.plan_maker.plan, broken
     try:
         losses_of(run, range(6))
     except Exception as error:
         return f"{type(error).__name__}: {error}", -1
     finally:
-        tf_adapters.planning.plan = original
+        tf_adapters.training.plan_maker.plan = original
     return None, sum(len(run.adapter.controller.frozen_parameters(t, 1, 0)) for t in range(1, 20))
 
 

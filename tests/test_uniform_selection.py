@@ -5,9 +5,9 @@ from math import prod
 import numpy as np
 import pytest
 
-from tf_adapters.masks import StageMasks
+from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.uniform import Drawn, UniformSelection
-from tf_adapters.units import FreezeUnit, freezable_work, frozen_share
+from tf_adapters.selection.units import FreezeUnit, freezable_work, frozen_share
 
 
 def layers(*shapes, blocks):

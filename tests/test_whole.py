@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 from schedules import gpipe, one_f_one_b, split_one_f_one_b
 
-from tf_adapters.dag import PipelineDag
 from tf_adapters.errors import PlanInputError
-from tf_adapters.ir import Action, Kind, PipelineSchedule
-from tf_adapters.planner import Bounds, FreezePlan, plan, plan_from_json
-from tf_adapters.prediction import planned_makespan
+from tf_adapters.planner.forecast import planned_makespan
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.solve import plan, plan_from_json
+from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
 FORWARD, BACKWARD = 17.0, 35.0
 FIRST = [Action(0, Kind.BACKWARD, m) for m in range(8)]

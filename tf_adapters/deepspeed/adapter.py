@@ -15,10 +15,8 @@ import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as host_checkpointing
 from deepspeed.runtime.pipe import schedule as host
 
-from tf_adapters.agreement import gather_units
 from tf_adapters.collectives import ProcessGroupCollectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.controller import Controller, HostInfo
 from tf_adapters.deepspeed.optimizers import (
     HeldParameters,
     fill_missing_gradients,
@@ -28,13 +26,15 @@ from tf_adapters.deepspeed.optimizers import (
 from tf_adapters.deepspeed.schedules import SCHEDULES, MicrobatchTracker, translate
 from tf_adapters.deepspeed.stages import is_dualpipev, parameters_by_stage, row_masks_by_stage, stages_of
 from tf_adapters.deepspeed.support import refuse_compiled
-from tf_adapters.ir import Action, Kind
-from tf_adapters.masking import units_of
+from tf_adapters.hosts.units import units_of
+from tf_adapters.masking.rows import with_rows
 from tf_adapters.overrides import Overrides
-from tf_adapters.phases import DEFAULT_WARMUP_STEPS
-from tf_adapters.row_masking import with_rows
-from tf_adapters.timing import clock_for
-from tf_adapters.units import same_names
+from tf_adapters.schedule.ir import Action, Kind
+from tf_adapters.selection.units import same_names
+from tf_adapters.timing.timer import clock_for
+from tf_adapters.training.agreement import gather_units
+from tf_adapters.training.controller import Controller, HostInfo
+from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
 ATTRIBUTE = "timely_freeze"  # of the engine: its adapter
 CHECKPOINT_KEY = "timely_freeze"

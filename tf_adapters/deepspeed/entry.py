@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from tf_adapters.agreement import agree_on_settings
 from tf_adapters.collectives import ProcessGroupCollectives
 from tf_adapters.config import TimelyFreezeConfig, find_section
 from tf_adapters.deepspeed.adapter import ATTRIBUTE, DeepSpeedAdapter
@@ -14,6 +13,7 @@ from tf_adapters.deepspeed.stages import is_dualpipev
 from tf_adapters.deepspeed.support import check, warnings
 from tf_adapters.errors import ConfigError
 from tf_adapters.log import announce
+from tf_adapters.training.agreement import agree_on_settings
 
 
 def attach(engine: Any, config: TimelyFreezeConfig | Mapping[str, Any] | None) -> DeepSpeedAdapter | None:

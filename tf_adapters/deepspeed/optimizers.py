@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from tf_adapters.row_holding import HeldRows, Kept, updated_with
+from tf_adapters.masking.held_rows import HeldRows, Kept, updated_with
 from tf_adapters.selection.sampling import HeldValues, Piece
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from deepspeed.runtime.pipe import schedule as host
 
 from tf_adapters.deepspeed.stages import stage_of
-from tf_adapters.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
 
 class MicrobatchTracker:

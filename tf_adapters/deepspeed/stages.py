@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tf_adapters.row_masking import RowMask, plain_layer, row_layers
+from tf_adapters.masking.rows import RowMask, plain_layer, row_layers
 
 
 def is_dualpipev(engine: Any) -> bool:

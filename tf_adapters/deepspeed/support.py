@@ -10,9 +10,9 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from tf_adapters.compiled import COMPILED, is_compiled
 from tf_adapters.deepspeed.stages import is_dualpipev
 from tf_adapters.errors import UnsupportedError
+from tf_adapters.masking.compiled import COMPILED, is_compiled
 
 _ENGINE_SYMBOLS = (
     "_INSTRUCTION_MAP",

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from tf_adapters.arguments import add_arguments
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.phases import DEFAULT_WARMUP_STEPS
+from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
 if TYPE_CHECKING:
     import torch
 
     from tf_adapters.megatron.adapter import MegatronAdapter
-    from tf_adapters.reporting import MetricSink
+    from tf_adapters.report.observer import MetricSink
 
 __all__ = ["add_arguments", "attach", "install", "revert"]
 

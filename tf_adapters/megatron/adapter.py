@@ -15,23 +15,23 @@ from typing import Any
 
 import torch
 
-from tf_adapters.agreement import gather_units
 from tf_adapters.collectives import ProcessGroupCollectives, holds_first_rank, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.controller import Controller, HostInfo
-from tf_adapters.ir import Action, Kind
 from tf_adapters.log import announce
+from tf_adapters.masking.rows import RowMask, row_layers, with_rows
 from tf_adapters.megatron.chunks import Chunk
 from tf_adapters.megatron.optimizers import HeldParameters, held_values
 from tf_adapters.megatron.rows import parallel_layer
 from tf_adapters.megatron.schedules import PipelinePosition, translate
 from tf_adapters.megatron.units import tied_places, units_of
 from tf_adapters.overrides import Overrides
-from tf_adapters.phases import DEFAULT_WARMUP_STEPS
-from tf_adapters.reporting import MetricSink
-from tf_adapters.row_masking import RowMask, row_layers, with_rows
-from tf_adapters.timing import clock_for
-from tf_adapters.units import Tie
+from tf_adapters.report.observer import MetricSink
+from tf_adapters.schedule.ir import Action, Kind
+from tf_adapters.selection.units import Tie
+from tf_adapters.timing.timer import clock_for
+from tf_adapters.training.agreement import gather_units
+from tf_adapters.training.controller import Controller, HostInfo
+from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
 ATTRIBUTE = "timely_freeze"  # of a model chunk: its adapter
 TIMER = "timely-freeze"  # among Megatron's timers: what freezing itself takes between the batches

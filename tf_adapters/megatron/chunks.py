@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tf_adapters.masks import NOTHING_FROZEN, Mask
 from tf_adapters.megatron.ddp import FrozenGradients
+from tf_adapters.selection.masks import NOTHING_FROZEN, Mask
 
 
 class Chunk:

@@ -13,14 +13,14 @@ from megatron.core.utils import get_model_config
 import megatron_patches.backward_step
 import megatron_patches.forward_backward
 import megatron_patches.forward_step
-from tf_adapters.agreement import agree_on_settings
 from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
 from tf_adapters.megatron.adapter import MegatronAdapter, adapter_of, tagged
 from tf_adapters.megatron.support import check
-from tf_adapters.phases import DEFAULT_WARMUP_STEPS
-from tf_adapters.reporting import MetricSink
+from tf_adapters.report.observer import MetricSink
+from tf_adapters.training.agreement import agree_on_settings
+from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
 Config = TimelyFreezeConfig | Mapping[str, Any] | None
 

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from tf_adapters.row_holding import HeldRows, Kept, updated_with
+from tf_adapters.masking.held_rows import HeldRows, Kept, updated_with
 from tf_adapters.selection.sampling import HeldValues, Piece
 
 

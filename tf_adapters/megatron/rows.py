@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
-from tf_adapters.row_masking import (
+from tf_adapters.masking.rows import (
     RowLayer,
     Tensors,
     bias_gradient,
@@ -21,7 +21,7 @@ from tf_adapters.row_masking import (
     plain_layer,
     trained_rows,
 )
-from tf_adapters.rows import FrozenRows
+from tf_adapters.selection.rows import FrozenRows
 
 
 def parallel_layer(module: torch.nn.Module) -> RowLayer | None:

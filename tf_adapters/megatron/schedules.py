@@ -17,7 +17,7 @@ from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_orde
 
 from tf_adapters.collectives import Collectives, on_all_ranks
 from tf_adapters.errors import ScheduleError
-from tf_adapters.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
 
 @dataclass(frozen=True)

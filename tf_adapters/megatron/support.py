@@ -10,8 +10,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.utils import get_model_config
 
-from tf_adapters.compiled import COMPILED, is_compiled
 from tf_adapters.errors import UnsupportedError
+from tf_adapters.masking.compiled import COMPILED, is_compiled
 from tf_adapters.megatron.optimizers import inner_of, leaves
 
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (

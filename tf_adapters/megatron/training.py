@@ -17,7 +17,7 @@ from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
 from tf_adapters.config import SECTION
 from tf_adapters.megatron.adapter import TIMER, MegatronAdapter
 from tf_adapters.megatron.entry import attach
-from tf_adapters.phases import DEFAULT_WARMUP_STEPS
+from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
 
 class TrainingScript:

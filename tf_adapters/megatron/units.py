@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tf_adapters.units import FreezeUnit, Tie
+from tf_adapters.selection.units import FreezeUnit, Tie
 
 
 def units_of(chunk: torch.nn.Module, config: Any, expert_parallel_size: int) -> tuple[FreezeUnit, ...]:

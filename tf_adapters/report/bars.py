@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from tf_adapters.ir import Kind
 from tf_adapters.report.layout import Block, Panel
+from tf_adapters.schedule.ir import Kind
 
 __all__ = ["ASCII", "BLOCKS", "Glyphs", "Line", "bars", "glyphs_for", "legend"]
 

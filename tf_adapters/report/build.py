@@ -10,15 +10,15 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import tf_adapters
-from tf_adapters.ir import Action, Kind
-from tf_adapters.memory import MemoryMeter
-from tf_adapters.phases import Phase
 from tf_adapters.report.schema import BackwardSample, Host, Measured, PeakMemory, Phases, Report, Schedule, Status
-from tf_adapters.robust import median
-from tf_adapters.timing import ActionTimer
+from tf_adapters.schedule.ir import Action, Kind
+from tf_adapters.timing.estimates import median
+from tf_adapters.timing.memory import MemoryMeter
+from tf_adapters.timing.phase import Phase
+from tf_adapters.timing.timer import ActionTimer
 
 if TYPE_CHECKING:
-    from tf_adapters.controller import Controller
+    from tf_adapters.training.controller import Controller
 
 _REPORTED = (Phase.MONITORING_UPPER, Phase.MONITORING_LOWER, Phase.MONITORING_MIXED, Phase.STABLE)
 _SINGLE_SAMPLES = 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tf_adapters.ir import Kind
+from tf_adapters.schedule.ir import Kind
 
 __all__ = ["BASE", "NAMES", "TERMINAL", "Rgb", "shade"]
 

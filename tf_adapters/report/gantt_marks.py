@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tf_adapters.errors import UnsupportedError
-from tf_adapters.ir import Action, Kind
 from tf_adapters.report.colours import BASE, NAMES, shade
 from tf_adapters.report.layout import Block, Panel
+from tf_adapters.schedule.ir import Action, Kind
 
 __all__ = [
     "Frame",

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from tf_adapters.dag import PipelineDag
 from tf_adapters.errors import ConfigError
-from tf_adapters.ir import Action, PipelineSchedule
 from tf_adapters.report.measured import stable_samples
 from tf_adapters.report.schema import Report
+from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.ir import Action, PipelineSchedule
 
 __all__ = ["Block", "Panel", "after", "before", "measured", "panels_of", "timeline"]
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tf_adapters.errors import ConfigError
-from tf_adapters.ir import Action
-from tf_adapters.phases import PhaseSchedule
 from tf_adapters.report.gantt_marks import matplotlib_module
 from tf_adapters.report.schema import Report
+from tf_adapters.schedule.ir import Action
+from tf_adapters.training.phases import PhaseSchedule
 
 __all__ = ["Line", "draw_plots", "fitted", "freeze_ratio_by_step", "plots_of"]
 

@@ -23,9 +23,9 @@ from pydantic import (
 )
 
 from tf_adapters.errors import ConfigError, ScheduleError, TimelyFreezeError
-from tf_adapters.gaps import Gaps
-from tf_adapters.ir import PipelineSchedule
-from tf_adapters.planner import FreezePlan
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.schedule.ir import PipelineSchedule
+from tf_adapters.timing.transfers import Gaps
 
 __all__ = [
     "FORMAT",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tf_adapters.ir import Kind, PipelineSchedule
 from tf_adapters.report.layout import Panel
 from tf_adapters.report.measured import stable_samples
 from tf_adapters.report.page import Page, Table, as_text
 from tf_adapters.report.schema import Report
+from tf_adapters.schedule.ir import Kind, PipelineSchedule
 
 __all__ = ["page", "summary"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.selection.updates import Memory, Updates
-from tf_adapters.units import FreezeUnit
 
 
 def layers_of(units: Mapping[int, Sequence[FreezeUnit]]) -> np.ndarray:

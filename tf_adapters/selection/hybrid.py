@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from tf_adapters.selection.uniform import Drawn, UniformSelection
-from tf_adapters.units import FreezeUnit, freezable_work
+from tf_adapters.selection.units import FreezeUnit, freezable_work
 
 _EPSILON = 1e-9
 

@@ -15,8 +15,8 @@ from tf_adapters.selection.apf import Apf
 from tf_adapters.selection.autofreeze import AutoFreeze, layers_of
 from tf_adapters.selection.encoding import decode, encode
 from tf_adapters.selection.sampling import HeldValues, PieceKey, PieceReading, read
+from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.selection.updates import Memory, Snapshot, Updates, by_stage, unit_places
-from tf_adapters.units import FreezeUnit
 
 Units = Mapping[int, Sequence[FreezeUnit]]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tf_adapters.units import FreezeUnit, freezable_work
+from tf_adapters.selection.units import FreezeUnit, freezable_work
 
 _EPSILON = 1e-9
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tf_adapters.selection.strata import draw_whole, spread, strata
-from tf_adapters.units import FreezeUnit
+from tf_adapters.selection.units import FreezeUnit
 
 _EPSILON = 1e-9
 _GROUP, _MANY = 8, 1024

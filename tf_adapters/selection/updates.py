@@ -10,7 +10,7 @@ import numpy as np
 
 from tf_adapters.selection.encoding import decode, encode
 from tf_adapters.selection.sampling import PieceKey, Readings
-from tf_adapters.units import FreezeUnit
+from tf_adapters.selection.units import FreezeUnit
 
 Memory = Mapping[str, np.ndarray]
 """What a stability metric knows from the checks before, by name; ``scores`` are the last check's."""

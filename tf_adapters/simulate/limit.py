@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tf_adapters.dag import PipelineDag
-from tf_adapters.ir import Action, PipelineSchedule
+from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.ir import Action, PipelineSchedule
 
 __all__ = ["Holder", "held_by"]
 

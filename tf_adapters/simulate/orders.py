@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tf_adapters.errors import ConfigError, ScheduleError, UnsupportedError
-from tf_adapters.ir import Action, PipelineSchedule
+from tf_adapters.schedule.ir import Action, PipelineSchedule
 
 __all__ = ["SCHEDULES", "SINGLE", "Sizes", "canonical", "named_order", "read_csv"]
 

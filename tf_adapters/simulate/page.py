@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from tf_adapters.ir import Action
 from tf_adapters.report.layout import Panel
 from tf_adapters.report.page import Page, Table
+from tf_adapters.schedule.ir import Action
 from tf_adapters.simulate.simulation import Gain, Simulation
 
 __all__ = ["chart_panels", "comparison_page", "simulation_page"]
@@ -98,7 +98,7 @@ def _facts(simulation: Simulation) -> Iterator[tuple[str, str]]:
 
 
 def _step(simulation: Simulation, step_ms: float | None) -> Iterator[tuple[str, str]]:
-    """As ``tf_adapters.prediction.forecast``: what is no pipeline computation stays as it was measured."""
+    """As ``tf_adapters.planner.forecast.forecast``: what is no pipeline computation stays as it was measured."""
     if step_ms is not None:
         expected = step_ms - (simulation.unfrozen.end_ms - simulation.gain.stable_ms)
         yield "step", f"{_ms(step_ms)} measured with nothing frozen, {_ms(expected)} expected in stable freezing"

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tf_adapters.errors import ConfigError
-from tf_adapters.gaps import NO_GAPS, Gaps
-from tf_adapters.ir import Action, Kind, PipelineSchedule
-from tf_adapters.model_costs import StageCost
-from tf_adapters.planner import Bounds
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.simulate.model_costs import StageCost
+from tf_adapters.timing.transfers import NO_GAPS, Gaps
 
 __all__ = ["Pipeline", "between_ranks", "recut", "stage_times"]
 

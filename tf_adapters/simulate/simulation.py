@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tf_adapters.dag import PipelineDag
-from tf_adapters.ir import Action
-from tf_adapters.planner import FreezePlan, plan
-from tf_adapters.prediction import stable_durations
+from tf_adapters.planner.forecast import stable_durations
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.solve import plan
 from tf_adapters.report.layout import Panel, timeline
+from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.ir import Action
 from tf_adapters.simulate.limit import Holder, held_by
 from tf_adapters.simulate.pipeline import Pipeline
 
@@ -21,7 +22,7 @@ __all__ = ["Gain", "Simulation", "SweepPoint", "simulate"]
 class Gain:
     """A batch in ms and its gain in throughput over the batch with nothing frozen: 0.25 is a quarter more.
 
-    ``stable_ms`` and ``stable_gain`` are those of stable freezing as ``tf_adapters.prediction`` expects it: where all
+    ``stable_ms`` and ``stable_gain`` are those of stable freezing as ``planner.forecast`` expects it: where all
     of stage 0 is frozen its backward is gone. The planner's straight line does not know of this; a plan that freezes
     first-stage backwards whole does, of those that it chose so.
     """
@@ -97,7 +98,7 @@ def simulate(
 ) -> Simulation:
     """Plan ``pipeline`` at ``max_freeze_ratio`` and at every ratio of ``sweep``, all in [0, 1].
 
-    ``first_stage_vanishes``: plan with backwards of the first stage that are frozen whole (``tf_adapters.whole``), as
+    ``first_stage_vanishes``: plan with backwards of the first stage that are frozen whole (``planner.first_stage``), as
     training does by default. Raises PlanInputError, ScheduleError and SolverError as ``tf_adapters.planner.plan`` does.
     """
     solved = {

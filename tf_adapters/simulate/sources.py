@@ -7,9 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tf_adapters.errors import ConfigError, PlanInputError
-from tf_adapters.gaps import Gaps
-from tf_adapters.ir import Action, PipelineSchedule
-from tf_adapters.model_costs import (
+from tf_adapters.planner.problem import (
+    check_communication,
+    check_flag,
+    check_overhead,
+    check_ratio,
+    check_times,
+    read_input,
+)
+from tf_adapters.report.schema import Report
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.simulate.model_costs import (
     LLAMA_1B,
     LLAMA_8B,
     LLAMA_13B,
@@ -18,12 +27,10 @@ from tf_adapters.model_costs import (
     split_layers,
     stage_costs,
 )
-from tf_adapters.plan_input import check_communication, check_flag, check_overhead, check_ratio, check_times, read_input
-from tf_adapters.planner import Bounds
-from tf_adapters.report.schema import Report
 from tf_adapters.simulate.options import ModelOptions, Options, StageOptions
 from tf_adapters.simulate.orders import Sizes, named_order, read_csv
 from tf_adapters.simulate.pipeline import Pipeline, between_ranks, recut, stage_times
+from tf_adapters.timing.transfers import Gaps
 
 __all__ = ["Request", "read_request"]
 
@@ -38,7 +45,7 @@ Costs = Callable[[PipelineSchedule], Sequence[StageCost]]
 class Request:
     """What to simulate: pipelines, r_max for all of them, where the times come from, in words, and remarks.
 
-    ``first_stage_vanishes``: whether plans may freeze backwards of the first stage whole (``tf_adapters.whole``).
+    ``first_stage_vanishes``: whether plans may freeze backwards of the first stage whole (``planner.first_stage``).
     ``step_ms`` is how long a whole step of the first pipeline took with nothing frozen, where that was measured.
     """
 

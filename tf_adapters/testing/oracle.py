@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tf_adapters.rows import FrozenRows
+from tf_adapters.selection.rows import FrozenRows
 
 
 def masked_gradients(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from tf_adapters.controller import Controller
+    from tf_adapters.training.controller import Controller
 
 _K = TypeVar("_K")
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from tf_adapters.ir import Action
-from tf_adapters.planner import FreezePlan, plan
-from tf_adapters.planning import Planned
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.solve import plan
+from tf_adapters.schedule.ir import Action
+from tf_adapters.training.plan_maker import Planned
 
 if TYPE_CHECKING:
-    from tf_adapters.controller import Controller
+    from tf_adapters.training.controller import Controller
 
 Ratios = float | Mapping[str, float] | Callable[[Action], float]
 

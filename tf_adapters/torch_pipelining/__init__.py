@@ -13,7 +13,7 @@ from tf_adapters.config import TimelyFreezeConfig
 if TYPE_CHECKING:
     import torch
 
-    from tf_adapters.reporting import MetricSink
+    from tf_adapters.report.observer import MetricSink
     from tf_adapters.torch_pipelining.adapter import TorchPipeliningAdapter
 
 __all__ = ["attach"]

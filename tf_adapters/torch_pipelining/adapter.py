@@ -15,21 +15,21 @@ from typing import Any
 
 import torch
 
-from tf_adapters.agreement import gather_units
 from tf_adapters.collectives import ProcessGroupCollectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.controller import Controller, HostInfo
-from tf_adapters.ir import Action, Kind
+from tf_adapters.masking.rows import with_rows
 from tf_adapters.overrides import Overrides
-from tf_adapters.phases import DEFAULT_WARMUP_STEPS
-from tf_adapters.reporting import MetricSink
-from tf_adapters.row_masking import with_rows
-from tf_adapters.timing import clock_for
+from tf_adapters.report.observer import MetricSink
+from tf_adapters.schedule.ir import Action, Kind
+from tf_adapters.timing.timer import clock_for
 from tf_adapters.torch_pipelining.optimizers import Updates
 from tf_adapters.torch_pipelining.replicas import frozen_replica, report_to_reducer
 from tf_adapters.torch_pipelining.rows import row_mask
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
 from tf_adapters.torch_pipelining.units import held_values, shared_parameters, units_of
+from tf_adapters.training.agreement import gather_units
+from tf_adapters.training.controller import Controller, HostInfo
+from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
 ATTRIBUTE = "timely_freeze"  # of the schedule: its adapter
 STATE_KEY = "timely_freeze"

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from tf_adapters.agreement import agree_on_settings
 from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
-from tf_adapters.reporting import MetricSink
+from tf_adapters.report.observer import MetricSink
 from tf_adapters.torch_pipelining.adapter import ATTRIBUTE, TorchPipeliningAdapter
 from tf_adapters.torch_pipelining.support import check
+from tf_adapters.training.agreement import agree_on_settings
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 

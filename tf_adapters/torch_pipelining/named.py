@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tf_adapters.errors import ScheduleError
-from tf_adapters.ir import PipelineSchedule
+from tf_adapters.schedule.ir import PipelineSchedule
 
 __all__ = ["NAMES", "named_schedule"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from tf_adapters.controller import Controller
-from tf_adapters.row_holding import Kept, updated_with
+from tf_adapters.masking.held_rows import Kept, updated_with
 from tf_adapters.torch_pipelining.rows import elements
+from tf_adapters.training.controller import Controller
 
 
 class Updates:

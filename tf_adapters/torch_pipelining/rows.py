@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tf_adapters.row_holding import HeldRows
-from tf_adapters.row_masking import RowLayer, RowMask, layer_of_kind, plain_layer, row_layers
+from tf_adapters.masking.held_rows import HeldRows
+from tf_adapters.masking.rows import RowLayer, RowMask, layer_of_kind, plain_layer, row_layers
 
 
 def row_mask(stage: torch.nn.Module) -> RowMask:

@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.pipelining import schedules as host
 
 from tf_adapters.errors import UnsupportedError
-from tf_adapters.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
 _KINDS = {kind.value: kind for kind in Kind}
 

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.pipelining import schedules as host
 from torch.nn.parallel import DistributedDataParallel
 
-from tf_adapters.compiled import COMPILED, is_compiled
 from tf_adapters.errors import UnsupportedError
-from tf_adapters.ir import Kind, PipelineSchedule
+from tf_adapters.masking.compiled import COMPILED, is_compiled
+from tf_adapters.schedule.ir import Kind, PipelineSchedule
 from tf_adapters.torch_pipelining.replicas import reshards_after_forward
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
 

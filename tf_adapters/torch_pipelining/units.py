@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tf_adapters.selection.sampling import HeldValues, Piece
-from tf_adapters.units import FreezeUnit, Tie
+from tf_adapters.selection.units import FreezeUnit, Tie
 
 
 def units_of(module: torch.nn.Module) -> tuple[FreezeUnit, ...]:

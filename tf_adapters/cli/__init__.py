@@ -1,0 +1,41 @@
+"""The ``tf-adapters`` command: ``plan``, ``simulate``, ``show`` and ``doctor``, each in its own module."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from tf_adapters import __version__
+
+__all__ = ["build_parser", "main"]
+
+_SUBCOMMANDS = ("tf_adapters.cli.plan", "tf_adapters.cli.simulate", "tf_adapters.cli.show", "tf_adapters.cli.doctor")
+"""Modules with ``add_parser(subparsers)``, which sets ``run``: from the arguments to an exit status."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with every subcommand."""
+    parser = argparse.ArgumentParser(
+        prog="tf-adapters", description="TimelyFreeze for pipeline-parallel training: plan, look, check."
+    )
+    parser.add_argument("--version", action="version", version=f"tf-adapters {__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for module in _SUBCOMMANDS:
+        importlib.import_module(module).add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    args = build_parser().parse_args(argv)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; Python's own flush at exit must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status

@@ -1,0 +1,122 @@
+"""``tf-adapters plan``: times and a schedule in, freeze ratios out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tf_adapters.errors import PlanInputError, SolverError
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.solve import plan_from_json
+
+__all__ = ["add_parser", "load_json"]
+
+_DESCRIPTION = """\
+Read a pipeline schedule with each action's time, all frozen and nothing frozen, in ms;
+print how much of each backward's weight-gradient work to skip so that the batch ends earliest.
+INPUT.json: {"ranks": [["0F0", "0B0"], ["1F0", "1B0"]], "times": {"0F0": [12, 12], "0B0": [11, 24.5], ...},
+             "communication": {"0F0->1F0": 0.4}, "max_freeze_ratio": 0.8}; "-" reads standard input.
+Exit status: 0 with a plan, 2 for wrong input, 1 when the solver fails."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``plan`` to the subparsers of ``tf-adapters``."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="plan freeze ratios from measured times",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("input", metavar="INPUT.json", help="schedule and times; - for standard input")
+    parser.add_argument("--out", metavar="PLAN.json", help="write the plan here and print one line instead")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan as ``args`` say; returns the exit status."""
+    try:
+        plan = plan_from_json(load_json(args.input))
+    except PlanInputError as error:
+        return _fail(str(error), 2)
+    except SolverError as error:
+        return _fail(str(error), 1)
+    text = json.dumps(plan.to_json(), indent=2) + "\n"
+    if args.out is None:
+        sys.stdout.write(text)
+        return 0
+    try:
+        _write_atomically(Path(args.out), text)
+    except OSError as error:
+        return _fail(f"--out: cannot write {args.out}: {error.strerror or error}", 2)
+    print(_summary(plan, args.out))
+    return 0
+
+
+def load_json(path: str) -> Any:
+    """The JSON in a file, or on standard input for ``-``. Raises PlanInputError, one line."""
+    name = "standard input" if path == "-" else path
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise PlanInputError(f"cannot read {name}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise PlanInputError(f"cannot read {name}: not UTF-8 text") from error
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        raise PlanInputError(f"{name}: not JSON: {error.msg} at line {error.lineno}") from error
+    except RecursionError as error:
+        raise PlanInputError(f"{name}: not a plan's input: nested too deeply") from error
+    except ValueError as error:
+        # Python refuses integers of thousands of digits with a plain ValueError.
+        raise PlanInputError(f"{name}: not JSON: {str(error).splitlines()[0]}") from error
+
+
+def _refuse_constant(literal: str) -> NoReturn:
+    raise PlanInputError(f"{literal} is not JSON: times are finite numbers of at least 0, ratios from 0 to 1")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in out:
+            raise PlanInputError(f"field {key!r} is there twice in one object")
+        out[key] = value
+    return out
+
+
+def _summary(plan: FreezePlan, out: str) -> str:
+    times = plan.makespan_ms
+    return (
+        f"{out}: batch {times.unfrozen:.6g} -> {times.planned:.6g} ms"
+        f" (fully frozen {times.fully_frozen:.6g}), mean freeze ratio {plan.mean_freeze_ratio:.3f}"
+    )
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """A reader sees the old file or the whole new one, never a part."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")  # a device or a pipe must not be replaced by a file
+        return
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"tf-adapters plan: {' '.join(message.split())}", file=sys.stderr)
+    return status

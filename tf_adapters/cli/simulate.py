@@ -1,0 +1,103 @@
+"""``tf-adapters simulate``: what freezing would bring, before anything is trained."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
+
+from tf_adapters.errors import ConfigError, SolverError, TimelyFreezeError
+from tf_adapters.simulate.options import add_arguments, read_options
+
+if TYPE_CHECKING:
+    from tf_adapters.simulate.simulation import Simulation
+    from tf_adapters.simulate.sources import Request
+
+__all__ = ["add_parser", "run"]
+
+_DESCRIPTION = """\
+What TimelyFreeze would bring to a pipeline: batch time, bubbles, critical path, freeze ratios, the gain at r_max and
+the most that any r_max could give; for one schedule in detail, for several side by side.
+Gains are in throughput, over the same schedule with nothing frozen."""
+_EXAMPLES = """\
+examples:
+  tf-adapters simulate runs/demo/timely_freeze/report.json
+  tf-adapters simulate --schedule 1f1b --stages 4 --microbatches 8 --forward-ms 10,10,11,13 --backward-ms 20
+  tf-adapters simulate --schedule gpipe,1f1b,interleaved,zbv --ranks 4 --microbatches 8 --model llama-8b --png all.png
+Stages are counted over the whole pipeline: zbv with --stages 8 has two on each of 4 ranks. With --ranks alone, times
+are per rank, and a schedule with two stages on a rank cuts each in two: so schedules are compared on the same model.
+Exit status: 0, 2 for wrong input, 1 when the solver fails."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``simulate`` to the command line."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="what freezing would bring to a schedule, from measured or assumed times",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    parser.error = _refuse  # type: ignore[method-assign]  # a page of usage would hide the one line that says why
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate as ``args`` say and print; 0, or 2 (the solver failing: 1) with one line on stderr."""
+    from tf_adapters.cli.plan import load_json
+    from tf_adapters.report.outputs import check_outputs
+    from tf_adapters.simulate.simulation import simulate
+    from tf_adapters.simulate.sources import read_request
+
+    try:
+        options = read_options(args)
+        check_outputs(args)
+        request = read_request(options, load_json)
+        simulations = [
+            simulate(each, request.max_freeze_ratio, options.sweep, request.first_stage_vanishes)
+            for each in request.pipelines
+        ]
+        _output(args, request, simulations)
+    except SolverError as error:
+        return _fail(error, 1)
+    except TimelyFreezeError as error:
+        return _fail(error, 2)
+    return 0
+
+
+def _output(args: argparse.Namespace, request: Request, simulations: list[Simulation]) -> None:
+    from tf_adapters.report.outputs import write_outputs
+    from tf_adapters.report.page import print_page, terminal_width
+    from tf_adapters.simulate.page import chart_panels, comparison_page, simulation_page
+
+    if len(simulations) == 1:
+        page = simulation_page(simulations[0], request.source, request.notes, terminal_width(), request.step_ms)
+    else:
+        page = comparison_page(simulations, request.source, request.notes)
+    headline = "Simulated" if len(simulations) > 1 else f"Simulated, {simulations[0].pipeline.name}"
+    unfrozen = [each.unfrozen.end_ms for each in simulations for _ in each.panels]
+    lines = write_outputs(args, chart_panels(simulations), headline, unfrozen)
+    if args.json:
+        data = {
+            "times": request.source,
+            "notes": list(request.notes),
+            "measured_step_ms": request.step_ms,
+            "simulations": [s.to_json() for s in simulations],
+        }
+        print(json.dumps(data, indent=1, allow_nan=False))
+        return
+    print_page(replace(page, panels=()) if args.no_gantt else page)
+    for line in lines:
+        print(f"\n{line}")
+
+
+def _refuse(message: str) -> NoReturn:
+    raise SystemExit(_fail(ConfigError(message), 2))
+
+
+def _fail(error: Exception, status: int) -> int:
+    print(f"tf-adapters simulate: {' '.join(str(error).split())}", file=sys.stderr)
+    return status

@@ -1,0 +1,1 @@
+"""What every host adapter is built from."""

@@ -1,0 +1,107 @@
+"""A plan: what to freeze, and the batch that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from tf_adapters.errors import PlanInputError
+from tf_adapters.planner.program import SolverStatus
+from tf_adapters.schedule.ir import Action
+
+__all__ = ["FreezePlan", "Makespan", "SolverReport"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Makespan:
+    """How long a batch takes in ms with nothing frozen, as planned, and with everything frozen."""
+
+    unfrozen: float
+    planned: float
+    fully_frozen: float
+
+
+@dataclass(frozen=True)
+class SolverReport:
+    """Which solver ran, how it ended, its wall time in s, and how far the plan is from the optimum at most.
+
+    ``optimality_gap`` is proven: no freeze ratios within the budgets end the batch before
+    (1 - optimality_gap) * planned makespan, or that is the target. Whether the first stage's last backward is frozen
+    whole (``first_stage_vanishes``) it takes as given.
+    """
+
+    name: str
+    status: SolverStatus
+    seconds: float
+    optimality_gap: float
+
+
+@dataclass(frozen=True)
+class FreezePlan:
+    """What to freeze, and the batch that follows. Times in ms from the batch's start, ratios in [0, 1].
+
+    ``freeze_ratio`` has the actions that compute weight gradients (B and W), ``start_ms`` and
+    ``duration_ms`` have every action. The means are over B and W actions, of all stages or of one.
+    """
+
+    makespan_ms: Makespan
+    freeze_ratio: Mapping[Action, float]
+    start_ms: Mapping[Action, float]
+    duration_ms: Mapping[Action, float]
+    mean_freeze_ratio: float
+    stage_freeze_ratio: Mapping[int, float]
+    critical_path: tuple[Action, ...]
+    solver: SolverReport
+
+    def to_json(self) -> dict[str, Any]:
+        """The PLAN object that ``tf-adapters plan`` prints; actions and stages become text keys."""
+        return {
+            "makespan_ms": asdict(self.makespan_ms),
+            "freeze_ratio": _text_keys(self.freeze_ratio),
+            "start_ms": _text_keys(self.start_ms),
+            "duration_ms": _text_keys(self.duration_ms),
+            "mean_freeze_ratio": self.mean_freeze_ratio,
+            "stage_freeze_ratio": _text_keys(self.stage_freeze_ratio),
+            "critical_path": [str(action) for action in self.critical_path],
+            "solver": {**asdict(self.solver), "status": self.solver.status.value},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> FreezePlan:
+        """Read a PLAN object, the inverse of ``to_json``. Raises PlanInputError naming the wrong field."""
+        return cls(
+            makespan_ms=_read(data, "makespan_ms", lambda value: Makespan(**value)),
+            freeze_ratio=_read(data, "freeze_ratio", _action_keys),
+            start_ms=_read(data, "start_ms", _action_keys),
+            duration_ms=_read(data, "duration_ms", _action_keys),
+            mean_freeze_ratio=_read(data, "mean_freeze_ratio", float),
+            stage_freeze_ratio=_read(
+                data, "stage_freeze_ratio", lambda value: {int(k): float(v) for k, v in value.items()}
+            ),
+            critical_path=_read(data, "critical_path", lambda value: tuple(map(Action.parse, value))),
+            solver=_read(
+                data,
+                "solver",
+                lambda value: SolverReport(**{**value, "status": SolverStatus(value["status"])}),
+            ),
+        )
+
+
+def _text_keys(values: Mapping[Any, float]) -> dict[str, float]:
+    return {str(key): value for key, value in values.items()}
+
+
+def _action_keys(values: Mapping[str, float]) -> dict[Action, float]:
+    return {Action.parse(key): float(value) for key, value in values.items()}
+
+
+def _read(data: Mapping[str, Any], field: str, convert: Callable[[Any], _T]) -> _T:
+    if not isinstance(data, Mapping) or field not in data:
+        raise PlanInputError(f"{field}: missing in the plan")
+    try:
+        return convert(data[field])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise PlanInputError(f"{field}: not what a plan holds there ({error})") from error

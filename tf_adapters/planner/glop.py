@@ -1,0 +1,190 @@
+"""The planner's linear program, solved by GLOP.
+
+Paper, section "Linear Programming Formulation", with w_i = upper_i - r_i * range_i put in for the
+durations, so that the variables are the start times P_i, the freeze ratios r_i and the batch's end P_d. The
+paper's weighted objective becomes three solves in order of importance, so that no weight has to be small
+enough:
+
+1. the earliest end of the batch;
+2. the least total freezing that keeps that end;
+3. among those, freezing spread evenly (a piecewise linear sum of r squared), because a vertex freezes all of
+   one action and nothing of the next where a part of both would do. Keeping each stage's largest ratio low
+   would not do it: in most schedules some action near the batch's ends is frozen whole in every optimum.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tf_adapters.errors import SolverError
+from tf_adapters.planner.program import Floats, Flow, FreezeProblem, Optimum, SolverStatus
+
+__all__ = ["solve"]
+
+
+_SLACKS = (1e-11, 1e-9, 1e-8, 1e-7)
+"""How much later solves may miss what earlier ones reached, tried in turn. The first is as good as none. In large
+programs whose times all differ GLOP may find that infeasible, by its own tolerance."""
+
+_MAKESPAN_TOLERANCE = 1e-9
+_FREEZING_SLACK = 1e-8
+_SEGMENTS = 4
+_ITERATIONS, _ITERATIONS_PER_ACTION = 2_000, 10
+"""Where a solve ends: now and then the simplex method goes round in circles for ever. Solves that end by themselves
+took up to 7 for each action."""
+
+# The presolve is off because it throws the basis away from which the next solve starts. That basis is primal
+# feasible for the next objective. The first solve has none; there the dual simplex is several times faster.
+_GLOP_FIRST = "use_preprocessing:false use_dual_simplex:true"
+_GLOP_NEXT = "use_preprocessing:false use_dual_simplex:false"
+_GLOP_AGAIN = "use_preprocessing:true use_dual_simplex:true"
+
+
+def solve(problem: FreezeProblem, time_limit_s: float | None = None, target: float = 0.0) -> Optimum:
+    """Solve the program; its unit of time should be near a typical duration, for GLOP's sake.
+
+    An end of ``target`` is early enough: nothing is frozen to end before it.
+
+    Raises SolverError with GLOP's status when one of the first two solves does not end OPTIMAL. The third
+    only breaks ties: when it fails, the second's solution stands.
+    """
+    model = _Model(problem, time_limit_s)
+    flow = model.minimise_makespan(target)
+    return Optimum(model.spread(model.minimise_freezing()), flow)
+
+
+class _Model:
+    """GLOP's model of a FreezeProblem; each solve starts from the basis of the one before."""
+
+    def __init__(self, problem: FreezeProblem, time_limit_s: float | None) -> None:
+        from ortools.linear_solver import pywraplp  # half a second that importing the planner should not take
+
+        self._problem = problem
+        self._deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+        self._solver: Any = pywraplp.Solver.CreateSolver("GLOP")
+        self._solver.SuppressOutput()
+        self._warm, self._fresh = pywraplp.MPSolverParameters(), pywraplp.MPSolverParameters()
+        self._fresh.SetIntegerParam(self._fresh.INCREMENTALITY, self._fresh.INCREMENTALITY_OFF)
+        self._statuses = {getattr(pywraplp.Solver, s.value): s for s in SolverStatus if s.value != "NOT_NEEDED"}
+        infinity = self._solver.infinity()
+        self._starts = [self._solver.NumVar(0.0, infinity, "") for _ in problem.dag.actions]
+        self._ratios = {int(i): self._solver.NumVar(0.0, 1.0, "") for i in np.flatnonzero(problem.ranges > 0.0)}
+        self._end = self._solver.NumVar(0.0, infinity, "")
+        self._latest = float("inf")  # when the batch has to end, once that is known
+        iterations = _ITERATIONS + _ITERATIONS_PER_ACTION * len(problem.dag.actions)
+        self._limit = f" max_number_of_iterations:{iterations}"
+        self._edge_rows = self._add_edges()
+        self._end_rows = self._add_ends()
+        self._add_budgets()
+
+    def minimise_makespan(self, target: float = 0.0) -> Flow:
+        self._solve([(self._end, 1.0)], "earliest end of the batch", _GLOP_FIRST)
+        ends = np.zeros(len(self._starts))
+        for position, row in self._end_rows.items():
+            ends[position] = row.dual_value()
+        flow = Flow(np.array([row.dual_value() for row in self._edge_rows], dtype=np.float64), ends)
+        # The end that the ratios really reach, not GLOP's value of it, is what later solves can surely keep.
+        self._latest = max(self._problem.end(self._read()), target)
+        return flow
+
+    def minimise_freezing(self) -> Floats:
+        self._solve_holding(
+            [(self._end, self._latest)], [(ratio, 1.0) for ratio in self._ratios.values()], "least freezing"
+        )
+        return self._read()
+
+    def spread(self, least: Floats) -> Floats:
+        """Even out ``least`` without a later end or more freezing; ``least`` itself when GLOP cannot."""
+        most = float(least.sum()) * (1.0 + _FREEZING_SLACK)
+        total = self._solver.Constraint(-self._solver.infinity(), most)
+        cost = []
+        for ratio in self._ratios.values():
+            total.SetCoefficient(ratio, 1.0)
+            parts = self._solver.Constraint(0.0, 0.0)
+            parts.SetCoefficient(ratio, -1.0)
+            for segment in range(_SEGMENTS):
+                part = self._solver.NumVar(0.0, 1.0 / _SEGMENTS, "")
+                parts.SetCoefficient(part, 1.0)
+                cost.append((part, 2.0 * segment + 1.0))
+        try:
+            self._solve_holding([(self._end, self._latest), (total, most)], cost, "even freezing")
+        except SolverError:
+            return least
+        even = self._read()
+        holds = self._problem.end(even) <= self._end.Ub() * (1.0 + _MAKESPAN_TOLERANCE)
+        return even if holds and float(even.sum()) <= total.Ub() * (1.0 + _FREEZING_SLACK) else least
+
+    def _add_edges(self) -> list[Any]:
+        upper = self._problem.upper.tolist()
+        rows = []
+        for source, target, delay in zip(*(c.tolist() for c in self._problem.dag.edges), strict=True):
+            row = self._row_after(source, upper[source] + delay)
+            row.SetCoefficient(self._starts[target], 1.0)
+            rows.append(row)
+        return rows
+
+    def _add_ends(self) -> dict[int, Any]:
+        rows = {}
+        for position in set(range(len(self._starts))) - set(self._problem.dag.edges.sources.tolist()):
+            rows[position] = self._row_after(position, float(self._problem.upper[position]))
+            rows[position].SetCoefficient(self._end, 1.0)
+        return rows
+
+    def _row_after(self, source: int, length: float) -> Any:
+        """``P_target - P_source + range * r_source >= length``; the caller adds the target's term."""
+        row = self._solver.Constraint(length, self._solver.infinity())
+        row.SetCoefficient(self._starts[source], -1.0)
+        if source in self._ratios:
+            row.SetCoefficient(self._ratios[source], float(self._problem.ranges[source]))
+        return row
+
+    def _add_budgets(self) -> None:
+        for stage, positions in self._problem.stages.items():
+            row = self._solver.Constraint(-self._solver.infinity(), self._problem.budgets[stage])
+            for position in positions.tolist():
+                if position in self._ratios:
+                    row.SetCoefficient(self._ratios[position], 1.0)
+
+    def _solve_holding(self, held: Sequence[tuple[Any, float]], cost: list[tuple[Any, float]], purpose: str) -> None:
+        """Solve with variables or rows of at most what an earlier solve reached."""
+        for slack in _SLACKS:
+            for bounded, most in held:
+                bounded.SetUb(most * (1.0 + slack))
+            try:
+                return self._solve(cost, purpose)
+            except SolverError as error:
+                failure = error
+        raise failure
+
+    def _solve(self, cost: list[tuple[Any, float]], purpose: str, parameters: str = _GLOP_NEXT) -> None:
+        objective = self._solver.Objective()
+        objective.Clear()
+        for variable, coefficient in cost:
+            objective.SetCoefficient(variable, coefficient)
+        objective.SetMinimization()
+        status = self._run(parameters, purpose)
+        if status in (SolverStatus.ABNORMAL, SolverStatus.FEASIBLE, SolverStatus.NOT_SOLVED):
+            status = self._run(_GLOP_AGAIN, purpose)
+        if status is not SolverStatus.OPTIMAL:
+            raise SolverError(f"GLOP ended {status.value} while looking for the {purpose}")
+
+    def _run(self, parameters: str, purpose: str) -> SolverStatus:
+        if self._deadline is not None:
+            left = self._deadline - time.monotonic()
+            if left <= 0.0:
+                raise SolverError(
+                    f"GLOP ended {SolverStatus.NOT_SOLVED.value} while looking for the {purpose}: out of time"
+                )
+            self._solver.SetTimeLimit(max(1, int(left * 1e3)))
+        self._solver.SetSolverSpecificParametersAsString(parameters + self._limit)
+        return self._statuses[self._solver.Solve(self._fresh if parameters == _GLOP_AGAIN else self._warm)]
+
+    def _read(self) -> Floats:
+        ratios = np.zeros(len(self._starts))
+        for position, variable in self._ratios.items():
+            ratios[position] = variable.solution_value()
+        return np.clip(ratios, 0.0, 1.0)

@@ -1,0 +1,135 @@
+"""The planner beside training: in a process of its own, so that nothing that befalls it befalls the training.
+
+The process runs at a low priority, ends itself at its time limit, and is the one that a kernel short of memory
+ends first. Input and output are files: a pipe would make the training wait for a reader that is still starting.
+
+    python -m tf_adapters.planner.worker INPUT.json PLAN.json SECONDS
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tf_adapters.errors import PlanInputError, SolverError
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.solve import plan_from_json
+
+__all__ = ["BackgroundPlan"]
+
+_GRACE_S = 5.0
+"""For the process to start and to write its plan, beyond the solver's limit."""
+
+
+class BackgroundPlan:
+    """A plan that another process works on.
+
+    Args:
+        problem: the planner's INPUT object (DESIGN: ``tf-adapters plan``).
+        time_limit_s: seconds that the solver may take.
+
+    Raises OSError when no process can be started.
+    """
+
+    def __init__(self, problem: Mapping[str, Any], time_limit_s: float) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="timely_freeze_")
+        folder = Path(self._folder.name)
+        self._plan, self._words = folder / "plan.json", folder / "stderr.txt"
+        (folder / "input.json").write_text(json.dumps(problem), encoding="utf-8")
+        self._limit_s = time_limit_s
+        self._deadline = time.monotonic() + time_limit_s + _GRACE_S
+        command = [sys.executable, "-m", __name__, str(folder / "input.json"), str(self._plan), str(time_limit_s)]
+        with self._words.open("wb") as words:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=words, env=_environment()
+            )
+        self._finalizer = weakref.finalize(self, _end, self._process, self._folder)
+
+    def poll(self) -> FreezePlan | None:
+        """The plan, once it is there; None as long as it is being made.
+
+        Raises SolverError, one line, when the process has failed, has died or is past its limit.
+        """
+        status = self._process.poll()
+        if status is None:
+            if time.monotonic() <= self._deadline:
+                return None
+            self.close()
+            raise SolverError(f"the planner was stopped: no plan within solver_time_limit_s, {self._limit_s:g} s")
+        try:
+            if status != 0:
+                raise SolverError(self._failure(status))
+            return FreezePlan.from_json(json.loads(self._plan.read_text(encoding="utf-8")))
+        except (OSError, ValueError, PlanInputError) as error:
+            raise SolverError(f"the planner's output cannot be read: {error}") from error
+        finally:
+            self.close()
+
+    def wait(self) -> FreezePlan:
+        """The plan, waited for. Raises SolverError as ``poll``."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, self._deadline - time.monotonic()))
+        found = self.poll()
+        while found is None:
+            time.sleep(0.05)
+            found = self.poll()
+        return found
+
+    def close(self) -> None:
+        """End the process, if it still runs, and remove its files."""
+        self._finalizer()
+
+    def _failure(self, status: int) -> str:
+        words = self._words.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        if status < 0:
+            return f"the planner was killed by {signal.Signals(-status).name}"
+        return words[-1] if words else f"the planner ended with exit status {status}"
+
+
+def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+    folder.cleanup()
+
+
+def _environment() -> dict[str, str]:
+    """The process must find what this one has imported, and may not take more than a core from the training."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+
+
+def main(arguments: list[str]) -> int:
+    """Read INPUT.json, write PLAN.json; 0, or 1 with one line on stderr."""
+    source, target, seconds = Path(arguments[0]), Path(arguments[1]), float(arguments[2])
+    _step_back(seconds)
+    try:
+        found = plan_from_json(json.loads(source.read_text(encoding="utf-8")), time_limit_s=seconds)
+        target.write_text(json.dumps(found.to_json()), encoding="utf-8")
+    except Exception as error:
+        print(" ".join(f"{error}".split()) or type(error).__name__, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _step_back(seconds: float) -> None:
+    """Leave cores, memory and time to the training."""
+    if hasattr(signal, "alarm"):
+        signal.alarm(int(seconds + 2 * _GRACE_S) + 1)  # should nobody be left to end this process
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(10)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

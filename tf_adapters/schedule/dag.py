@@ -1,0 +1,123 @@
+"""A pipeline schedule as a directed acyclic graph: when each action starts and how long the batch takes.
+
+The paper's appendix "Edge Construction Rules" lists source and destination, intra-stage, inter-stage and
+schedule edges. A rank's order already implies the intra-stage ones, so only the order chain and the
+inter-stage edges are kept. Instead of one named source and one named destination, every action without a
+predecessor starts no earlier than 0 and every action without a successor ends no later than the batch: with
+split backwards or idle ranks the last action need not be the first stage's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tf_adapters.errors import ScheduleError
+from tf_adapters.schedule.ir import Action, PipelineSchedule
+
+__all__ = ["Edges", "PipelineDag"]
+
+
+class Edges(NamedTuple):
+    """Edge k goes from ``sources[k]`` to ``targets[k]`` (positions in ``PipelineDag.actions``), by target.
+
+    ``delay[k]`` is the communication time in ms between the source's end and the target's earliest start.
+    """
+
+    sources: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    delay: NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineDag:
+    """Actions in topological order and the edges between them; time and memory are linear in their number."""
+
+    actions: tuple[Action, ...]
+    index: dict[Action, int]
+    edges: Edges
+
+    @classmethod
+    def from_schedule(
+        cls,
+        schedule: PipelineSchedule,
+        communication: Mapping[tuple[Action, Action], float] | None = None,
+        overhead: Mapping[Action, float] | None = None,
+    ) -> PipelineDag:
+        """Build the DAG of ``schedule``; ``communication`` gives ms for edges between stages, 0 where absent.
+
+        ``overhead`` is ms that an action's rank spends between the action before it and this one, though nothing
+        is waited for: receiving what has come, launching.
+
+        Raises ScheduleError when the schedule cannot run, or when ``communication`` names a pair that is
+        not an edge between stages.
+        """
+        schedule.validate()
+        delays = dict.fromkeys(schedule.transfers(), 0.0)
+        for (source, target), delay in (communication or {}).items():
+            if (source, target) not in delays:
+                raise ScheduleError(f"{source}->{target} is not an edge between stages of this schedule")
+            delays[source, target] = float(delay)
+        # A transfer between neighbours on one rank (V-shaped schedules) implies the order edge.
+        for rank in schedule.ranks:
+            for before, action in pairwise(rank):
+                own = float((overhead or {}).get(action, 0.0))
+                delays[before, action] = max(own, delays.get((before, action), 0.0))
+        actions = schedule.execution_order()
+        index = {action: position for position, action in enumerate(actions)}
+        return cls(actions, index, _sorted_edges(delays, index))
+
+    def durations(self, durations: Mapping[Action, float]) -> NDArray[np.float64]:
+        """The values of ``durations`` in the order of ``actions``."""
+        return np.array([durations[action] for action in self.actions], dtype=np.float64)
+
+    def earliest_starts(self, durations: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Earliest start of each action in ms (the paper's P_i); durations and result follow ``actions``."""
+        starts = [0.0] * len(self.actions)
+        length = durations.tolist()
+        for source, target, delay in zip(*(column.tolist() for column in self.edges), strict=True):
+            starts[target] = max(starts[target], starts[source] + length[source] + delay)
+        return np.array(starts, dtype=np.float64)
+
+    def start_times(self, durations: Mapping[Action, float]) -> dict[Action, float]:
+        """Earliest start of each action in ms, the batch starting at 0."""
+        return dict(zip(self.actions, self.earliest_starts(self.durations(durations)).tolist(), strict=True))
+
+    def makespan(self, durations: Mapping[Action, float]) -> float:
+        """Time in ms from the batch's start to the end of its last action."""
+        return self.end(self.durations(durations))
+
+    def end(self, durations: NDArray[np.float64]) -> float:
+        """``makespan`` of durations in the order of ``actions``."""
+        with np.errstate(over="ignore"):  # the caller sees the infinity
+            return float(np.max(self.earliest_starts(durations) + durations, initial=0.0))
+
+    def critical_path(self, durations: Mapping[Action, float]) -> tuple[Action, ...]:
+        """One chain of actions, first to last, whose durations and delays add up to the makespan."""
+        length = self.durations(durations)
+        finish = self.earliest_starts(length) + length
+        latest: dict[int, tuple[float, int]] = {}
+        for source, target, delay in zip(*(column.tolist() for column in self.edges), strict=True):
+            arrival = (float(finish[source]) + delay, source)
+            if target not in latest or arrival[0] > latest[target][0]:
+                latest[target] = arrival
+        position = int(np.argmax(finish))
+        path = [self.actions[position]]
+        while position in latest:
+            position = latest[position][1]
+            path.append(self.actions[position])
+        return tuple(reversed(path))
+
+
+def _sorted_edges(delays: Mapping[tuple[Action, Action], float], index: Mapping[Action, int]) -> Edges:
+    rows = sorted((index[target], index[source], delay) for (source, target), delay in delays.items())
+    return Edges(
+        sources=np.array([source for _, source, _ in rows], dtype=np.int64),
+        targets=np.array([target for target, _, _ in rows], dtype=np.int64),
+        delay=np.array([delay for _, _, delay in rows], dtype=np.float64),
+    )

@@ -1,0 +1,117 @@
+"""The masks of every stage, as a pure function of (seed, step, stage, microbatch) and of what is preferred."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tf_adapters.selection.hybrid import HybridSelection
+from tf_adapters.selection.rows import FrozenRows
+from tf_adapters.selection.uniform import UniformSelection
+from tf_adapters.selection.units import FreezeUnit, frozen_share, limited, preferred_share
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """What is frozen while one microbatch passes one stage.
+
+    ``names`` are frozen whole; of each of ``rows`` a part is frozen, and none of them is among ``names``. ``share`` is
+    of the stage's freezable work (``frozen_share``). ``complete``: no weight gradient is left to compute, which is
+    always so on a stage that trains nothing.
+    """
+
+    names: tuple[str, ...] = ()
+    share: float = 0.0
+    complete: bool = False
+    rows: tuple[FrozenRows, ...] = ()
+
+
+_Selection = UniformSelection | HybridSelection
+NOTHING_FROZEN = Mask()
+NOTHING_TRAINS = Mask(complete=True)
+NONE_PREFERRED: frozenset[int] = frozenset()
+NO_CAPS: Mapping[str, float] = {}
+
+
+class StageMasks:
+    """Draws masks from nothing but its arguments, so replicas agree without talking and a restart repeats them.
+
+    ``units`` holds every stage of the pipeline, not only this rank's: any rank can then tell what any other
+    freezes, which tied parameters need. What a pattern of ``exclude`` matches is never frozen and counts as no work;
+    what a pattern of ``caps`` matches is frozen with its cap, in [0, 1], times the ratio. ConfigError for a pattern
+    that matches nothing. Units that have rows may be frozen in part.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[int, Sequence[FreezeUnit]],
+        seed: int,
+        exclude: Sequence[str] = (),
+        caps: Mapping[str, float] = NO_CAPS,
+    ) -> None:
+        self._units = limited(units, exclude, caps)
+        self._excludes = {stage: len(self._units[stage]) < len(of_stage) for stage, of_stage in units.items()}
+        self._uniform = {stage: _selection(of_stage) for stage, of_stage in self._units.items()}
+        self._hybrid: dict[int, tuple[frozenset[int], _Selection]] = {}  # the newest of each stage
+        self._names = {s: tuple(n for unit in of_stage for n in unit.names) for s, of_stage in self._units.items()}
+        self._seed = seed
+
+    @property
+    def units(self) -> Mapping[int, Sequence[FreezeUnit]]:
+        """What can be frozen, by stage."""
+        return self._units
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return tuple(sorted(self._units))
+
+    @property
+    def first_training_stage(self) -> int | None:
+        """The first stage that trains anything, frozen now and then or never."""
+        return next((stage for stage in self.stages if self._units[stage] or self._excludes[stage]), None)
+
+    def can_freeze_all(self, stage: int) -> bool:
+        """Whether a ratio of 1 freezes everything that a stage trains."""
+        return not self._excludes[stage] and all(unit.cap == 1.0 for unit in self._units[stage])
+
+    def excludes(self, stage: int) -> bool:
+        """Whether a stage trains something that no mask ever freezes."""
+        return self._excludes[stage]
+
+    def draw(
+        self, step: int, stage: int, microbatch: int, ratio: float, preferred: frozenset[int] = NONE_PREFERRED
+    ) -> Mask:
+        """The mask for an actual freeze ratio in [0, 1]; units at ``preferred`` are frozen before any other."""
+        units = self._units[stage]
+        if not units and not self._excludes[stage]:
+            return NOTHING_TRAINS
+        if ratio <= 0.0 or not units:
+            return NOTHING_FROZEN
+        rng = np.random.default_rng([self._seed, step, stage, microbatch])
+        drawn = self._selection_of(stage, preferred).draw(ratio, rng)
+        names = tuple(name for index in sorted(drawn.whole) for name in units[index].names)
+        rows = tuple(FrozenRows(units[i].names, *drawn.partial[i], units[i].rows) for i in sorted(drawn.partial))
+        share = frozen_share(units, drawn.whole, {index: count for index, (_, count) in drawn.partial.items()})
+        complete = len(drawn.whole) == len(units) and not self._excludes[stage]
+        return Mask(names, share, complete, rows)
+
+    def names(self, stage: int) -> tuple[str, ...]:
+        """Every parameter of a stage that can be frozen."""
+        return self._names[stage]
+
+    def share(self, stage: int, chosen: frozenset[int]) -> float:
+        """The ratio at which a mask that prefers the units at ``chosen`` freezes them and no other, in [0, 1]."""
+        return preferred_share(self._units[stage], chosen)
+
+    def _selection_of(self, stage: int, preferred: frozenset[int]) -> _Selection:
+        if not preferred:
+            return self._uniform[stage]
+        if stage not in self._hybrid or self._hybrid[stage][0] != preferred:
+            self._hybrid[stage] = preferred, _selection(self._units[stage], preferred)
+        return self._hybrid[stage][1]
+
+
+def _selection(units: Sequence[FreezeUnit], preferred: frozenset[int] = NONE_PREFERRED) -> _Selection:
+    return HybridSelection(units, preferred) if preferred else UniformSelection(units)

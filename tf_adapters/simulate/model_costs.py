@@ -1,0 +1,185 @@
+"""What the stages of a Llama model compute, in FLOPs: the planner's input where there is nothing to measure.
+
+Counted are matrix products, a multiply-add as two FLOPs. A product of activations with a weight costs the same
+three times: forward, gradient of its input, gradient of its weight. Attention's products of activations with
+activations have no weight: two forward, five backward (FlashAttention-2, section 4.1: the backward takes 2.5 times
+the forward's FLOPs, one of its five products being the scores again). The embedding is a look-up, its gradient an
+addition. Norms, rotary embedding, SiLU and the loss are below 1% of the FLOPs and left out; what their memory
+traffic takes can be put in as ``CostOptions``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+
+__all__ = [
+    "LLAMA_1B",
+    "LLAMA_8B",
+    "LLAMA_13B",
+    "CostOptions",
+    "LlamaShape",
+    "StageCost",
+    "action_bounds",
+    "split_layers",
+    "stage_costs",
+]
+
+_ATTENTION_BACKWARD = 2.5
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaShape:
+    """A Llama model's sizes, under the names of its published ``config.json``."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    vocab_size: int
+    tie_word_embeddings: bool = False
+
+    @property
+    def layer_weights(self) -> int:
+        """Elements of a layer's seven weight matrices: q, o; k, v; gate, up, down."""
+        keys = self.hidden_size // self.num_attention_heads * self.num_key_value_heads
+        attention = 2 * self.hidden_size**2 + 2 * self.hidden_size * keys
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def embedding_weights(self) -> int:
+        """Elements of the embedding; the head has as many."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        """All elements, as published: a tied head counts once."""
+        norms = (2 * self.num_hidden_layers + 1) * self.hidden_size
+        ends = self.embedding_weights * (1 if self.tie_word_embeddings else 2)
+        return self.num_hidden_layers * self.layer_weights + norms + ends
+
+
+# config.json of meta-llama/Llama-3.2-1B, meta-llama/Meta-Llama-3-8B and meta-llama/Llama-2-13b-hf.
+LLAMA_1B = LlamaShape(16, 2048, 32, 8, 8192, 128256, tie_word_embeddings=True)
+LLAMA_8B = LlamaShape(32, 4096, 32, 8, 14336, 128256)
+LLAMA_13B = LlamaShape(40, 5120, 40, 40, 13824, 32000)
+
+
+@dataclass(frozen=True, slots=True)
+class CostOptions:
+    """What else is counted, or is not. Bytes are turned into FLOPs at ``flops_per_byte``, the machine's balance."""
+
+    attention_share: float = 0.5
+    """Share of the sequence x sequence scores that is computed: a half with a causal kernel, 1 without."""
+    recompute: float = 0.0
+    """Share of the layers whose forward the backward runs again (activation checkpointing)."""
+    head: bool = True
+    """Whether the last stage has the output head."""
+    loss_forward_bytes: float = 0.0
+    """Memory traffic of the loss, forward, in bytes for each logit."""
+    loss_backward_bytes: float = 0.0
+    """The same, backward: it belongs to the input gradient."""
+    weight_gradient_bytes: float = 0.0
+    """Memory traffic of adding up the weight gradient, in bytes for each weight and microbatch."""
+    flops_per_byte: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """FLOPs of one stage for one microbatch."""
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+
+    def __add__(self, other: StageCost) -> StageCost:
+        return StageCost(
+            self.forward + other.forward,
+            self.input_grad + other.input_grad,
+            self.weight_grad + other.weight_grad,
+        )
+
+
+def split_layers(layers: int, stages: int, ends: int = 1) -> tuple[int, ...]:
+    """How many layers each stage gets when embedding and head count as ``ends`` layers each; extra ones go first.
+
+    With ``ends=1`` this is TorchTitan's default (``generate_llm_fqn_per_model_part``), with 0 the even split.
+    Raises ValueError when an end does not fit.
+    """
+    base, extra = divmod(layers + 2 * ends, stages)
+    counts = [base + (stage < extra) for stage in range(stages)]
+    counts[0] -= ends
+    counts[-1] -= ends
+    if min(counts) < 0:
+        raise ValueError(f"{layers} layers on {stages} stages: too few for ends that count as {ends} layers")
+    return tuple(counts)
+
+
+def stage_costs(
+    shape: LlamaShape,
+    layers: Sequence[int],
+    sequences: int,
+    length: int,
+    options: CostOptions | None = None,
+) -> tuple[StageCost, ...]:
+    """FLOPs by stage of a microbatch of ``sequences`` sequences of ``length`` tokens; ``layers`` by stage."""
+    options = options or CostOptions()
+    tokens = sequences * length
+    layer = _layer(shape, tokens, length, options)
+    costs = [StageCost(n * layer.forward, n * layer.input_grad, n * layer.weight_grad) for n in layers]
+    costs[0] += StageCost(0.0, 0.0, tokens * shape.hidden_size)
+    if options.head:
+        costs[-1] += _head(shape, tokens, options)
+    return tuple(costs)
+
+
+def _layer(shape: LlamaShape, tokens: int, length: int, options: CostOptions) -> StageCost:
+    linear = 2.0 * tokens * shape.layer_weights
+    attention = 4.0 * tokens * length * shape.hidden_size * options.attention_share
+    forward = linear + attention
+    return StageCost(
+        forward=forward,
+        input_grad=linear + _ATTENTION_BACKWARD * attention + options.recompute * forward,
+        weight_grad=linear + shape.layer_weights * options.weight_gradient_bytes * options.flops_per_byte,
+    )
+
+
+def _head(shape: LlamaShape, tokens: int, options: CostOptions) -> StageCost:
+    linear = 2.0 * tokens * shape.embedding_weights
+    logits = tokens * shape.vocab_size * options.flops_per_byte
+    return StageCost(
+        forward=linear + logits * options.loss_forward_bytes,
+        input_grad=linear + logits * options.loss_backward_bytes,
+        weight_grad=linear + shape.embedding_weights * options.weight_gradient_bytes * options.flops_per_byte,
+    )
+
+
+def action_bounds(
+    schedule: PipelineSchedule,
+    costs: Sequence[StageCost],
+    flops_per_ms: float,
+    first_stage_disappears: bool = False,
+) -> dict[Action, Bounds]:
+    """How long each action takes, all frozen and nothing frozen, in ms.
+
+    The first stage passes no input gradient on, but random masks leave it to compute down to its first trained
+    layer: that stays in its lower bound, as the controller measures it. ``first_stage_disappears`` is the paper's
+    reading, where all is frozen and the backward is gone. With split backwards torch computes nothing in the first
+    stage's I and its whole backward in W (``_PipelineStageBase.backward_weight_one_chunk``, torch 2.13).
+    """
+
+    def bounds(action: Action) -> Bounds:
+        cost, first = costs[action.stage], action.stage == 0
+        if action.kind is Kind.FORWARD:
+            return Bounds(cost.forward, cost.forward)
+        if action.kind is Kind.INPUT_GRAD:
+            return Bounds(0.0, 0.0) if first else Bounds(cost.input_grad, cost.input_grad)
+        before = cost.input_grad if first or action.kind is Kind.BACKWARD else 0.0
+        return Bounds(0.0 if first and first_stage_disappears else before, before + cost.weight_grad)
+
+    found = {action: bounds(action) for action in schedule.actions}
+    return {a: Bounds(b.lower / flops_per_ms, b.upper / flops_per_ms) for a, b in found.items()}

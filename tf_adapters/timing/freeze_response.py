@@ -1,0 +1,144 @@
+"""How long the backwards of a stage take under freezing: a straight line in the frozen share, fitted to samples.
+
+A weight gradient costs the same whatever else is frozen, so what freezing saves of a backward is in proportion to the
+frozen share of the stage's work (paper section 3.2.1). One slope (``line``) serves all microbatches of a stage: they
+run the same kernels. Samples are taken at the usual pace (``pace``).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action, Kind
+from tf_adapters.timing.estimates import estimate, shrink
+from tf_adapters.timing.phase import Phase
+from tf_adapters.timing.step_speed import PacedSamples
+from tf_adapters.timing.theil_sen import Line, Point, fit
+from tf_adapters.timing.timer import Sample
+
+_T = TypeVar("_T")
+Group = tuple[int, Kind]
+"""What does the same work: a stage's actions of one kind."""
+
+_FREEZING = (Phase.MONITORING_LOWER, Phase.MONITORING_MIXED)
+_SAME_WORK = 1.25
+"""The longest of a stage's backwards over the shortest, up to which they do the same work: caches, not lengths."""
+
+_STRAIGHT = 0.05
+"""Departure from the line, as a share of the unfrozen time, up to which nothing is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """What this rank has measured while monitoring: ms of each action with nothing frozen, and the responses.
+
+    A response is a line whose error is that of the worse known one of its two ends.
+    """
+
+    unfrozen_ms: Mapping[Action, float]
+    responses: Mapping[Group, Line]
+
+    @property
+    def error(self) -> float:
+        """The worst of the responses' errors."""
+        return max((response.error for response in self.responses.values()), default=0.0)
+
+    def bounds(self) -> dict[Action, Bounds]:
+        """Bounds in ms. Forwards do not change with freezing (paper section 3.2.1), so both of theirs are one.
+
+        Where a stage's backwards take about as long, freezing saves the same ms of each: they skip the same weight
+        gradients. Differences that are none would have the plan freeze the same microbatches whole in every step, and
+        nothing would be learned from their samples.
+        """
+        found = {action: Bounds(ms, ms) for action, ms in self.unfrozen_ms.items()}
+        groups = _by_group(self.unfrozen_ms)
+        for group, response in self.responses.items():
+            upper = groups[group]
+            alike = max(upper.values()) <= _SAME_WORK * min(upper.values())
+            mean = statistics.fmean(upper.values())
+            for action, ms in upper.items():
+                found[action] = Bounds(max(0.0, ms - response.saved * (mean if alike else ms)), ms)
+        return found
+
+    def notes(self) -> tuple[str, ...]:
+        """A sentence for each stage whose line is not straight."""
+        return tuple(
+            f"stage {stage}: masks of half of the work save {bend.value:+.0%} of a backward more than the straight "
+            "line between the bounds"
+            for (stage, _), response in sorted(self.responses.items())
+            if (bend := response.bend) is not None and abs(bend.value) > max(_STRAIGHT, 3.0 * bend.error)
+        )
+
+
+def measured_times(paced: PacedSamples, first_stage: int | None) -> StageTimes:
+    """Fit the lines to what monitoring has measured on this rank so far.
+
+    ``first_stage`` is the first one that trains anything: frozen whole, nothing is left of its backwards.
+    """
+    unfrozen = _unfrozen_ms(paced)
+    upper = {action: ms for group in unfrozen.values() for action, ms in group.items()}
+    found = {
+        group: response
+        for group, of_group in unfrozen.items()
+        if group[1].freezable and (response := _fit(paced, of_group, group[0] == first_stage)) is not None
+    }
+    return StageTimes(upper, found)
+
+
+def _unfrozen_ms(paced: PacedSamples) -> dict[Group, dict[Action, float]]:
+    """The microbatches of a stage do the same work: their differences count as far as noise does not explain them."""
+    estimates = {
+        action: found
+        for action in paced.actions(Phase.MONITORING_UPPER)
+        if (found := estimate(sample.ms for sample in paced.samples(Phase.MONITORING_UPPER, action))) is not None
+    }
+    return {group: shrink(of_group) for group, of_group in _by_group(estimates).items()}
+
+
+def _by_group(of: Mapping[Action, _T]) -> dict[Group, dict[Action, _T]]:
+    groups: dict[Group, dict[Action, _T]] = {}
+    for action, value in of.items():
+        groups.setdefault((action.stage, action.kind), {})[action] = value
+    return groups
+
+
+def _fit(paced: PacedSamples, upper: Mapping[Action, float], vanishes: bool) -> Line | None:
+    """The response of one group, given its unfrozen times; None where nothing was frozen in any sample."""
+    line = fit(_points(paced, upper, vanishes))
+    if line is None:
+        return None
+    return replace(line, error=math.hypot(_unfrozen_error(paced, upper), line.error))
+
+
+def _points(paced: PacedSamples, upper: Mapping[Action, float], vanishes: bool) -> list[list[Point]]:
+    """By step. Where a backward ``vanishes`` when it is frozen whole, such samples are no part of the line."""
+    sampled = {a: [sample for phase in _FREEZING for sample in paced.samples(phase, a)] for a in upper}
+    limit = 1.0 if vanishes and _has_partial(sampled) else math.inf
+    steps: list[list[Point]] = [[] for _ in range(max(map(len, sampled.values())))]
+    for action, samples in sampled.items():
+        for points, sample in zip(steps, samples, strict=False):
+            if sample.share < limit and upper[action] > 0.0:
+                points.append(Point(sample.share, sample.ms / upper[action]))
+    return steps
+
+
+def _has_partial(sampled: Mapping[Action, Sequence[Sample]]) -> bool:
+    return any(0.0 < sample.share < 1.0 for samples in sampled.values() for sample in samples)
+
+
+def _unfrozen_error(paced: PacedSamples, upper: Mapping[Action, float]) -> float:
+    """Relative standard error of a group's unfrozen time: from step to step, and from sample to sample."""
+    ratios = [
+        [sample.ms / ms for sample in paced.samples(Phase.MONITORING_UPPER, action)]
+        for action, ms in upper.items()
+        if ms > 0.0
+    ]
+    steps = list(zip(*ratios, strict=False))
+    by_step = estimate(statistics.median(of_step) for of_step in steps)
+    off = estimate(ratio for of_step in steps for ratio in of_step)
+    return max(by_step.error, off.error) if by_step and off else math.inf

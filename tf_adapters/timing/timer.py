@@ -1,0 +1,183 @@
+"""How long actions take: marks on the device's own time line, or on a host clock where there is no device.
+
+Nothing here synchronises inside a step: a device mark is read once the device has passed it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from tf_adapters.schedule.ir import Action
+from tf_adapters.timing.estimates import median
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Clock(Protocol):
+    """Marks moments and tells the time between two of them."""
+
+    def mark(self) -> Any:
+        """A moment, as seen by the device that runs the work."""
+
+    def elapsed_ms(self, start: Any, stop: Any) -> float | None:
+        """Milliseconds between two marks; None while the device has not passed ``stop`` yet."""
+
+    def synchronize(self) -> None:
+        """Wait until every mark has been passed."""
+
+
+class HostClock:
+    """For work that is done when the call returns: CPU."""
+
+    def mark(self) -> int:
+        return time.perf_counter_ns()
+
+    def elapsed_ms(self, start: int, stop: int) -> float:
+        return (stop - start) / 1e6
+
+    def synchronize(self) -> None:
+        return None
+
+
+class DeviceClock:
+    """Events in the current stream of an accelerator; recording one costs microseconds and waits for nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch  # the command line reads traces without it
+
+        self._module = torch.get_device_module(device)
+
+    def mark(self) -> Any:
+        event = self._module.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_ms(self, start: Any, stop: Any) -> float | None:
+        return float(start.elapsed_time(stop)) if stop.query() else None
+
+    def synchronize(self) -> None:
+        self._module.synchronize()
+
+
+def clock_for(device: torch.device) -> Clock:
+    """The clock of the device that the model lives on."""
+    return HostClock() if device.type == "cpu" else DeviceClock(device)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured action. ``share`` is the share of its freezable work that was frozen (``units.frozen_share``)."""
+
+    share: float
+    ms: float
+
+
+class _Marked(NamedTuple):
+    """An action between two marks, or a whole step (no action), and the mark of its step's beginning."""
+
+    phase: str
+    action: Action | None
+    share: float
+    start: Any
+    stop: Any
+    origin: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """When an action ran, in ms since its rank's step began."""
+
+    start_ms: float
+    end_ms: float
+
+
+Trace = Mapping[Action, Interval]
+"""One step of one rank."""
+
+_TRACES = 32
+
+
+class ActionTimer:
+    """Collects samples of actions and of whole steps, by phase. Bounded: it keeps the newest ``keep`` of each.
+
+    Of the newest 32 steps it also keeps the traces.
+    """
+
+    def __init__(self, clock: Clock, keep: int = 256) -> None:
+        self._clock = clock
+        self._origin: Any = None
+        self._pending: deque[_Marked] = deque()
+        self._actions: dict[tuple[str, Action], deque[Sample]] = defaultdict(lambda: deque(maxlen=keep))
+        self._steps: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=keep))
+        self._trace: dict[Action, Interval] = {}
+        self._traces: dict[str, deque[Trace]] = defaultdict(lambda: deque(maxlen=_TRACES))
+
+    @contextmanager
+    def timed(self, phase: str, action: Action, share: float) -> Iterator[None]:
+        """Time the block as one run of ``action``. A block that raises leaves no sample."""
+        start = self._clock.mark()
+        yield
+        self._pending.append(_Marked(phase, action, share, start, self._clock.mark(), self._origin))
+
+    def start_step(self) -> Any:
+        self._origin = self._clock.mark()
+        return self._origin
+
+    def stop_step(self, phase: str, start: Any) -> None:
+        self._pending.append(_Marked(phase, None, 0.0, start, self._clock.mark(), start))
+        self._origin = None
+
+    def drain(self, wait: bool = False) -> None:
+        """Turn the marks that the device has passed into samples; with ``wait``, all of them."""
+        if wait:
+            self._clock.synchronize()
+        while self._pending:
+            marked = self._pending[0]
+            elapsed = self._clock.elapsed_ms(marked.start, marked.stop)
+            if elapsed is None:
+                return
+            self._pending.popleft()
+            if marked.action is None:
+                self._steps[marked.phase].append(elapsed)
+                self._traces[marked.phase].append(self._trace)
+                self._trace = {}
+                continue
+            self._actions[marked.phase, marked.action].append(Sample(marked.share, elapsed))
+            if marked.origin is not None:
+                begin = self._clock.elapsed_ms(marked.origin, marked.start) or 0.0
+                self._trace[marked.action] = Interval(begin, begin + elapsed)
+
+    def samples(self, phase: str, action: Action) -> tuple[Sample, ...]:
+        return tuple(self._actions.get((phase, action), ()))
+
+    def actions(self, phase: str) -> tuple[Action, ...]:
+        return tuple(sorted(action for sampled, action in self._actions if sampled == phase))
+
+    def traces(self, phase: str) -> tuple[Trace, ...]:
+        """The newest steps of a phase, in order; on all ranks the last of them is the same step."""
+        return tuple(self._traces.get(phase, ()))
+
+    def step_ms(self, phase: str) -> float | None:
+        """Median duration of this rank's steps in a phase, ms; None where there is none."""
+        return median(self.steps_ms(phase))
+
+    def steps_ms(self, phase: str) -> tuple[float, ...]:
+        """Durations of this rank's newest steps in a phase, ms, in order."""
+        return tuple(self._steps.get(phase, ()))
+
+    def last_step_ms(self, phase: str) -> float | None:
+        steps = self._steps.get(phase)
+        return steps[-1] if steps else None
+
+    def clear(self) -> None:
+        self._pending.clear()
+        self._actions.clear()
+        self._steps.clear()
+        self._trace = {}
+        self._traces.clear()

@@ -1,0 +1,148 @@
+"""The time between actions: what a transfer takes, and what a rank spends on an action besides computing.
+
+Both come from the traces of monitored steps, so nothing is sent or timed for them. Every rank has its own clock and
+its own idea of when a step began. Two ranks that send each other something bound the difference of their clocks from
+both sides, as in the Network Time Protocol (RFC 5905, section 8): the shortest way there and the shortest way back
+are taken to last equally long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from types import MappingProxyType
+from typing import NamedTuple
+
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.timing.estimates import median
+from tf_adapters.timing.timer import ActionTimer, Interval, Trace
+
+__all__ = ["NO_GAPS", "Gaps", "complete_steps", "local_traces", "measure_gaps"]
+
+_MOST_INTERVALS = 4_096
+"""Of a rank: what travels to the others stays below 100 KB, whatever the number of microbatches."""
+
+
+class Gaps(NamedTuple):
+    """Milliseconds. ``communication``: on edges between stages, from the source's end to the receive's.
+
+    ``overhead``: before an action that waits for nobody, from the end of the one before it on its rank.
+    """
+
+    communication: Mapping[tuple[Action, Action], float] = MappingProxyType({})
+    overhead: Mapping[Action, float] = MappingProxyType({})
+
+    def to_json(self) -> dict[str, dict[str, float]]:
+        """``communication`` and ``overhead`` as the planner's INPUT object has them."""
+        return {
+            "communication": {f"{source}->{target}": ms for (source, target), ms in self.communication.items()},
+            "overhead": {str(action): ms for action, ms in self.overhead.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Mapping[str, float]]) -> Gaps:
+        """The inverse of ``to_json``."""
+        edges = {tuple(text.split("->")): ms for text, ms in data["communication"].items()}
+        return cls(
+            {(Action.parse(source), Action.parse(target)): ms for (source, target), ms in edges.items()},
+            {Action.parse(text): ms for text, ms in data["overhead"].items()},
+        )
+
+
+NO_GAPS = Gaps()
+
+
+def local_traces(timer: ActionTimer, phase: str) -> tuple[Trace, ...]:
+    """The newest steps of this rank, few enough to be sent to others."""
+    traces = timer.traces(phase)
+    longest = max(map(len, traces), default=0)
+    return traces[-max(1, _MOST_INTERVALS // longest) :] if longest else ()
+
+
+def complete_steps(schedule: PipelineSchedule, ranks: Sequence[Sequence[Trace]]) -> list[Trace]:
+    """The steps that every rank of the pipeline has a trace of, all ranks' intervals together, unaligned.
+
+    ``ranks`` has each rank's newest steps; the last of them is the same step for all.
+    """
+    traced = [traces for traces in ranks if traces]
+    actions = set(schedule.actions)
+    steps: list[Trace] = []
+    for back in range(min(map(len, traced), default=0), 0, -1):
+        step = {action: interval for traces in traced for action, interval in traces[-back].items()}
+        if step.keys() == actions:
+            steps.append(step)
+    return steps
+
+
+def measure_gaps(schedule: PipelineSchedule, steps: Sequence[Trace]) -> Gaps:
+    """Gaps of a schedule from complete steps; none without any.
+
+    All microbatches of a stage send the same sizes, so one median serves them all, forwards and backwards apart.
+    """
+    before = {action: previous for rank in schedule.ranks for previous, action in pairwise(rank)}
+    source = {target: source for source, target in schedule.transfers()}
+    lags: dict[tuple[int, Kind], list[_Lag]] = {}
+    for step in steps:
+        aligned = _align(schedule, step)
+        for action, interval in aligned.items():
+            free = aligned[before[action]].end_ms if action in before else -math.inf
+            ready = aligned[source[action]].end_ms if action in source else -math.inf
+            if max(free, ready) > -math.inf:
+                lag = _Lag(max(0.0, interval.start_ms - max(free, ready)), ready - free)
+                lags.setdefault((action.stage, action.kind), []).append(lag)
+    transfer = {group: _transfer(of_group) for group, of_group in lags.items()}
+    own = {group: _overhead(of_group, transfer[group]) for group, of_group in lags.items()}
+    return Gaps(
+        {(source[a], a): transfer[a.stage, a.kind] for a in schedule.actions if a in source and lags},
+        {a: own[a.stage, a.kind] for a in schedule.actions if a in before and lags},
+    )
+
+
+class _Lag(NamedTuple):
+    """What passed before an action began, once its rank was free and its input ready: ms.
+
+    ``waited`` is how long the rank was free before the input was ready, negative where the input was there first.
+    """
+
+    ms: float
+    waited: float
+
+
+def _transfer(lags: Sequence[_Lag]) -> float:
+    """Where the rank waited for its input, the lag is the transfer. Where it never did, no transfer was longer."""
+    waited = median(lag.ms for lag in lags if lag.waited > 0.0)
+    return (median(lag.ms for lag in lags) or 0.0) if waited is None else waited
+
+
+def _overhead(lags: Sequence[_Lag], transfer: float) -> float:
+    """Where the input had come before the rank was free, the lag is the rank's own. Else the shortest bounds it."""
+    own = median(lag.ms for lag in lags if -lag.waited >= transfer)
+    return min(lag.ms for lag in lags) if own is None else own
+
+
+def _align(schedule: PipelineSchedule, step: Trace) -> dict[Action, Interval]:
+    """The step on the clock of one rank."""
+    rank_of = {action: rank for rank, actions in enumerate(schedule.ranks) for action in actions}
+    ahead = _clocks(schedule, step, rank_of)
+    return {
+        action: Interval(interval.start_ms - ahead[rank_of[action]], interval.end_ms - ahead[rank_of[action]])
+        for action, interval in step.items()
+    }
+
+
+def _clocks(schedule: PipelineSchedule, step: Trace, rank_of: Mapping[Action, int]) -> dict[int, float]:
+    """How far each rank's clock is ahead of rank 0's, ms."""
+    shortest: dict[tuple[int, int], float] = {}
+    for source, target in schedule.transfers():
+        way = rank_of[source], rank_of[target]
+        lag = step[target].start_ms - step[source].end_ms
+        shortest[way] = min(lag, shortest.get(way, lag))
+    ahead = {0: 0.0}
+    reached = [0]
+    for rank in reached:
+        for start, end in [way for way in shortest if way[0] == rank and way[1] not in ahead]:
+            there, back = shortest[start, end], shortest.get((end, start))
+            ahead[end] = ahead[start] + (there if back is None else (there - back) / 2)
+            reached.append(end)
+    return {rank: ahead.get(rank, 0.0) for rank in range(len(schedule.ranks))}

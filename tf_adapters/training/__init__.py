@@ -1,0 +1,1 @@
+"""The one loop that every host shares: phases, decisions, plans and their renewal."""

@@ -1,0 +1,78 @@
+"""What each step freezes: from a run's state to actual freeze ratios, and from these to masks.
+
+Nothing here changes anything or talks to anybody: every rank, every replica and a restarted run find the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.selection.masks import NONE_PREFERRED, NOTHING_FROZEN, Mask, StageMasks
+from tf_adapters.timing.phase import Phase
+from tf_adapters.training.monitoring import drawn_ratio
+from tf_adapters.training.state import RunState
+
+_FIRST_STAGE_MONITORING_RATIO = 0.8  # far along the line, yet short of its end
+
+
+class Freezing:
+    """What a schedule's microbatches freeze under a run's settings.
+
+    ``weight_gradients`` holds the action that computes the weight gradients of a (stage, microbatch).
+    """
+
+    def __init__(self, config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: StageMasks) -> None:
+        self._config, self._masks = config, masks
+        self._microbatches = schedule.num_microbatches
+        self.weight_gradients: Mapping[tuple[int, int], Action] = {
+            (action.stage, action.microbatch): action for action in schedule.actions if action.freezable
+        }
+
+    def on(self, state: RunState) -> bool:
+        """Whether this run freezes anything at all."""
+        return not state.failure and self._config.method != "none" and self._config.max_freeze_ratio > 0
+
+    def ratio(self, state: RunState, step: int, action: Action) -> float:
+        """AFR of an action at a step, in [0, 1] (paper section 3.3); while monitoring, its mask's.
+
+        APF and AutoFreeze alone freeze what the last stability check found stable: its share of the stage's work.
+        """
+        if not self.on(state) or not action.freezable:
+            return 0.0
+        if not self._config.plans:
+            return self._masks.share(action.stage, self.stable(state, step, action.stage))
+        if state.phases.phase(step).monitors:
+            return self._monitoring_ratio(state, step, action)
+        if state.plan is None:
+            return 0.0
+        return state.plan.freeze_ratio[action] * state.phases.ramp(step)
+
+    def mask(self, state: RunState, step: int, stage: int, microbatch: int) -> Mask:
+        """What is frozen on ``stage`` for ``microbatch`` at ``step``."""
+        action = self.weight_gradients.get((stage, microbatch))
+        if action is None:
+            return NOTHING_FROZEN
+        ratio = self.ratio(state, step, action)
+        return self._masks.draw(step, stage, microbatch, ratio, self.stable(state, step, stage))
+
+    def stable(self, state: RunState, step: int, stage: int) -> frozenset[int]:
+        """What the last stability check found stable on a stage, by the indices of its units."""
+        freezing = step > state.phases.monitoring_end  # monitoring is of uniform masks
+        return state.stability.stable.get(stage, NONE_PREFERRED) if freezing else NONE_PREFERRED
+
+    def _monitoring_ratio(self, state: RunState, step: int, action: Action) -> float:
+        """The first stage is not frozen whole: its backward would disappear, a bound that no mask of the plan reaches.
+
+        That is stage 0, or the first behind stages that train nothing, where torch asks for no input gradient either.
+        With limits a ratio of 1 freezes it whole only now and then, or nearly always where they are close to 1.
+        """
+        if state.phases.phase(step) is Phase.MONITORING_UPPER:
+            return 0.0
+        vanishes = action.stage == self._masks.first_training_stage and not self._masks.excludes(action.stage)
+        most = _FIRST_STAGE_MONITORING_RATIO if vanishes else 1.0
+        if not state.phases.mixed:
+            return most
+        turn = state.phases.mixed_turn(step)
+        return most * drawn_ratio(turn, action.stage, action.microbatch, self._microbatches)

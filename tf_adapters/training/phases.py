@@ -1,0 +1,109 @@
+"""Which phase a training step is in, and the actual freeze ratio of an action at that step.
+
+Steps count from 1, as in the paper: step t is the t-th optimizer step since freezing was attached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tf_adapters.timing.phase import Phase
+
+LEAST_MIXED_STEPS = 10  # five of each kind: fewer do not tell how much they differ
+DEFAULT_WARMUP_STEPS = 10  # enough for kernels and allocators to settle where no scheduler names a warm-up
+
+
+_TITLES = {
+    Phase.WARMUP: "warm-up",
+    Phase.MONITORING_UPPER: "monitoring, nothing frozen",
+    Phase.MONITORING_LOWER: "monitoring, weight gradients frozen",
+    Phase.PLANNING: "nothing frozen, the plan is being made",
+    Phase.PROGRESSIVE: "progressive freezing",
+    Phase.STABLE: "stable freezing",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSchedule:
+    """The last step of each phase: T_w, T_m and T_f of the paper (section 3, "Notation").
+
+    ``plan_end`` is the last step of planning, where that takes longer than a step boundary; the paper's plan is
+    there when step T_m ends, and freezing follows at once. ``mixed``: every second step of monitoring draws freeze
+    ratios and the others freeze nothing; the paper freezes nothing in its first half and everything in its second.
+    """
+
+    warmup_end: int
+    monitoring_end: int
+    progressive_end: int
+    plan_end: int | None = None
+    mixed: bool = False
+
+    @classmethod
+    def of_lengths(cls, warmup: int, monitoring: int, progressive: int, mixed: bool = False) -> PhaseSchedule:
+        """Phases of the given lengths in steps."""
+        return cls(warmup, warmup + monitoring, warmup + monitoring + progressive, mixed=mixed)
+
+    @property
+    def upper_end(self) -> int:
+        """The last step of upper-bound monitoring: T_w + (T_m - T_w) / 2."""
+        return self.warmup_end + (self.monitoring_end - self.warmup_end) // 2
+
+    @property
+    def freezing_start(self) -> int:
+        """The last step before progressive freezing."""
+        return self.monitoring_end if self.plan_end is None else self.plan_end
+
+    def mixed_turn(self, step: int) -> int:
+        """How many steps of mixed monitoring drew freeze ratios before ``step``."""
+        return (step - self.warmup_end - 1) // 2
+
+    def may_end_monitoring(self, step: int) -> bool:
+        """Whether mixed monitoring may end with ``step``: after enough pairs of steps that an error can be told."""
+        done = step - self.warmup_end
+        return self.mixed and self.phase(step).monitors and done >= LEAST_MIXED_STEPS and done % 2 == 0
+
+    def monitored_until(self, step: int) -> PhaseSchedule:
+        """The same with step ``step`` as the last one of monitoring; progressive freezing keeps its length."""
+        length = self.progressive_end - self.monitoring_end
+        return replace(self, monitoring_end=step, progressive_end=step + length)
+
+    def planned_after(self, step: int) -> PhaseSchedule:
+        """The same with step ``step`` as the last one of planning; progressive freezing keeps its length."""
+        return replace(self, plan_end=step, progressive_end=step + self.progressive_end - self.freezing_start)
+
+    @property
+    def monitoring_steps(self) -> int:
+        return self.monitoring_end - self.warmup_end
+
+    def phase(self, step: int) -> Phase:
+        """The phase of step ``step`` (from 1)."""
+        if step <= self.warmup_end:
+            return Phase.WARMUP
+        if step <= self.monitoring_end:
+            return self._monitoring(step)
+        if step <= self.freezing_start:
+            return Phase.PLANNING
+        if step <= self.progressive_end:
+            return Phase.PROGRESSIVE
+        return Phase.STABLE
+
+    def _monitoring(self, step: int) -> Phase:
+        if self.mixed:
+            return Phase.MONITORING_UPPER if (step - self.warmup_end) % 2 else Phase.MONITORING_MIXED
+        return Phase.MONITORING_UPPER if step <= self.upper_end else Phase.MONITORING_LOWER
+
+    def description(self, step: int) -> str:
+        """What the phase of ``step`` is called in the log."""
+        phase = self.phase(step)
+        mixed = self.mixed and phase.monitors
+        return "monitoring, every second step with drawn freeze ratios" if mixed else _TITLES[phase]
+
+    def ramp(self, step: int) -> float:
+        """Share of the planned ratio in force at ``step``, in [0, 1]; 0 before freezing.
+
+        ``AFR = ratio * ramp``: the paper's actual freeze ratio, section 3.3.
+        """
+        if step <= self.freezing_start:
+            return 0.0
+        length = self.progressive_end - self.freezing_start
+        return 1.0 if length == 0 else min(1.0, (step - self.freezing_start) / length)

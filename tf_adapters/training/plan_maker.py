@@ -1,0 +1,192 @@
+"""From measured steps to a plan, on all ranks at once: measured on every rank, solved on rank 0, then broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tf_adapters.collectives import Collectives, on_all_ranks, on_one_rank
+from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.planner.forecast import forecast
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.solve import plan
+from tf_adapters.planner.worker import BackgroundPlan
+from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.selection.masks import StageMasks
+from tf_adapters.timing.freeze_response import measured_times
+from tf_adapters.timing.phase import Phase
+from tf_adapters.timing.replicas import merge_bounds
+from tf_adapters.timing.step_speed import PacedSamples
+from tf_adapters.timing.timer import ActionTimer, Trace
+from tf_adapters.timing.transfers import Gaps, complete_steps, local_traces, measure_gaps
+from tf_adapters.training import messages
+
+__all__ = ["Measured", "PlanMaker", "Planned"]
+
+_SOLVED_AT_ONCE = 1_000
+"""Actions up to which planning takes about a second, no more than starting a process for it."""
+
+_NEARLY = 1.01
+"""A promise that misses its target by less has reached it: that is what measurements are good for."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a plan is made from; times in ms. ``notes`` say what noise has made of them."""
+
+    bounds: Mapping[Action, Bounds]
+    gaps: Gaps
+    unfrozen_step_ms: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and what it promises for a whole step, in ms."""
+
+    plan: FreezePlan
+    step_ms: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Local:
+    """One rank's part."""
+
+    bounds: Mapping[Action, Bounds]
+    step_ms: float
+    traces: tuple[Trace, ...]
+    notes: tuple[str, ...]
+
+
+class PlanMaker:
+    """Makes the plan of a run. Every method is called on all ranks at the same point.
+
+    Args:
+        config: the settings.
+        collectives: the group of all ranks that train together.
+        traced: whether this rank is in the pipeline whose transfers are measured: one of the replicas is.
+        masks: the masks of every stage.
+    """
+
+    def __init__(self, config: TimelyFreezeConfig, collectives: Collectives, traced: bool, masks: StageMasks) -> None:
+        self._config, self._collectives, self._traced = config, collectives, traced
+        self._first_stage, self._stage_0_vanishes = masks.first_training_stage, masks.can_freeze_all(0)
+        self._freezes_whole = self._stage_0_vanishes and config.first_stage == "whole"
+        self._worker: BackgroundPlan | None = None  # on rank 0
+        self._steps: Sequence[Trace] = ()  # on rank 0
+        self._waited = 0  # steps, for the plan
+
+    def precision(self, timer: ActionTimer) -> float:
+        """Standard error of what this run's plan would be made from now: the worst of all ranks, in shares."""
+
+        def local() -> float:
+            timer.drain(wait=True)
+            return measured_times(PacedSamples(timer), self._first_stage).error
+
+        return max(on_all_ranks(self._collectives, local))
+
+    def measure(self, schedule: PipelineSchedule, timer: ActionTimer) -> Measured:
+        """What the monitored steps of all ranks say. Raises TimelyFreezeError, the same on every rank."""
+        local = on_all_ranks(self._collectives, lambda: self._local(timer))
+
+        def merge() -> Measured:
+            bounds, notes = merge_bounds(schedule, [rank.bounds for rank in local])
+            self._steps = complete_steps(schedule, [rank.traces for rank in local])
+            gaps = measure_gaps(schedule, self._steps)
+            bent = dict.fromkeys(note for rank in local for note in rank.notes)
+            return Measured(bounds, gaps, max(rank.step_ms for rank in local), (*notes, *bent))
+
+        return on_one_rank(self._collectives, merge)
+
+    def start(self, schedule: PipelineSchedule, measured: Measured) -> Planned | None:
+        """Make the plan, or begin to: None where it is made beside training. Raises TimelyFreezeError on all ranks."""
+        self.close()
+        self._waited = 0
+        if self._config.plan_wait == "auto" and len(schedule.actions) <= _SOLVED_AT_ONCE:
+            return on_one_rank(
+                self._collectives, lambda: self._promise(schedule, measured, self._solve(schedule, measured))
+            )
+
+        def launch() -> None:
+            self._worker = BackgroundPlan(self._input(schedule, measured), self._config.solver_time_limit_s)
+
+        on_one_rank(self._collectives, launch)
+        return self._arrived(schedule, measured, wait=True) if self._config.plan_wait is True else None
+
+    def poll(self, schedule: PipelineSchedule, measured: Measured) -> Planned | None:
+        """The plan, if it is there. Called after every step; it looks ever more rarely, since looking is a broadcast.
+
+        Raises TimelyFreezeError on all ranks when there will be none.
+        """
+        self._waited += 1
+        due = self._waited % max(1, self._waited // 8) == 0
+        return self._arrived(schedule, measured, wait=False) if due else None
+
+    def close(self) -> None:
+        """Give up a plan that is being made."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def _local(self, timer: ActionTimer) -> _Local:
+        timer.drain(wait=True)
+        paced = PacedSamples(timer)
+        times = measured_times(paced, self._first_stage)
+        traces = local_traces(timer, Phase.MONITORING_UPPER) if self._traced else ()
+        return _Local(times.bounds(), paced.step_ms(Phase.MONITORING_UPPER) or 0.0, traces, times.notes())
+
+    def _arrived(self, schedule: PipelineSchedule, measured: Measured, wait: bool) -> Planned | None:
+        def ask() -> Planned | None:
+            assert self._worker is not None
+            found = self._worker.wait() if wait else self._worker.poll()
+            return None if found is None else self._promise(schedule, measured, found)
+
+        return on_one_rank(self._collectives, ask)
+
+    def _solve(self, schedule: PipelineSchedule, measured: Measured) -> FreezePlan:
+        return plan(
+            schedule,
+            measured.bounds,
+            self._config.max_freeze_ratio,
+            measured.gaps.communication,
+            self._config.solver_time_limit_s,
+            measured.gaps.overhead,
+            self._target_makespan(schedule, measured),
+            self._freezes_whole,
+        )
+
+    def _input(self, schedule: PipelineSchedule, measured: Measured) -> dict[str, Any]:
+        return {
+            "ranks": schedule.to_text(),
+            "times": {str(action): [b.lower, b.upper] for action, b in measured.bounds.items()},
+            **measured.gaps.to_json(),
+            "max_freeze_ratio": self._config.max_freeze_ratio,
+            "target_makespan_ms": self._target_makespan(schedule, measured),
+            "first_stage_vanishes": self._freezes_whole,
+        }
+
+    def _target_makespan(self, schedule: PipelineSchedule, measured: Measured) -> float:
+        """The settings' target for a step, less what is no part of the pipeline; 0 without a target."""
+        step_ms = measured.unfrozen_step_ms
+        target = self._config.target_ms(step_ms)
+        if not target:
+            return 0.0
+        dag = PipelineDag.from_schedule(schedule, *measured.gaps)
+        unfrozen = dag.makespan({action: bounds.upper for action, bounds in measured.bounds.items()})
+        return max(0.0, unfrozen - (step_ms - target))
+
+    def _promise(self, schedule: PipelineSchedule, measured: Measured, found: FreezePlan) -> Planned:
+        step_ms = measured.unfrozen_step_ms
+        promised = forecast(
+            schedule, found, measured.bounds, step_ms, measured.gaps, self._steps, self._stage_0_vanishes
+        )
+        self._steps = ()
+        target = self._config.target_ms(step_ms)
+        if promised.planned_ms <= target * _NEARLY or not target:
+            return Planned(found, promised.planned_ms)
+        note = messages.out_of_reach(target, promised, self._config.max_freeze_ratio)
+        return Planned(found, promised.planned_ms, (note,))

@@ -1,0 +1,192 @@
+"""Plans that stay true: when actions no longer take as long as the plan says, it is made anew from what they take now.
+
+A slower node, other sequence lengths, a curriculum: stable freezing goes on being timed, and every so many steps the
+times are held against the plan's. What freezing saves is in proportion to what an action takes, so the new bounds are
+the old ones times what changed: nothing is monitored again, and until the new plan is there the old one is in force.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tf_adapters.collectives import Collectives, on_all_ranks, on_one_rank
+from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.errors import TimelyFreezeError
+from tf_adapters.planner.forecast import stable_durations
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.selection.masks import StageMasks
+from tf_adapters.timing.estimates import median
+from tf_adapters.timing.freeze_response import Group
+from tf_adapters.timing.phase import Phase
+from tf_adapters.timing.timer import ActionTimer, Trace
+from tf_adapters.timing.transfers import complete_steps, local_traces, measure_gaps
+from tf_adapters.training import messages
+from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned
+from tf_adapters.training.state import RunState
+
+__all__ = ["PlanWatch", "Renewed", "Replanning", "changes"]
+
+_NEWEST = 64
+"""Samples of an action that are looked at, at most."""
+
+_IN_A_ROW = 2
+"""Looks that must find a change: one may meet a neighbour's short job."""
+
+
+@dataclass(frozen=True)
+class _Local:
+    """One rank's part: how many times as long each group takes as planned, its step in ms, its traces."""
+
+    changes: Mapping[Group, float]
+    step_ms: float
+    traces: Sequence[Trace]
+
+
+class PlanWatch:
+    """Holds measured times against the plan's. Every method is called on all ranks at the same point.
+
+    Args:
+        config: the settings.
+        collectives: the group of all ranks that train together.
+        traced: whether this rank is in the pipeline whose transfers are measured: one of the replicas is.
+        masks: the masks of every stage.
+    """
+
+    def __init__(self, config: TimelyFreezeConfig, collectives: Collectives, traced: bool, masks: StageMasks) -> None:
+        self._config, self._collectives, self._traced = config, collectives, traced
+        self._stage_0_vanishes = masks.can_freeze_all(0)
+        self._found = 0  # looks in a row that found a change
+
+    def due(self, step: int, settled: int) -> bool:
+        """Whether to look after ``step``; stable freezing began after step ``settled``."""
+        passed = step - settled
+        return self._config.replan_threshold > 0 and passed > 0 and passed % self._config.replan_interval == 0
+
+    def forget(self) -> None:
+        """Begin anew: the pipeline runs something else now."""
+        self._found = 0
+
+    def look(
+        self, schedule: PipelineSchedule, timer: ActionTimer, measured: Measured, plan: FreezePlan
+    ) -> Measured | None:
+        """What a new plan is to be made from, with a note that says why; None where the old one still holds.
+
+        Raises TimelyFreezeError, the same on every rank.
+        """
+        local = on_all_ranks(self._collectives, lambda: self._local(timer, measured.bounds))
+
+        def judge() -> Measured | None:
+            slowest = _slowest([rank.changes for rank in local])
+            away = max((max(factor, 1.0 / factor) - 1.0 for factor in slowest.values()), default=0.0)
+            if away <= self._config.replan_threshold:
+                return None
+            steps = complete_steps(schedule, [rank.traces for rank in local])
+            gaps = measure_gaps(schedule, steps) if steps else measured.gaps
+            bounds = {a: _times(b, slowest.get((a.stage, a.kind), 1.0)) for a, b in measured.bounds.items()}
+            saved = self._saved(PipelineDag.from_schedule(schedule, *gaps), bounds, plan)
+            step_ms = max(rank.step_ms for rank in local) + saved
+            return Measured(bounds, gaps, step_ms, (messages.changed(slowest),))
+
+        fresh = on_one_rank(self._collectives, judge)
+        self._found = self._found + 1 if fresh else 0
+        if self._found < _IN_A_ROW:
+            return None
+        self._found = 0
+        return fresh
+
+    def _local(self, timer: ActionTimer, bounds: Mapping[Action, Bounds]) -> _Local:
+        timer.drain()
+        traces = local_traces(timer, Phase.STABLE) if self._traced else ()
+        newest = min(self._config.replan_interval, _NEWEST)
+        return _Local(changes(timer, bounds, newest), timer.step_ms(Phase.STABLE) or 0.0, traces)
+
+    def _saved(self, dag: PipelineDag, bounds: Mapping[Action, Bounds], plan: FreezePlan) -> float:
+        """What the plan in force saves of a batch with these bounds, ms."""
+        upper, ratios = {action: bound.upper for action, bound in bounds.items()}, plan.freeze_ratio
+        now = {a: b.upper - ratios.get(a, 0.0) * (b.upper - b.lower) for a, b in bounds.items()}
+        if self._stage_0_vanishes:
+            now = stable_durations(now, ratios)
+        return max(0.0, dag.makespan(upper) - dag.makespan(now))
+
+
+@dataclass(frozen=True)
+class Renewed:
+    """A plan that takes the place of the one in force, and what it was made from."""
+
+    measured: Measured
+    planned: Planned
+
+
+class Replanning:
+    """Makes the plan in force anew where it no longer holds. Every method is called on all ranks at the same point.
+
+    Args:
+        watch: tells whether it holds.
+        maker: makes plans; the one that the plan in force came from.
+        say: logs a line.
+    """
+
+    def __init__(self, watch: PlanWatch, maker: PlanMaker, say: Callable[[str], None]) -> None:
+        self._watch, self._maker, self._say = watch, maker, say
+        self._fresh: Measured | None = None  # what a plan is being made from
+
+    def forget(self) -> None:
+        """Begin anew: the pipeline runs something else now."""
+        self._watch.forget()
+        self._fresh = None
+
+    def after(self, step: int, schedule: PipelineSchedule, timer: ActionTimer, state: RunState) -> Renewed | None:
+        """The plan that is in force from now on, where it is another than before. Raises nothing: the old one stays."""
+        try:
+            planned = self._poll(schedule) if self._fresh else self._look(step, schedule, timer, state)
+        except TimelyFreezeError as error:
+            self._fresh = None
+            self._say(f"the plan stays as it is: {error}")
+            return None
+        if planned is None or self._fresh is None:
+            return None
+        renewed, self._fresh = Renewed(self._fresh, planned), None
+        return renewed
+
+    def _poll(self, schedule: PipelineSchedule) -> Planned | None:
+        assert self._fresh is not None
+        return self._maker.poll(schedule, self._fresh)
+
+    def _look(self, step: int, schedule: PipelineSchedule, timer: ActionTimer, state: RunState) -> Planned | None:
+        """Look where it is due, and begin a new plan where the old one no longer holds."""
+        if state.plan is None or not self._watch.due(step, state.phases.progressive_end):
+            return None
+        self._fresh = self._watch.look(schedule, timer, state.measured, state.plan)
+        if self._fresh is None:
+            return None
+        self._say(f"step {step}: planning anew: {'; '.join(self._fresh.notes)}")
+        return self._maker.start(schedule, self._fresh)
+
+
+def changes(timer: ActionTimer, bounds: Mapping[Action, Bounds], newest: int) -> dict[Group, float]:
+    """How many times as long this rank's actions took, in their ``newest`` stable samples, as bounds and masks say."""
+    found: dict[Group, list[float]] = {}
+    for action in timer.actions(Phase.STABLE):
+        bound = bounds[action]
+        for sample in timer.samples(Phase.STABLE, action)[-newest:]:
+            expected = bound.upper - sample.share * (bound.upper - bound.lower)
+            if expected > 0.0 and sample.share < 1.0 and sample.ms > 0.0:  # frozen whole, little or nothing is left
+                found.setdefault((action.stage, action.kind), []).append(sample.ms / expected)
+    return {group: median(ratios) or 1.0 for group, ratios in found.items()}
+
+
+def _slowest(ranks: Sequence[Mapping[Group, float]]) -> dict[Group, float]:
+    """A stage takes as long as its slowest replica."""
+    merged: dict[Group, float] = {}
+    for rank in ranks:
+        for group, factor in rank.items():
+            merged[group] = max(factor, merged.get(group, factor))
+    return merged
+
+
+def _times(bounds: Bounds, factor: float) -> Bounds:
+    return Bounds(bounds.lower * factor, bounds.upper * factor)

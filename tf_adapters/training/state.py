@@ -1,0 +1,151 @@
+"""Where a run is, what it has planned, and how that survives a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.selection.masks import StageMasks
+from tf_adapters.selection.stability import StabilityState
+from tf_adapters.timing.transfers import NO_GAPS, Gaps
+from tf_adapters.training.phases import PhaseSchedule
+from tf_adapters.training.plan_maker import Measured, Planned
+
+FORMAT = 2
+_NOTES = 50  # the newest: a long run may plan anew many times
+
+
+@dataclass
+class RunState:
+    """The state of one run, equal on every rank."""
+
+    phases: PhaseSchedule
+    completed_steps: int = 0
+    plan: FreezePlan | None = None
+    bounds: dict[Action, Bounds] = field(default_factory=dict)
+    gaps: Gaps = NO_GAPS
+    unfrozen_step_ms: float = 0.0
+    planned_step_ms: float = 0.0
+    notes: tuple[str, ...] = ()
+    failure: str | None = None
+    stability: StabilityState = field(default_factory=StabilityState)
+
+    @classmethod
+    def fresh(cls, config: TimelyFreezeConfig, auto_warmup: int) -> RunState:
+        warmup = auto_warmup if config.warmup_steps == "auto" else config.warmup_steps
+        notes = () if config.plans else (f"method {config.method} freezes what is stable: nothing is planned",)
+        return cls(_phases(config, warmup), notes=notes)
+
+    def restarted(self, config: TimelyFreezeConfig, reason: str) -> RunState:
+        """The same step, with monitoring still to come (or still the warm-up, where that is not over)."""
+        start = max(self.completed_steps, self.phases.warmup_end)
+        phases = _phases(config, start)
+        note = f"{'monitoring' if config.plans else 'freezing'} began again after step {start}: {reason}"
+        return RunState(phases, self.completed_steps, notes=(*self.notes, note))
+
+    def measure(self, measured: Measured) -> None:
+        """Keep what a plan is made from."""
+        self.bounds, self.gaps, self.unfrozen_step_ms = dict(measured.bounds), measured.gaps, measured.unfrozen_step_ms
+        self.notes = (*self.notes, *measured.notes)[-_NOTES:]
+
+    def adopt(self, planned: Planned) -> None:
+        """Take a new plan into force."""
+        self.plan, self.planned_step_ms = planned.plan, planned.step_ms
+        self.notes = (*self.notes, *planned.notes)
+
+    @property
+    def measured(self) -> Measured:
+        """What the plan is made from, without the notes on it."""
+        return Measured(self.bounds, self.gaps, self.unfrozen_step_ms)
+
+    @property
+    def awaits_plan(self) -> bool:
+        """Whether everything is measured and only the plan is missing."""
+        return self.plan is None and bool(self.bounds) and not self.failure
+
+    def to_json(self, config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: StageMasks) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "fingerprint": fingerprint(config, schedule, masks),
+            "completed_steps": self.completed_steps,
+            "phases": list(astuple(self.phases)),
+            "plan": self.plan.to_json() if self.plan else None,
+            "bounds": {str(action): [b.lower, b.upper] for action, b in self.bounds.items()},
+            "gaps": self.gaps.to_json(),
+            "unfrozen_step_ms": self.unfrozen_step_ms,
+            "planned_step_ms": self.planned_step_ms,
+            "notes": list(self.notes),
+            "stability": self.stability.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RunState:
+        return cls(
+            phases=PhaseSchedule(*data["phases"]),
+            completed_steps=data["completed_steps"],
+            plan=FreezePlan.from_json(data["plan"]) if data["plan"] else None,
+            bounds={Action.parse(text): Bounds(*pair) for text, pair in data["bounds"].items()},
+            gaps=Gaps.from_json(data["gaps"]),
+            unfrozen_step_ms=data["unfrozen_step_ms"],
+            planned_step_ms=data["planned_step_ms"],
+            notes=tuple(data["notes"]),
+            stability=StabilityState.from_json(data.get("stability")),
+        )
+
+
+def compatible_state(
+    data: Mapping[str, Any] | None,
+    config: TimelyFreezeConfig,
+    schedule: PipelineSchedule,
+    masks: StageMasks,
+    auto_warmup: int,
+) -> RunState:
+    """The state to go on with: the saved one, or as much of it as still holds.
+
+    Monitoring that a checkpoint interrupted starts over, for its times may come from another machine; a plan that was
+    still being made is made again. A plan for another pipeline, other parameters or another budget is dropped and
+    made anew; the step count stays.
+    """
+    if data is None:
+        return RunState.fresh(config, auto_warmup)
+    if data.get("format") != FORMAT:
+        return RunState.fresh(config, auto_warmup)
+    state = RunState.from_json(data)
+    if data["fingerprint"] != fingerprint(config, schedule, masks):
+        return state.restarted(config, "the checkpoint's plan is for another pipeline, model or budget")
+    unplanned = state.plan is None and not state.awaits_plan
+    if config.plans and unplanned and state.completed_steps > state.phases.warmup_end:
+        return state.restarted(config, "a checkpoint interrupted it")
+    return state
+
+
+def _phases(config: TimelyFreezeConfig, warmup_end: int) -> PhaseSchedule:
+    """Phases after a warm-up that ends with step ``warmup_end``: without a plan neither monitoring nor a ramp."""
+    if not config.plans:
+        return PhaseSchedule.of_lengths(warmup_end, 0, 0)
+    mixed = config.monitoring == "mixed"
+    return PhaseSchedule.of_lengths(warmup_end, config.monitoring_steps, config.progressive_steps, mixed=mixed)
+
+
+def fingerprint(config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: StageMasks) -> str:
+    """What a plan depends on besides the measured times."""
+    parts = {
+        "ranks": schedule.to_text(),
+        "units": {stage: masks.names(stage) for stage in masks.stages},
+        "max_freeze_ratio": config.max_freeze_ratio,
+        "method": config.method,
+    }
+    if config.freeze_limits:
+        parts["freeze_limits"] = config.freeze_limits
+    if config.target_speedup or config.target_step_time_ms:
+        parts["target"] = [config.target_speedup, config.target_step_time_ms]
+    if config.granularity != "tensor":  # as old checkpoints have it, without a word
+        parts["granularity"] = config.granularity
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
