@@ -143,9 +143,9 @@ class Freezing:
     """The masks that training draws, on a network that is in one piece."""
 
     def __init__(self, model: Any, ratios: Ratios, seed: int) -> None:
-        from tf_adapters.hosts.units import units_of
         from tf_adapters.masking.parameters import ParameterMask
         from tf_adapters.selection.masks import StageMasks
+        from tf_adapters.testing.plans import tensor_units
 
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         stages: list[dict[str, Any]] = [{}, {}]
@@ -153,7 +153,7 @@ class Freezing:
             stages[int(name.split(".")[1]) >= TASK.boundary][name] = parameter
         self._model, self._ratios = model, ratios
         self._mask = ParameterMask(trained)
-        self._masks = StageMasks({stage: units_of(of_stage) for stage, of_stage in enumerate(stages)}, seed)
+        self._masks = StageMasks({stage: tensor_units(of_stage) for stage, of_stage in enumerate(stages)}, seed)
 
     def backward(self, step: int, samples: Any, labels: Any) -> None:
         """Gradients of a step, from 1, summed over its microbatches."""

@@ -28,10 +28,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from measuring import machine
 
-from tf_adapters.hosts.units import units_of
 from tf_adapters.masking.parameters import ParameterMask
 from tf_adapters.masking.rows import RowMask, plain_layer, row_layers, with_rows
 from tf_adapters.selection.masks import Mask, StageMasks
+from tf_adapters.testing.plans import tensor_units
 
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 GRANULARITIES = ("tensor", "row")
@@ -47,7 +47,7 @@ class Stage:
         self.inputs = torch.randn(tokens, shapes[0][0], requires_grad=True)
         self.gradient = torch.randn(tokens, shapes[-1][1])
         parameters = dict(self.module.named_parameters())
-        units = {0: units_of(parameters)}
+        units = {0: tensor_units(parameters)}
         self._whole, self._rows = ParameterMask(parameters), RowMask(row_layers(self.module, plain_layer))
         self._masks = {
             "tensor": StageMasks(units, seed=0),

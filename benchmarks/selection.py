@@ -28,7 +28,6 @@ from text import load_text
 
 from tf_adapters.collectives import SingleProcess
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.hosts.units import units_of
 from tf_adapters.selection import sampling
 from tf_adapters.selection.apf import Apf
 from tf_adapters.selection.autofreeze import AutoFreeze, layers_of
@@ -38,6 +37,7 @@ from tf_adapters.selection.stability import StabilityChecks, StabilityState
 from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.selection.updates import Snapshot, Updates, unit_places
 from tf_adapters.simulate.model_costs import LLAMA_1B, LLAMA_8B, LLAMA_13B, LlamaShape
+from tf_adapters.testing.plans import tensor_units
 
 WIDTH, BLOCKS, HEADS, CONTEXT, ROWS = 512, 4, 8, 64, 8
 INTERVAL = 4
@@ -115,7 +115,7 @@ class Sampled:
 
     def __init__(self, size: int, parameters: Mapping[str, torch.Tensor]) -> None:
         self._size = size
-        self._units = {0: units_of(parameters)}  # type: ignore[arg-type]
+        self._units = {0: tensor_units(parameters)}  # type: ignore[arg-type]
         self._places = unit_places(self._units)
         self._layers = AutoFreeze(layers_of(self._units), 80.0)
         self._memory: dict[str, dict[str, np.ndarray]] = {"tensor": {}, "elements": {}}
@@ -151,7 +151,7 @@ def errors(model: nn.Module, steps: int) -> dict[str, Any]:
     """
     parameters = dict(model.named_parameters())
     full, sampled = Full(parameters), {size: Sampled(size, parameters) for size in SAMPLES}
-    layers = layers_of({0: units_of(parameters)})
+    layers = layers_of({0: tensor_units(parameters)})
     found: dict[str, list[float]] = {}
     agreed: dict[str, list[float]] = {}
     before: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # norms, of all elements and estimated
@@ -202,7 +202,7 @@ def errors(model: nn.Module, steps: int) -> dict[str, Any]:
 def check_ms(model: nn.Module, method: str, score: str) -> float:
     """One check of a whole model in one process, in ms."""
     parameters = {0: dict(model.named_parameters())}
-    units = {0: units_of(parameters[0])}
+    units = {0: tensor_units(parameters[0])}
     config = TimelyFreezeConfig(method=method, apf_score=score)
     checks = StabilityChecks(config, units, [0], whole_parameters(parameters), SingleProcess())
     state = checks.run(StabilityState(), 0, 0)

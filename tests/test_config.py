@@ -27,6 +27,7 @@ def test_every_field_is_read():
         "monitoring": "halves",
         "monitoring_steps": 10,
         "monitoring_precision": 0.05,
+        "monitoring_masks": False,
         "progressive_steps": 0,
         "stability_check_interval": 20,
         "apf_threshold": 0.05,

@@ -192,9 +192,9 @@ def planner_dies(host: str, folder: str) -> tuple[str | None, tuple[str, ...]]:
     controller = training.controller
     for number in range(LIFE["warmup_steps"] + LIFE["monitoring_steps"] + 4):
         training.step(number)
-        if controller._planner._worker is not None:
-            controller._planner._worker._process.kill()
-            controller._planner._worker._process.wait()
+        if controller._decisions.plan_maker._worker is not None:
+            controller._decisions.plan_maker._worker._process.kill()
+            controller._decisions.plan_maker._worker._process.wait()
     outcome = controller.state.failure, controller.frozen_parameters(controller.step, 0, 0)
     training.detach()
     return outcome

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -40,8 +40,12 @@ def traced(schedule: PipelineSchedule, gaps: Gaps, ahead: tuple[float, ...], see
     ]
 
 
+def numbered(ranks: Iterable[Sequence[Trace]]) -> list[list[tuple[int, Trace]]]:
+    return [list(enumerate(traces)) for traces in ranks]
+
+
 def measured(schedule: PipelineSchedule, gaps: Gaps, ahead: tuple[float, ...], steps: int = 9) -> Gaps:
-    ranks = list(zip(*(traced(schedule, gaps, ahead, seed) for seed in range(steps)), strict=True))
+    ranks = numbered(zip(*(traced(schedule, gaps, ahead, seed) for seed in range(steps)), strict=True))
     return measure_gaps(schedule, complete_steps(schedule, ranks))
 
 
@@ -77,12 +81,20 @@ def test_a_hand_over_on_one_rank_takes_what_it_takes():
 def test_only_steps_that_all_ranks_have_whole_count():
     schedule = gpipe(2, 2)
     gaps = gaps_of(schedule, 1.0, 1.0, 0.0)
-    first, second = zip(*(traced(schedule, gaps, (0.0, 0.0), seed) for seed in range(3)), strict=True)
-    cut = ({**second[0]}, {}, second[2])
+    first, second = numbered(zip(*(traced(schedule, gaps, (0.0, 0.0), seed) for seed in range(3)), strict=True))
+    cut = [second[0], (1, {}), second[2]]
     assert len(complete_steps(schedule, [first, second])) == 3
     assert len(complete_steps(schedule, [first, cut])) == 2
     assert len(complete_steps(schedule, [first[1:], second, ()])) == 2
     assert complete_steps(schedule, [(), ()]) == []
+
+
+def test_a_rank_whose_device_is_a_step_behind_does_not_mix_two_steps():
+    schedule = gpipe(2, 2)
+    gaps = gaps_of(schedule, 1.0, 1.0, 0.0)
+    first, second = numbered(zip(*(traced(schedule, gaps, (0.0, 0.0), seed) for seed in range(3)), strict=True))
+    behind = complete_steps(schedule, [first, second[:2]])
+    assert behind == complete_steps(schedule, [first[:2], second[:2]])
 
 
 def test_nothing_traced_is_no_gaps():
@@ -100,12 +112,12 @@ def test_what_a_rank_sends_is_bounded():
         def synchronize(self) -> None: ...
 
     timer = ActionTimer(Clock())
-    for _ in range(40):
+    for number in range(40):
         start = timer.start_step()
         for microbatch in range(1000):
             with timer.timed("phase", Action(0, Kind.FORWARD, microbatch), 0.0):
                 pass
-        timer.stop_step("phase", start)
+        timer.stop_step("phase", start, number)
     timer.drain()
     assert len(timer.traces("phase")) == 32
     assert len(local_traces(timer, "phase")) == 4

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from tf_adapters.hosts.units import units_of
 from tf_adapters.masking.parameters import ParameterMask
+from tf_adapters.testing.plans import tensor_units
 
 
 def model():
@@ -49,7 +49,7 @@ def test_what_the_user_froze_stays_frozen_and_is_no_work():
     net = model()
     net[0].weight.requires_grad_(False)
     parameters = dict(net.named_parameters())
-    assert [unit.names for unit in units_of(parameters)] == [("0.bias",), ("2.weight",), ("2.bias",)]
+    assert [unit.names for unit in tensor_units(parameters)] == [("0.bias",), ("2.weight",), ("2.bias",)]
     with ParameterMask(parameters).frozen(["0.weight", "0.bias"]):
         pass
     assert not net[0].weight.requires_grad

@@ -345,14 +345,14 @@ def test_the_number_of_microbatches_is_that_of_the_run_unless_given(
     monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: 1)
     made: list[tuple[Any, ...]] = []
 
-    def adapter(*arguments: Any) -> Any:
+    def adapter(*arguments: Any, **_: Any) -> Any:
         made.append(arguments)
-        return SimpleNamespace(controller=SimpleNamespace(announce_start=lambda: None))
+        return SimpleNamespace(controller=SimpleNamespace(announce_start=lambda: None), install=lambda: None)
 
     monkeypatch.setattr(entry, "MegatronAdapter", adapter)
     assert attach(num_microbatches=given, pp_group="group") is not None
-    ((_, _, config, _, number, group, *_),) = made
-    assert (config, number, group) == (PLAIN, used, "group")
+    ((model, *_),) = made
+    assert (model.config, model.num_microbatches, model.pp_group) == (PLAIN, used, "group")
 
 
 @pytest.mark.usefixtures("alone")

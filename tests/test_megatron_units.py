@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tf_adapters.megatron.units import tied_places, units_of
+from tf_adapters.hosts.units import units_of
+from tf_adapters.megatron.units import tied_places, unit_rules
 from tf_adapters.selection.units import FreezeUnit
 
 DENSE: Any = SimpleNamespace(moe_router_topk=2, num_moe_experts=None)
@@ -61,7 +62,7 @@ def nested(path: str, module: nn.Module) -> nn.Module:
 
 def units(model: nn.Module, config: Any = DENSE, expert_parallel_size: int = 1) -> dict[tuple[str, ...], float]:
     """The work of each unit."""
-    return {unit.names: unit.work for unit in units_of(model, config, expert_parallel_size)}
+    return {unit.names: unit.work for unit in units_of(model, unit_rules(config, expert_parallel_size))}
 
 
 # --- which parameters are frozen together ----------------------------------------------------------------------
@@ -69,7 +70,7 @@ def units(model: nn.Module, config: Any = DENSE, expert_parallel_size: int = 1) 
 
 def test_a_weight_and_its_bias_are_one_unit_in_the_weights_stratum() -> None:
     model = Named(first=RowParallelLinear(), second=RowParallelLinear(bias=False))
-    assert units_of(model, DENSE, 1) == (
+    assert units_of(model, unit_rules(DENSE, 1)) == (
         FreezeUnit(("first.weight", "first.bias"), 16.0, (4, 3)),
         FreezeUnit(("second.weight",), 12.0, (4, 3)),
     )
@@ -90,7 +91,7 @@ def test_other_parameters_of_a_module_are_units_of_their_own() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_all_of_a_grouped_linear_is_one_unit(bias: bool) -> None:
-    (unit,) = units_of(nested("mlp.linear_fc1", GroupedLinear(3, bias)), DENSE, 1)
+    (unit,) = units_of(nested("mlp.linear_fc1", GroupedLinear(3, bias)), unit_rules(DENSE, 1))
     assert set(unit.names) == {
         f"mlp.linear_fc1.{kind}{index}" for kind in ["weight", "bias"][: 1 + bias] for index in range(3)
     }
@@ -125,7 +126,7 @@ def test_every_trainable_parameter_is_in_one_unit() -> None:
     )
     names = [
         name
-        for unit in units_of(model, SimpleNamespace(moe_router_topk=1, num_moe_experts=2), 1)
+        for unit in units_of(model, unit_rules(SimpleNamespace(moe_router_topk=1, num_moe_experts=2), 1))
         for name in unit.names
     ]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
@@ -135,7 +136,7 @@ def test_a_weight_that_two_modules_of_a_stage_share_is_one_unit_by_its_parameter
     """``named_parameters`` knows it by its first name only, and masks are made of those names."""
     model: Any = Named(embedding=nn.Embedding(6, 2), head=nn.Linear(2, 6, bias=False))
     model.head.weight = model.embedding.weight
-    names = [name for unit in units_of(model, DENSE, 1) for name in unit.names]
+    names = [name for unit in units_of(model, unit_rules(DENSE, 1)) for name in unit.names]
     assert names == [name for name, _ in model.named_parameters()] == ["embedding.weight"]
 
 
@@ -151,7 +152,7 @@ def test_an_embedding_works_on_one_row_for_each_token(table: Any) -> None:
 def test_an_embedding_that_is_the_output_layer_too_works_on_all_of_it(table: Any) -> None:
     model = table(6, 2)
     model.weight.zero_out_wgrad = True  # what Megatron marks it with on a stage that is first and last
-    (unit,) = units_of(model, DENSE, 1)
+    (unit,) = units_of(model, unit_rules(DENSE, 1))
     assert (unit.names, unit.work, unit.shape) == (("weight",), 12.0, (6, 2))
 
 
@@ -177,7 +178,7 @@ def test_an_expert_works_on_the_tokens_that_are_routed_to_it(
 
 def test_a_grouped_expert_works_on_its_share_of_the_tokens_too() -> None:
     config = SimpleNamespace(moe_router_topk=2, num_moe_experts=8)
-    (unit,) = units_of(nested("mlp.experts.linear_fc1", GroupedLinear(4)), config, 2)
+    (unit,) = units_of(nested("mlp.experts.linear_fc1", GroupedLinear(4)), unit_rules(config, 2))
     assert unit.work == 4 * 12.0 * 2 * 2 / 8
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from tf_adapters.errors import UnsupportedError
 from tf_adapters.overrides import Overrides
 
 
@@ -69,3 +72,13 @@ def test_restoring_again_changes_nothing() -> None:
     host.own = "theirs"
     overrides.restore()
     assert host.own == "theirs"
+
+
+def test_what_somebody_else_has_wrapped_since_is_not_taken_back() -> None:
+    host, overrides = Host(), Overrides()
+    overrides.set(host, "own", "ours")
+    overrides.set(host, "method", lambda: "ours")
+    host.method = lambda: "theirs"  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedError, match=r"Host\.method was replaced by other code since it was attached"):
+        overrides.restore()
+    assert (host.own, host.method()) == ("ours", "theirs")  # nothing was taken back

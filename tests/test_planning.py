@@ -17,15 +17,16 @@ import tf_adapters.training.plan_maker as planning
 from tf_adapters.collectives import SingleProcess
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import SolverError
-from tf_adapters.hosts.units import units_of
 from tf_adapters.planner.worker import BackgroundPlan
+from tf_adapters.report.observer import RunReporter
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.units import FreezeUnit
+from tf_adapters.testing.plans import tensor_units
 from tf_adapters.timing.phase import Phase
-from tf_adapters.timing.timer import HostClock
 from tf_adapters.timing.transfers import NO_GAPS
-from tf_adapters.training.controller import Controller, HostInfo
+from tf_adapters.training.controller import Controller
+from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
 SCHEDULE = gpipe(1, 3)
 LAST_MONITORED = 5
@@ -60,8 +61,9 @@ def controller_of(folder: Path, **settings: Any) -> Controller:
             **settings,
         }
     )
-    units = {0: units_of(parameters[0])}
-    return Controller(config, SCHEDULE, units, parameters, SingleProcess(), HostClock(), HostInfo("test", "0"))
+    pipeline = HostPipeline(HostInfo("test", "0"), SCHEDULE, {0: tensor_units(parameters[0])}, parameters)
+    collectives = SingleProcess()
+    return Controller(config, pipeline, collectives, RunReporter(collectives))
 
 
 def train(controller: Controller, steps: int) -> None:
@@ -116,7 +118,7 @@ def test_it_is_the_plan_that_would_have_been_made_at_once(tmp_path, workers):
     train(controller, 1)
     beside = controller.state.plan
     again = controller_of(tmp_path, plan_wait="auto")
-    at_once = again._planner.start(SCHEDULE, controller.state.measured)
+    at_once = again._decisions.plan_maker.start(SCHEDULE, controller.state.measured)
     assert at_once is not None
     assert beside is not None
     assert at_once.plan.freeze_ratio == pytest.approx(beside.freeze_ratio, abs=1e-12)

@@ -30,13 +30,13 @@ PLAN = plan(SCHEDULE, BOUNDS, 0.8, first_stage_vanishes=True)
 def stable(factors: dict[int, float], share: float = 0.5, steps: int = 3) -> Filled:
     """Steps of stable freezing in which each stage's actions take ``factors`` times as long as they did."""
     found = Filled()
-    for _ in range(steps):
+    for number in range(1, steps + 1):
         start = found.timer.start_step()
         for action in SCHEDULE.actions:
             of_action = share if action.freezable else 0.0
             ms = BOUNDS[action].upper - of_action * (BOUNDS[action].upper - BOUNDS[action].lower)
             found.add(Phase.STABLE, action, of_action, factors.get(action.stage, 1.0) * ms)
-        found.timer.stop_step(Phase.STABLE, start)
+        found.timer.stop_step(Phase.STABLE, start, number)
     return found
 
 

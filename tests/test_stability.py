@@ -12,13 +12,15 @@ from schedules import one_f_one_b
 
 from tf_adapters.collectives import RemoteError, SingleProcess
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.hosts.units import units_of
+from tf_adapters.report.observer import RunReporter
 from tf_adapters.selection.sampling import Piece, read
 from tf_adapters.selection.stability import StabilityChecks, StabilityState
 from tf_adapters.testing import force_plan
+from tf_adapters.testing.plans import tensor_units
 from tf_adapters.timing.phase import Phase
-from tf_adapters.timing.timer import HostClock
-from tf_adapters.training.controller import Controller, HostInfo
+from tf_adapters.training import decisions
+from tf_adapters.training.controller import Controller
+from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
 MICROBATCHES = 3
 SETTINGS: dict[str, Any] = {
@@ -39,15 +41,10 @@ def weights(seed: int = 0) -> dict[int, dict[str, torch.nn.Parameter]]:
 
 
 def controller_of(parameters: Any, output_dir: Any, **settings: Any) -> Controller:
-    return Controller(
-        TimelyFreezeConfig(**{**SETTINGS, "output_dir": str(output_dir), **settings}),
-        one_f_one_b(2, MICROBATCHES),
-        {stage: units_of(of_stage) for stage, of_stage in parameters.items()},
-        parameters,
-        SingleProcess(),
-        HostClock(),
-        HostInfo("test", "0"),
-    )
+    config = TimelyFreezeConfig(**{**SETTINGS, "output_dir": str(output_dir), **settings})
+    units = {stage: tensor_units(of_stage) for stage, of_stage in parameters.items()}
+    pipeline = HostPipeline(HostInfo("test", "0"), one_f_one_b(2, MICROBATCHES), units, parameters)
+    return Controller(config, pipeline, SingleProcess(), RunReporter(SingleProcess()))
 
 
 def train(controller: Controller, parameters: Any, step: int) -> None:
@@ -70,7 +67,7 @@ def train(controller: Controller, parameters: Any, step: int) -> None:
 @pytest.fixture(autouse=True)
 def _one_process_is_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests run both stages in one process, which no real rank does."""
-    monkeypatch.setattr(Controller, "_verify_schedule", lambda self: None)
+    monkeypatch.setattr(decisions, "verify_schedule", lambda *_: None)
 
 
 OSCILLATING = {0: frozenset({0, 1}), 1: frozenset({0, 1})}
@@ -223,7 +220,7 @@ class Ranks:
 
 
 def checks_of(held: Any, collectives: Any, **settings: Any) -> StabilityChecks:
-    units = {stage: units_of(of_stage) for stage, of_stage in weights().items()}
+    units = {stage: tensor_units(of_stage) for stage, of_stage in weights().items()}
     return StabilityChecks(TimelyFreezeConfig(**{"method": "apf", **settings}), units, [0], held, collectives)
 
 

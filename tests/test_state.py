@@ -79,9 +79,19 @@ def test_warmup_auto_is_the_hosts() -> None:
     assert RunState.fresh(config, 7).phases == PhaseSchedule(7, 17, 37, mixed=True)
 
 
-@pytest.mark.parametrize("data", [None, saved(planned_state(20), format=FORMAT + 1), {"anything": "else"}])
-def test_without_a_state_that_can_be_read_the_run_starts_from_the_beginning(data: dict[str, Any] | None) -> None:
-    assert resumed(data) == RunState.fresh(CONFIG, AUTO_WARMUP)
+def test_without_a_state_the_run_starts_from_the_beginning() -> None:
+    assert resumed(None) == RunState.fresh(CONFIG, AUTO_WARMUP)
+
+
+@pytest.mark.parametrize(
+    ("data", "steps"), [(saved(planned_state(20), format=FORMAT + 1), 20), ({"anything": "else"}, 0)]
+)
+def test_a_state_of_another_format_keeps_its_step_and_says_so(data: dict[str, Any], steps: int) -> None:
+    state = resumed(data)
+    start = max(steps, 5)  # the warm-up is not forgotten
+    assert (state.completed_steps, state.plan) == (steps, None)
+    assert state.phases == PhaseSchedule(start, start + 10, start + 30, mixed=True)
+    assert "the checkpoint's state is of format" in state.notes[-1]
 
 
 # --- what no longer holds ------------------------------------------------------------------------------------

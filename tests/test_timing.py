@@ -86,7 +86,7 @@ def test_timing_never_waits_for_the_device() -> None:
     timer = ActionTimer(clock)
     start = timer.start_step()
     run(timer, clock, 1.0)
-    timer.stop_step(UPPER, start)
+    timer.stop_step(UPPER, start, 1)
     timer.drain()
     assert clock.waits == 0
     assert timer.step_ms(UPPER) is None
@@ -111,7 +111,7 @@ def test_only_the_newest_samples_are_kept() -> None:
     for ms in range(1, 8):
         start = timer.start_step()
         run(timer, clock, float(ms))
-        timer.stop_step(UPPER, start)
+        timer.stop_step(UPPER, start, 1)
         timer.drain()
     assert times(timer) == [5.0, 6.0, 7.0]
     assert timer.step_ms(UPPER) == 6.0
@@ -124,7 +124,7 @@ def test_steps_are_kept_apart_by_phase() -> None:
     for phase, ms in ((UPPER, 10.0), (UPPER, 30.0), (UPPER, 11.0), (LOWER, 4.0)):
         start = timer.start_step()
         clock.now += ms
-        timer.stop_step(phase, start)
+        timer.stop_step(phase, start, 1)
     timer.drain()
     assert timer.step_ms(UPPER) == 11.0
     assert timer.step_ms(LOWER) == 4.0
@@ -140,7 +140,7 @@ def test_clear_forgets_samples_steps_and_marks_on_their_way() -> None:
     run(timer, clock, 1.0)
     timer.drain()
     run(timer, clock, 2.0)
-    timer.stop_step(UPPER, start)
+    timer.stop_step(UPPER, start, 1)
     timer.clear()
     timer.drain(wait=True)
     assert timer.actions(UPPER) == ()

@@ -290,7 +290,7 @@ def attached_again() -> tuple[bool, bool]:
 
 
 def test_an_embedding_table_counts_one_row() -> None:
-    from tf_adapters.torch_pipelining.units import units_of
+    from tf_adapters.hosts.units import units_of
 
     units = {unit.names[0]: unit for unit in units_of(Layers(0, 1))}
     assert units["layers.0.weight"].work == 12
@@ -300,7 +300,7 @@ def test_an_embedding_table_counts_one_row() -> None:
 
 
 def test_a_table_that_also_projects_counts_whole_and_what_the_user_froze_not_at_all() -> None:
-    from tf_adapters.torch_pipelining.units import units_of
+    from tf_adapters.hosts.units import units_of
 
     module = Layers()
     module.layers["9"].weight = module.layers["0"].weight

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -67,6 +68,9 @@ class TimelyFreezeConfig(BaseModel):
     monitoring_steps: int = Field(40, ge=2, description="steps of monitoring; mixed monitoring may need fewer")
     monitoring_precision: float = Field(
         0.02, gt=0, le=1, description="standard error, as a share of the times, at which mixed monitoring ends"
+    )
+    monitoring_masks: bool = Field(
+        True, description='method "none" only: whether monitoring freezes, to measure what freezing would save'
     )
     progressive_steps: int = Field(50, ge=0, description="steps over which the freeze ratios rise to the plan's")
     stability_check_interval: int = Field(
@@ -142,6 +146,11 @@ class TimelyFreezeConfig(BaseModel):
         full = self.max_freeze_ratio if self.plans else 1.0
         return {pattern: limit / full if full else 0.0 for pattern, limit in self.freeze_limits.items()}
 
+    @property
+    def report_path(self) -> Path:
+        """Where rank 0 leaves the report."""
+        return Path(self.output_dir) / SECTION / "report.json"
+
     def target_ms(self, unfrozen_step_ms: float) -> float:
         """How long a step may take, in ms; 0 where it is to be as short as can be."""
         if self.target_speedup is not None:
@@ -215,6 +224,7 @@ _ALLOWED = {
     "monitoring": '"mixed" or "halves"',
     "monitoring_steps": "an integer of at least 2",
     "monitoring_precision": "a number above 0, up to 1",
+    "monitoring_masks": "true or false",
     "progressive_steps": "an integer of at least 0",
     "stability_check_interval": "an integer of at least 1",
     "apf_threshold": "a number from 0 to 1",

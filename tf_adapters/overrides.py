@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from tf_adapters.errors import UnsupportedError
+
+__all__ = ["Overrides"]
+
 _ABSENT: Any = object()
 
 
@@ -11,17 +15,29 @@ class Overrides:
     """Sets attributes on instances and puts back exactly what was there, an absent attribute included."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
+        self._replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, before, ours
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace ``owner.name`` on this one object, whether its class or the object itself defines it."""
-        self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
+        before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
+        self._replaced.append((owner, name, before, vars(owner).get(name, _ABSENT)))
+
+    def check(self) -> None:
+        """Raise UnsupportedError where somebody else has replaced one of ours since: putting back would undo theirs."""
+        newest = {(id(owner), name): (owner, ours) for owner, name, _, ours in self._replaced}
+        for (_, name), (owner, ours) in newest.items():
+            if vars(owner).get(name, _ABSENT) is not ours:
+                raise UnsupportedError(
+                    f"timely_freeze cannot be detached: {type(owner).__name__}.{name} was replaced by other code since "
+                    "it was attached; take that back first"
+                )
 
     def restore(self) -> None:
-        """Take every replacement back, the last one first."""
-        while self._before:
-            owner, name, before = self._before.pop()
+        """Take every replacement back, the last one first. Raises UnsupportedError as ``check``, with nothing done."""
+        self.check()
+        while self._replaced:
+            owner, name, before, _ = self._replaced.pop()
             if before is _ABSENT:
                 delattr(owner, name)
             else:

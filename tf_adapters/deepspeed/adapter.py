@@ -15,7 +15,7 @@ import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as host_checkpointing
 from deepspeed.runtime.pipe import schedule as host
 
-from tf_adapters.collectives import ProcessGroupCollectives, holds_first_rank
+from tf_adapters.collectives import Collectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.deepspeed.optimizers import (
     HeldParameters,
@@ -24,27 +24,43 @@ from tf_adapters.deepspeed.optimizers import (
     held_values,
 )
 from tf_adapters.deepspeed.schedules import SCHEDULES, MicrobatchTracker, translate
-from tf_adapters.deepspeed.stages import is_dualpipev, parameters_by_stage, row_masks_by_stage, stages_of
+from tf_adapters.deepspeed.stages import (
+    is_dualpipev,
+    parameters_by_stage,
+    row_masks_by_stage,
+    stages_of,
+    units_by_stage,
+)
 from tf_adapters.deepspeed.support import refuse_compiled
-from tf_adapters.hosts.units import units_of
-from tf_adapters.masking.rows import with_rows
-from tf_adapters.overrides import Overrides
+from tf_adapters.hosts.adapter import HostAdapter
+from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
-from tf_adapters.selection.units import same_names
+from tf_adapters.selection.units import Tie, same_names
 from tf_adapters.timing.timer import clock_for
-from tf_adapters.training.agreement import gather_units
-from tf_adapters.training.controller import Controller, HostInfo
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
+from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
 ATTRIBUTE = "timely_freeze"  # of the engine: its adapter
 CHECKPOINT_KEY = "timely_freeze"
 _WARMUP_ATTRIBUTES = ("warmup_num_steps", "num_warmup_steps", "warmup_steps")
 
 
-class DeepSpeedAdapter:
+def host_info() -> HostInfo:
+    """What the report calls this host."""
+    return HostInfo("deepspeed", deepspeed.__version__)
+
+
+class DeepSpeedAdapter(HostAdapter):
     """Runs a Controller inside one PipelineEngine. Made by ``tf_adapters.deepspeed.attach``."""
 
-    def __init__(self, engine: Any, config: TimelyFreezeConfig) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        config: TimelyFreezeConfig,
+        collectives: Collectives,
+        metrics: MetricSink | None = None,
+        warmup_steps: int | None = None,
+    ) -> None:
         self.engine = engine
         self._stages = stages_of(engine)
         # The engine keeps one loss, the last forward's: under GPipe that is another microbatch's. DualPipeV's does not.
@@ -53,45 +69,42 @@ class DeepSpeedAdapter:
         self._tracker = MicrobatchTracker()
         self._losses: dict[int, Any] = {}
         self._running: tuple[int, int] | None = None
+        self._given_warmup, self._given_metrics = warmup_steps, metrics
         self._schedule_type = SCHEDULES.get(config.schedule) or _own_schedule_type(engine)
         self._host_exec_schedule: Callable[[host.PipeSchedule], None] = engine._exec_schedule
-        collectives = ProcessGroupCollectives()
-        parameters = parameters_by_stage(engine)
-        self._row_masks = row_masks_by_stage(engine, parameters) if config.granularity == "row" else {}
-        local = with_rows({stage: units_of(held) for stage, held in parameters.items()}, self._row_masks)
-        units = gather_units(collectives, local)
-        self.controller = Controller(
-            config=config,
-            schedule=translate(self._schedule_type, self._microbatches, engine.num_stages),
-            units=units,
-            parameters=parameters,
-            ties=same_names(units),
-            collectives=collectives,
-            clock=clock_for(engine.device),
-            host=HostInfo("deepspeed", deepspeed.__version__),
-            auto_warmup=_warmup_steps(engine),
-            metrics=self._write_metrics if engine.monitor.enabled and collectives.rank == 0 else None,
-            held_values=held_values(engine, parameters),
-            traced=holds_first_rank(engine.grid.get_pipe_parallel_group()),
-            row_masks=self._row_masks,
-        )
+        super().__init__(config, collectives, self._describe, self._metrics())
         self._holder = HeldParameters(engine)
         self._host_instructions: dict[type, Callable[..., None]] = dict(engine._INSTRUCTION_MAP)
-        self._overrides = Overrides()
-        self._install()
+
+    def _describe(self) -> HostPipeline:
+        engine, parameters = self.engine, parameters_by_stage(self.engine)
+        rows = row_masks_by_stage(engine, parameters) if self.config.granularity == "row" else {}
+        return HostPipeline(
+            host=host_info(),
+            schedule=translate(self._schedule_type, self._microbatches, engine.num_stages),
+            units=units_by_stage(engine, parameters),
+            parameters=parameters,
+            held_values=held_values(engine, parameters),
+            row_masks=rows,
+            traced=holds_first_rank(engine.grid.get_pipe_parallel_group()),
+            warmup_steps=self._warmup_steps(),
+            clock=clock_for(torch.device(engine.device)),
+        )
+
+    def ties(self, pipeline: HostPipeline) -> tuple[Tie, ...]:
+        """A tied weight has the same name on every stage that holds it."""
+        return same_names(pipeline.units)
+
+    def _warmup_steps(self) -> int:
+        return _warmup_steps(self.engine) if self._given_warmup is None else self._given_warmup
 
     # --- on and off ------------------------------------------------------------------------------------------
 
-    def detach(self) -> None:
-        """Give the engine back as it was. Call it on all ranks, between two training batches."""
-        self._overrides.restore()
-        self._holder.remove()
-        for mask in self._row_masks.values():
-            mask.remove()
-        self.controller.close()
-
-    def _install(self) -> None:
-        engine, overrides = self.engine, self._overrides
+    def install(self) -> None:
+        """Replace instructions of the engine by ours, which call the engine's own."""
+        self._holder.install()
+        self.on_detach(self._holder.remove)
+        engine, overrides = self.engine, self.overrides
         wrapped = {
             host.ForwardPass: self._forward,
             host.BackwardPass: self._backward,
@@ -220,16 +233,26 @@ class DeepSpeedAdapter:
             weights_only = signature.bind(*args, **kwargs).arguments.get("load_module_only", False)
             if path is not None:
                 state = (client_state or {}).pop(CHECKPOINT_KEY, None)
-                self.controller.load_state_dict(None if weights_only else state, _warmup_steps(self.engine))
+                self.controller.load_state_dict(None if weights_only else state, self._warmup_steps())
             return path, client_state
 
         return load_checkpoint
 
     # --- metrics ---------------------------------------------------------------------------------------------
 
-    def _write_metrics(self, figures: Mapping[str, float]) -> None:
-        samples = self.engine.global_samples
-        self.engine.monitor.write_events([(f"TimelyFreeze/{k}", v, samples) for k, v in figures.items()])
+    def _metrics(self) -> MetricSink | None:
+        """Figures go to the user's function, and on rank 0 to the engine's monitor."""
+        monitored = self.engine.monitor.enabled and torch.distributed.get_rank() == 0
+        if not monitored:
+            return self._given_metrics
+
+        def write(figures: Mapping[str, float]) -> None:
+            samples = self.engine.global_samples
+            self.engine.monitor.write_events([(f"TimelyFreeze/{k}", v, samples) for k, v in figures.items()])
+            if self._given_metrics is not None:
+                self._given_metrics(figures)
+
+        return write
 
 
 def _own_schedule_type(engine: Any) -> type[host.PipeSchedule]:

@@ -8,26 +8,35 @@ from typing import Any
 
 from tf_adapters.collectives import ProcessGroupCollectives
 from tf_adapters.config import TimelyFreezeConfig, find_section
-from tf_adapters.deepspeed.adapter import ATTRIBUTE, DeepSpeedAdapter
+from tf_adapters.deepspeed.adapter import ATTRIBUTE, DeepSpeedAdapter, host_info
 from tf_adapters.deepspeed.stages import is_dualpipev
 from tf_adapters.deepspeed.support import check, warnings
 from tf_adapters.errors import ConfigError
+from tf_adapters.hosts.adapter import attach_once
 from tf_adapters.log import announce
-from tf_adapters.training.agreement import agree_on_settings
+from tf_adapters.report.observer import MetricSink
 
 
-def attach(engine: Any, config: TimelyFreezeConfig | Mapping[str, Any] | None) -> DeepSpeedAdapter | None:
+def attach(
+    engine: Any,
+    config: TimelyFreezeConfig | Mapping[str, Any] | None,
+    metrics: MetricSink | None = None,
+    warmup_steps: int | None = None,
+) -> DeepSpeedAdapter | None:
     """See ``tf_adapters.deepspeed.attach``."""
     existing: DeepSpeedAdapter | None = vars(engine).get(ATTRIBUTE)
-    if existing is not None:
-        return existing
     collectives = ProcessGroupCollectives()
-    settings = agree_on_settings(collectives, lambda: _settings(engine, config))
-    if settings is None:
-        return None
-    adapter = DeepSpeedAdapter(engine, settings)
-    adapter.controller.announce_start()
-    for warning in warnings(engine):
+    adapter = attach_once(
+        collectives=collectives,
+        host=host_info(),
+        existing=existing,
+        given=config,
+        read=lambda: _settings(engine, config),
+        make=lambda settings: DeepSpeedAdapter(
+            engine, settings, collectives, metrics=metrics, warmup_steps=warmup_steps
+        ),
+    )
+    for warning in warnings(engine) if adapter is not None and existing is None else ():
         announce(collectives.rank, warning, logging.WARNING)
     return adapter
 

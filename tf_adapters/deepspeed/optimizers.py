@@ -31,6 +31,10 @@ class HeldParameters:
         self._held: tuple[torch.nn.Parameter, ...] = ()
         self._rows: tuple[HeldRows, ...] = ()
         self._kept = Kept()
+        self._hooks: list[Any] = []
+
+    def install(self) -> None:
+        """Put our hooks on the optimizer."""
         self._hooks = [
             self._inner.register_step_pre_hook(self._before_step),
             self._inner.register_step_post_hook(self._after_step),

@@ -5,12 +5,15 @@ Source: deepspeed/runtime/pipe/engine.py, dualpipev.py and module.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from deepspeed.runtime.pipe.module import TiedLayerSpec
 
+from tf_adapters.hosts.units import UnitRules, units_of
 from tf_adapters.masking.rows import RowMask, plain_layer, row_layers
+from tf_adapters.selection.units import FreezeUnit
 
 
 def is_dualpipev(engine: Any) -> bool:
@@ -41,6 +44,31 @@ def parameters_by_stage(engine: Any) -> dict[int, dict[str, torch.nn.Parameter]]
         stage: {name: p for name, p in named.items() if _belongs(name, _layers(engine.module, phase))}
         for phase, stage in stages_of(engine).items()
     }
+
+
+def units_by_stage(
+    engine: Any, parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]
+) -> dict[int, tuple[FreezeUnit, ...]]:
+    """This rank's units by stage. A tied table is work of a whole matrix where a layer multiplies by it."""
+    return {
+        stage: tuple(
+            unit
+            for unit in units_of(engine.module, UnitRules(projects=_multiplies(engine, phase)))
+            if unit.names[0] in parameters[stage]
+        )
+        for phase, stage in stages_of(engine).items()
+    }
+
+
+def _multiplies(engine: Any, phase: int) -> Callable[[str, torch.nn.Parameter], bool]:
+    """Whether a tied weight of a phase goes through a function of the user's, an output layer for one."""
+    module = engine.module
+    start, stop = (module._local_start, module._local_stop)
+    if is_dualpipev(engine):
+        start, stop = module.phase_bounds[phase]
+    specs = [spec for spec in module._layer_specs[start:stop] if isinstance(spec, TiedLayerSpec)]
+    keys = {spec.key for spec in specs if spec.forward_fn is not None}
+    return lambda name, parameter: name.startswith("tied_modules.") and name.split(".")[1] in keys
 
 
 def row_masks_by_stage(engine: Any, parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> dict[int, RowMask]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from tf_adapters.masking.parameters import ParameterMask
 from tf_adapters.overrides import Overrides
 from tf_adapters.selection.rows import FrozenRows
-from tf_adapters.training.agreement import UnitsByStage
+from tf_adapters.selection.units import FreezeUnit
 
 Tensors = tuple[torch.Tensor, ...]
 Gradients = Callable[[torch.Tensor, torch.Tensor], Tensors]
@@ -232,7 +232,9 @@ class RowMask:
                 layer.frozen = None
 
 
-def with_rows(units: UnitsByStage, masks: Mapping[int, RowMask]) -> UnitsByStage:
+def with_rows(
+    units: Mapping[int, Sequence[FreezeUnit]], masks: Mapping[int, RowMask]
+) -> dict[int, tuple[FreezeUnit, ...]]:
     """The units of this rank's stages, told how many rows the masks can freeze of them."""
     rows = {stage: mask.rows for stage, mask in masks.items()}
     return {

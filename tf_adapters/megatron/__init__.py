@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from tf_adapters.arguments import add_arguments
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +31,7 @@ def attach(
     *,
     num_microbatches: int | None = None,
     pp_group: Any = None,
-    warmup_steps: int = DEFAULT_WARMUP_STEPS,
+    warmup_steps: int | None = None,
     metrics: MetricSink | None = None,
 ) -> MegatronAdapter | None:
     """Freeze in this model's training from here on. Call it on all ranks, before the first training batch.
@@ -43,19 +42,27 @@ def attach(
         config: the settings; by default all defaults.
         num_microbatches: of a training batch; by default what Megatron's num_microbatches_calculator says.
         pp_group: the pipeline's process group; by default that of ``parallel_state``.
-        warmup_steps: what ``warmup_steps: "auto"`` stands for: the length of the learning-rate warm-up.
+        warmup_steps: what ``warmup_steps: "auto"`` stands for: the length of the learning-rate warm-up; by default 10.
         metrics: called on this rank after each step with named figures (ratios in [0, 1], ms).
 
     Returns:
         The adapter, with ``controller`` and ``detach()``; None where ``enabled`` is false. Attaching twice returns
-        the first adapter.
+        the first adapter; with other settings it is refused.
 
     Raises:
         ConfigError: a setting is wrong. UnsupportedError: freezing cannot be right with this model. On all ranks.
     """
     from tf_adapters.megatron.entry import attach as attach_model
 
-    return attach_model(model, optimizer, config, num_microbatches, pp_group, warmup_steps, metrics)
+    return attach_model(
+        model,
+        optimizer,
+        config,
+        num_microbatches=num_microbatches,
+        pp_group=pp_group,
+        warmup_steps=warmup_steps,
+        metrics=metrics,
+    )
 
 
 def install() -> None:

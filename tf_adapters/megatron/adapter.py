@@ -8,98 +8,113 @@ Source: megatron/core/pipeline_parallel/schedules.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 import torch
 
-from tf_adapters.collectives import ProcessGroupCollectives, holds_first_rank, on_all_ranks
+from tf_adapters.collectives import Collectives, holds_first_rank, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.hosts.adapter import HostAdapter
+from tf_adapters.hosts.units import units_of
 from tf_adapters.log import announce
-from tf_adapters.masking.rows import RowMask, row_layers, with_rows
+from tf_adapters.masking.rows import RowMask, row_layers
 from tf_adapters.megatron.chunks import Chunk
 from tf_adapters.megatron.optimizers import HeldParameters, held_values
 from tf_adapters.megatron.rows import parallel_layer
 from tf_adapters.megatron.schedules import PipelinePosition, translate
-from tf_adapters.megatron.units import tied_places, units_of
-from tf_adapters.overrides import Overrides
+from tf_adapters.megatron.units import tied_places, unit_rules
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.selection.units import Tie
 from tf_adapters.timing.timer import clock_for
-from tf_adapters.training.agreement import gather_units
-from tf_adapters.training.controller import Controller, HostInfo
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
+from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
 ATTRIBUTE = "timely_freeze"  # of a model chunk: its adapter
 TIMER = "timely-freeze"  # among Megatron's timers: what freezing itself takes between the batches
 _TAG = "timely_freeze_action"  # of a forward's output: what its backward is
 
 
-class MegatronAdapter:
+@dataclass(frozen=True)
+class MegatronModel:
+    """A model as Megatron trains it on this rank: its chunks, what updates them, and the pipeline they are in.
+
+    ``config`` is the TransformerConfig, ``num_microbatches`` the number in a training batch.
+    """
+
+    chunks: Sequence[torch.nn.Module]
+    optimizer: Any
+    config: Any
+    num_microbatches: int
+    pp_group: Any
+    expert_parallel_size: int = 1
+
+
+def host_info() -> HostInfo:
+    """What the report calls this host."""
+    return HostInfo("megatron-core", metadata.version("megatron-core"))
+
+
+class MegatronAdapter(HostAdapter):
     """Runs a Controller for one model. Made by ``tf_adapters.megatron.attach``."""
 
     def __init__(
         self,
-        chunks: Sequence[torch.nn.Module],
-        optimizer: Any,
-        model_config: Any,
+        model: MegatronModel,
         config: TimelyFreezeConfig,
-        num_microbatches: int,
-        pp_group: Any,
-        expert_parallel_size: int = 1,
-        warmup_steps: int = DEFAULT_WARMUP_STEPS,
+        collectives: Collectives,
         metrics: MetricSink | None = None,
+        warmup_steps: int = DEFAULT_WARMUP_STEPS,
     ) -> None:
-        self._model_config, self._pp_group = model_config, pp_group
-        self._position = PipelinePosition(pp_group.rank(), pp_group.size(), len(chunks))
-        self._chunks = {id(c): Chunk(self._position.stage(index), c) for index, c in enumerate(chunks)}
-        self._num_microbatches = num_microbatches
-        self._collectives = ProcessGroupCollectives()
+        self._model = model
+        self._position = PipelinePosition(model.pp_group.rank(), model.pp_group.size(), len(model.chunks))
+        self._chunks = {id(c): Chunk(self._position.stage(index), c) for index, c in enumerate(model.chunks)}
+        self._num_microbatches, self._warmup_steps = model.num_microbatches, warmup_steps
         self._in_batch = False
         self._batch_seen = False
-        by_stage = {chunk.stage: chunk for chunk in self._chunks.values()}
-        parameters = {stage: chunk.parameters for stage, chunk in by_stage.items()}
-        by_rows = by_stage if config.granularity == "row" else {}
-        self._row_masks = {stage: RowMask(row_layers(c.model, parallel_layer)) for stage, c in by_rows.items()}
-        units = {stage: units_of(chunk.model, model_config, expert_parallel_size) for stage, chunk in by_stage.items()}
-        self.controller = Controller(
-            config=config,
-            schedule=self._translate(num_microbatches),
-            units=gather_units(self._collectives, with_rows(units, self._row_masks)),
-            parameters=parameters,
-            collectives=self._collectives,
-            clock=clock_for(next(chunks[0].parameters()).device),
-            host=HostInfo("megatron-core", metadata.version("megatron-core")),
-            ties=_ties(self._collectives, parameters),
-            auto_warmup=warmup_steps,
-            metrics=metrics,
-            held_values=held_values(optimizer, parameters),
-            traced=holds_first_rank(pp_group),
-            row_masks=self._row_masks,
-        )
-        self._holder = HeldParameters(optimizer)
-        self._overrides = Overrides()
-        self._host_step: Callable[..., Any] = optimizer.step
-        self._overrides.set(optimizer, "step", self._step)
-        for chunk in chunks:
-            self._overrides.set(chunk, ATTRIBUTE, self)
-        for stage_chunk in by_stage.values():
-            stage_chunk.hook(model_config)
+        self.collectives = collectives
+        self._schedule = self._translate(model.num_microbatches)
+        super().__init__(config, collectives, self._describe, metrics)
 
-    # --- on and off ------------------------------------------------------------------------------------------
-
-    def detach(self) -> None:
-        """Give model and optimizer back as they were. Call it on all ranks, between two training batches."""
-        self._overrides.restore()
-        self._holder.remove()
+    def install(self) -> None:
+        """Hook the chunks, and take the place of the optimizer's step."""
+        model = self._model
+        self._holder = HeldParameters(model.optimizer)
+        self.on_detach(self._holder.remove)
+        self._host_step: Callable[..., Any] = model.optimizer.step
+        self.overrides.set(model.optimizer, "step", self._step)
+        for wrapped in model.chunks:
+            self.overrides.set(wrapped, ATTRIBUTE, self)
         for chunk in self._chunks.values():
-            chunk.close()
-        for mask in self._row_masks.values():
-            mask.remove()
-        self.controller.close()
+            chunk.hook(model.config)
+            self.on_detach(chunk.close)
+
+    def _describe(self) -> HostPipeline:
+        model, by_stage = self._model, {chunk.stage: chunk for chunk in self._chunks.values()}
+        parameters = {stage: chunk.parameters for stage, chunk in by_stage.items()}
+        rules = unit_rules(model.config, model.expert_parallel_size)
+        by_rows = by_stage if self.config.granularity == "row" else {}
+        return HostPipeline(
+            host=host_info(),
+            schedule=self._schedule,
+            units={stage: units_of(chunk.model, rules) for stage, chunk in by_stage.items()},
+            parameters=parameters,
+            held_values=held_values(model.optimizer, parameters),
+            row_masks={stage: RowMask(row_layers(c.model, parallel_layer)) for stage, c in by_rows.items()},
+            traced=holds_first_rank(model.pp_group),
+            warmup_steps=self._warmup_steps,
+            clock=clock_for(_device_of(model.chunks)),
+        )
+
+    def ties(self, pipeline: HostPipeline) -> tuple[Tie, ...]:
+        """The embedding that Megatron shares between the first stage and the last."""
+        of_ranks = on_all_ranks(self.collectives, lambda: tied_places(pipeline.parameters))
+        everywhere = {place for places in of_ranks for place in places}
+        return (tuple(sorted(everywhere)),) if len(everywhere) > 1 else ()
 
     # --- what the patches call -------------------------------------------------------------------------------
 
@@ -153,12 +168,12 @@ class MegatronAdapter:
     # --- details ---------------------------------------------------------------------------------------------
 
     def _translate(self, num_microbatches: int) -> Any:
-        return translate(self._collectives, self._position, self._model_config, self._pp_group, num_microbatches)
+        return translate(self.collectives, self._position, self._model.config, self._model.pp_group, num_microbatches)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
         """Count our own time in Megatron's timers, where the model's config has them."""
-        timers = self._model_config.timers
+        timers = self._model.config.timers
         if timers is not None:
             timers(TIMER, log_level=1).start()
         yield
@@ -169,7 +184,7 @@ class MegatronAdapter:
         if not self._batch_seen:
             self._batch_seen = True
             announce(
-                self._collectives.rank,
+                self.collectives.rank,
                 "the optimizer stepped, but no batch was seen: call get_forward_backward_func() after attach() or "
                 "install(); until then nothing is frozen",
                 logging.WARNING,
@@ -199,6 +214,8 @@ def adapter_of(model: Any) -> MegatronAdapter | None:
     return vars(chunk).get(ATTRIBUTE) if isinstance(chunk, torch.nn.Module) else None
 
 
-def _ties(collectives: ProcessGroupCollectives, parameters: Mapping[int, Mapping[str, Any]]) -> tuple[Tie, ...]:
-    everywhere = {place for places in on_all_ranks(collectives, lambda: tied_places(parameters)) for place in places}
-    return (tuple(sorted(everywhere)),) if len(everywhere) > 1 else ()
+def _device_of(chunks: Sequence[torch.nn.Module]) -> torch.device:
+    """The device of this rank's model; a chunk of an "empty stage" layout has no parameters."""
+    devices = (parameter.device for chunk in chunks for parameter in chunk.parameters())
+    fallback = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return next(devices, fallback)

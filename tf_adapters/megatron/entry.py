@@ -16,10 +16,10 @@ import megatron_patches.forward_step
 from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
-from tf_adapters.megatron.adapter import MegatronAdapter, adapter_of, tagged
+from tf_adapters.hosts.adapter import attach_once
+from tf_adapters.megatron.adapter import MegatronAdapter, MegatronModel, adapter_of, host_info, tagged
 from tf_adapters.megatron.support import check
 from tf_adapters.report.observer import MetricSink
-from tf_adapters.training.agreement import agree_on_settings
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
 Config = TimelyFreezeConfig | Mapping[str, Any] | None
@@ -29,35 +29,38 @@ def attach(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     optimizer: Any,
     config: Config,
+    *,
     num_microbatches: int | None = None,
     pp_group: Any = None,
-    warmup_steps: int = DEFAULT_WARMUP_STEPS,
+    warmup_steps: int | None = None,
     metrics: MetricSink | None = None,
 ) -> MegatronAdapter | None:
     """See ``tf_adapters.megatron.attach``."""
     chunks = list(model) if isinstance(model, Sequence) else [model]
-    existing = adapter_of(chunks)
-    if existing is not None:
-        return existing
     collectives = ProcessGroupCollectives()
-    settings = agree_on_settings(collectives, lambda: _settings(chunks, optimizer, config))
-    if settings is None:
-        return None
-    microbatches = _same_number(on_all_ranks(collectives, lambda: num_microbatches or _microbatches_of_the_run()))
-    patch_schedules()
-    adapter = MegatronAdapter(
-        chunks,
-        optimizer,
-        get_model_config(chunks[0]),
-        settings,
-        microbatches,
-        pp_group or parallel_state.get_pipeline_model_parallel_group(),
-        _expert_parallel_size(),
-        warmup_steps,
-        metrics,
+
+    def make(settings: TimelyFreezeConfig) -> MegatronAdapter:
+        counts = on_all_ranks(collectives, lambda: num_microbatches or _microbatches_of_the_run())
+        on_all_ranks(collectives, patch_schedules)
+        described = MegatronModel(
+            chunks=chunks,
+            optimizer=optimizer,
+            config=get_model_config(chunks[0]),
+            num_microbatches=_same_number(counts),
+            pp_group=pp_group or parallel_state.get_pipeline_model_parallel_group(),
+            expert_parallel_size=_expert_parallel_size(),
+        )
+        warmup = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
+        return MegatronAdapter(described, settings, collectives, metrics=metrics, warmup_steps=warmup)
+
+    return attach_once(
+        collectives=collectives,
+        host=host_info(),
+        existing=adapter_of(chunks),
+        given=config,
+        read=lambda: _settings(chunks, optimizer, config),
+        make=make,
     )
-    adapter.controller.announce_start()
-    return adapter
 
 
 def patch_schedules() -> None:

@@ -7,28 +7,22 @@ from typing import Any
 
 import torch
 
-from tf_adapters.selection.units import FreezeUnit, Tie
+from tf_adapters.hosts.units import UnitRules
+from tf_adapters.selection.units import Tie
 
 
-def units_of(chunk: torch.nn.Module, config: Any, expert_parallel_size: int) -> tuple[FreezeUnit, ...]:
-    """The units of one model chunk (without its wrappers); ``config`` is its TransformerConfig.
+def unit_rules(config: Any, expert_parallel_size: int) -> UnitRules:
+    """Megatron's rules; ``config`` is the model's TransformerConfig.
 
     A weight and its bias are one unit: Megatron's linear layer gives a frozen weight's bias no gradient either.
     All of a grouped linear's weights are one: it asks only the first one whether it trains.
     """
-    units = []
-    known = dict(chunk.named_parameters())  # a parameter that two modules share has one name there
-    for prefix, module in chunk.named_modules():
-        own = {
-            name: parameter
-            for name, parameter in module.named_parameters(recurse=False)
-            if parameter.requires_grad and parameter.numel() and _full(prefix, name) in known
-        }
-        for names in _groups(module, own):
-            work = sum(_work(module, own[name]) for name in names) * _tokens(prefix, config, expert_parallel_size)
-            full = tuple(_full(prefix, name) for name in names)
-            units.append(FreezeUnit(full, work, tuple(own[names[0]].shape)))
-    return tuple(units)
+    return UnitRules(
+        groups=_groups,
+        is_table=lambda m: isinstance(m, torch.nn.Embedding) or type(m).__name__ == "VocabParallelEmbedding",
+        projects=lambda name, parameter: "zero_out_wgrad" in vars(parameter),  # tied to the stage's output layer
+        token_share=lambda prefix: _token_share(prefix, config, expert_parallel_size),
+    )
 
 
 def tied_places(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> Tie:
@@ -41,10 +35,6 @@ def tied_places(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> T
     )
 
 
-def _full(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
-
-
 def _groups(module: torch.nn.Module, own: Mapping[str, torch.nn.Parameter]) -> list[tuple[str, ...]]:
     """Names of parameters of one module that are frozen together."""
     if hasattr(module, "num_gemms"):  # Transformer Engine's GroupedLinear: weight0, weight1, ...
@@ -54,14 +44,7 @@ def _groups(module: torch.nn.Module, own: Mapping[str, torch.nn.Parameter]) -> l
     return [together, *alone] if together else alone
 
 
-def _work(module: torch.nn.Module, parameter: torch.nn.Parameter) -> float:
-    """Elements that a token's weight gradient touches: all of a matrix, one row of an embedding table."""
-    is_table = isinstance(module, torch.nn.Embedding) or type(module).__name__ == "VocabParallelEmbedding"
-    also_projects = "zero_out_wgrad" in vars(parameter)  # tied to the output layer on the same stage
-    return float(parameter.shape[-1] if is_table and not also_projects else parameter.numel())
-
-
-def _tokens(prefix: str, config: Any, expert_parallel_size: int) -> float:
+def _token_share(prefix: str, config: Any, expert_parallel_size: int) -> float:
     """The share of a rank's tokens that reach a module: an expert sees only those routed to it."""
     if "experts" not in prefix.split("."):
         return 1.0

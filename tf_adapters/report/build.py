@@ -7,18 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
 import tf_adapters
+from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.report.schema import BackwardSample, Host, Measured, PeakMemory, Phases, Report, Schedule, Status
 from tf_adapters.schedule.ir import Action, Kind
-from tf_adapters.timing.estimates import median
-from tf_adapters.timing.memory import MemoryMeter
+from tf_adapters.timing.estimates import estimate, median
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.timer import ActionTimer
-
-if TYPE_CHECKING:
-    from tf_adapters.training.controller import Controller
+from tf_adapters.training.observer import RunSnapshot
+from tf_adapters.training.pipeline import HostInfo
 
 _REPORTED = (Phase.MONITORING_UPPER, Phase.MONITORING_LOWER, Phase.MONITORING_MIXED, Phase.STABLE)
 _SINGLE_SAMPLES = 8
@@ -50,29 +48,34 @@ class LocalMeasurements:
     actions: Mapping[str, Mapping[Action, Points]]
     forward_ms: Mapping[Action, float]
     peak_bytes: Mapping[str, int | None]
+    frozen_share: Mapping[int, tuple[float, ...]]
+    parameter_freeze_ratio: Mapping[int, Mapping[str, float]]
 
 
-def local_measurements(stage: int, timer: ActionTimer, memory: MemoryMeter) -> LocalMeasurements:
+def local_measurements(run: RunSnapshot) -> LocalMeasurements:
     """What this rank has measured so far."""
+    timer = run.timer
     timer.drain()
     return LocalMeasurements(
-        stage=stage,
+        stage=run.stages[0],
         steps={phase.value: timer.step_ms(phase) for phase in _REPORTED},
         actions={phase.value: _points(timer, phase) for phase in _REPORTED},
         forward_ms=_forwards(timer),
-        peak_bytes={phase.value: memory.peak_bytes(phase) for phase in _REPORTED},
+        peak_bytes={phase.value: run.memory.peak_bytes(phase) for phase in _REPORTED},
+        frozen_share=run.tally.frozen_share(),
+        parameter_freeze_ratio=run.tally.parameter_freeze_ratio(),
     )
 
 
-def build_report(controller: Controller, ranks: Sequence[LocalMeasurements]) -> Report:
+def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report:
     """The report of the run as far as it has come."""
-    state, gaps = controller.state, controller.state.gaps.to_json()
+    state, gaps = run.state, run.state.gaps.to_json()
     return Report(
-        host=Host(name=controller.host.name, version=controller.host.version),
+        host=Host(name=run.host.name, version=run.host.version),
         versions=_versions(),
-        config=controller.config.model_dump(),
-        schedule=Schedule(ranks=tuple(map(tuple, controller.schedule.to_text()))),
-        status=_status(controller),
+        config=run.config.model_dump(),
+        schedule=Schedule(ranks=tuple(map(tuple, run.schedule.to_text()))),
+        status=_status(run),
         note=(*state.notes, *([state.failure] if state.failure else [])),
         step=state.completed_steps,
         phases=Phases(
@@ -84,7 +87,38 @@ def build_report(controller: Controller, ranks: Sequence[LocalMeasurements]) -> 
         overhead=gaps["overhead"],
         times={str(action): (bounds.lower, bounds.upper) for action, bounds in state.bounds.items()},
         plan=state.plan,
-        measured=_measured(controller, ranks),
+        measured=_measured(run, ranks),
+        frozen_share={str(s): shares for rank in ranks for s, shares in rank.frozen_share.items()},
+        parameter_freeze_ratio={str(s): dict(of) for rank in ranks for s, of in rank.parameter_freeze_ratio.items()},
+    )
+
+
+def disabled_report(host: HostInfo, config: TimelyFreezeConfig, reason: str) -> Report:
+    """The report of a run that trains without freezing because its settings say so."""
+    return Report(
+        host=Host(name=host.name, version=host.version),
+        versions=_versions(),
+        config=config.model_dump(),
+        schedule=Schedule(ranks=()),
+        status="disabled",
+        note=(reason,),
+        step=0,
+    )
+
+
+def result_line(report: Report, stable_steps_ms: Sequence[float]) -> str | None:
+    """The run's result in one line, with the standard error of the measured step; None before stable freezing."""
+    measured, step = report.measured, estimate(stable_steps_ms)
+    stable, unfrozen = measured.step_ms_stable, measured.step_ms_unfrozen
+    if report.status != "stable" or not stable or not unfrozen or step is None or not measured.planned_step_ms:
+        return None
+    if report.config.get("method") == "none":
+        return f"method none: {stable:.1f} ms a step, nothing frozen; planned {measured.planned_step_ms:.1f} ms"
+    error = step.error / step.value if step.value else 0.0
+    return (
+        f"stable freezing: {stable:.1f} ms a step over {len(stable_steps_ms)} steps, {unfrozen / stable:.2f}x "
+        f"(+-{error:.1%}) of {unfrozen:.1f} ms with nothing frozen; "
+        f"planned {measured.planned_step_ms:.1f} ms, {unfrozen / measured.planned_step_ms:.2f}x"
     )
 
 
@@ -111,8 +145,8 @@ def _points(timer: ActionTimer, phase: Phase) -> dict[Action, Points]:
     return found
 
 
-def _measured(controller: Controller, ranks: Sequence[LocalMeasurements]) -> Measured:
-    state, expected = controller.state, controller.forecast
+def _measured(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Measured:
+    state, expected = run.state, run.state.forecast
     unfrozen = state.unfrozen_step_ms or _slowest(ranks, Phase.MONITORING_UPPER)
     stable = _slowest(ranks, Phase.STABLE)
     backwards = {phase: _merge([rank.actions[phase.value] for rank in ranks]) for phase in _REPORTED}
@@ -120,7 +154,7 @@ def _measured(controller: Controller, ranks: Sequence[LocalMeasurements]) -> Mea
         step_ms_unfrozen=unfrozen,
         step_ms_stable=stable,
         step_ratio=stable / unfrozen if stable and unfrozen else None,
-        forward_pace=_pace(controller, ranks),
+        forward_pace=_pace(run, ranks),
         planned_step_ms=expected.planned_ms if expected else None,
         planned_ratio=expected.ratio if expected else None,
         mean_afr=_mean_by_stage({action: points[0][0] for action, points in backwards[Phase.STABLE].items()}),
@@ -131,15 +165,15 @@ def _measured(controller: Controller, ranks: Sequence[LocalMeasurements]) -> Mea
             for share, ms in points
         ),
         peak_memory_bytes=PeakMemory(
-            unfrozen=_fullest(controller, ranks, Phase.MONITORING_UPPER),
-            stable=_fullest(controller, ranks, Phase.STABLE),
+            unfrozen=_fullest(run, ranks, Phase.MONITORING_UPPER),
+            stable=_fullest(run, ranks, Phase.STABLE),
         ),
     )
 
 
-def _fullest(controller: Controller, ranks: Sequence[LocalMeasurements], phase: Phase) -> tuple[int, ...] | None:
+def _fullest(run: RunSnapshot, ranks: Sequence[LocalMeasurements], phase: Phase) -> tuple[int, ...] | None:
     """By pipeline rank, the bytes of the replica that held most; None unless there are some of every rank."""
-    schedule = controller.schedule
+    schedule = run.schedule
     peaks: dict[int, int] = {}
     for rank in ranks:
         held, row = rank.peak_bytes[phase.value], schedule.rank_of(rank.stage)
@@ -148,9 +182,9 @@ def _fullest(controller: Controller, ranks: Sequence[LocalMeasurements], phase: 
     return tuple(peaks[row] for row in sorted(peaks)) if len(peaks) == len(schedule.ranks) else None
 
 
-def _pace(controller: Controller, ranks: Sequence[LocalMeasurements]) -> float | None:
+def _pace(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> float | None:
     """How many times as long forwards take as the plan has them, the median over all ranks."""
-    planned = {action: bounds.upper for action, bounds in controller.state.bounds.items() if bounds.upper > 0.0}
+    planned = {action: bounds.upper for action, bounds in run.state.bounds.items() if bounds.upper > 0.0}
     return median(ms / planned[action] for rank in ranks for action, ms in rank.forward_ms.items() if action in planned)
 
 
@@ -175,12 +209,13 @@ def _mean_by_stage(shares: Mapping[Action, float]) -> dict[str, float]:
     return {stage: sum(of_stage) / len(of_stage) for stage, of_stage in by_stage.items()}
 
 
-def _status(controller: Controller) -> Status:
-    if controller.state.failure:
+def _status(run: RunSnapshot) -> Status:
+    state = run.state
+    if state.failure:
         return "failed"
-    if controller.state.completed_steps == controller.state.phases.freezing_start and controller.state.plan:
+    if state.completed_steps == state.phases.freezing_start and state.plan:
         return "planned"
-    return _STATUS[controller.state.phases.phase(max(1, controller.state.completed_steps))]
+    return _STATUS[state.phases.phase(max(1, state.completed_steps))]
 
 
 def _versions() -> dict[str, str | None]:

@@ -1,17 +1,30 @@
-"""Plans of a test's choosing, in the place of measured ones."""
+"""Plans and units of a test's choosing, in the place of measured ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+import torch
+
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.solve import plan
 from tf_adapters.schedule.ir import Action
+from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.training.plan_maker import Planned
 
 if TYPE_CHECKING:
     from tf_adapters.training.controller import Controller
+
+
+def tensor_units(parameters: Mapping[str, torch.nn.Parameter]) -> tuple[FreezeUnit, ...]:
+    """One unit for each trainable tensor, its work its number of elements: units without a host or a module."""
+    return tuple(
+        FreezeUnit((name,), float(parameter.numel()), tuple(parameter.shape))
+        for name, parameter in parameters.items()
+        if parameter.requires_grad and parameter.numel()
+    )
+
 
 Ratios = float | Mapping[str, float] | Callable[[Action], float]
 

@@ -87,6 +87,7 @@ class _Marked(NamedTuple):
     start: Any
     stop: Any
     origin: Any
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class ActionTimer:
         self._actions: dict[tuple[str, Action], deque[Sample]] = defaultdict(lambda: deque(maxlen=keep))
         self._steps: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=keep))
         self._trace: dict[Action, Interval] = {}
-        self._traces: dict[str, deque[Trace]] = defaultdict(lambda: deque(maxlen=_TRACES))
+        self._traces: dict[str, deque[tuple[int, Trace]]] = defaultdict(lambda: deque(maxlen=_TRACES))
 
     @contextmanager
     def timed(self, phase: str, action: Action, share: float) -> Iterator[None]:
@@ -129,8 +130,9 @@ class ActionTimer:
         self._origin = self._clock.mark()
         return self._origin
 
-    def stop_step(self, phase: str, start: Any) -> None:
-        self._pending.append(_Marked(phase, None, 0.0, start, self._clock.mark(), start))
+    def stop_step(self, phase: str, start: Any, step: int) -> None:
+        """Step number ``step``, the same on all ranks, has ended."""
+        self._pending.append(_Marked(phase, None, 0.0, start, self._clock.mark(), start, step))
         self._origin = None
 
     def drain(self, wait: bool = False) -> None:
@@ -145,7 +147,7 @@ class ActionTimer:
             self._pending.popleft()
             if marked.action is None:
                 self._steps[marked.phase].append(elapsed)
-                self._traces[marked.phase].append(self._trace)
+                self._traces[marked.phase].append((marked.step, self._trace))
                 self._trace = {}
                 continue
             self._actions[marked.phase, marked.action].append(Sample(marked.share, elapsed))
@@ -159,8 +161,8 @@ class ActionTimer:
     def actions(self, phase: str) -> tuple[Action, ...]:
         return tuple(sorted(action for sampled, action in self._actions if sampled == phase))
 
-    def traces(self, phase: str) -> tuple[Trace, ...]:
-        """The newest steps of a phase, in order; on all ranks the last of them is the same step."""
+    def traces(self, phase: str) -> tuple[tuple[int, Trace], ...]:
+        """The newest steps of a phase with their numbers, in order. A rank may have drained fewer than another."""
         return tuple(self._traces.get(phase, ()))
 
     def step_ms(self, phase: str) -> float | None:

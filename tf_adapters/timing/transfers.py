@@ -53,26 +53,24 @@ class Gaps(NamedTuple):
 NO_GAPS = Gaps()
 
 
-def local_traces(timer: ActionTimer, phase: str) -> tuple[Trace, ...]:
-    """The newest steps of this rank, few enough to be sent to others."""
+def local_traces(timer: ActionTimer, phase: str) -> tuple[tuple[int, Trace], ...]:
+    """The newest steps of this rank with their numbers, few enough to be sent to others."""
     traces = timer.traces(phase)
-    longest = max(map(len, traces), default=0)
+    longest = max((len(trace) for _, trace in traces), default=0)
     return traces[-max(1, _MOST_INTERVALS // longest) :] if longest else ()
 
 
-def complete_steps(schedule: PipelineSchedule, ranks: Sequence[Sequence[Trace]]) -> list[Trace]:
+def complete_steps(schedule: PipelineSchedule, ranks: Sequence[Sequence[tuple[int, Trace]]]) -> list[Trace]:
     """The steps that every rank of the pipeline has a trace of, all ranks' intervals together, unaligned.
 
-    ``ranks`` has each rank's newest steps; the last of them is the same step for all.
+    ``ranks`` has each rank's newest steps with their numbers.
     """
-    traced = [traces for traces in ranks if traces]
+    steps: dict[int, dict[Action, Interval]] = {}
+    for traces in ranks:
+        for number, trace in traces:
+            steps.setdefault(number, {}).update(trace)
     actions = set(schedule.actions)
-    steps: list[Trace] = []
-    for back in range(min(map(len, traced), default=0), 0, -1):
-        step = {action: interval for traces in traced for action, interval in traces[-back].items()}
-        if step.keys() == actions:
-            steps.append(step)
-    return steps
+    return [step for _, step in sorted(steps.items()) if step.keys() == actions]
 
 
 def measure_gaps(schedule: PipelineSchedule, steps: Sequence[Trace]) -> Gaps:

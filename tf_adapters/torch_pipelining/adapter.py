@@ -8,17 +8,16 @@ Source: torch/distributed/pipelining/schedules.py and stage.py.
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from tf_adapters.collectives import ProcessGroupCollectives, holds_first_rank
+from tf_adapters.collectives import Collectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.masking.rows import with_rows
-from tf_adapters.overrides import Overrides
+from tf_adapters.hosts.adapter import HostAdapter
+from tf_adapters.hosts.units import units_of
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.timing.timer import clock_for
@@ -26,16 +25,19 @@ from tf_adapters.torch_pipelining.optimizers import Updates
 from tf_adapters.torch_pipelining.replicas import frozen_replica, report_to_reducer
 from tf_adapters.torch_pipelining.rows import row_mask
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
-from tf_adapters.torch_pipelining.units import held_values, shared_parameters, units_of
-from tf_adapters.training.agreement import gather_units
-from tf_adapters.training.controller import Controller, HostInfo
+from tf_adapters.torch_pipelining.units import held_values, shared_parameters
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
+from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
 ATTRIBUTE = "timely_freeze"  # of the schedule: its adapter
-STATE_KEY = "timely_freeze"
 
 
-class TorchPipeliningAdapter:
+def host_info() -> HostInfo:
+    """What the report calls this host."""
+    return HostInfo("torch.distributed.pipelining", torch.__version__)
+
+
+class TorchPipeliningAdapter(HostAdapter):
     """Runs a Controller inside one schedule object. Made by ``tf_adapters.torch_pipelining.attach``.
 
     Masks hold inside ``forward_one_chunk`` and the two backwards of a stage, never around the first step's metadata
@@ -47,70 +49,46 @@ class TorchPipeliningAdapter:
         self,
         schedule: Any,
         config: TimelyFreezeConfig,
+        collectives: Collectives,
         optimizers: Sequence[torch.optim.Optimizer],
         metrics: MetricSink | None = None,
+        warmup_steps: int = DEFAULT_WARMUP_STEPS,
     ) -> None:
         self.schedule = schedule
         self._stages = stages_of(schedule)
         self._training = False
-        self._gone_backward: set[int] = set()  # stages that have run a backward in this batch
-        parameters = {stage.stage_index: dict(stage.submod.named_parameters()) for stage in self._stages}
-        by_rows = self._stages if config.granularity == "row" else ()
-        self._row_masks = {stage.stage_index: row_mask(stage.submod) for stage in by_rows}
-        units = with_rows({stage.stage_index: units_of(stage.submod) for stage in self._stages}, self._row_masks)
-        collectives = ProcessGroupCollectives()
-        self.controller = Controller(
-            config=config,
-            schedule=translate(schedule),
-            units=gather_units(collectives, units),
-            parameters=parameters,
-            ties=shared_parameters(parameters),
-            collectives=collectives,
-            clock=clock_for(torch.device(self._stages[0].device)),
-            host=HostInfo("torch.distributed.pipelining", torch.__version__),
-            auto_warmup=DEFAULT_WARMUP_STEPS,
-            metrics=metrics,
-            held_values=held_values(parameters),
-            traced=holds_first_rank(self._stages[0].group),
-            row_masks=self._row_masks,
-        )
-        self._updates = Updates(optimizers, self.controller) if optimizers else None
-        self._overrides = Overrides()
-        self._install()
+        self._ran_backward: set[int] = set()  # stages, in this batch
 
-    # --- on and off ------------------------------------------------------------------------------------------
+        def describe() -> HostPipeline:
+            parameters = {stage.stage_index: dict(stage.submod.named_parameters()) for stage in self._stages}
+            by_rows = self._stages if config.granularity == "row" else ()
+            return HostPipeline(
+                host=host_info(),
+                schedule=translate(schedule),
+                units={stage.stage_index: units_of(stage.submod) for stage in self._stages},
+                parameters=parameters,
+                ties=shared_parameters(parameters),
+                held_values=held_values(parameters),
+                row_masks={stage.stage_index: row_mask(stage.submod) for stage in by_rows},
+                traced=holds_first_rank(self._stages[0].group),
+                warmup_steps=warmup_steps,
+                clock=clock_for(torch.device(self._stages[0].device)),
+            )
 
-    def detach(self) -> None:
-        """Give the schedule and its stages back as they were. Call it on all ranks, between two steps."""
-        self._overrides.restore()
-        if self._updates is not None:
-            self._updates.remove()
-        for mask in self._row_masks.values():
-            mask.remove()
-        self.controller.close()
+        super().__init__(config, collectives, describe, metrics)
+        self._optimizers = optimizers
 
-    def _install(self) -> None:
-        overrides = self._overrides
+    def install(self) -> None:
+        """Watch the optimizers; mask and time the stages' own computations."""
+        if self._optimizers:
+            self.on_detach(Updates(self._optimizers, self.controller).remove)
+        overrides = self.overrides
         overrides.set(self.schedule, "step", self._stepping(self.schedule.step))
         overrides.set(self.schedule, ATTRIBUTE, self)
         for stage in self._stages:
             overrides.set(stage, "forward_one_chunk", self._forward(stage))
             overrides.set(stage, "backward_one_chunk", self._backward(stage))
             overrides.set(stage, "backward_weight_one_chunk", self._weight_gradients(stage))
-
-    # --- checkpoints of the run ------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, str]:
-        """What resuming needs, the same on every rank: the Stateful protocol of torch.distributed.checkpoint.
-
-        One text, because that package loads only the keys that a fresh run has too.
-        """
-        return {STATE_KEY: json.dumps(self.controller.state_dict())}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from a ``state_dict()``; an empty one starts from the beginning. Call it on all ranks."""
-        text = state_dict.get(STATE_KEY)
-        self.controller.load_state_dict(None if text is None else json.loads(text), DEFAULT_WARMUP_STEPS)
 
     # --- the host's step -------------------------------------------------------------------------------------
 
@@ -123,12 +101,12 @@ class TorchPipeliningAdapter:
             # executed and how long the step took is said of the last.
             self.controller.begin_step()
             self._training = True
-            self._gone_backward.clear()
+            self._ran_backward.clear()
             try:
                 result = run(*args, **kwargs)
             finally:
                 self._training = False
-            if self._updates is None:
+            if not self._optimizers:
                 self.controller.end_step()
             return result
 
@@ -156,8 +134,8 @@ class TorchPipeliningAdapter:
             with self._action(stage, Kind.BACKWARD if full_backward else Kind.INPUT_GRAD, bwd_chunk_id):
                 run(bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward)
             if self._training:
-                first = stage.stage_index not in self._gone_backward
-                self._gone_backward.add(stage.stage_index)
+                first = stage.stage_index not in self._ran_backward
+                self._ran_backward.add(stage.stage_index)
                 if first or last_backward:
                     report_to_reducer(stage.submod, self.controller.mask(stage.stage_index, bwd_chunk_id).names)
 

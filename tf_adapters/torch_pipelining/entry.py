@@ -10,10 +10,11 @@ import torch
 from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
+from tf_adapters.hosts.adapter import attach_once
 from tf_adapters.report.observer import MetricSink
-from tf_adapters.torch_pipelining.adapter import ATTRIBUTE, TorchPipeliningAdapter
+from tf_adapters.torch_pipelining.adapter import ATTRIBUTE, TorchPipeliningAdapter, host_info
 from tf_adapters.torch_pipelining.support import check
-from tf_adapters.training.agreement import agree_on_settings
+from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -22,21 +23,28 @@ def attach(
     schedule: Any,
     config: TimelyFreezeConfig | Mapping[str, Any] | None,
     optimizer: Optimizers,
+    *,
     metrics: MetricSink | None,
+    warmup_steps: int | None,
 ) -> TorchPipeliningAdapter | None:
     """See ``tf_adapters.torch_pipelining.attach``."""
-    existing: TorchPipeliningAdapter | None = getattr(schedule, ATTRIBUTE, None)
-    if existing is not None:
-        return existing
     optimizers = _as_tuple(optimizer)
     collectives = ProcessGroupCollectives()
-    settings = agree_on_settings(collectives, lambda: _settings(schedule, config, optimizers))
-    if settings is None:
-        return None
-    _agree_on_the_step(on_all_ranks(collectives, lambda: bool(optimizers)))
-    adapter = TorchPipeliningAdapter(schedule, settings, optimizers, metrics)
-    adapter.controller.announce_start()
-    return adapter
+
+    def make(settings: TimelyFreezeConfig) -> TorchPipeliningAdapter:
+        _agree_on_the_step(on_all_ranks(collectives, lambda: bool(optimizers)))
+        warmup = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
+        return TorchPipeliningAdapter(schedule, settings, collectives, optimizers, metrics=metrics, warmup_steps=warmup)
+
+    existing: TorchPipeliningAdapter | None = getattr(schedule, ATTRIBUTE, None)
+    return attach_once(
+        collectives=collectives,
+        host=host_info(),
+        existing=existing,
+        given=config,
+        read=lambda: _settings(schedule, config, optimizers),
+        make=make,
+    )
 
 
 def _as_tuple(optimizer: Optimizers) -> tuple[Any, ...]:

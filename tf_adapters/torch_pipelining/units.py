@@ -1,34 +1,14 @@
-"""What a stage can freeze on its own, how much work that spares, and what of its parameters a rank holds."""
+"""Parameters that stages share, and what of its parameters a rank holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from tf_adapters.selection.sampling import HeldValues, Piece
-from tf_adapters.selection.units import FreezeUnit, Tie
-
-
-def units_of(module: torch.nn.Module) -> tuple[FreezeUnit, ...]:
-    """One unit for each trainable tensor of a stage's module; what the user froze stays frozen and counts as no work.
-
-    The work is in elements that a token's weight gradient touches: all of a matrix, one row of an embedding table.
-    """
-    parts = list(module.modules())
-    looked_up = _own(part for part in parts if isinstance(part, torch.nn.Embedding))
-    multiplied = _own(part for part in parts if not isinstance(part, torch.nn.Embedding))
-    tables = looked_up - multiplied  # not one that is tied to an output layer of the same stage
-    return tuple(
-        FreezeUnit((name,), float(p.shape[-1] if id(p) in tables else p.numel()), tuple(p.shape))
-        for name, p in module.named_parameters()
-        if p.requires_grad and p.numel()
-    )
-
-
-def _own(parts: Iterable[torch.nn.Module]) -> set[int]:
-    return {id(parameter) for part in parts for parameter in part.parameters(recurse=False)}
+from tf_adapters.selection.units import Tie
 
 
 def shared_parameters(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> tuple[Tie, ...]:

@@ -17,7 +17,7 @@ from tf_adapters.training.state import RunState
 _FIRST_STAGE_MONITORING_RATIO = 0.8  # far along the line, yet short of its end
 
 
-class Freezing:
+class FreezeRatios:
     """What a schedule's microbatches freeze under a run's settings.
 
     ``weight_gradients`` holds the action that computes the weight gradients of a (stage, microbatch).
@@ -31,20 +31,28 @@ class Freezing:
         }
 
     def on(self, state: RunState) -> bool:
-        """Whether this run freezes anything at all."""
+        """Whether this run freezes anything once it has been monitored."""
         return not state.failure and self._config.method != "none" and self._config.max_freeze_ratio > 0
+
+    def _monitors_with_masks(self, state: RunState) -> bool:
+        """Whether monitoring freezes: what freezing would save can be measured in no other way."""
+        if self._config.method == "none" and not self._config.monitoring_masks:
+            return False
+        return not state.failure and self._config.max_freeze_ratio > 0
 
     def ratio(self, state: RunState, step: int, action: Action) -> float:
         """AFR of an action at a step, in [0, 1] (paper section 3.3); while monitoring, its mask's.
 
         APF and AutoFreeze alone freeze what the last stability check found stable: its share of the stage's work.
         """
-        if not self.on(state) or not action.freezable:
+        if not action.freezable:
+            return 0.0
+        if self._config.plans and state.phases.phase(step).monitors:
+            return self._monitoring_ratio(state, step, action) if self._monitors_with_masks(state) else 0.0
+        if not self.on(state):
             return 0.0
         if not self._config.plans:
             return self._masks.share(action.stage, self.stable(state, step, action.stage))
-        if state.phases.phase(step).monitors:
-            return self._monitoring_ratio(state, step, action)
         if state.plan is None:
             return 0.0
         return state.plan.freeze_ratio[action] * state.phases.ramp(step)

@@ -46,6 +46,15 @@ def changed(factors: Mapping[tuple[int, Kind], float]) -> str:
     return f"actions take other times than it was made for ({told})"
 
 
+def phase(config: TimelyFreezeConfig, phases: PhaseSchedule, step: int) -> str:
+    """What happens in the phase of ``step``."""
+    if not config.plans and step > phases.warmup_end:
+        return checking(config)
+    if config.method == "none" and step > phases.freezing_start:
+        return "planned; method none freezes nothing"
+    return phases.description(step)
+
+
 def checking(config: TimelyFreezeConfig) -> str:
     """What begins after the warm-up where nothing is planned."""
     return f"stability checks every {config.stability_check_interval} steps; {config.stability_metric} freezes"

@@ -58,7 +58,7 @@ class _Local:
 
     bounds: Mapping[Action, Bounds]
     step_ms: float
-    traces: tuple[Trace, ...]
+    traces: tuple[tuple[int, Trace], ...]
     notes: tuple[str, ...]
 
 

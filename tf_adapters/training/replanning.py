@@ -43,7 +43,7 @@ class _Local:
 
     changes: Mapping[Group, float]
     step_ms: float
-    traces: Sequence[Trace]
+    traces: Sequence[tuple[int, Trace]]
 
 
 class PlanWatch:

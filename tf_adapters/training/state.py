@@ -9,6 +9,7 @@ from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.planner.forecast import Forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
@@ -59,6 +60,11 @@ class RunState:
         """Take a new plan into force."""
         self.plan, self.planned_step_ms = planned.plan, planned.step_ms
         self.notes = (*self.notes, *planned.notes)
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """What the plan promises for a whole step; None before there is a plan."""
+        return Forecast(self.unfrozen_step_ms, self.planned_step_ms) if self.plan else None
 
     @property
     def measured(self) -> Measured:
@@ -116,7 +122,10 @@ def compatible_state(
     if data is None:
         return RunState.fresh(config, auto_warmup)
     if data.get("format") != FORMAT:
-        return RunState.fresh(config, auto_warmup)
+        other = RunState.fresh(config, auto_warmup)
+        other.completed_steps = int(data.get("completed_steps", 0))
+        reason = f"the checkpoint's state is of format {data.get('format')!r}, this version reads {FORMAT}"
+        return other.restarted(config, reason)
     state = RunState.from_json(data)
     if data["fingerprint"] != fingerprint(config, schedule, masks):
         return state.restarted(config, "the checkpoint's plan is for another pipeline, model or budget")

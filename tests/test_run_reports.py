@@ -1,0 +1,150 @@
+"""Every run leaves a report that says what happened, and its result in the log."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from schedules import gpipe
+
+from tf_adapters.collectives import SingleProcess
+from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.errors import ConfigError
+from tf_adapters.hosts.agreement import agree_on_settings
+from tf_adapters.report import Report
+from tf_adapters.report.observer import RunReporter
+from tf_adapters.testing.plans import tensor_units
+from tf_adapters.training import plan_maker
+from tf_adapters.training.controller import Controller
+from tf_adapters.training.pipeline import HostInfo, HostPipeline
+
+SCHEDULE = gpipe(1, 4)
+SETTINGS = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2, "monitoring": "halves"}
+HOST = HostInfo("test", "0")
+
+
+def controller_of(folder: Path, **settings: Any) -> Controller:
+    parameters = {0: {f"{name}.w": torch.nn.Parameter(torch.ones(8, 8)) for name in "abcd"}}
+    config = TimelyFreezeConfig(**{**SETTINGS, "output_dir": str(folder), **settings})
+    pipeline = HostPipeline(HOST, SCHEDULE, {0: tensor_units(parameters[0])}, parameters)
+    collectives = SingleProcess()
+    return Controller(config, pipeline, collectives, RunReporter(collectives))
+
+
+def train(controller: Controller, steps: int) -> list[float]:
+    """Train; returns each step's mean frozen share."""
+    shares = []
+    for _ in range(steps):
+        controller.begin_step()
+        for action in SCHEDULE.ranks[0]:
+            with controller.running(action):
+                if action.freezable:  # work that freezing spares
+                    sum(range(int(20_000 * (1 - 0.5 * controller.mask(0, action.microbatch).share))))
+        shares.append(sum(controller.mask(0, m).share for m in range(4)) / 4)
+        controller.end_step()
+    return shares
+
+
+def report_of(folder: Path) -> Report:
+    return Report.read(folder / "timely_freeze" / "report.json")
+
+
+def test_a_run_that_ends_before_it_has_a_plan_leaves_a_report(tmp_path: Path) -> None:
+    controller = controller_of(tmp_path)
+    train(controller, 3)
+    controller.close()
+    report = report_of(tmp_path)
+    assert (report.status, report.step, report.plan) == ("monitoring", 3, None)
+
+
+def test_a_run_that_failed_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the solver broke")
+
+    monkeypatch.setattr(plan_maker, "plan", broken)
+    train(controller_of(tmp_path), 6)
+    report = report_of(tmp_path)
+    assert report.status == "failed"
+    assert "the solver broke" in report.note[-1]
+
+
+def test_disabled_is_in_the_report(tmp_path: Path) -> None:
+    config = TimelyFreezeConfig(enabled=False, output_dir=str(tmp_path))
+    assert agree_on_settings(SingleProcess(), HOST, lambda: config) is None
+    report = report_of(tmp_path)
+    assert (report.status, report.note) == ("disabled", ('"enabled" is false',))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    config = TimelyFreezeConfig(output_dir=str(file))
+    with pytest.raises(ConfigError, match=r"timely_freeze\.output_dir is .*file.*allowed is a folder"):
+        agree_on_settings(SingleProcess(), HOST, lambda: config)
+
+
+def test_the_result_is_logged_once_in_stable_freezing_and_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    controller = controller_of(tmp_path)
+    train(controller, 20)
+    assert caplog.text.count("stable freezing: ") == 1
+    train(controller, 5)
+    controller.close()
+    lines = [record.getMessage() for record in caplog.records if "stable freezing: " in record.getMessage()]
+    assert len(lines) == 2
+    assert "ms a step over 18 steps" in lines[-1]
+    assert "planned" in lines[-1]
+    assert report_of(tmp_path).step == 25
+
+
+def test_a_process_that_ends_without_closing_leaves_the_last_step(tmp_path: Path) -> None:
+    code = f"""
+    import sys
+    sys.path[:0] = {[str(Path(__file__).parent)]!r}
+    from pathlib import Path
+    from test_run_reports import controller_of, train
+    train(controller_of(Path({str(tmp_path)!r})), 23)
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    report = report_of(tmp_path)
+    assert (report.status, report.step) == ("stable", 23)
+    assert ended.stderr.rstrip().splitlines()[-1].find("stable freezing: ") > 0
+
+
+def test_a_report_has_what_the_masks_really_froze(tmp_path: Path) -> None:
+    controller = controller_of(tmp_path)
+    shares = train(controller, 30)
+    controller.close()
+    report = report_of(tmp_path)
+    assert report.frozen_share["0"] == pytest.approx(shares)
+    ratios = report.parameter_freeze_ratio["0"]
+    assert set(ratios) == {f"{name}.w" for name in "abcd"}
+    assert sum(ratios.values()) / 4 == pytest.approx(sum(shares[7:]) / len(shares[7:]))
+
+
+def test_method_none_plans_from_masked_monitoring_and_then_freezes_nothing(tmp_path: Path) -> None:
+    controller = controller_of(tmp_path, method="none")
+    shares = train(controller, 15)
+    controller.close()
+    assert max(shares[:5]) > 0.5
+    assert set(shares[5:]) == {0.0}
+    report = report_of(tmp_path)
+    assert report.plan is not None
+    assert report.plan.mean_freeze_ratio > 0.0
+    assert report.plan.makespan_ms.planned < report.plan.makespan_ms.unfrozen
+
+
+def test_method_none_without_masks_never_freezes(tmp_path: Path) -> None:
+    controller = controller_of(tmp_path, method="none", monitoring_masks=False)
+    assert set(train(controller, 15)) == {0.0}
+    controller.close()
+    report = json.loads((tmp_path / "timely_freeze" / "report.json").read_text())
+    assert report["measured"]["step_ms_unfrozen"] > 0.0

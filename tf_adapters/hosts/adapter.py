@@ -1,0 +1,146 @@
+"""What every host's adapter shares: one controller, a way back, the state of a run."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, TypeVar
+
+from tf_adapters.collectives import Collectives, on_all_ranks
+from tf_adapters.config import SECTION, TimelyFreezeConfig
+from tf_adapters.errors import ConfigError
+from tf_adapters.hosts.agreement import agree_on_settings, gather_units
+from tf_adapters.masking.rows import with_rows
+from tf_adapters.overrides import Overrides
+from tf_adapters.report.observer import MetricSink, RunReporter
+from tf_adapters.training.controller import Controller
+from tf_adapters.training.pipeline import HostInfo, HostPipeline
+
+__all__ = ["HostAdapter", "attach_once"]
+
+
+class HostAdapter(ABC):
+    """Runs a Controller inside one host object. A host's adapter extends it; ``attach`` of the host makes it.
+
+    A subclass sets attributes of host objects through ``overrides`` only, and gives ``on_detach`` what else is to be
+    taken back. As a context manager it detaches on leaving.
+
+    Args:
+        config: the settings, equal on all ranks.
+        collectives: the group of all ranks that train together.
+        describe: this rank's part of the pipeline; ``units`` are those of its own stages. What it raises on one rank
+            is raised on all of them. It must not communicate.
+        metrics: called on this rank after each step with named figures (ratios in [0, 1], ms).
+    """
+
+    def __init__(
+        self,
+        config: TimelyFreezeConfig,
+        collectives: Collectives,
+        describe: Callable[[], HostPipeline],
+        metrics: MetricSink | None = None,
+    ) -> None:
+        self.config, self.collectives = config, collectives
+        self.overrides = Overrides()
+        self._on_detach: list[Callable[[], None]] = []
+        described: list[HostPipeline] = []
+
+        def local_units() -> dict[int, Any]:
+            described.append(describe())
+            return with_rows(described[0].units, described[0].row_masks)
+
+        units = gather_units(collectives, local_units)
+        pipeline = replace(described[0], units=units)
+        self.controller = Controller(
+            config,
+            replace(pipeline, ties=(*pipeline.ties, *self.ties(pipeline))),
+            collectives,
+            RunReporter(collectives, metrics),
+        )
+        self._on_detach += [mask.remove for mask in pipeline.row_masks.values()]
+
+    @abstractmethod
+    def install(self) -> None:
+        """Take our place in the host. What it raises on one rank is raised on all of them. It must not communicate."""
+
+    def ties(self, pipeline: HostPipeline) -> tuple[Any, ...]:
+        """Weights that several stages hold, told from all stages' units. Called on all ranks."""
+        return ()
+
+    def on_detach(self, undo: Callable[[], None]) -> None:
+        """Call ``undo`` when the adapter is detached; the last one first."""
+        self._on_detach.append(undo)
+
+    def detach(self) -> None:
+        """Give the host back as it was, and leave the last report. Call it on all ranks, between two steps.
+
+        Raises UnsupportedError, on all ranks and with nothing taken back, where other code has wrapped ours since.
+        """
+        on_all_ranks(self.collectives, self.overrides.check)
+        self.overrides.restore()
+        while self._on_detach:
+            self._on_detach.pop()()
+        self.controller.close()
+
+    def state_dict(self) -> dict[str, str]:
+        """What resuming needs, the same on every rank: the Stateful protocol of torch.distributed.checkpoint.
+
+        One text, because that package loads only the keys that a fresh run has too.
+        """
+        return {SECTION: json.dumps(self.controller.state_dict())}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume from a ``state_dict()``; an empty one starts from the beginning. Call it on all ranks."""
+        text = state_dict.get(SECTION)
+        self.controller.load_state_dict(None if text is None else json.loads(text))
+
+    def __enter__(self) -> HostAdapter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:  # after an error on one rank the others may be anywhere
+            self.detach()
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of a model (a moving average of its weights, say) is not attached to anything."""
+        return
+
+
+A = TypeVar("A", bound=HostAdapter)
+
+
+def attach_once(
+    collectives: Collectives,
+    host: HostInfo,
+    existing: A | None,
+    given: TimelyFreezeConfig | Mapping[str, Any] | None,
+    read: Callable[[], TimelyFreezeConfig | None],
+    make: Callable[[TimelyFreezeConfig], A],
+) -> A | None:
+    """The adapter to use: the one that is attached already, a new one, or None where freezing is not asked for.
+
+    ``given`` are the settings in the call, if any; ``read`` gives this rank's settings and checks that the host can be
+    frozen. Called on all ranks.
+
+    Raises:
+        ConfigError: the settings are wrong, differ between ranks, or differ from those of the attached adapter.
+        UnsupportedError: freezing cannot be right with this host.
+    """
+    if existing is not None:
+        on_all_ranks(collectives, lambda: _check_same(existing.config, given))
+        return existing
+    settings = agree_on_settings(collectives, host, read)
+    if settings is None:
+        return None
+    adapter = make(settings)
+    on_all_ranks(collectives, adapter.install)
+    adapter.controller.announce_start()
+    return adapter
+
+
+def _check_same(attached: TimelyFreezeConfig, given: TimelyFreezeConfig | Mapping[str, Any] | None) -> None:
+    if given is not None and TimelyFreezeConfig.parse(given) != attached:
+        raise ConfigError("timely_freeze is attached already, with other settings: detach() it first")

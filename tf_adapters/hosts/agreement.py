@@ -1,0 +1,82 @@
+"""What all ranks must agree on before a host trains with freezing: the settings, and what each stage can freeze."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+
+from tf_adapters.collectives import Collectives, on_all_ranks, on_one_rank
+from tf_adapters.config import SECTION, TimelyFreezeConfig
+from tf_adapters.errors import ConfigError, UnsupportedError
+from tf_adapters.log import announce
+from tf_adapters.report.build import disabled_report
+from tf_adapters.selection.units import FreezeUnit
+from tf_adapters.training.pipeline import HostInfo
+
+
+def agree_on_settings(
+    collectives: Collectives, host: HostInfo, read: Callable[[], TimelyFreezeConfig | None]
+) -> TimelyFreezeConfig | None:
+    """The settings that every rank read; None, with a line that says why, where freezing is not wanted.
+
+    ``read`` also checks that the host can be frozen. Called on all ranks. Raises what it raises, or ConfigError if
+    the ranks' settings differ or rank 0 cannot write the report, on all of them. Where ``enabled`` is false, a
+    report says so.
+    """
+    settings = _same_everywhere(on_all_ranks(collectives, read))
+    if settings is None:
+        announce(collectives.rank, f'disabled: the config has no "{SECTION}" section')
+        return None
+    on_one_rank(collectives, lambda: _check_output(settings))
+    if settings.enabled:
+        return settings
+    reason = '"enabled" is false'
+    on_one_rank(collectives, lambda: disabled_report(host, settings, reason).write(settings.report_path))
+    announce(collectives.rank, f"disabled: {reason}")
+    return None
+
+
+def _check_output(settings: TimelyFreezeConfig) -> None:
+    """Raise ConfigError where no report can be written, before any training starts."""
+    folder = settings.report_path.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{SECTION}.output_dir is {settings.output_dir!r}: the report cannot be written to {folder} "
+            f"({error.strerror or error}); allowed is a folder that rank 0 can write to"
+        ) from None
+
+
+def gather_units(
+    collectives: Collectives, local: Callable[[], Mapping[int, tuple[FreezeUnit, ...]]]
+) -> dict[int, tuple[FreezeUnit, ...]]:
+    """The units of every stage, from those of each rank's stages. Called on all ranks.
+
+    Raises on all of them what ``local`` raises on one, or UnsupportedError if replicas of a stage would freeze
+    different things.
+    """
+    everywhere: dict[int, tuple[FreezeUnit, ...]] = {}
+    for of_rank in on_all_ranks(collectives, lambda: dict(local())):
+        for stage, units in of_rank.items():
+            if everywhere.setdefault(stage, units) != units:
+                raise UnsupportedError(
+                    f"timely_freeze cannot run here: the replicas of stage {stage} train different parameters"
+                )
+    return everywhere
+
+
+def _same_everywhere(settings: list[TimelyFreezeConfig | None]) -> TimelyFreezeConfig | None:
+    different = next((rank for rank, given in enumerate(settings) if given != settings[0]), None)
+    if different is None:
+        return settings[0]
+    raise ConfigError(
+        f"the timely_freeze settings differ between ranks: rank 0 has {_shown(settings[0])}, "
+        f"rank {different} has {_shown(settings[different])}; every rank needs the same"
+    )
+
+
+def _shown(settings: TimelyFreezeConfig | None) -> str:
+    return "none" if settings is None else str(settings.model_dump(exclude_defaults=True))

@@ -1,0 +1,69 @@
+"""What a host tells the controller of the pipeline that it runs, and of this rank's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tf_adapters.masking.rows import RowMask
+from tf_adapters.schedule.ir import PipelineSchedule
+from tf_adapters.selection.sampling import HeldValues, whole_parameters
+from tf_adapters.selection.units import FreezeUnit, Tie
+from tf_adapters.timing.timer import Clock, clock_for
+
+__all__ = ["HostInfo", "HostPipeline", "ParametersByStage"]
+
+ParametersByStage = Mapping[int, Mapping[str, torch.nn.Parameter]]
+
+
+@dataclass(frozen=True, slots=True)
+class HostInfo:
+    """The framework that runs the pipeline, for the report and the log."""
+
+    name: str
+    version: str
+
+
+@dataclass(frozen=True)
+class HostPipeline:
+    """A pipeline as a host runs it.
+
+    Attributes:
+        host: the framework.
+        schedule: what every rank runs in one batch.
+        units: the freezable units of every stage of the pipeline, the same on every rank.
+        parameters: this rank's stages, and the parameters of each by name; every name in their units is among them.
+        ties: weights that several stages hold.
+        held_values: this rank's values of a parameter, as its optimizer updates them; by default ``parameters``.
+        row_masks: this rank's layers whose rows can be frozen, by stage; the units say how many rows they have.
+        traced: whether transfers are measured on this rank's pipeline: true of one replica of the pipeline.
+        warmup_steps: what ``warmup_steps: "auto"`` stands for.
+        clock: by default the clock of the device that the parameters live on.
+    """
+
+    host: HostInfo
+    schedule: PipelineSchedule
+    units: Mapping[int, Sequence[FreezeUnit]]
+    parameters: ParametersByStage
+    ties: Sequence[Tie] = ()
+    held_values: HeldValues | None = None
+    row_masks: Mapping[int, RowMask] = field(default_factory=dict)
+    traced: bool = True
+    warmup_steps: int = 0
+    clock: Clock | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's parameters; the CPU where it has none."""
+        devices = (parameter.device for of_stage in self.parameters.values() for parameter in of_stage.values())
+        return next(devices, torch.device("cpu"))
+
+    def timing_clock(self) -> Clock:
+        """The clock that actions are timed with."""
+        return self.clock or clock_for(self.device)
+
+    def optimizer_values(self) -> HeldValues:
+        """What stability checks read."""
+        return self.held_values or whole_parameters(self.parameters)

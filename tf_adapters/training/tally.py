@@ -1,0 +1,55 @@
+"""What the masks that were really drawn on a rank have frozen."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+from tf_adapters.selection.masks import Mask
+from tf_adapters.timing.phase import Phase
+
+__all__ = ["MaskTally"]
+
+_MOST_STEPS = 1_024
+"""Steps whose frozen share is recorded: enough for monitoring, the ramp and what follows."""
+
+
+class MaskTally:
+    """Counts frozen shares by stage and step, and how often stable freezing froze each parameter."""
+
+    def __init__(self) -> None:
+        self._shares: dict[int, list[float]] = defaultdict(list)
+        self._frozen: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._microbatches: Counter[int] = Counter()
+
+    def add(self, step: int, phase: Phase, drawn: Mapping[tuple[int, int], Mask]) -> None:
+        """Count the masks of a step, by (stage, microbatch)."""
+        if step <= _MOST_STEPS:
+            for stage in {stage for stage, _ in drawn}:
+                of_stage = [mask.share for (other, _), mask in drawn.items() if other == stage]
+                shares = self._shares[stage]
+                shares += [0.0] * (step - 1 - len(shares))  # steps before a resume
+                shares.append(sum(of_stage) / len(of_stage))
+        if phase is Phase.STABLE:
+            for (stage, _), mask in drawn.items():
+                self._count(stage, mask)
+
+    def frozen_share(self) -> dict[int, tuple[float, ...]]:
+        """By stage, the mean over microbatches of the work frozen, as a share of the freezable, in steps 1, 2, ..."""
+        return {stage: tuple(shares) for stage, shares in self._shares.items()}
+
+    def parameter_freeze_ratio(self) -> dict[int, dict[str, float]]:
+        """By stage and name, the share of stable freezing's microbatches in which a parameter was frozen."""
+        return {
+            stage: {name: count / self._microbatches[stage] for name, count in sorted(counts.items())}
+            for stage, counts in self._frozen.items()
+        }
+
+    def _count(self, stage: int, mask: Mask) -> None:
+        self._microbatches[stage] += 1
+        counts = self._frozen[stage]
+        for name in mask.names:
+            counts[name] += 1
+        for rows in mask.rows:
+            for name in rows.names:
+                counts[name] += rows.count / rows.total
