@@ -7,11 +7,20 @@
 from __future__ import annotations
 
 from megatron_patches import arguments, backward_step, checkpointing, forward_backward, forward_step, model_setup
+from megatron_patches.patch import Patch
 
 ALL = (forward_backward, forward_step, backward_step, arguments, model_setup, checkpointing)
 
 
+def patches() -> tuple[Patch, ...]:
+    """Every patch, applied or not."""
+    single = (forward_step.PATCH, backward_step.PATCH, arguments.PATCH, model_setup.PATCH)
+    return (*forward_backward.PATCHES, *single, checkpointing.SAVE, checkpointing.LOAD)
+
+
 def revert_all() -> None:
-    """Put back every symbol that is replaced."""
-    for patch in ALL:
+    """Put back every symbol that is replaced. Raises UnsupportedError, with none put back, where others wrapped one."""
+    for patch in patches():
+        patch.check_revert()
+    for patch in patches():
         patch.revert()

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_patches.patch import Patch, argument
 
-PATCH = Patch("megatron.core.pipeline_parallel.schedules", "backward_step")
+PATCH = Patch("megatron.core.pipeline_parallel.schedules", "backward_step", "output_tensor")
 
 Handler = Callable[[Callable[[], Any], Any], Any]
 """Called with the host's backward (no arguments) and the forward's output; returns the host's result."""

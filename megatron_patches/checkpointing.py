@@ -18,7 +18,7 @@ from megatron_patches.patch import Patch, argument
 
 _MODULE = "megatron.training.checkpointing"
 SAVE = Patch(_MODULE, "generate_state_dict")
-LOAD = Patch(_MODULE, "_load_base_checkpoint")
+LOAD = Patch(_MODULE, "_load_base_checkpoint", "rank0")
 
 
 def apply(key: str, to_save: Callable[[], Any], loaded: Callable[[Any], None]) -> None:

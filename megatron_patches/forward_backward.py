@@ -17,10 +17,11 @@ from typing import Any
 from megatron_patches.patch import Patch, argument
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_ARGUMENTS = ("model", "num_microbatches", "forward_only")
 PATCHES = (
-    Patch(_SCHEDULES, "forward_backward_no_pipelining"),
-    Patch(_SCHEDULES, "forward_backward_pipelining_without_interleaving"),
-    Patch(_SCHEDULES, "forward_backward_pipelining_with_interleaving"),
+    Patch(_SCHEDULES, "forward_backward_no_pipelining", *_ARGUMENTS),
+    Patch(_SCHEDULES, "forward_backward_pipelining_without_interleaving", *_ARGUMENTS),
+    Patch(_SCHEDULES, "forward_backward_pipelining_with_interleaving", *_ARGUMENTS),
 )
 
 Handler = Callable[[Callable[[], Any], Any, int, bool], Any]

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_patches.patch import Patch, argument
 
-PATCH = Patch("megatron.core.pipeline_parallel.schedules", "forward_step")
+PATCH = Patch("megatron.core.pipeline_parallel.schedules", "forward_step", "model", "current_microbatch")
 
 Handler = Callable[[Callable[[], Any], Any, int | None], Any]
 """Called with the host's forward (no arguments), the model chunk and the microbatch; returns the host's result."""

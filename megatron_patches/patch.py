@@ -34,11 +34,13 @@ class Patch:
     Args:
         module: the module's full name.
         symbol: the function's name in it.
+        arguments: names of its arguments that the wrapper reads.
     """
 
-    def __init__(self, module: str, symbol: str) -> None:
-        self.module, self.symbol = module, symbol
+    def __init__(self, module: str, symbol: str, *arguments: str) -> None:
+        self.module, self.symbol, self.arguments = module, symbol, arguments
         self._original: Callable[..., Any] | None = None
+        self._replacement: Callable[..., Any] | None = None
 
     @property
     def path(self) -> str:
@@ -60,23 +62,38 @@ class Patch:
         replacement = wrapper(original)
         replacement.__wrapped__ = original  # type: ignore[attr-defined]
         setattr(module, self.symbol, replacement)
-        self._original = original
+        self._original, self._replacement = original, replacement
 
     def check(self) -> Callable[..., Any]:
-        """The symbol as it is now. Raises UnsupportedError, naming the path, where it is missing."""
+        """The symbol as it is now. Raises UnsupportedError, naming what is missing: the symbol or an argument."""
         found = getattr(self._import(), self.symbol, None)
         if not callable(found):
             raise UnsupportedError(
                 f"timely_freeze cannot run here: this Megatron has no {self.path}; "
                 "run `tf-adapters doctor` for the versions that work"
             )
+        known = inspect.signature(found).parameters
+        for name in self.arguments:
+            if name not in known:
+                raise UnsupportedError(
+                    f"timely_freeze cannot run here: this Megatron's {self.path} has no argument {name}; "
+                    "run `tf-adapters doctor` for the versions that work"
+                )
         return found  # type: ignore[no-any-return]
 
+    def check_revert(self) -> None:
+        """Raise UnsupportedError where somebody else has wrapped the symbol since: putting back would undo theirs."""
+        if self.applied and getattr(self._import(), self.symbol, None) is not self._replacement:
+            raise UnsupportedError(
+                f"timely_freeze cannot be taken back: {self.path} was replaced by other code; take that back first"
+            )
+
     def revert(self) -> None:
-        """Put the original back; nothing where the symbol is not replaced."""
+        """Put the original back; nothing where the symbol is not replaced. Raises UnsupportedError as the check."""
+        self.check_revert()
         if self._original is not None:
             setattr(self._import(), self.symbol, self._original)
-            self._original = None
+            self._original = self._replacement = None
 
     def _import(self) -> Any:
         try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
 from pathlib import Path
+
+from tf_adapters.hosts.launcher import run_script
 
 _USAGE = "usage: deepspeed --module tf_adapters.deepspeed SCRIPT.py [its arguments]"
 _LOCAL_RANK = ("--local_rank=", "--local-rank=")  # DeepSpeed's launcher, torch's older one
@@ -25,9 +26,7 @@ def main() -> None:
         return result
 
     deepspeed.initialize = initialize
-    sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+    run_script("tf_adapters.deepspeed", script, arguments)
 
 
 def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
@@ -43,7 +42,7 @@ def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
     if script in ("-h", "--help"):
         print(_USAGE)
         raise SystemExit(0)
-    if not Path(script).is_file():
+    if not Path(script).is_file():  # before the host is imported, which takes seconds
         raise SystemExit(f"tf_adapters.deepspeed: no such script: {script}")
     return script, arguments[:position] + arguments[position + 1 :]
 

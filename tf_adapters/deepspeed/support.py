@@ -93,6 +93,36 @@ def _optimizer_problem(engine: Any) -> str | None:
         return f"the optimizer {type(inner).__name__} is not supported; use Adam, AdamW, SGD or another plain one"
     if outer is not inner and not isinstance(outer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
         return f"the optimizer wrapper {type(outer).__name__} is not supported; use ZeRO stage 0 or 1, fp32 or bf16"
+    missing = _missing_private_name(engine, outer, inner)
+    if missing:
+        return (
+            f"this DeepSpeed has no {missing}, without which frozen parameters would be updated; see docs/deepspeed.md"
+        )
     if getattr(outer, "cpu_offload", False):
         return "ZeRO's optimizer offload is not supported; remove zero_optimization.offload_optimizer"
     return None
+
+
+def _missing_private_name(engine: Any, outer: Any, inner: Any) -> str | None:
+    """The first private name of a flat-partition optimizer that we need and this version does not have."""
+    if outer is inner:
+        return None
+    names: tuple[str, ...] = ("single_partition_of_fp32_groups",)
+    if isinstance(outer, BF16_Optimizer):
+        names = ("fp32_groups_flat_partition", "fp32_groups_gradients", "fp32_groups_has_gradients", "bf16_groups")
+    for name in names:
+        if not hasattr(outer, name):
+            return f"{type(outer).__name__}.{name}"
+    trained = [p for group in _half_groups(outer) for p in group]
+    if any(not hasattr(parameter, "_hp_mapping") for parameter in trained):
+        return "Parameter._hp_mapping"
+    fragments = [m for p in trained if (m := p._hp_mapping) is not None]
+    for name in ("hp_fragment_address", "lp_fragment_address", "param_group_index"):
+        if fragments and not hasattr(fragments[0], name):
+            return f"Parameter._hp_mapping.{name}"
+    return None
+
+
+def _half_groups(outer: Any) -> Any:
+    """The parameter groups that a flat-partition optimizer trains."""
+    return outer.bf16_groups if isinstance(outer, BF16_Optimizer) else outer.bit16_groups

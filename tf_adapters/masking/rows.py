@@ -154,7 +154,7 @@ class EmbeddingRows(RowLayer):
         frozen = is_frozen(rows, inputs)
         if self.module.padding_idx is not None:
             frozen |= inputs == self.module.padding_idx
-        return (embedding_gradient(rows, parameters[0], inputs, frozen, gradient),)
+        return (embedding_gradient(rows, parameters[0], inputs, skipped=frozen, gradient=gradient),)
 
 
 def linear_gradient(
@@ -193,7 +193,7 @@ def embedding_gradient(
     """
     looked_up = tokens.masked_fill(skipped, rows.first)
     return torch.ops.aten.embedding_dense_backward(  # type: ignore[no-any-return]
-        gradient.to(weight.dtype), looked_up, rows.total, rows.first, False
+        gradient.to(weight.dtype), looked_up, rows.total, padding_idx=rows.first, scale_grad_by_freq=False
     )
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from tf_adapters.megatron.adapter import MegatronAdapter
+    from tf_adapters.megatron.training import TrainingScript
     from tf_adapters.report.observer import MetricSink
 
 __all__ = ["add_arguments", "attach", "install", "revert"]
@@ -65,15 +66,18 @@ def attach(
     )
 
 
-def install() -> None:
+def install() -> TrainingScript:
     """Give a Megatron-LM script the ``--timely-freeze`` arguments, and freezing where they ask for it.
 
     Call it before the script parses its arguments; what was imported before does not matter. Calling it twice does
-    nothing more. Raises UnsupportedError where ``megatron.training`` cannot be imported or lacks a symbol.
+    nothing more. The handle that it returns has ``adapter`` and ``revert()``. Raises UnsupportedError where
+    ``megatron.training`` cannot be imported or lacks a symbol.
     """
     from tf_adapters.megatron.training import TrainingScript
 
-    TrainingScript().install()
+    script = TrainingScript()
+    script.install()
+    return script
 
 
 def revert() -> None:

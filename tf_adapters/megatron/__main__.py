@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
 from pathlib import Path
+
+from tf_adapters.errors import TimelyFreezeError
+from tf_adapters.hosts.launcher import run_script
 
 _USAGE = "usage: torchrun [...] -m tf_adapters.megatron SCRIPT.py [its arguments] --timely-freeze [...]"
 
@@ -16,19 +18,17 @@ def main() -> None:
         print(_USAGE)
         raise SystemExit(0 if arguments else 2)
     script = Path(arguments[0])
-    if not script.is_file():
+    if not script.is_file():  # before the host is imported, which takes seconds
         raise SystemExit(f"tf_adapters.megatron: no such script: {script}")
-    sys.argv = arguments
-    sys.path[0] = str(script.resolve().parent)  # it imports its neighbours, megatron.training among them
+    sys.path[0] = str(script.resolve().parent)  # it may have megatron.training beside it
 
-    from tf_adapters.errors import TimelyFreezeError
     from tf_adapters.megatron import install
 
     try:
         install()
     except TimelyFreezeError as error:
         raise SystemExit(f"tf_adapters.megatron: {error}") from None
-    runpy.run_path(str(script), run_name="__main__")
+    run_script("tf_adapters.megatron", arguments[0], arguments[1:])
 
 
 if __name__ == "__main__":

@@ -168,7 +168,10 @@ class MegatronAdapter(HostAdapter):
     # --- details ---------------------------------------------------------------------------------------------
 
     def _translate(self, num_microbatches: int) -> Any:
-        return translate(self.collectives, self._position, self._model.config, self._model.pp_group, num_microbatches)
+        model = self._model
+        return translate(
+            self.collectives, self._position, model.config, pp_group=model.pp_group, num_microbatches=num_microbatches
+        )
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

@@ -29,9 +29,17 @@ class Chunk:
     def hook(self, config: Any) -> None:
         """Put our hooks on the model, whose TransformerConfig this is."""
         self.gradients.hook()
-        embedding = getattr(self.model, "embedding", None)  # of a first stage
-        if isinstance(embedding, torch.nn.Module) and config.recompute_granularity is not None:
-            self._hooks.append(embedding.register_forward_hook(self._keep_gradients))
+        if config.recompute_granularity is not None:
+            for module in self.model.modules():
+                if isinstance(getattr(module, "word_embeddings", None), torch.nn.Module):  # in a submodule, maybe
+                    self._hooks.append(module.register_forward_hook(self._keep_gradients))
+                if hasattr(module, "_checkpointed_forward"):  # a block of layers, of language, vision or state space
+                    hook = module.register_forward_pre_hook(self._keep_inputs_gradients, with_kwargs=True)
+                    self._hooks.append(hook)
+
+    def __deepcopy__(self, memo: Any) -> Chunk:
+        """A copy of the model has our hooks, not another chunk of the pipeline."""
+        return self
 
     def close(self) -> None:
         """Take our hooks off the model."""
@@ -55,7 +63,13 @@ class Chunk:
         Behind a frozen embedding, whether we froze it or the user, it does not, and the whole stage would lose its
         gradients without a word.
         """
-        tensors = output if isinstance(output, tuple) else (output,)
+        self._require_gradients(output if isinstance(output, tuple) else (output,))
+
+    def _keep_inputs_gradients(self, module: torch.nn.Module, inputs: Any, named: Any) -> None:
+        """The same at the entrance of a block of layers, whatever embeds its input (an image encoder, say)."""
+        self._require_gradients(inputs[:1] or (named.get("hidden_states"),))
+
+    def _require_gradients(self, tensors: tuple[Any, ...]) -> None:
         for tensor in tensors:
             if not self._mask.complete and torch.is_grad_enabled() and _needs_none(tensor):
                 tensor.requires_grad_()

@@ -27,6 +27,10 @@ class FrozenGradients:
         self._hidden: dict[torch.nn.Parameter, Any] = {}
         self._hooks: list[Any] = []
 
+    def __deepcopy__(self, memo: Any) -> FrozenGradients:
+        """A copy of the model reduces no gradients."""
+        return self
+
     def hook(self) -> None:
         """Put our hooks on the model, where DDP gathers parameters in the forward."""
         if self._ddp is not None and self._ddp.use_forward_hook:

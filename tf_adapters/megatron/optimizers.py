@@ -123,13 +123,19 @@ def held_values(optimizer: Any, parameters: Mapping[int, Mapping[str, torch.nn.P
     optimizers = leaves(optimizer)
 
     def held(stage: int, name: str) -> tuple[Piece, ...]:
-        parameter = parameters[stage][name]
+        p = parameters[stage][name]
         # A chain's optimizers all name the parameter itself where none has a copy.
-        found = {_begin(leaf, parameter): main for leaf in optimizers for main in _updated(leaf, parameter)}
-        place = _model_parallel_place(parameter)
+        found = {_begin(leaf, p): _master(leaf, main) for leaf in optimizers for main in _updated(leaf, p)}
+        place = _model_parallel_place(p)
         return tuple(Piece(main, (*place, begin)) for begin, main in found.items())
 
     return held
+
+
+def _master(optimizer: Any, main: torch.Tensor) -> torch.Tensor:
+    """What is really updated: a precision-aware optimizer has the fp32 values in its state, ``main`` is their bf16."""
+    master = inner_of(optimizer).state.get(main, {}).get("master_param")
+    return master if torch.is_tensor(master) and master.is_floating_point() else main
 
 
 def _begin(optimizer: Any, parameter: torch.nn.Parameter) -> int:

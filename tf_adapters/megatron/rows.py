@@ -77,4 +77,4 @@ class VocabParallelRows(RowLayer):
         first: Any = self.module.vocab_start_index
         tokens = inputs - first
         skipped = is_frozen(rows, tokens) | (tokens < 0) | (tokens >= rows.total)
-        return (embedding_gradient(rows, parameters[0], tokens, skipped, gradient),)
+        return (embedding_gradient(rows, parameters[0], tokens, skipped=skipped, gradient=gradient),)

@@ -77,6 +77,8 @@ def _optimizer_problem(optimizer: Any) -> str | None:
             return "optimizer_cuda_graph is True, and a CUDA graph would update frozen parameters too"
         if type(inner).__name__ == "HybridDeviceOptimizer":
             return "the optimizer's offload to the CPU (optimizer_cpu_offload) is not supported"
+        if "muon" in type(inner).__name__.lower():
+            return f"the optimizer {type(inner).__name__} mixes all rows of an update, frozen ones too; use Adam or SGD"
         if not isinstance(inner, torch.optim.Optimizer):
             return f"the optimizer {type(inner).__name__} is no torch.optim.Optimizer"
     return None

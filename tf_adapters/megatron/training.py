@@ -21,7 +21,10 @@ from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
 
 class TrainingScript:
-    """One run of a Megatron-LM script: what the patches of ``megatron.training`` tell, and what they are told."""
+    """One run of a Megatron-LM script: what the patches of ``megatron.training`` tell, and what they are told.
+
+    ``adapter`` is there once the script has set up its model, where its arguments ask for freezing.
+    """
 
     def __init__(self) -> None:
         self.adapter: MegatronAdapter | None = None
@@ -29,11 +32,20 @@ class TrainingScript:
 
     def install(self) -> None:
         """Patch ``megatron.training``. Raises UnsupportedError where a symbol is missing, with none replaced."""
-        for patch in (megatron_patches.arguments.PATCH, megatron_patches.model_setup.PATCH):
+        checkpointing = megatron_patches.checkpointing
+        setup = (megatron_patches.arguments.PATCH, megatron_patches.model_setup.PATCH)
+        for patch in (*setup, checkpointing.SAVE, checkpointing.LOAD):
             patch.check()
         megatron_patches.arguments.apply(add_arguments)
         megatron_patches.model_setup.apply(self._attach)
         megatron_patches.checkpointing.apply(SECTION, self._state_to_save, self._keep)
+
+    def revert(self) -> None:
+        """Detach, if attached, and take every patch of Megatron back. Call it on all ranks, between two batches."""
+        if self.adapter is not None:
+            self.adapter.detach()
+            self.adapter = None
+        megatron_patches.revert_all()
 
     def _state_to_save(self) -> dict[str, Any] | None:
         return None if self.adapter is None else self.adapter.controller.state_dict()

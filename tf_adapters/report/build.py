@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from operator import itemgetter
 
-import tf_adapters
+from tf_adapters import __version__
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.report.schema import BackwardSample, Host, Measured, PeakMemory, Phases, Report, Schedule, Status
 from tf_adapters.schedule.ir import Action, Kind
@@ -220,7 +220,7 @@ def _status(run: RunSnapshot) -> Status:
 
 def _versions() -> dict[str, str | None]:
     return {
-        "tf_adapters": tf_adapters.__version__,
+        "tf_adapters": __version__,
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
         "ortools": metadata.version("ortools"),

@@ -25,6 +25,7 @@ from tf_adapters.torch_pipelining.optimizers import Updates
 from tf_adapters.torch_pipelining.replicas import frozen_replica, report_to_reducer
 from tf_adapters.torch_pipelining.rows import row_mask
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
+from tf_adapters.torch_pipelining.support import refuse_grad_scaler
 from tf_adapters.torch_pipelining.units import held_values, shared_parameters
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
@@ -57,6 +58,7 @@ class TorchPipeliningAdapter(HostAdapter):
         self.schedule = schedule
         self._stages = stages_of(schedule)
         self._training = False
+        self._scaler_checked = False
         self._ran_backward: set[int] = set()  # stages, in this batch
 
         def describe() -> HostPipeline:
@@ -99,6 +101,9 @@ class TorchPipeliningAdapter(HostAdapter):
                 return run(*args, **kwargs)
             # Several batches may accumulate gradients for one update. All of them take the step's masks; what was
             # executed and how long the step took is said of the last.
+            if not self._scaler_checked:  # one may have been made after attaching; the same on every rank
+                refuse_grad_scaler()
+                self._scaler_checked = True
             self.controller.begin_step()
             self._training = True
             self._ran_backward.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ _STAGE_SYMBOLS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_on
 
 def check(schedule: Any, optimizers: Sequence[Any]) -> None:
     """Raise UnsupportedError, one line, if freezing with this schedule could be wrong."""
+    refuse_grad_scaler()
     problem = _schedule_problem(schedule)
     if problem is None:
         translated = translate(schedule)
@@ -31,6 +33,18 @@ def check(schedule: Any, optimizers: Sequence[Any]) -> None:
         )
     if problem:
         raise UnsupportedError(f"timely_freeze cannot run here: {problem}")
+
+
+def refuse_grad_scaler() -> None:
+    """Raise UnsupportedError where a GradScaler is in use: it skips an update on the rank that met an infinity only.
+
+    The ranks' step counts would then differ, and they would wait for each other for ever.
+    """
+    if any(isinstance(thing, torch.amp.GradScaler) and thing.is_enabled() for thing in gc.get_objects()):
+        raise UnsupportedError(
+            "timely_freeze cannot run here: a torch.amp.GradScaler is enabled, which skips updates on single ranks of "
+            "a pipeline; use bfloat16 autocast, or GradScaler(enabled=False)"
+        )
 
 
 def _first(*problems: str | None) -> str | None:
