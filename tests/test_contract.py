@@ -402,7 +402,7 @@ def rows_held_and_still(host: str) -> tuple[set, set]:
     [
         {"max_freeze_ratio": 0.0},
         {"max_freeze_ratio": 0.0, "granularity": "row"},
-        {"method": "none"},
+        {"method": "none", "monitoring_masks": False},
         {**STABILITY, "method": "apf", "max_freeze_ratio": 0.0},
     ],
     ids=["ratio 0", "ratio 0 by rows", "method none", "apf at ratio 0"],

@@ -16,6 +16,7 @@ from torch import nn
 
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.deepspeed.schedules import GPipeSchedule, MicrobatchTracker, translate
+from tf_adapters.errors import ConfigError
 from tf_adapters.testing import RankPool
 
 distributed = pytest.mark.distributed
@@ -310,7 +311,7 @@ def disabled_on_a_compiled_engine() -> bool:
 
 
 @distributed
-def test_attaching_twice_gives_the_first_adapter(pools: Any) -> None:
+def test_attaching_twice_gives_the_first_adapter_and_refuses_other_settings(pools: Any) -> None:
     (same_adapter, lines), (also_same, _) = pools(2).run(attached_twice)
     assert same_adapter
     assert also_same
@@ -324,7 +325,9 @@ def attached_twice() -> tuple[bool, list[str]]:
     engine = build_engine(Case())
     with Lines() as lines:
         adapter = tf_adapters.deepspeed.attach(engine)
-        again = tf_adapters.deepspeed.attach(engine, {"max_freeze_ratio": 0.1})
+        again = tf_adapters.deepspeed.attach(engine)
+        with pytest.raises(ConfigError, match="attached already, with other settings"):
+            tf_adapters.deepspeed.attach(engine, {"max_freeze_ratio": 0.1})
     return adapter is again is engine.timely_freeze and adapter.controller.config.max_freeze_ratio == 0.8, lines.seen
 
 

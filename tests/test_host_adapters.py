@@ -240,9 +240,7 @@ def test_a_renamed_argument_is_one_line_and_nothing_is_patched(monkeypatch: pyte
 
     monkeypatch.setattr(schedules, "backward_step", renamed)
     before = schedules.forward_step
-    with pytest.raises(
-        UnsupportedError, match="backward_step has no argument output_tensor"
-    ):
+    with pytest.raises(UnsupportedError, match="backward_step has no argument output_tensor"):
         patch_schedules()
     assert schedules.forward_step is before
 

@@ -88,7 +88,9 @@ def check_life(case: Case, ranks: list[dict[str, Any]], folder: Any) -> None:
 # --- identity with the host alone ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("section", [{"max_freeze_ratio": 0}, {"method": "none"}], ids=["ratio 0", "none"])
+@pytest.mark.parametrize(
+    "section", [{"max_freeze_ratio": 0}, {"method": "none", "monitoring_masks": False}], ids=["ratio 0", "none"]
+)
 @pytest.mark.parametrize("name", HOSTS)
 def test_freezing_nothing_is_bit_identical_to_the_host_alone(name: str, section: dict[str, Any]) -> None:
     case = replace(HOSTS[name], section=section, steps=6, recorded=False)

@@ -13,6 +13,7 @@ from torch import nn
 from torch_ranks import Case, Layers, Run, build, device_mesh, pool
 
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.errors import ConfigError
 
 distributed = pytest.mark.distributed
 PREFIX = "timely_freeze cannot run here: "
@@ -252,7 +253,7 @@ def test_what_would_be_refused_may_train_with_freezing_disabled() -> None:
 
 
 @distributed
-def test_attaching_twice_gives_the_first_adapter() -> None:
+def test_attaching_twice_gives_the_first_adapter_and_refuses_other_settings() -> None:
     (same_adapter, lines), (also_same, others) = pool(2).run(attached_twice)
     assert same_adapter
     assert also_same
@@ -266,7 +267,9 @@ def attached_twice() -> tuple[bool, list[str]]:
     run = build(Case())
     with Lines() as lines:
         adapter = attach(run)
-        again = attach(run, {"max_freeze_ratio": 0.1})
+        again = attach(run)
+        with pytest.raises(ConfigError, match="attached already, with other settings"):
+            attach(run, {"max_freeze_ratio": 0.1})
     same = adapter is again is run.schedule.timely_freeze
     return same and adapter.controller.config.max_freeze_ratio == 0.8, lines.seen
 

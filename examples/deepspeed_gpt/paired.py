@@ -93,7 +93,7 @@ def build_engine(options: Options, freezing: bool) -> tuple[Any, Any]:
     if not freezing:
         section = config.pop("timely_freeze")
         if section.get("schedule"):  # a schedule of ours, without freezing
-            config["timely_freeze"] = {"schedule": section["schedule"], "method": "none", "warmup_steps": 10**9}
+            config["timely_freeze"] = {"schedule": section["schedule"], "method": "none", "monitoring_masks": False}
     shape = GPTConfig(context=options.context, width=options.width, blocks=options.blocks)
     with _quiet():
         model = build_pipeline(shape, num_stages=options.stages)
