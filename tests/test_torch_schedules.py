@@ -11,7 +11,8 @@ from torch.distributed.pipelining import schedules as host
 from torch_ranks import SCHEDULES, SINGLE
 
 from tf_adapters.errors import ScheduleError, UnsupportedError
-from tf_adapters.torch_pipelining.schedules import from_action_lists, one_forward_one_backward, translate
+from tf_adapters.schedule.orders import one_forward_one_backward
+from tf_adapters.torch_pipelining.schedules import from_action_lists, translate
 
 LISTS = {
     "ScheduleGPipe": ["0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3", "1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3"],

@@ -13,6 +13,7 @@ from torch.distributed.pipelining import schedules as host
 
 from tf_adapters.errors import UnsupportedError
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.orders import one_forward_one_backward
 
 _KINDS = {kind.value: kind for kind in Kind}
 
@@ -27,7 +28,9 @@ def translate(schedule: Any) -> PipelineSchedule:
 
     Raises UnsupportedError if the object does not tell, ScheduleError if what it tells cannot run.
     """
-    if isinstance(schedule, host.Schedule1F1B):
+    if isinstance(
+        schedule, host.Schedule1F1B
+    ):  # its pipeline_order is one microbatch late on the last rank (2.13-2.15)
         return one_forward_one_backward(schedule._num_stages, schedule._n_microbatches)
     return from_action_lists(_action_lists(schedule))
 
@@ -38,29 +41,6 @@ def from_action_lists(lists: Mapping[int, Iterable[Any]]) -> PipelineSchedule:
     Raises ScheduleError if it cannot run.
     """
     return PipelineSchedule(tuple(tuple(_computations(lists[rank])) for rank in sorted(lists))).validate()
-
-
-def one_forward_one_backward(stages: int, microbatches: int) -> PipelineSchedule:
-    """What Schedule1F1B runs; its own ``pipeline_order`` is one microbatch late on the last rank (torch 2.13 to 2.15).
-
-    Stage s runs S - s forwards, then a backward and a forward in turn. Three stages, four microbatches::
-
-        rank 0 | F0 F1 F2 .  .  B0 F3 .  B1 .  B2 .  B3
-        rank 1 | .  F0 F1 .  B0 F2 B1 F3 B2 .  B3
-        rank 2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3
-    """
-    return PipelineSchedule(
-        tuple(tuple(_one_rank(stage, min(microbatches, stages - stage), microbatches)) for stage in range(stages))
-    ).validate()
-
-
-def _one_rank(stage: int, ahead: int, microbatches: int) -> Iterator[Action]:
-    for microbatch in range(ahead):
-        yield Action(stage, Kind.FORWARD, microbatch)
-    for microbatch in range(microbatches):
-        yield Action(stage, Kind.BACKWARD, microbatch)
-        if ahead + microbatch < microbatches:
-            yield Action(stage, Kind.FORWARD, ahead + microbatch)
 
 
 def _action_lists(schedule: Any) -> Mapping[int, Iterable[Any]]:
