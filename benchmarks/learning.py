@@ -5,7 +5,7 @@ stages and 8 microbatches:
 
 nothing: no freezing.
 spread, few: three of four weight gradients skipped, of every microbatch, or of three microbatches in four all of them.
-gpipe partial: what `first_stage: "partial"` plans for equal stages (first_stage.py's times), r_max 0.8.
+gpipe partial: the plan for equal stages, forwards of 1 and backwards of 2 of which half is weight gradients, r_max 0.8.
 gpipe whole: the same step from less freezing, with half of stage 0's backwards frozen whole and the others not at all.
 1f1b: the plan for equal stages.
 
@@ -27,15 +27,16 @@ from pathlib import Path
 from typing import Any
 
 from accuracy_tasks import TASKS, batches, layers_of, load
-from first_stage import R_MAX, times
 from measuring import aligned, machine
 
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.solve import plan
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.simulate.orders import Sizes, named_order
 
 TASK = replace(TASKS["text-one-pass"], steps=120, micro_batch=8)
-STAGES, HELD_OUT = 2, 1024
+STAGES, HELD_OUT, R_MAX = 2, 1024, 0.8
 Ratios = Sequence[Sequence[float]]
 """Freeze ratios by stage and microbatch."""
 
@@ -102,8 +103,12 @@ def all_ways() -> dict[str, Ratios]:
         **ways,
         "gpipe partial": by_stage(plan(gpipe, times(gpipe), R_MAX)),
         "gpipe whole": [[0.0] * half + [1.0] * half, [0.75] * (count - 2) + [0.9, 1.0]],  # stage 1 as planned
-        "1f1b": by_stage(plan(one_f_one_b, times(one_f_one_b), R_MAX, first_stage_vanishes=True)),
+        "1f1b": by_stage(plan(one_f_one_b, times(one_f_one_b), R_MAX)),
     }
+
+
+def times(schedule: PipelineSchedule) -> dict[Action, Bounds]:
+    return {action: Bounds(1.0, 2.0 if action.freezable else 1.0) for action in schedule.actions}
 
 
 def by_stage(planned: FreezePlan) -> Ratios:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tf_adapters.planner.first_stage import disappears
-from tf_adapters.planner.forecast import planned_makespan
+from tf_adapters.planner.forecast import disappears, planned_makespan
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.solve import plan
 from tf_adapters.schedule.dag import PipelineDag

@@ -28,8 +28,8 @@ from tf_adapters.testing.paired import Step, in_rotation
 ALONE = "alone"
 HOSTS = ("deepspeed", "megatron-core", "torch")
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "paper": {"monitoring": "halves", "first_stage": "partial"},
-    "mixed": {"first_stage": "partial", "monitoring_precision": 1e-9},
+    "paper": {"monitoring": "halves"},
+    "mixed": {"monitoring_precision": 1e-9},
     "ours": {},
 }
 MEASURED = 40
@@ -255,7 +255,6 @@ def solved(controller: Any, bounds: Mapping[Any, tuple[float, float]], gaps: Any
         communication=gaps.communication,
         overhead=gaps.overhead,
         target_makespan_ms=target_ms,
-        first_stage_vanishes=controller.config.first_stage == "whole",
     )
 
 

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from schedules import one_f_one_b
 
 import tf_adapters.planner.worker as background
 from tf_adapters.errors import SolverError
-from tf_adapters.planner.solve import plan_from_json
+from tf_adapters.planner.problem import PlanProblem
+from tf_adapters.planner.solve import solve
 from tf_adapters.planner.worker import BackgroundPlan
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action
 
 SCHEDULE = one_f_one_b(3, 6)
-PROBLEM: dict[str, Any] = {
-    "ranks": SCHEDULE.to_text(),
-    "times": {
-        str(a): [5.0 + a.microbatch % 2, 12.0 + a.stage] if a.freezable else [6.0, 6.0] for a in SCHEDULE.actions
+PROBLEM = PlanProblem(
+    schedule=SCHEDULE,
+    times={
+        a: Bounds(5.0 + a.microbatch % 2, 12.0 + a.stage) if a.freezable else Bounds(6.0, 6.0) for a in SCHEDULE.actions
     },
-    "communication": {"0F0->1F0": 1.5},
-    "overhead": {"0F1": 0.5},
-    "max_freeze_ratio": 0.6,
-}
+    communication={(Action.parse("0F0"), Action.parse("1F0")): 1.5},
+    overhead={Action.parse("0F1"): 0.5},
+    max_freeze_ratio=0.6,
+)
 
 
 def test_it_finds_the_plan_that_this_process_would():
     found = BackgroundPlan(PROBLEM, time_limit_s=60.0).wait()
-    ours = plan_from_json(PROBLEM)
+    ours = solve(PROBLEM)
     assert found.freeze_ratio == pytest.approx(ours.freeze_ratio, abs=1e-12)
     assert found.makespan_ms == ours.makespan_ms
 
@@ -82,7 +85,7 @@ def test_a_process_that_hangs_is_stopped_at_its_limit(monkeypatch):
 )
 def test_its_error_is_one_line(change, words):
     with pytest.raises(SolverError, match=words) as caught:
-        BackgroundPlan({**PROBLEM, **change}, time_limit_s=60.0).wait()
+        BackgroundPlan(replace(PROBLEM, **change), time_limit_s=60.0).wait()
     assert "\n" not in str(caught.value)
 
 

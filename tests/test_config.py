@@ -21,7 +21,6 @@ def test_every_field_is_read():
         "target_step_time_ms": None,
         "freeze_exclude": ["*.bias", "embed*"],
         "freeze_limits": {"*norm*": 0.0, "*lora_*": 0.5},
-        "first_stage": "partial",
         "granularity": "row",
         "warmup_steps": 3,
         "monitoring": "halves",

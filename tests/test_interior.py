@@ -127,7 +127,7 @@ def test_its_plan_stands_where_glop_fails_too(monkeypatch):
         raise SolverError("GLOP ended ABNORMAL")
 
     monkeypatch.setattr(planner, "_WIDEST_GAP", -1.0)
-    monkeypatch.setattr(planner, "solve", fail)
+    monkeypatch.setattr(planner, "solve_glop", fail)
     schedule = one_f_one_b(4, 8)
     found = plan(schedule, noisy_times(schedule, seed=7), 0.8)
     assert (found.solver.name, found.solver.status) == ("interior point", SolverStatus.FEASIBLE)

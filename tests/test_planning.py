@@ -150,14 +150,14 @@ UNFROZEN = 10.0 * 5 + 20.0 * 5
 def test_a_target_is_for_the_whole_step():
     """200 ms a step, 150 of them the pipeline: 1.1 times as fast is 18 ms less of the pipeline."""
     fastest = planner_of().start(PIPELINE, measured(200.0))
-    asked = planner_of(target_speedup=1.1, first_stage="partial").start(PIPELINE, measured(200.0))
+    asked = planner_of(target_speedup=1.1).start(PIPELINE, measured(200.0))
     assert fastest is not None
     assert asked is not None
     assert asked.plan.makespan_ms.planned == pytest.approx(UNFROZEN - 200.0 * (1 - 1 / 1.1))
     assert asked.step_ms <= 200.0 / 1.1 + 1e-6
     assert asked.plan.mean_freeze_ratio < fastest.plan.mean_freeze_ratio
     assert asked.notes == ()
-    same = planner_of(target_step_time_ms=200.0 / 1.1, first_stage="partial").start(PIPELINE, measured(200.0))
+    same = planner_of(target_step_time_ms=200.0 / 1.1).start(PIPELINE, measured(200.0))
     assert same is not None
     assert same.plan.freeze_ratio == pytest.approx(asked.plan.freeze_ratio)
 

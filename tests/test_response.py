@@ -149,7 +149,7 @@ def test_a_plan_from_measured_times_takes_no_microbatch_out_of_every_step() -> N
             found.add(UPPER, Action(stage, Kind.FORWARD, microbatch), 0, 10.0)
             found.add(UPPER, Action(stage, Kind.BACKWARD, microbatch), 0, ms)
             found.add(LOWER, Action(stage, Kind.BACKWARD, microbatch), 0.8, ms * 0.6)
-    planned = plan(gpipe(2, 8), found.times().bounds(), 0.8, first_stage_vanishes=True)
+    planned = plan(gpipe(2, 8), found.times().bounds(), 0.8)
     last_stage = [ratio for action, ratio in planned.freeze_ratio.items() if action.stage == 1]
     assert sum(last_stage) == pytest.approx(0.8 * 8)
     assert min(last_stage) > 0.5

@@ -45,8 +45,7 @@ def test_given_times_are_added_up(capsys: pytest.CaptureFixture[str]) -> None:
 
     Budget 0.5 is one whole backward for each stage: 1B0 or 1B1, and 0B1, which ends the batch: 70; 60 with 0B1 gone.
     """
-    partial = ("--first-stage", "partial")
-    assert run("--schedule", "gpipe", *SIZE, *GIVEN, *partial, "--max-freeze-ratio", "0.5", "--sweep", "1") == 0
+    assert run("--schedule", "gpipe", *SIZE, *GIVEN, "--max-freeze-ratio", "0.5", "--sweep", "1") == 0
     out = capsys.readouterr().out
     headline = "gpipe: 2 stages on 2 ranks, 2 microbatches: batch 90.0 ms -> 70.0 ms at r_max 0.5, +28.6%"
     assert out.splitlines()[0] == headline
@@ -67,7 +66,6 @@ def test_one_value_per_stage_and_a_weight_share(capsys: pytest.CaptureFixture[st
         capsys,
         *("--schedule", "1f1b", "--stages", "2", "--microbatches", "2", "--sweep", "none"),
         *("--forward-ms", "1,2", "--backward-ms", "3,4", "--weight-share", "0.5,0.25"),
-        *("--first-stage", "partial"),
     )
     assert found["unfrozen"]["rank_busy_ms"] == pytest.approx([8.0, 12.0])
     assert found["most"]["rank_busy_ms"] == pytest.approx([5.0, 10.0])
@@ -126,37 +124,9 @@ def test_a_model_that_is_cut_anew_is_pointed_out(capsys: pytest.CaptureFixture[s
 def test_a_models_shape_gives_the_predicted_gain(capsys: pytest.CaptureFixture[str]) -> None:
     """docs/predicted.md: LLaMA-3-8B under GPipe on 4 ranks with 8 microbatches: plan 38.6, stable 44.0%."""
     model = ("--schedule", "gpipe", "--ranks", "4", "--microbatches", "8", "--model", "llama-8b", "--sweep", "none")
-    (found,) = simulated(capsys, *model, "--first-stage", "partial")
+    (found,) = simulated(capsys, *model)
     assert found["planned"]["gain"] == pytest.approx(0.386, abs=5e-4)
     assert found["planned"]["stable_gain"] == pytest.approx(0.440, abs=5e-4)
-    (whole,) = simulated(capsys, *model)
-    assert whole["planned"]["gain"] == pytest.approx(0.440, abs=5e-4)
-    assert whole["plan"]["mean_freeze_ratio"] < found["plan"]["mean_freeze_ratio"]
-
-
-def test_the_plan_counts_on_whole_backwards_of_stage_0_as_training_does(capsys: pytest.CaptureFixture[str]) -> None:
-    """The batch of ``test_given_times_are_added_up``: 0B1 is gone from plan, chart and what no r_max can beat."""
-    (found,) = simulated(capsys, "--schedule", "gpipe", *SIZE, *GIVEN, "--r-max", "0.5", "--sweep", "1")
-    assert found["planned"]["ms"] == found["planned"]["stable_ms"] == pytest.approx(60.0)
-    assert found["plan"]["duration_ms"]["0B1"] == 0.0
-    assert found["most"]["ms"] == found["sweep"][0]["ms"] == pytest.approx(50.0)
-
-
-@pytest.mark.parametrize(("recorded", "ms"), [("whole", 50.0), ("partial", 60.0), (None, 60.0)])
-def test_recorded_times_are_planned_as_they_were(
-    recorded: str | None, ms: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A report from before there was a choice says nothing; the command line has the last word."""
-    config = {"max_freeze_ratio": 1.0, **({"first_stage": recorded} if recorded else {})}
-    report(config=config).write(tmp_path / "report.json")
-    (found,) = simulated(capsys, str(tmp_path / "report.json"))
-    assert found["planned"]["ms"] == pytest.approx(ms)
-    (told,) = simulated(capsys, str(tmp_path / "report.json"), "--first-stage", "whole")
-    assert told["planned"]["ms"] == pytest.approx(50.0)
-    flag = {} if recorded is None else {"first_stage_vanishes": recorded == "whole"}
-    (tmp_path / "input.json").write_text(json.dumps({**INPUT, "max_freeze_ratio": 1.0, **flag}), encoding="utf-8")
-    (given,) = simulated(capsys, "--input", str(tmp_path / "input.json"))
-    assert given["planned"]["ms"] == pytest.approx(35.0 if recorded == "whole" else 45.0)
 
 
 def test_a_report_is_simulated_with_its_own_times_and_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,7 +223,6 @@ WRONG = {
     "sums": ((*BASE, "--forward-ms", "1e308"), "times: they add up to more than a float holds"),
     "share": ((*BASE, "--weight-share", "1.5"), "--weight-share '1.5': expected a number from 0 to 1"),
     "ratio": ((*BASE, "--r-max", "80"), "--max-freeze-ratio '80': expected a number from 0 to 1"),
-    "first stage": ((*BASE, "--first-stage", "all"), "--first-stage 'all': allowed are whole, partial"),
     "sweep": ((*BASE, "--sweep", "0.5,2"), "--sweep '2': expected a number from 0 to 1"),
     "model": (("--model", "gpt-2", "--schedule", "gpipe"), "--model 'gpt-2': allowed are llama-1b"),
     "too few layers": (

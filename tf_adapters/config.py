@@ -47,11 +47,6 @@ class TimelyFreezeConfig(BaseModel):
     freeze_limits: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(
         {}, description="a max_freeze_ratio of their own for the parameters that a pattern matches"
     )
-    first_stage: Literal["whole", "partial"] = Field(
-        "whole",
-        description="whole: the plan may freeze the first stage's last backward whole, so that it disappears; "
-        "partial: it counts on what masks of part of the stage save",
-    )
     granularity: Literal["tensor", "row"] = Field(
         "tensor",
         description="what is frozen as one: whole tensors, or also rows of linear and embedding layers, with which "
@@ -218,7 +213,6 @@ _ALLOWED = {
     "target_step_time_ms": "a number above 0, or null",
     "freeze_exclude": 'a list of names with *, ? and [abc], such as ["*.bias", "embed*"]',
     "freeze_limits": 'an object of patterns and ratios from 0 to max_freeze_ratio, such as {"*embed*": 0.2}',
-    "first_stage": '"whole" or "partial"',
     "granularity": '"tensor" or "row"',
     "warmup_steps": '"auto" or an integer of at least 0',
     "monitoring": '"mixed" or "halves"',

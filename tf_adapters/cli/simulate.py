@@ -56,10 +56,7 @@ def run(args: argparse.Namespace) -> int:
         options = read_options(args)
         check_outputs(args)
         request = read_request(options, load_json)
-        simulations = [
-            simulate(each, request.max_freeze_ratio, options.sweep, request.first_stage_vanishes)
-            for each in request.pipelines
-        ]
+        simulations = [simulate(each, request.max_freeze_ratio, options.sweep) for each in request.pipelines]
         _output(args, request, simulations)
     except SolverError as error:
         return _fail(error, 1)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tf_adapters.planner.first_stage import disappears
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.timing.timer import Trace
 from tf_adapters.timing.transfers import NO_GAPS, Gaps
+
+__all__ = ["Forecast", "disappears", "forecast", "planned_makespan", "stable_durations"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,15 @@ def forecast(
 def planned_makespan(schedule: PipelineSchedule, plan: FreezePlan) -> float:
     """Makespan in ms under the plan, with the backwards that disappear (``stable_durations``)."""
     return PipelineDag.from_schedule(schedule).makespan(stable_durations(plan.duration_ms, plan.freeze_ratio))
+
+
+def disappears(action: Action) -> bool:
+    """Whether an action takes no time once all of its stage's parameters are frozen.
+
+    Stage 0 passes no input gradient on, so nothing of its B is left. Of split backwards it is stage 0's W: torch
+    computes the whole backward there and nothing in its I.
+    """
+    return action.stage == 0 and action.freezable
 
 
 def stable_durations(duration_ms: Mapping[Action, float], freeze_ratio: Mapping[Action, float]) -> dict[Action, float]:

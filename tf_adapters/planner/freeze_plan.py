@@ -29,8 +29,7 @@ class SolverReport:
     """Which solver ran, how it ended, its wall time in s, and how far the plan is from the optimum at most.
 
     ``optimality_gap`` is proven: no freeze ratios within the budgets end the batch before
-    (1 - optimality_gap) * planned makespan, or that is the target. Whether the first stage's last backward is frozen
-    whole (``first_stage_vanishes``) it takes as given.
+    (1 - optimality_gap) * planned makespan, or that is the target.
     """
 
     name: str

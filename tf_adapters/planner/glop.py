@@ -23,8 +23,7 @@ import numpy as np
 from tf_adapters.errors import SolverError
 from tf_adapters.planner.program import Floats, Flow, FreezeProblem, Optimum, SolverStatus
 
-__all__ = ["solve"]
-
+__all__ = ["solve_glop"]
 
 _SLACKS = (1e-11, 1e-9, 1e-8, 1e-7)
 """How much later solves may miss what earlier ones reached, tried in turn. The first is as good as none. In large
@@ -44,7 +43,7 @@ _GLOP_NEXT = "use_preprocessing:false use_dual_simplex:false"
 _GLOP_AGAIN = "use_preprocessing:true use_dual_simplex:true"
 
 
-def solve(problem: FreezeProblem, time_limit_s: float | None = None, target: float = 0.0) -> Optimum:
+def solve_glop(problem: FreezeProblem, time_limit_s: float | None = None, target: float = 0.0) -> Optimum:
     """Solve the program; its unit of time should be near a typical duration, for GLOP's sake.
 
     An end of ``target`` is early enough: nothing is frozen to end before it.

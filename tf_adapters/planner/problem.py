@@ -1,4 +1,4 @@
-"""Reads and checks what the planner is given; a refusal is one line that names the field and the value."""
+"""What the planner is given. A refusal is one line that names the field, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -7,98 +7,109 @@ import math
 import numbers
 import reprlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from tf_adapters.errors import PlanInputError, ScheduleError
+from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 
-__all__ = [
-    "PlanInput",
-    "check_communication",
-    "check_flag",
-    "check_overhead",
-    "check_ratio",
-    "check_target",
-    "check_times",
-    "read_input",
-]
+__all__ = ["PlanProblem"]
 
 _REQUIRED = ("ranks", "times", "max_freeze_ratio")
-_FIELDS = (*_REQUIRED, "communication", "overhead", "target_makespan_ms", "first_stage_vanishes")
+_FIELDS = (*_REQUIRED, "communication", "overhead", "target_makespan_ms")
 
 
-class PlanInput(NamedTuple):
-    """The INPUT contract, parsed; times, communication and overhead in ms are not checked yet (``plan`` does)."""
+@dataclass(frozen=True)
+class PlanProblem:
+    """A schedule with its times in ms, and the limits of a plan for it.
+
+    Attributes:
+        schedule: the actions of each pipeline rank, in execution order.
+        times: each action's duration, all frozen and nothing frozen. An F or I action computes no weight gradient:
+            where its two times differ, it takes the second.
+        max_freeze_ratio: the largest mean freeze ratio of a stage's B and W actions, in [0, 1].
+        communication: ms on edges between stages; 0 where absent.
+        overhead: ms that an action's rank spends before it, besides waiting for its input; 0 where absent.
+        target_makespan_ms: a batch that ends by then is early enough; 0 asks for the earliest end.
+    """
 
     schedule: PipelineSchedule
-    times: dict[Action, Any]
-    max_freeze_ratio: Any
-    communication: dict[tuple[Action, Action], Any]
-    overhead: dict[Action, Any]
-    target_makespan_ms: Any
-    first_stage_vanishes: Any
+    times: Mapping[Action, Bounds]
+    max_freeze_ratio: float
+    communication: Mapping[tuple[Action, Action], float] = field(default_factory=dict)
+    overhead: Mapping[Action, float] = field(default_factory=dict)
+    target_makespan_ms: float = 0.0
+
+    def validate(self) -> PlanProblem:
+        """The same problem with its numbers checked and made floats; pairs of times become Bounds.
+
+        Raises ScheduleError for a schedule that cannot run, PlanInputError for anything else.
+        """
+        self.schedule.validate()
+        actions = frozenset(self.schedule.actions)
+        return PlanProblem(
+            schedule=self.schedule,
+            times=_check_times(self.schedule, actions, self.times),
+            max_freeze_ratio=_check_ratio(self.max_freeze_ratio),
+            communication=_check_communication(self.schedule, self.communication),
+            overhead=_check_overhead(actions, self.overhead),
+            target_makespan_ms=_check_time(self.target_makespan_ms, "target_makespan_ms"),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The INPUT object of ``tf-adapters plan``; actions and edges become text keys."""
+        return {
+            "ranks": self.schedule.to_text(),
+            "times": {str(action): [bounds.lower, bounds.upper] for action, bounds in self.times.items()},
+            "communication": {f"{source}->{target}": ms for (source, target), ms in self.communication.items()},
+            "overhead": {str(action): ms for action, ms in self.overhead.items()},
+            "max_freeze_ratio": self.max_freeze_ratio,
+            "target_makespan_ms": self.target_makespan_ms,
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> PlanProblem:
+        """Read and validate an INPUT object. Raises PlanInputError."""
+        if not isinstance(data, dict):
+            raise PlanInputError(f"the input is {_show(data)}: expected an object with {', '.join(_FIELDS)}")
+        for key in data:
+            if key not in _FIELDS:
+                raise PlanInputError(f"unknown field {_show(key)}{_hint(key)}: allowed are {', '.join(_FIELDS)}")
+        for key in _REQUIRED:
+            if key not in data:
+                raise PlanInputError(f"{key}: missing")
+        return cls(
+            schedule=_read_ranks(data["ranks"]),
+            times={_read_action(key, "times"): value for key, value in _object(data, "times").items()},
+            max_freeze_ratio=data["max_freeze_ratio"],
+            communication={_read_edge(key): value for key, value in _object(data, "communication").items()},
+            overhead={_read_action(key, "overhead"): value for key, value in _object(data, "overhead").items()},
+            target_makespan_ms=data.get("target_makespan_ms", 0.0),
+        ).validate()
 
 
-def read_input(data: object) -> PlanInput:
-    """Parse the planner's INPUT object. Raises PlanInputError."""
-    if not isinstance(data, dict):
-        raise PlanInputError(f"the input is {_show(data)}: expected an object with {', '.join(_FIELDS)}")
-    for key in data:
-        if key not in _FIELDS:
-            raise PlanInputError(f"unknown field {_show(key)}{_hint(key)}: allowed are {', '.join(_FIELDS)}")
-    for key in _REQUIRED:
-        if key not in data:
-            raise PlanInputError(f"{key}: missing")
-    return PlanInput(
-        schedule=_read_ranks(data["ranks"]),
-        times={_read_action(key, "times"): value for key, value in _object(data, "times").items()},
-        max_freeze_ratio=data["max_freeze_ratio"],
-        communication={_read_edge(key): value for key, value in _object(data, "communication").items()},
-        overhead={_read_action(key, "overhead"): value for key, value in _object(data, "overhead").items()},
-        target_makespan_ms=data.get("target_makespan_ms", 0.0),
-        first_stage_vanishes=data.get("first_stage_vanishes", False),
-    )
-
-
-def check_ratio(value: object) -> float:
-    """``max_freeze_ratio`` as a number in [0, 1]. Raises PlanInputError."""
+def _check_ratio(value: object) -> float:
     number = _number(value)
     if number is None or not 0.0 <= number <= 1.0:
         raise PlanInputError(f"max_freeze_ratio: {_show(value)} is not a number from 0 to 1")
     return number
 
 
-def check_target(value: object) -> float:
-    """``target_makespan_ms`` as a time in ms. Raises PlanInputError."""
-    return _check_time(value, "target_makespan_ms")
-
-
-def check_flag(value: object) -> bool:
-    """``first_stage_vanishes`` as it is. Raises PlanInputError."""
-    if not isinstance(value, bool):
-        raise PlanInputError(f"first_stage_vanishes: {_show(value)} is neither true nor false")
-    return value
-
-
-def check_times(schedule: PipelineSchedule, times: Mapping[Action, Any]) -> dict[Action, tuple[float, float]]:
-    """[all frozen, nothing frozen] in ms for each action of ``schedule``. Raises PlanInputError."""
-    actions = set(schedule.actions)
-    for action in times:
-        if action not in actions:
-            raise PlanInputError(f"times: {_show(str(action))} is not an action of the schedule")
+def _check_times(
+    schedule: PipelineSchedule, actions: frozenset[Action], times: Mapping[Action, Any]
+) -> dict[Action, Bounds]:
+    _check_actions(actions, times, "times")
     for action in schedule.actions:
         if action not in times:
             raise PlanInputError(f"times: '{action}' is missing: each needs [all frozen, nothing frozen]")
-    return {action: _check_pair(action, times[action]) for action in schedule.actions}
+    return {action: _check_bounds(action, times[action]) for action in schedule.actions}
 
 
-def check_communication(
+def _check_communication(
     schedule: PipelineSchedule, communication: Mapping[tuple[Action, Action], Any]
 ) -> dict[tuple[Action, Action], float]:
-    """Milliseconds per edge between stages of ``schedule``. Raises PlanInputError."""
-    if not communication:
-        return {}
-    edges = set(schedule.transfers())
+    edges = set(schedule.transfers()) if communication else set()
     for source, target in communication:
         if (source, target) not in edges:
             raise PlanInputError(f"communication: '{source}->{target}' is not an edge between stages of the schedule")
@@ -108,26 +119,29 @@ def check_communication(
     }
 
 
-def check_overhead(schedule: PipelineSchedule, overhead: Mapping[Action, Any]) -> dict[Action, float]:
-    """Milliseconds before actions of ``schedule``. Raises PlanInputError."""
-    actions = set(schedule.actions) if overhead else set()
-    for action in overhead:
-        if action not in actions:
-            raise PlanInputError(f"overhead: {_show(str(action))} is not an action of the schedule")
+def _check_overhead(actions: frozenset[Action], overhead: Mapping[Action, Any]) -> dict[Action, float]:
+    _check_actions(actions, overhead, "overhead")
     return {action: _check_time(value, f"overhead['{action}']") for action, value in overhead.items()}
 
 
-def _check_pair(action: Action, value: Any) -> tuple[float, float]:
+def _check_actions(actions: frozenset[Action], named: Mapping[Action, Any], field: str) -> None:
+    for action in named:
+        if action not in actions:
+            raise PlanInputError(f"{field}: {_show(str(action))} is not an action of the schedule")
+
+
+def _check_bounds(action: Action, value: Any) -> Bounds:
     field = f"times['{action}']"
-    pair = tuple(value) if isinstance(value, (list, tuple)) else ()
-    if len(pair) != 2:
+    if isinstance(value, Bounds):
+        value = (value.lower, value.upper)
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
         raise PlanInputError(f"{field}: {_show(value)} is not [all frozen, nothing frozen], two times in ms")
-    lower, upper = (_check_time(time, f"{field}[{k}]") for k, time in enumerate(pair))
+    lower, upper = (_check_time(time, f"{field}[{k}]") for k, time in enumerate(value))
     if lower > upper:
         raise PlanInputError(
             f"{field}: all frozen takes {lower:g} ms, more than nothing frozen, {upper:g} ms: min exceeds max"
         )
-    return lower, upper
+    return Bounds(lower, upper)
 
 
 def _check_time(value: object, field: str) -> float:

@@ -5,31 +5,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tf_adapters.errors import PlanInputError, SolverError
-from tf_adapters.planner.first_stage import FIRST_STAGE, earliest_end, frozen_whole
 from tf_adapters.planner.freeze_plan import FreezePlan, Makespan, SolverReport
-from tf_adapters.planner.glop import solve
+from tf_adapters.planner.glop import solve_glop
 from tf_adapters.planner.optimality import lower_bound
-from tf_adapters.planner.problem import (
-    check_communication,
-    check_flag,
-    check_overhead,
-    check_ratio,
-    check_target,
-    check_times,
-    read_input,
-)
+from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.planner.program import FreezeProblem, Optimum, SolverStatus
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 
-__all__ = ["plan", "plan_from_json"]
+__all__ = ["plan", "plan_from_json", "solve"]
 
 _SNAP = 1e-9
 _BUDGET_TOLERANCE = 1e-6
@@ -51,23 +42,32 @@ def plan(
     time_limit_s: float | None = None,
     overhead: Mapping[Action, float] | None = None,
     target_makespan_ms: float = 0.0,
-    first_stage_vanishes: bool = False,
 ) -> FreezePlan:
+    """``solve`` of a PlanProblem with these fields; ``times`` may have pairs (all frozen, nothing frozen) in ms."""
+    problem = PlanProblem(
+        schedule=schedule,
+        times=cast("Mapping[Action, Bounds]", times),
+        max_freeze_ratio=max_freeze_ratio,
+        communication=communication or {},
+        overhead=overhead or {},
+        target_makespan_ms=target_makespan_ms,
+    )
+    return solve(problem, time_limit_s)
+
+
+def plan_from_json(data: dict[str, Any], time_limit_s: float | None = None) -> FreezePlan:
+    """``solve`` of an INPUT object. Raises PlanInputError, one line that names the field, and SolverError."""
+    return solve(PlanProblem.from_json(data), time_limit_s)
+
+
+def solve(problem: PlanProblem, time_limit_s: float | None = None) -> FreezePlan:
     """Choose the freeze ratios that end the batch earliest and, among those, freeze least.
 
-    ``times`` bounds every action's duration in ms: all frozen, nothing frozen. An F or I action computes no
-    weight gradient: should its two times differ, it takes the second. ``communication`` is ms on edges
-    between stages, ``overhead`` ms that an action's rank needs before it besides (``gaps.Gaps``).
-
-    In every stage the sum of the ratios is at most ``max_freeze_ratio`` (in [0, 1]) times the number of the
-    stage's B and W actions (the paper's constraint [4]). An action whose two times are equal gets ratio 0
-    and still counts in that number: the budget bounds the share of its updates that a parameter loses in
-    expectation, and an update that is never skipped is one of them.
-
-    A batch that ends by ``target_makespan_ms`` is early enough: the plan then freezes the least that reaches it.
-
-    ``first_stage_vanishes``: a backward of stage 0 that is frozen whole takes no time, below any line (``whole``);
-    the plan then freezes its very last one whole where that helps.
+    In every stage the sum of the ratios is at most ``max_freeze_ratio`` times the number of the stage's B and W
+    actions (the paper's constraint [4]). An action whose two times are equal gets ratio 0 and still counts in that
+    number: the budget bounds the share of its updates that a parameter loses in expectation, and an update that is
+    never skipped is one of them. A batch that ends by ``target_makespan_ms`` is early enough: the plan then freezes
+    the least that reaches it.
 
     Up to 4,096 actions GLOP finds the exact optimum. Larger programs go to an interior point method whose time
     and memory grow in proportion to the actions; ``solver.optimality_gap`` proves how close it came, at most
@@ -77,55 +77,19 @@ def plan(
     are missing or out of range, SolverError when the solver does not reach the optimum (within
     ``time_limit_s``, if given).
     """
-    schedule.validate()
-    as_pairs = {a: (b.lower, b.upper) if isinstance(b, Bounds) else b for a, b in times.items()}
-    bounds = check_times(schedule, as_pairs)
-    ratio = check_ratio(max_freeze_ratio)
+    problem = problem.validate()
     if time_limit_s is not None and not time_limit_s > 0.0:
         raise PlanInputError(f"time_limit_s: {time_limit_s!r} is not a number of seconds above 0")
-    dag = PipelineDag.from_schedule(
-        schedule, check_communication(schedule, communication or {}), check_overhead(schedule, overhead or {})
-    )
-    problem = _problem(dag, bounds, ratio)
+    program = _program(problem)
     began = time.perf_counter()
-    target, vanishes = check_target(target_makespan_ms), check_flag(first_stage_vanishes)
-    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-
-    def optimise(of: FreezeProblem) -> _Outcome:
-        return _optimise(of, ratio, None if deadline is None else deadline - time.monotonic(), target)
-
-    solved, outcome = earliest_end(problem, optimise, target) if vanishes else (problem, optimise(problem))
-    fully_frozen = frozen_whole(problem, len(problem.stages[FIRST_STAGE]))[0] if vanishes else problem
-    makespan = Makespan(
-        problem.end(np.zeros_like(problem.upper)),
-        solved.end(outcome.ratios),
-        fully_frozen.end(np.ones_like(problem.upper)),
-    )
-    return _describe(schedule, makespan, solved, outcome, time.perf_counter() - began)
+    outcome = _optimise(program, problem.max_freeze_ratio, time_limit_s, problem.target_makespan_ms)
+    return _describe(problem.schedule, program, outcome, time.perf_counter() - began)
 
 
-def plan_from_json(data: dict[str, Any], time_limit_s: float | None = None) -> FreezePlan:
-    """``plan`` of an INPUT object: ranks, times, max_freeze_ratio, and what ``plan`` takes besides by the same names.
-
-    Raises PlanInputError, one line that names the field, the value and what is allowed; SolverError as
-    ``plan``.
-    """
-    given = read_input(data)
-    return plan(
-        given.schedule,
-        given.times,
-        given.max_freeze_ratio,
-        given.communication,
-        time_limit_s,
-        given.overhead,
-        given.target_makespan_ms,
-        given.first_stage_vanishes,
-    )
-
-
-def _problem(dag: PipelineDag, bounds: Mapping[Action, tuple[float, float]], max_freeze_ratio: float) -> FreezeProblem:
-    upper = np.array([bounds[action][1] for action in dag.actions])
-    lower = np.array([bounds[action][0 if action.freezable else 1] for action in dag.actions])
+def _program(problem: PlanProblem) -> FreezeProblem:
+    dag = PipelineDag.from_schedule(problem.schedule, problem.communication, problem.overhead)
+    upper = np.array([problem.times[action].upper for action in dag.actions])
+    lower = np.array([problem.times[a].lower if a.freezable else problem.times[a].upper for a in dag.actions])
     if not math.isfinite(dag.end(upper)):
         raise PlanInputError("times: they add up to more than a float holds")
     members: dict[int, list[int]] = {}
@@ -137,7 +101,7 @@ def _problem(dag: PipelineDag, bounds: Mapping[Action, tuple[float, float]], max
         upper=upper,
         ranges=upper - lower,
         stages={stage: np.array(positions) for stage, positions in sorted(members.items())},
-        budgets={stage: max_freeze_ratio * len(positions) for stage, positions in members.items()},
+        budgets={stage: problem.max_freeze_ratio * len(positions) for stage, positions in members.items()},
     )
 
 
@@ -164,7 +128,7 @@ def _optimise(problem: FreezeProblem, max_freeze_ratio: float, time_limit_s: flo
         return _Outcome(solver, SolverStatus.OPTIMAL, optimum.ratios, gap)
 
     def glop(limit_s: float | None) -> _Outcome:
-        return proven(_GLOP, solve(scaled, limit_s, goal))
+        return proven(_GLOP, solve_glop(scaled, limit_s, goal))
 
     if len(problem.dag.actions) <= _EXACT_UP_TO:
         return glop(time_limit_s)
@@ -219,13 +183,7 @@ def _repair(problem: FreezeProblem, ratios: NDArray[np.float64]) -> NDArray[np.f
     return repaired
 
 
-def _describe(
-    schedule: PipelineSchedule,
-    makespan: Makespan,
-    problem: FreezeProblem,
-    outcome: _Outcome,
-    seconds: float,
-) -> FreezePlan:
+def _describe(schedule: PipelineSchedule, problem: FreezeProblem, outcome: _Outcome, seconds: float) -> FreezePlan:
     dag, ratios = problem.dag, outcome.ratios
     # Not upper - ratio * range where the ratio is 1: rounding could end below the lower bound.
     durations = np.where(ratios == 1.0, problem.upper - problem.ranges, problem.upper - ratios * problem.ranges)
@@ -238,7 +196,9 @@ def _describe(
     length = by_action(durations)
     freezable = np.concatenate(list(problem.stages.values()))
     return FreezePlan(
-        makespan_ms=makespan,
+        makespan_ms=Makespan(
+            problem.end(np.zeros_like(ratios)), problem.end(ratios), problem.end(np.ones_like(ratios))
+        ),
         freeze_ratio=by_action(ratios, freezable=True),
         start_ms=by_action(starts),
         duration_ms=length,

@@ -17,12 +17,11 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tf_adapters.errors import PlanInputError, SolverError
 from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.planner.solve import plan_from_json
 
 __all__ = ["BackgroundPlan"]
@@ -35,17 +34,17 @@ class BackgroundPlan:
     """A plan that another process works on.
 
     Args:
-        problem: the planner's INPUT object (DESIGN: ``tf-adapters plan``).
+        problem: what to plan; the process validates it.
         time_limit_s: seconds that the solver may take.
 
     Raises OSError when no process can be started.
     """
 
-    def __init__(self, problem: Mapping[str, Any], time_limit_s: float) -> None:
+    def __init__(self, problem: PlanProblem, time_limit_s: float) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="timely_freeze_")
         folder = Path(self._folder.name)
         self._plan, self._words = folder / "plan.json", folder / "stderr.txt"
-        (folder / "input.json").write_text(json.dumps(problem), encoding="utf-8")
+        (folder / "input.json").write_text(json.dumps(problem.to_json()), encoding="utf-8")
         self._limit_s = time_limit_s
         self._deadline = time.monotonic() + time_limit_s + _GRACE_S
         command = [sys.executable, "-m", __name__, str(folder / "input.json"), str(self._plan), str(time_limit_s)]

@@ -52,7 +52,6 @@ class Options:
     sizes: Sizes
     communication_ms: float | None
     max_freeze_ratio: float | None
-    first_stage_vanishes: bool | None
     sweep: tuple[float, ...]
 
 
@@ -81,9 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     freezing.add_argument(
         "--sweep", metavar="RATIOS", default=_SWEEP, help=f"other r_max to compare, or none [{_SWEEP}]"
     )
-    freezing.add_argument(
-        "--first-stage", metavar="HOW", help="its last backward: whole or partial [whole, or as recorded]"
-    )
     add_output_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON in the place of tables")
 
@@ -106,7 +102,6 @@ def read_options(args: argparse.Namespace) -> Options:
         ),
         communication_ms=_read(args, "communication_ms", _milliseconds),
         max_freeze_ratio=_read(args, "max_freeze_ratio", _ratio),
-        first_stage_vanishes=_read(args, "first_stage", _whole),
         sweep=() if args.sweep == "none" else _list("--sweep", args.sweep, _ratio),
     )
 
@@ -192,12 +187,6 @@ def _milliseconds(argument: str, text: str) -> float:
 
 def _ratio(argument: str, text: str) -> float:
     return _number(argument, text, 0.0, 1.0, "a number from 0 to 1")
-
-
-def _whole(argument: str, text: str) -> bool:
-    if text not in ("whole", "partial"):
-        raise ConfigError(f"{argument} {text!r}: allowed are whole, partial")
-    return text == "whole"
 
 
 def _rate(argument: str, text: str) -> float:

@@ -23,8 +23,7 @@ class Gain:
     """A batch in ms and its gain in throughput over the batch with nothing frozen: 0.25 is a quarter more.
 
     ``stable_ms`` and ``stable_gain`` are those of stable freezing as ``planner.forecast`` expects it: where all
-    of stage 0 is frozen its backward is gone. The planner's straight line does not know of this; a plan that freezes
-    first-stage backwards whole does, of those that it chose so.
+    of stage 0 is frozen its backward is gone. The planner's straight line does not know of this.
     """
 
     ms: float
@@ -94,24 +93,18 @@ def simulate(
     pipeline: Pipeline,
     max_freeze_ratio: float = 0.8,
     sweep: Sequence[float] = (),
-    first_stage_vanishes: bool = False,
 ) -> Simulation:
     """Plan ``pipeline`` at ``max_freeze_ratio`` and at every ratio of ``sweep``, all in [0, 1].
 
-    ``first_stage_vanishes``: plan with backwards of the first stage that are frozen whole (``planner.first_stage``), as
-    training does by default. Raises PlanInputError, ScheduleError and SolverError as ``tf_adapters.planner.plan`` does.
+    Raises PlanInputError, ScheduleError and SolverError as ``tf_adapters.planner.plan`` does.
     """
-    solved = {
-        ratio: _plan(pipeline, ratio, first_stage_vanishes) for ratio in dict.fromkeys((max_freeze_ratio, *sweep))
-    }
+    solved = {ratio: _plan(pipeline, ratio) for ratio in dict.fromkeys((max_freeze_ratio, *sweep))}
     chosen = solved[max_freeze_ratio]
     schedule, times = pipeline.schedule, pipeline.times
     dag = PipelineDag.from_schedule(schedule, *pipeline.gaps)
     upper = {action: bounds.upper for action, bounds in times.items()}
     lower = {action: bounds.lower if action.freezable else bounds.upper for action, bounds in times.items()}
     everything = {action: 1.0 for action in schedule.actions if action.freezable}
-    if first_stage_vanishes:
-        lower = stable_durations(lower, everything)
 
     def panel(title: str, durations: Mapping[Action, float], frozen: Mapping[Action, float] | None = None) -> Panel:
         return timeline(title, schedule, dag, durations, frozen)
@@ -133,14 +126,13 @@ def simulate(
     )
 
 
-def _plan(pipeline: Pipeline, ratio: float, first_stage_vanishes: bool) -> FreezePlan:
+def _plan(pipeline: Pipeline, ratio: float) -> FreezePlan:
     return plan(
         pipeline.schedule,
         pipeline.times,
         ratio,
         pipeline.gaps.communication,
         overhead=pipeline.gaps.overhead,
-        first_stage_vanishes=first_stage_vanishes,
     )
 
 

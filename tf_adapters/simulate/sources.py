@@ -7,16 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tf_adapters.errors import ConfigError, PlanInputError
-from tf_adapters.planner.problem import (
-    check_communication,
-    check_flag,
-    check_overhead,
-    check_ratio,
-    check_times,
-    read_input,
-)
+from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.report.schema import Report
-from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.simulate.model_costs import (
     LLAMA_1B,
@@ -45,7 +37,6 @@ Costs = Callable[[PipelineSchedule], Sequence[StageCost]]
 class Request:
     """What to simulate: pipelines, r_max for all of them, where the times come from, in words, and remarks.
 
-    ``first_stage_vanishes``: whether plans may freeze backwards of the first stage whole (``planner.first_stage``).
     ``step_ms`` is how long a whole step of the first pipeline took with nothing frozen, where that was measured.
     """
 
@@ -53,7 +44,6 @@ class Request:
     max_freeze_ratio: float
     source: str
     notes: tuple[str, ...] = ()
-    first_stage_vanishes: bool = True
     step_ms: float | None = None
 
 
@@ -64,7 +54,6 @@ class _Recorded:
     pipeline: Pipeline
     max_freeze_ratio: float
     source: str
-    first_stage_vanishes: bool
     step_ms: float | None = None
 
 
@@ -80,11 +69,10 @@ def read_request(options: Options, load: Callable[[str], Any]) -> Request:
         source, costs_for = _assumed(options)
         pipelines = _compared(options, options.sizes, costs_for, options.communication_ms or 0.0)
         request = Request(pipelines, _DEFAULT_RATIO, source)
-    ratio, vanishes = options.max_freeze_ratio, options.first_stage_vanishes
+    ratio = options.max_freeze_ratio
     return replace(
         request,
         max_freeze_ratio=request.max_freeze_ratio if ratio is None else ratio,
-        first_stage_vanishes=request.first_stage_vanishes if vanishes is None else vanishes,
         notes=(*request.notes, *_notes(request.pipelines, options.sizes.stages)),
     )
 
@@ -105,31 +93,26 @@ def _from_report(path: str) -> _Recorded:
     if not report.times:
         raise ConfigError(f"{path}: no action has been timed yet (status {report.status!r})")
     schedule = report.schedule.parse().validate()
-    pairs = {Action.parse(text): pair for text, pair in report.times.items()}
+    pairs: dict[Action, Any] = {Action.parse(text): pair for text, pair in report.times.items()}
+    ratio = report.config.get("max_freeze_ratio")
+    max_freeze_ratio = float(ratio) if isinstance(ratio, (int, float)) and 0.0 <= ratio <= 1.0 else _DEFAULT_RATIO
     try:
-        times = check_times(schedule, pairs)
+        problem = PlanProblem(schedule, pairs, max_freeze_ratio).validate()
     except PlanInputError as error:
         raise ConfigError(f"{path}: {error}") from None
-    ratio = report.config.get("max_freeze_ratio")
     return _Recorded(
-        Pipeline("recorded", schedule, _bounds(times), report.gaps()),
-        float(ratio) if isinstance(ratio, (int, float)) and 0.0 <= ratio <= 1.0 else _DEFAULT_RATIO,
+        Pipeline("recorded", schedule, problem.times, report.gaps()),
+        problem.max_freeze_ratio,
         f"measured on {report.host.name}, {path}",
-        report.config.get("first_stage") == "whole",
         report.measured.step_ms_unfrozen,
     )
 
 
 def _from_input(path: str, data: Any) -> _Recorded:
-    given = read_input(data)
-    ratio = check_ratio(given.max_freeze_ratio)
-    times = check_times(given.schedule, given.times)
-    gaps = Gaps(
-        check_communication(given.schedule, given.communication), check_overhead(given.schedule, given.overhead)
-    )
+    problem = PlanProblem.from_json(data)
     source = "given on standard input" if path == "-" else f"given in {path}"
-    pipeline = Pipeline("as given", given.schedule, _bounds(times), gaps)
-    return _Recorded(pipeline, ratio, source, check_flag(given.first_stage_vanishes))
+    gaps = Gaps(problem.communication, problem.overhead)
+    return _Recorded(Pipeline("as given", problem.schedule, problem.times, gaps), problem.max_freeze_ratio, source)
 
 
 def _from_recorded(options: Options, recorded: _Recorded) -> Request:
@@ -158,7 +141,6 @@ def _from_recorded(options: Options, recorded: _Recorded) -> Request:
         recorded.max_freeze_ratio,
         recorded.source,
         notes,
-        recorded.first_stage_vanishes,
         recorded.step_ms,
     )
 
@@ -167,10 +149,6 @@ def _mean_delay(pipeline: Pipeline) -> float:
     """What a hand-over between ranks takes on average, in ms."""
     edges, known = between_ranks(pipeline.schedule, 1.0).communication, pipeline.gaps.communication
     return sum(known.get(edge, 0.0) for edge in edges) / len(edges) if edges else 0.0
-
-
-def _bounds(times: dict[Action, tuple[float, float]]) -> dict[Action, Bounds]:
-    return {action: Bounds(*pair) for action, pair in times.items()}
 
 
 # --- assumed times -------------------------------------------------------------------------------------------

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tf_adapters.collectives import Collectives, on_all_ranks, on_one_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.planner.forecast import forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.planner.solve import plan
+from tf_adapters.planner.problem import PlanProblem
+from tf_adapters.planner.solve import solve
 from tf_adapters.planner.worker import BackgroundPlan
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Bounds
@@ -75,7 +75,6 @@ class PlanMaker:
     def __init__(self, config: TimelyFreezeConfig, collectives: Collectives, traced: bool, masks: StageMasks) -> None:
         self._config, self._collectives, self._traced = config, collectives, traced
         self._first_stage, self._stage_0_vanishes = masks.first_training_stage, masks.can_freeze_all(0)
-        self._freezes_whole = self._stage_0_vanishes and config.first_stage == "whole"
         self._worker: BackgroundPlan | None = None  # on rank 0
         self._steps: Sequence[Trace] = ()  # on rank 0
         self._waited = 0  # steps, for the plan
@@ -107,12 +106,15 @@ class PlanMaker:
         self.close()
         self._waited = 0
         if self._config.plan_wait == "auto" and len(schedule.actions) <= _SOLVED_AT_ONCE:
-            return on_one_rank(
-                self._collectives, lambda: self._promise(schedule, measured, self._solve(schedule, measured))
-            )
+
+            def solve_here() -> Planned:
+                found = solve(self._problem(schedule, measured), self._config.solver_time_limit_s)
+                return self._promise(schedule, measured, found)
+
+            return on_one_rank(self._collectives, solve_here)
 
         def launch() -> None:
-            self._worker = BackgroundPlan(self._input(schedule, measured), self._config.solver_time_limit_s)
+            self._worker = BackgroundPlan(self._problem(schedule, measured), self._config.solver_time_limit_s)
 
         on_one_rank(self._collectives, launch)
         return self._arrived(schedule, measured, wait=True) if self._config.plan_wait is True else None
@@ -147,27 +149,15 @@ class PlanMaker:
 
         return on_one_rank(self._collectives, ask)
 
-    def _solve(self, schedule: PipelineSchedule, measured: Measured) -> FreezePlan:
-        return plan(
-            schedule,
-            measured.bounds,
-            self._config.max_freeze_ratio,
-            measured.gaps.communication,
-            self._config.solver_time_limit_s,
-            measured.gaps.overhead,
-            self._target_makespan(schedule, measured),
-            self._freezes_whole,
+    def _problem(self, schedule: PipelineSchedule, measured: Measured) -> PlanProblem:
+        return PlanProblem(
+            schedule=schedule,
+            times=measured.bounds,
+            max_freeze_ratio=self._config.max_freeze_ratio,
+            communication=measured.gaps.communication,
+            overhead=measured.gaps.overhead,
+            target_makespan_ms=self._target_makespan(schedule, measured),
         )
-
-    def _input(self, schedule: PipelineSchedule, measured: Measured) -> dict[str, Any]:
-        return {
-            "ranks": schedule.to_text(),
-            "times": {str(action): [b.lower, b.upper] for action, b in measured.bounds.items()},
-            **measured.gaps.to_json(),
-            "max_freeze_ratio": self._config.max_freeze_ratio,
-            "target_makespan_ms": self._target_makespan(schedule, measured),
-            "first_stage_vanishes": self._freezes_whole,
-        }
 
     def _target_makespan(self, schedule: PipelineSchedule, measured: Measured) -> float:
         """The settings' target for a step, less what is no part of the pipeline; 0 without a target."""
