@@ -24,17 +24,14 @@ check: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# README's table first, in less than a quarter of an hour; then those of docs/.
 bench: $(VENV)/ready
-	$(RUN) benchmarks/deepspeed_speed.py
-	$(RUN) benchmarks/megatron_speed.py
-	$(RUN) benchmarks/schedules.py
+	$(RUN) benchmarks/speed.py
 	$(RUN) benchmarks/planner.py
 	$(RUN) benchmarks/plan_command.py
 	$(RUN) benchmarks/selection.py
 	$(RUN) benchmarks/rows.py
 	$(RUN) benchmarks/monitoring.py
-	$(RUN) benchmarks/variants.py
-	$(RUN) benchmarks/variants.py --gpipe
 
 # The accuracy study, of several hours: cut off, it goes on where it stopped. The packages hold its model and its text.
 study: $(VENV)/ready

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from accuracy_cells import METHODS, SCHEDULES, Cell, append, grid, missing, read_records, sensitivity_grid
-from accuracy_table import table, verdict_table
+from accuracy_table import markdown, table, verdict_table
 from accuracy_tasks import TASKS, Task
-from measuring import machine
+from measuring import machine, put_table
 
 from tf_adapters.testing import RankPool
 
@@ -49,6 +49,8 @@ def main() -> None:
     text = f"{heading(records)}\n\n{table(records)}\n\nNext to no freezing\n\n{verdict_table(records)}\n"
     print(text)
     args.results.with_suffix(".txt").write_text(text)
+    if args.results == RESULTS / "accuracy.jsonl":
+        put_table(RESULTS.parents[1] / "docs" / "accuracy.md", "accuracy", markdown(records))
     if not args.no_pictures:
         from accuracy_plots import draw
 
@@ -112,7 +114,7 @@ def run(cells: Sequence[Cell], tasks: dict[str, Task], args: argparse.Namespace)
         args.results.unlink(missing_ok=True)
     due = missing(cells, read_records(args.results), tasks)
     print(f"{len(cells) - len(due)} of {len(cells)} runs are finished: {args.results}", flush=True)
-    where = machine("torch")
+    where = machine()
     with RankPool(STAGES, setup) as ranks:
         for number, cell in enumerate(due, start=1):
             task, since = tasks[cell.task], time.perf_counter()

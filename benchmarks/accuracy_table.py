@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from accuracy_cells import Record
+from accuracy_cells import METHODS, SCHEDULES, Record
 from accuracy_figures import Spread, summarise
 from accuracy_verdicts import HELD_OUT, Verdict, verdicts
 
@@ -67,6 +67,46 @@ def _judged(verdict: Verdict, metric: str) -> tuple[str, str, str]:
     if alone.count < 2:
         return f"{off.mean:+.4f}", "-", within
     return f"{off.mean:+.4f} +- {off.deviation:.4f}", f"{alone.deviation:.4f}", within
+
+
+def markdown(records: Sequence[Record]) -> str:
+    """The figures that docs/accuracy.md shows, a row for each task, schedule and variant but those with settings."""
+    judged = verdicts(records)
+    titles = [
+        "task", "schedule", "method", "accuracy, equal steps", "off `none`", "equal wall-clock", "loss, equal steps",
+        "off `none`", "throughput", "freeze ratio", "kappa", "p_eff",
+    ]  # fmt: skip
+    rows = [titles, ["---"] * len(titles)]
+    groups = {group: found for group, found in summarise(records).items() if group[2] in METHODS}
+    tasks = list(dict.fromkeys(task for task, _, _ in groups))
+    order = {group: (tasks.index(group[0]), SCHEDULES.index(group[1]), METHODS.index(group[2])) for group in groups}
+    for (task, schedule, variant), of_group in sorted(groups.items(), key=lambda item: order[item[0]]):
+        verdict = judged.get((task, schedule, variant))
+        off = verdict.off if verdict else dict.fromkeys(HELD_OUT)
+        rows.append(
+            [
+                task,
+                schedule,
+                f"`{variant}`",
+                _short(of_group["accuracy"], ".1%"),
+                _short(off["accuracy"], "+.1f", scale=100),
+                _short(of_group["accuracy_at_time"], ".1%"),
+                _short(of_group["loss"], ".3f"),
+                _short(off["loss"], "+.3f"),
+                _short(of_group["throughput"], ".2f", unit="x"),
+                *(_short(of_group[name], ".2f") for name in ("freeze_ratio", "kappa", "p_eff")),
+            ]
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _short(spread: Spread | None, form: str, unit: str = "", scale: float = 1.0) -> str:
+    """Mean and deviation of a figure; a percentage's deviation is in points."""
+    if spread is None:
+        return "-"
+    of_deviation = form.lstrip("+").replace("%", "f")
+    deviation = spread.deviation * (100 if form.endswith("%") else scale)
+    return f"{spread.mean * scale:{form}}{unit} ± {deviation:{of_deviation}}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:

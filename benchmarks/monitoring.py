@@ -22,11 +22,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from measuring import aligned, machine
-from variants import HOSTS, Study, setup, start
+from trainings import HOSTS, RANKS, setup, start
 
 from tf_adapters.schedule.ir import Action
 from tf_adapters.testing import RankPool
-from tf_adapters.testing.paired import in_rotation
+from tf_adapters.testing.paired import Freezing, in_rotation
 from tf_adapters.timing.freeze_response import StageTimes, measured_times
 from tf_adapters.timing.step_speed import PacedSamples
 from tf_adapters.timing.timer import ActionTimer, HostClock, Sample
@@ -117,18 +117,17 @@ HEADINGS = ["         host", "stage", "steps", "paper's", "off", "claimed", "end
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=HOSTS)
+    parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
     hosts = parser.parse_args().hosts
     rows: list[Row] = []
     print(*HEADINGS, sep="  ", flush=True)
     for host in hosts:
-        study = Study(host, monitoring=STEPS)
-        with RankPool(2, functools.partial(setup, host)) as ranks:
-            of_host = rows_of(host, ranks.run(measure, study, timeout_s=1800))
+        with RankPool(RANKS, functools.partial(setup, host)) as ranks:
+            of_host = rows_of(host, ranks.run(measure, host, timeout_s=1800))
         for row in of_host:
             print(aligned(row.cells(), HEADINGS))
         rows.extend(of_host)
-    record = {"machine": machine("torch"), "steps": STEPS, "precision": PRECISION, "rows": [asdict(r) for r in rows]}
+    record = {"machine": machine(), "steps": STEPS, "precision": PRECISION, "rows": [asdict(r) for r in rows]}
     (Path(__file__).with_name("results") / "monitoring.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -157,11 +156,14 @@ def root_mean_square(values: Iterable[float]) -> float:
 # --- on the ranks --------------------------------------------------------------------------------------------
 
 
-def measure(study: Study) -> OfRank:
+def measure(host: str) -> OfRank:
     """Monitor in both ways, in turn. Called on all ranks at once."""
-    trainings = {name: start(study, name, settings) for name, settings in PROCEDURES.items()}
+    trainings = {
+        name: start(host, Freezing(monitoring=STEPS, output_dir=f"runs/bench/monitoring/{host}", settings=settings))
+        for name, settings in PROCEDURES.items()
+    }
     steps = {name: training.step for name, training in trainings.items()}
-    for number in range(study.warmup + study.monitoring):
+    for number in range(Freezing.warmup + STEPS):
         in_rotation(steps, number)
     timers = {name: training.adapter.controller.timer for name, training in trainings.items()}
     ours = timers["ours"]

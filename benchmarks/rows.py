@@ -179,7 +179,7 @@ def main() -> None:
     torch.set_flush_denormal(True)
     cells = measure(Stage(options.shapes, options.tokens), options.rounds)
     print(*lines(cells), sep="\n")
-    record = {"machine": machine("torch"), "options": vars(options), "cells": [asdict(c) for c in cells]}
+    record = {"machine": machine(), "options": vars(options), "cells": [asdict(c) for c in cells]}
     RESULT.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -46,6 +46,8 @@ GOOD = {
     "report_every": [("1", 1)],
     "output_dir": [("runs/a b", "runs/a b"), ("2024", "2024"), ("0.5", "0.5")],
 }
+NEEDS = {"monitoring_masks": {"method": "none"}}
+"""What another setting has to be for some value of a setting to be allowed."""
 BAD = {
     "method": ["APF", "apf+timely", "timely+", "Timely", "1", ""],
     "max_freeze_ratio": ["1.5", "-0.5", "-1", "nan", "inf", "much", "80%", ""],
@@ -67,7 +69,7 @@ BAD = {
     "monitoring": ["Mixed", "paper", "0.5"],
     "monitoring_steps": ["1", "-4", "2.0", "many"],
     "monitoring_precision": ["0", "-0.1", "1.1", "nan", "2%"],
-    "monitoring_masks": ["2", "sometimes"],
+    "monitoring_masks": ["yes", "0", "True"],
     "progressive_steps": ["-1", "0.5", "auto"],
     "stability_check_interval": ["0", "-1", "1.5", "auto"],
     "apf_threshold": ["-0.1", "1.1", "nan", "small"],
@@ -174,8 +176,10 @@ def test_every_field_has_values_here() -> None:
 @pytest.mark.parametrize("form", ["two words", "one word"])
 def test_a_good_value_is_read(name: str, text: str, value: object, form: str) -> None:
     given = [option(name), text] if form == "two words" else [f"{option(name)}={text}"]
-    config = config_from_args(parse("--timely-freeze", *given))
-    assert config == TimelyFreezeConfig(**{name: value})
+    others = NEEDS.get(name, {})
+    needed = [f"{option(other)}={needs}" for other, needs in others.items()]
+    config = config_from_args(parse("--timely-freeze", *given, *needed))
+    assert config == TimelyFreezeConfig(**{name: value, **others})
     assert type(getattr(config, name)) is type(value)
 
 

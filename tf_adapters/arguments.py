@@ -10,7 +10,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tf_adapters.config import SECTION, TimelyFreezeConfig, allowed
+from pydantic import ValidationError
+
+from tf_adapters.config import SECTION, TimelyFreezeConfig, allowed, read_setting
 from tf_adapters.errors import ConfigError
 
 SWITCH = "--timely-freeze"
@@ -73,9 +75,8 @@ def _reader(parser: argparse.ArgumentParser, name: str) -> Callable[[str], Any]:
 
     def read(text: str) -> Any:
         for value in _readings(text):
-            with contextlib.suppress(ConfigError):
-                # Limits go up to max_freeze_ratio, which may come later: compared once all arguments are there.
-                return getattr(TimelyFreezeConfig(**{"max_freeze_ratio": 1.0, name: value}), name)
+            with contextlib.suppress(ValidationError):
+                return read_setting(name, value)
         option = f"{SWITCH}-{name.replace('_', '-')}"
         return parser.exit(2, f"{parser.prog}: error: {option} is {text!r}: allowed is {allowed(name)}\n")
 

@@ -7,12 +7,13 @@ command line (``tf_adapters.arguments``).
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from tf_adapters.errors import ConfigError
 
@@ -32,7 +33,8 @@ class TimelyFreezeConfig(BaseModel):
     method: Literal["timely", "timely+apf", "timely+autofreeze", "apf", "autofreeze", "none"] = Field(
         "timely",
         description="timely: planned ratios, uniform selection; timely+apf, timely+autofreeze: planned ratios, what "
-        "is stable is frozen first; apf, autofreeze: what is stable, without a plan; none: plan, freeze nothing",
+        "is stable is frozen first; apf, autofreeze: what is stable, without a plan; none: measure, plan and report, "
+        "then freeze nothing",
     )
     max_freeze_ratio: float = Field(0.8, ge=0, le=1, description="r_max: the mean freeze ratio that no stage exceeds")
     target_speedup: Annotated[float, Field(ge=1)] | None = Field(
@@ -42,10 +44,16 @@ class TimelyFreezeConfig(BaseModel):
         None, description="the same as milliseconds of a step"
     )
     freeze_exclude: list[str] = Field(
-        [], description="patterns (*, ?, [abc]) of parameters' names: what they match is never frozen"
+        [],
+        description="patterns (*, ?, [abc]) of parameters' names: what they match is never frozen",
+        json_schema_extra={"allowed": 'a list of names with *, ? and [abc], such as ["*.bias", "embed*"]'},
     )
     freeze_limits: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(
-        {}, description="a max_freeze_ratio of their own for the parameters that a pattern matches"
+        {},
+        description="a max_freeze_ratio of their own for the parameters that a pattern matches",
+        json_schema_extra={
+            "allowed": 'an object of patterns and ratios from 0 to max_freeze_ratio, such as {"*embed*": 0.2}'
+        },
     )
     granularity: Literal["tensor", "row"] = Field(
         "tensor",
@@ -65,7 +73,9 @@ class TimelyFreezeConfig(BaseModel):
         0.02, gt=0, le=1, description="standard error, as a share of the times, at which mixed monitoring ends"
     )
     monitoring_masks: bool = Field(
-        True, description='method "none" only: whether monitoring freezes, to measure what freezing would save'
+        True,
+        description='with method "none": true freezes while monitoring, so that what freezing saves is measured; false '
+        "never freezes anything, and only unfrozen times are reported",
     )
     progressive_steps: int = Field(50, ge=0, description="steps over which the freeze ratios rise to the plan's")
     stability_check_interval: int = Field(
@@ -96,7 +106,11 @@ class TimelyFreezeConfig(BaseModel):
     replan_interval: int = Field(100, ge=1, description="steps of stable freezing between looks at them")
     solver_time_limit_s: float = Field(300.0, gt=0, description="seconds the planner may take")
     report_every: int = Field(100, ge=1, description="steps of stable freezing between updates of the report")
-    output_dir: str = Field(".", description="the report is written to <output_dir>/timely_freeze/report.json")
+    output_dir: str = Field(
+        ".",
+        description="the report is written to <output_dir>/timely_freeze/report.json",
+        json_schema_extra={"allowed": "a path"},
+    )
 
     def __init__(self, **settings: Any) -> None:
         """Raises ConfigError, one line: each wrong setting, its value and what is allowed."""
@@ -107,10 +121,19 @@ class TimelyFreezeConfig(BaseModel):
             super().__init__(**settings)
         except ValidationError as error:
             raise ConfigError("; ".join(_describe(error))) from None
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Raises ConfigError where settings that are right by themselves contradict each other."""
         if self.target_speedup is not None and self.target_step_time_ms is not None:
             raise ConfigError(
                 f"{SECTION}.target_speedup is {self.target_speedup} and {SECTION}.target_step_time_ms is "
                 f"{self.target_step_time_ms}: allowed is one of the two"
+            )
+        if not self.monitoring_masks and self.method != "none":
+            raise ConfigError(
+                f'{SECTION}.monitoring_masks is False and {SECTION}.method is "{self.method}": false is allowed with '
+                'method "none" only, since a plan needs times with freezing'
             )
         for pattern, limit in self.freeze_limits.items():
             if self.plans and limit > self.max_freeze_ratio:
@@ -164,9 +187,49 @@ class TimelyFreezeConfig(BaseModel):
         return cls(**{str(key): value for key, value in section.items()})
 
 
+def read_setting(field: str, value: Any) -> Any:
+    """One setting's value, checked by itself, whatever the others are. Raises pydantic's ValidationError."""
+    definition = TimelyFreezeConfig.model_fields[field]
+    kind: Any = Annotated[definition.annotation, definition]
+    return TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(value)
+
+
 def allowed(field: str) -> str:
-    """What a setting may be, in words."""
-    return _ALLOWED[field]
+    """What a setting may be, in words, from the type and the limits of its field."""
+    schema = _schemas()[field]
+    *first, last = [words for choice in schema.get("anyOf", [schema]) for words in _in_words(choice)]
+    return f"{', '.join(first)}{',' if last == 'null' else ''} or {last}" if first else last
+
+
+@functools.cache
+def _schemas() -> Any:
+    return TimelyFreezeConfig.model_json_schema()["properties"]
+
+
+def _in_words(schema: Mapping[str, Any]) -> list[str]:
+    """The values that a JSON schema without alternatives allows."""
+    match schema:
+        case {"allowed": words}:
+            return [words]
+        case {"enum": values}:
+            return [f'"{value}"' for value in values]
+        case {"const": value}:
+            return [f'"{value}"']
+        case {"type": "boolean"}:
+            return ["true", "false"]
+        case {"type": "null"}:
+            return ["null"]
+        case {"minimum": low, "maximum": high}:
+            limits = f"from {low:g} to {high:g}"
+        case {"minimum": low, "exclusiveMaximum": high}:
+            limits = f"from {low:g} to below {high:g}"
+        case {"minimum": low}:
+            limits = f"of at least {low:g}"
+        case {"exclusiveMinimum": low, "maximum": high}:
+            limits = f"above {low:g}, up to {high:g}"
+        case {"exclusiveMinimum": low}:
+            limits = f"above {low:g}"
+    return [f"{'an integer' if schema['type'] == 'integer' else 'a number'} {limits}"]
 
 
 def find_section(host_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -203,35 +266,3 @@ def _describe(error: ValidationError) -> list[str]:
 
 def _limit_of(pattern: object) -> str:
     return f'{SECTION}.freeze_limits["{pattern}"]'
-
-
-_ALLOWED = {
-    "enabled": "true or false",
-    "method": '"timely", "timely+apf", "timely+autofreeze", "apf", "autofreeze" or "none"',
-    "max_freeze_ratio": "a number from 0 to 1",
-    "target_speedup": "a number of at least 1, or null",
-    "target_step_time_ms": "a number above 0, or null",
-    "freeze_exclude": 'a list of names with *, ? and [abc], such as ["*.bias", "embed*"]',
-    "freeze_limits": 'an object of patterns and ratios from 0 to max_freeze_ratio, such as {"*embed*": 0.2}',
-    "granularity": '"tensor" or "row"',
-    "warmup_steps": '"auto" or an integer of at least 0',
-    "monitoring": '"mixed" or "halves"',
-    "monitoring_steps": "an integer of at least 2",
-    "monitoring_precision": "a number above 0, up to 1",
-    "monitoring_masks": "true or false",
-    "progressive_steps": "an integer of at least 0",
-    "stability_check_interval": "an integer of at least 1",
-    "apf_threshold": "a number from 0 to 1",
-    "apf_alpha": "a number from 0 to below 1",
-    "apf_score": '"tensor" or "elements"',
-    "autofreeze_percentile": "a number from 0 to 100",
-    "seed": "an integer of at least 0",
-    "schedule": '"host", "1f1b" or "gpipe"',
-    "on_error": '"warn" or "raise"',
-    "plan_wait": '"auto", true or false',
-    "replan_threshold": "a number of at least 0",
-    "replan_interval": "an integer of at least 1",
-    "solver_time_limit_s": "a number above 0",
-    "report_every": "an integer of at least 1",
-    "output_dir": "a path",
-}

@@ -1,0 +1,31 @@
+"""What ``import tf_adapters`` offers, and what it does not import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import tf_adapters
+
+
+@pytest.mark.parametrize("name", [name for name in tf_adapters.__all__ if name != "Adapter"])
+def test_a_public_name_is_there(name: str) -> None:
+    assert getattr(tf_adapters, name) is not None
+
+
+def test_a_host_is_reached_by_attribute_and_importing_the_package_imports_none() -> None:
+    """In a process of its own: other tests have imported hosts already."""
+    code = (
+        "import sys, tf_adapters\n"
+        "tf_adapters.TimelyFreezeConfig()\n"
+        "assert not {'torch', 'deepspeed', 'megatron'} & sys.modules.keys()\n"
+        "assert callable(tf_adapters.torch_pipelining.attach)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'torch_pipelinig'"):
+        _ = tf_adapters.torch_pipelinig
