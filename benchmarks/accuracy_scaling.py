@@ -12,19 +12,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tf_adapters.training.controller import Controller
+from tf_adapters.hosts.adapter import HostAdapter
 
 INVERSE = "inverse"
 
 
 class InverseScale:
-    """Scales the gradients of one stage of torch.distributed.pipelining while ``controller`` freezes.
+    """Scales the gradients of one stage of torch.distributed.pipelining while ``adapter`` freezes.
 
     Uniform masks only: under them the chance of every parameter is 1 - AFR of its microbatch's backward.
     """
 
-    def __init__(self, stage: Any, parameters: Iterable[nn.Parameter], controller: Controller) -> None:
-        self._controller, self._stage = controller, stage.stage_index
+    def __init__(self, stage: Any, parameters: Iterable[nn.Parameter], adapter: HostAdapter) -> None:
+        self._controller = controller = adapter.controller
+        self._stage = stage.stage_index
         self._factor = 1.0
         run = stage.backward_one_chunk
 
@@ -36,7 +37,8 @@ class InverseScale:
             finally:
                 self._factor = 1.0
 
-        stage.backward_one_chunk = backward_one_chunk
+        # Through the adapter, so that detaching takes it back before the adapter's own.
+        adapter.overrides.set(stage, "backward_one_chunk", backward_one_chunk)
         for parameter in parameters:
             parameter.register_hook(self._scaled)
 

@@ -45,7 +45,7 @@ class Run:
             self.adapter = attach(self.trained.schedule, settings, optimizer=self.trained.optimizer)
             if cell.settings.get(GRADIENT_SCALE) == INVERSE:
                 trained = self.trained.optimizer.param_groups[0]["params"]
-                InverseScale(self.trained.schedule._stage, trained, self.adapter.controller)
+                InverseScale(self.trained.schedule._stage, trained, self.adapter)
         parameters = self.trained.module.named_parameters()
         self.sizes = {name: parameter.numel() for name, parameter in parameters if parameter.requires_grad}
         self.steps: list[tuple[str, float]] = []  # phase, and the share of this stage's elements that is frozen

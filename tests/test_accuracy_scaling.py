@@ -54,7 +54,7 @@ def mean_share(inverse: bool) -> float:
     assert adapter is not None
     force_plan(adapter.controller, 0.5)
     if inverse:
-        InverseScale(stage, module.parameters(), adapter.controller)
+        InverseScale(stage, module.parameters(), adapter)
     mean = torch.stack([gradients() for _ in range(STEPS)]).mean(dim=0)
     adapter.detach()
     return float(mean @ whole / (whole @ whole))

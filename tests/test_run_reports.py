@@ -67,7 +67,7 @@ def test_a_run_that_failed_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("the solver broke")
 
-    monkeypatch.setattr(plan_maker, "plan", broken)
+    monkeypatch.setattr(plan_maker, "solve", broken)
     train(controller_of(tmp_path), 6)
     report = report_of(tmp_path)
     assert report.status == "failed"

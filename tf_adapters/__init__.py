@@ -20,7 +20,7 @@ from tf_adapters.errors import (
 
 if TYPE_CHECKING:
     from tf_adapters.config import TimelyFreezeConfig
-    from tf_adapters.hosts.adapter import HostAdapter as Adapter  # type: ignore[import-not-found,unused-ignore]
+    from tf_adapters.hosts.adapter import HostAdapter as Adapter
 
 __version__ = "0.1.0"
 __all__ = [

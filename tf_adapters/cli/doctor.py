@@ -53,10 +53,10 @@ HOSTS = (
     Host(
         "deepspeed",
         "deepspeed",
-        "tf-adapters[deepspeed]",
-        "0.19.3",
-        "0.19.8",
-        (
+        install="tf-adapters[deepspeed]",
+        oldest="0.19.3",
+        newest="0.19.8",
+        features=(
             "schedules: 1F1B and DualPipeV (DeepSpeed's own), GPipe",
             "ZeRO stages 0 and 1, data-parallel replicas",
             "fp32 and bf16, activation checkpointing, tied layers",
@@ -65,10 +65,10 @@ HOSTS = (
     Host(
         "megatron-core",
         "megatron-core",
-        "tf-adapters[megatron]",
-        "0.16.1",
-        "0.19.2",
-        (
+        install="tf-adapters[megatron]",
+        oldest="0.16.1",
+        newest="0.19.2",
+        features=(
             "schedules: no pipelining, 1F1B, interleaved 1F1B",
             "tensor, sequence, data and expert parallel; distributed optimizer, overlapped communication",
             "fp32, bf16 and fp16, full and selective recomputation, tied embeddings",
@@ -77,10 +77,10 @@ HOSTS = (
     Host(
         "torch.distributed.pipelining",
         "torch",
-        "torch>=2.13",
-        "2.13",
-        "2.15",
-        (
+        install="torch>=2.13",
+        oldest="2.13",
+        newest="2.15",
+        features=(
             "schedules: GPipe, 1F1B, looped BFS, interleaved 1F1B, interleaved zero bubble, ZBV, DualPipeV, CSV files",
             "DistributedDataParallel (1F1B, interleaved 1F1B), fully_shard, non-reentrant checkpointing",
         ),

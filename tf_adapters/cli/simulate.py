@@ -71,7 +71,9 @@ def _output(args: argparse.Namespace, request: Request, simulations: list[Simula
     from tf_adapters.simulate.page import chart_panels, comparison_page, simulation_page
 
     if len(simulations) == 1:
-        page = simulation_page(simulations[0], request.source, request.notes, terminal_width(), request.step_ms)
+        page = simulation_page(
+            simulations[0], request.source, request.notes, width=terminal_width(), step_ms=request.step_ms
+        )
     else:
         page = comparison_page(simulations, request.source, request.notes)
     headline = "Simulated" if len(simulations) > 1 else f"Simulated, {simulations[0].pipeline.name}"

@@ -121,7 +121,7 @@ class _Program:
             format="csr",
         )
         least = [problem.upper[sources] + delays, np.zeros(len(first) + ratios), -np.ones(ratios), -budgets]
-        return cls(problem, rows, np.concatenate(least), freezable, members, budgets)
+        return cls(problem, rows, least=np.concatenate(least), freezable=freezable, members=members, budgets=budgets)
 
     def ending_by(self, latest: float) -> _Program:
         """The same with one more row, before the budgets: the batch ends by ``latest``."""

@@ -71,7 +71,10 @@ def bars(panels: Sequence[Panel], width: int, glyphs: Glyphs) -> Iterator[Line]:
     for panel in panels:
         yield Line(f"{panel.title}: {panel.end_ms:,.1f} ms, bubble {panel.bubble:.0%}")
         for rank, row in enumerate(panel.rows):
-            yield Line(_label(rank).ljust(label), tuple(_cells(row, panel.end_ms, span / columns, columns, glyphs)))
+            yield Line(
+                _label(rank).ljust(label),
+                tuple(_cells(row, panel.end_ms, ms_per_column=span / columns, columns=columns, glyphs=glyphs)),
+            )
 
 
 def legend(panels: Sequence[Panel], glyphs: Glyphs) -> str:

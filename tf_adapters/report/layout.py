@@ -87,8 +87,12 @@ def after(report: Report) -> Panel | None:
         if missing is not None:
             raise ConfigError(f"plan.{name} has no entry for {missing}")
     title = f"after: planned, {plan.mean_freeze_ratio:.0%} of the weight gradients skipped"
-    blocks = _blocks(schedule, plan.start_ms, plan.duration_ms, plan.freeze_ratio, plan.critical_path)
-    return Panel(title, _stages(schedule), blocks, plan.makespan_ms.planned, plan.critical_path)
+    blocks = _blocks(
+        schedule, plan.start_ms, duration=plan.duration_ms, frozen=plan.freeze_ratio, path=plan.critical_path
+    )
+    return Panel(
+        title, _stages(schedule), blocks=blocks, end_ms=plan.makespan_ms.planned, critical_path=plan.critical_path
+    )
 
 
 def measured(report: Report) -> Panel | None:
@@ -106,7 +110,9 @@ def measured(report: Report) -> Panel | None:
     ratios = {action: sample.afr for action, sample in found.items()}
     mean = sum(ratios.values()) / len(ratios)
     title = f"measured: medians of stable freezing ({mean:.0%} skipped) put through the schedule's graph"
-    return timeline(title, schedule, PipelineDag.from_schedule(schedule, *report.gaps()), durations, ratios)
+    return timeline(
+        title, schedule, dag=PipelineDag.from_schedule(schedule, *report.gaps()), durations=durations, frozen=ratios
+    )
 
 
 def panels_of(report: Report) -> tuple[Panel, ...]:
@@ -126,8 +132,8 @@ def timeline(
     ``frozen`` holds the freeze ratios to show, 0 where absent.
     """
     path = dag.critical_path(durations)
-    blocks = _blocks(schedule, dag.start_times(durations), durations, frozen or {}, path)
-    return Panel(title, _stages(schedule), blocks, dag.makespan(durations), path)
+    blocks = _blocks(schedule, dag.start_times(durations), duration=durations, frozen=frozen or {}, path=path)
+    return Panel(title, _stages(schedule), blocks=blocks, end_ms=dag.makespan(durations), critical_path=path)
 
 
 def _unfrozen(report: Report, schedule: PipelineSchedule) -> dict[Action, float]:
@@ -157,5 +163,15 @@ def _blocks(
         for action in actions:
             begin = start[action]
             share, on_path = frozen.get(action, 0.0), action in critical
-            blocks.append(Block(action, row, lanes[action.stage], begin, begin + duration[action], share, on_path))
+            blocks.append(
+                Block(
+                    action,
+                    row,
+                    lane=lanes[action.stage],
+                    start_ms=begin,
+                    end_ms=begin + duration[action],
+                    frozen=share,
+                    critical=on_path,
+                )
+            )
     return tuple(blocks)

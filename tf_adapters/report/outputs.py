@@ -54,7 +54,9 @@ def write_outputs(
             if name == "--trace":
                 write_trace(panels, path)
             else:
-                draw_panels(panels, headline, path, "png" if name == "--png" else "svg", compared_ms)
+                draw_panels(
+                    panels, headline, path=path, fmt="png" if name == "--png" else "svg", compared_ms=compared_ms
+                )
         except OSError as error:
             raise ConfigError(f"{name}: cannot write {path}: {error.strerror or error}") from None
         lines.append(f"{'trace' if name == '--trace' else 'picture'}: {path}")

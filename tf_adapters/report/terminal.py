@@ -41,7 +41,13 @@ def page(report: Report, panels: Sequence[Panel] = ()) -> Page:
     schedule = report.schedule.parse()
     rows = _rows(report, schedule)
     tables = (Table(_TABLE_TITLE, _HEADER, rows),) if rows else ()
-    return Page(_headline(report), tuple(_fact_lines(report, schedule)), tables, tuple(panels), _remarks(report))
+    return Page(
+        _headline(report),
+        tuple(_fact_lines(report, schedule)),
+        tables=tables,
+        panels=tuple(panels),
+        notes=_remarks(report),
+    )
 
 
 def summary(report: Report) -> str:

@@ -43,7 +43,7 @@ def draw_whole(drawn: Iterable[Stratum], chance: float, rng: np.random.Generator
     for stratum in drawn:
         members = stratum.shuffled(rng)
         expected, room = len(members) * chance * stratum.cap, stratum.smaller / stratum.work
-        count, chance = _round(expected, chance, stratum.ceiling, room, rng)
+        count, chance = _round(expected, chance, ceiling=stratum.ceiling, room=room, rng=rng)
         frozen.extend(spread(members, count, rng))
     return frozen, chance
 
@@ -58,7 +58,7 @@ def strata(units: Iterable[tuple[int, FreezeUnit]], after: Sequence[FreezeUnit] 
     for work, cap in sorted(grouped):
         by_shape = grouped[work, cap]
         shapes = [by_shape[shape] for shape in sorted(by_shape)]
-        found.append(Stratum(shapes, work, cap, smaller, 1.0 / highest if highest else 1.0))
+        found.append(Stratum(shapes, work, cap=cap, smaller=smaller, ceiling=1.0 / highest if highest else 1.0))
         smaller += work * cap * sum(map(len, shapes))
         highest = max(highest, cap)
     return found[::-1]

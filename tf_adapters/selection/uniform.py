@@ -76,7 +76,7 @@ class _Pool:
             if expected - whole > _EPSILON:
                 # Any member may be the one in part, the others share the whole ones: all have the same chance.
                 chosen = members.pop(int(rng.integers(len(members))))
-                self._freeze_part(chosen, expected - whole, rng, frozen, partial)
+                self._freeze_part(chosen, expected - whole, rng=rng, frozen=frozen, partial=partial)
             if whole:
                 frozen.extend(spread(members, whole, rng))
         return Drawn(frozenset(frozen), partial)

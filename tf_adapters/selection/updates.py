@@ -46,10 +46,10 @@ class Snapshot:
         return cls(
             seed,
             keys,
-            np.array([reading.numel for reading in ordered], np.int64),
-            np.array([len(reading.sample) for reading in ordered], np.int64),
-            np.array([reading.total for reading in ordered], np.float64),
-            np.concatenate([reading.sample for reading in ordered]) if ordered else np.zeros(0, np.float32),
+            numel=np.array([reading.numel for reading in ordered], np.int64),
+            sizes=np.array([len(reading.sample) for reading in ordered], np.int64),
+            totals=np.array([reading.total for reading in ordered], np.float64),
+            samples=np.concatenate([reading.sample for reading in ordered]) if ordered else np.zeros(0, np.float32),
         )
 
     def matches(self, other: Snapshot) -> bool:

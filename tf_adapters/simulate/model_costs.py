@@ -64,9 +64,21 @@ class LlamaShape:
 
 
 # config.json of meta-llama/Llama-3.2-1B, meta-llama/Meta-Llama-3-8B and meta-llama/Llama-2-13b-hf.
-LLAMA_1B = LlamaShape(16, 2048, 32, 8, 8192, 128256, tie_word_embeddings=True)
-LLAMA_8B = LlamaShape(32, 4096, 32, 8, 14336, 128256)
-LLAMA_13B = LlamaShape(40, 5120, 40, 40, 13824, 32000)
+LLAMA_1B = LlamaShape(
+    16,
+    2048,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    intermediate_size=8192,
+    vocab_size=128256,
+    tie_word_embeddings=True,
+)
+LLAMA_8B = LlamaShape(
+    32, 4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=128256
+)
+LLAMA_13B = LlamaShape(
+    40, 5120, num_attention_heads=40, num_key_value_heads=40, intermediate_size=13824, vocab_size=32000
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,15 +182,15 @@ def _count(argument: str, text: str) -> int:
 
 
 def _milliseconds(argument: str, text: str) -> float:
-    return _number(argument, text, 0.0, math.inf, "a finite time in ms of at least 0")
+    return _number(argument, text, low=0.0, high=math.inf, allowed="a finite time in ms of at least 0")
 
 
 def _ratio(argument: str, text: str) -> float:
-    return _number(argument, text, 0.0, 1.0, "a number from 0 to 1")
+    return _number(argument, text, low=0.0, high=1.0, allowed="a number from 0 to 1")
 
 
 def _rate(argument: str, text: str) -> float:
-    return _number(argument, text, 1e-6, math.inf, "a finite number of TFLOP/s of at least 0.000001")
+    return _number(argument, text, low=1e-6, high=math.inf, allowed="a finite number of TFLOP/s of at least 0.000001")
 
 
 def _number(argument: str, text: str, low: float, high: float, allowed: str) -> float:

@@ -107,7 +107,7 @@ def simulate(
     everything = {action: 1.0 for action in schedule.actions if action.freezable}
 
     def panel(title: str, durations: Mapping[Action, float], frozen: Mapping[Action, float] | None = None) -> Panel:
-        return timeline(title, schedule, dag, durations, frozen)
+        return timeline(title, schedule, dag=dag, durations=durations, frozen=frozen)
 
     unfrozen = panel("nothing frozen", upper)
     frozen = panel("everything frozen", lower, everything)

@@ -139,9 +139,9 @@ def _from_recorded(options: Options, recorded: _Recorded) -> Request:
     return Request(
         (original, *others),
         recorded.max_freeze_ratio,
-        recorded.source,
-        notes,
-        recorded.step_ms,
+        source=recorded.source,
+        notes=notes,
+        step_ms=recorded.step_ms,
     )
 
 

@@ -124,7 +124,9 @@ class ActionTimer:
         """Time the block as one run of ``action``. A block that raises leaves no sample."""
         start = self._clock.mark()
         yield
-        self._pending.append(_Marked(phase, action, share, start, self._clock.mark(), self._origin))
+        self._pending.append(
+            _Marked(phase, action, share=share, start=start, stop=self._clock.mark(), origin=self._origin)
+        )
 
     def start_step(self) -> Any:
         self._origin = self._clock.mark()
@@ -132,7 +134,9 @@ class ActionTimer:
 
     def stop_step(self, phase: str, start: Any, step: int) -> None:
         """Step number ``step``, the same on all ranks, has ended."""
-        self._pending.append(_Marked(phase, None, 0.0, start, self._clock.mark(), start, step))
+        self._pending.append(
+            _Marked(phase, None, share=0.0, start=start, stop=self._clock.mark(), origin=start, step=step)
+        )
         self._origin = None
 
     def drain(self, wait: bool = False) -> None:

@@ -62,7 +62,11 @@ class Controller:
         self.state = RunState.fresh(config, pipeline.warmup_steps)
         self.parameter_masks = {stage: ParameterMask(of_stage) for stage, of_stage in pipeline.parameters.items()}
         self.stability_checks = StabilityChecks(
-            config, self.masks.units, pipeline.parameters, pipeline.optimizer_values(), collectives
+            config,
+            self.masks.units,
+            stages=pipeline.parameters,
+            held=pipeline.optimizer_values(),
+            collectives=collectives,
         )
         self._collectives, self._observer = collectives, observer
         self._ratios = FreezeRatios(config, self.schedule, self.masks)
@@ -213,7 +217,7 @@ class Controller:
         """
         warmup = self.pipeline.warmup_steps if auto_warmup is None else auto_warmup
         chosen = self._collectives.broadcast(data)
-        self.state = compatible_state(chosen, self.config, self.schedule, self.masks, warmup)
+        self.state = compatible_state(chosen, self.config, schedule=self.schedule, masks=self.masks, auto_warmup=warmup)
         self._forget_measured()
         description = messages.phase(self.config, self.state.phases, self.step)
         self._decisions.say(f"resumed after step {self.state.completed_steps}: {description}")

@@ -63,7 +63,9 @@ class FreezeRatios:
         if action is None:
             return NOTHING_FROZEN
         ratio = self.ratio(state, step, action)
-        return self._masks.draw(step, stage, microbatch, ratio, self.stable(state, step, stage))
+        return self._masks.draw(
+            step, stage, microbatch=microbatch, ratio=ratio, preferred=self.stable(state, step, stage)
+        )
 
     def stable(self, state: RunState, step: int, stage: int) -> frozenset[int]:
         """What the last stability check found stable on a stage, by the indices of its units."""

@@ -172,7 +172,13 @@ class PlanMaker:
     def _promise(self, schedule: PipelineSchedule, measured: Measured, found: FreezePlan) -> Planned:
         step_ms = measured.unfrozen_step_ms
         promised = forecast(
-            schedule, found, measured.bounds, step_ms, measured.gaps, self._steps, self._stage_0_vanishes
+            schedule,
+            found,
+            bounds=measured.bounds,
+            unfrozen_step_ms=step_ms,
+            gaps=measured.gaps,
+            steps=self._steps,
+            stage_0_vanishes=self._stage_0_vanishes,
         )
         self._steps = ()
         target = self._config.target_ms(step_ms)
