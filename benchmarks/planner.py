@@ -31,7 +31,7 @@ from scipy import sparse
 from tf_adapters.planner.solve import plan
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Action, PipelineSchedule
-from tf_adapters.torch_pipelining.named import named_schedule
+from tf_adapters.schedule.orders import named_schedule
 
 MAX_FREEZE_RATIO = 0.8
 PRICE = 2e-4  # of all freezing that the budgets allow, in unfrozen makespans: the same in every one-call program

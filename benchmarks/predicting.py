@@ -15,6 +15,7 @@ from tf_adapters.planner.solve import plan
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.schedule.orders import named_schedule
 from tf_adapters.simulate.model_costs import (
     LLAMA_1B,
     LLAMA_8B,
@@ -26,7 +27,6 @@ from tf_adapters.simulate.model_costs import (
     stage_costs,
 )
 from tf_adapters.timing.phase import Phase
-from tf_adapters.torch_pipelining.named import named_schedule
 from tf_adapters.training.phases import PhaseSchedule
 
 MAX_FREEZE_RATIO = 0.8
@@ -109,7 +109,7 @@ class Prediction:
 def predict(
     model: str, schedule: str, ranks: int = 4, microbatches: int = 8, variant: Variant | None = None
 ) -> Prediction:
-    """What the planner expects of ``MODELS[model]`` under a schedule of ``torch_pipelining.named``."""
+    """What the planner expects of ``MODELS[model]`` under a schedule of ``schedule.orders``."""
     variant = variant or Variant()
     setting = MODELS[model]
     order = named_schedule(schedule, ranks, microbatches)

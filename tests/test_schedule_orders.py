@@ -1,21 +1,51 @@
-"""The generated GPipe and looped BFS orders are those of torch.distributed.pipelining, action for action."""
+"""Generated orders are those of torch.distributed.pipelining's own classes, action for action."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch.distributed.pipelining import schedules as host
 
-pytest.importorskip("torch")
-from tf_adapters.schedule import orders
-from tf_adapters.torch_pipelining.named import named_schedule
+from tf_adapters.errors import ScheduleError
+from tf_adapters.schedule.ir import PipelineSchedule
+from tf_adapters.schedule.orders import named_schedule
+from tf_adapters.torch_pipelining.schedules import from_action_lists
+
+CLASSES = {
+    "gpipe": "ScheduleGPipe",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zbv": "ScheduleZBVZeroBubble",
+    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
+    "looped_bfs": "ScheduleLoopedBFS",
+    "dualpipev": "ScheduleDualPipeV",
+}  # Schedule1F1B's own list is one microbatch late on the last rank
+CASES = [
+    (name, local)
+    for name in CLASSES
+    for local in ([1] if name == "gpipe" else [2] if name in ("zbv", "dualpipev") else [2, 3, 4])
+]
 
 
+def torchs(name: str, ranks: int, microbatches: int, local: int) -> PipelineSchedule | None:
+    """What torch lays out; None for sizes that it does not take."""
+    stage: Any = SimpleNamespace(group_rank=0, group_size=ranks, submod=None, num_stages=ranks * local)
+    try:
+        made = getattr(host, CLASSES[name])(stage if local == 1 else [stage] * local, microbatches)
+    except (ValueError, AssertionError):
+        return None
+    lowered = isinstance(made, host._PipelineScheduleRuntime)
+    return from_action_lists(made.pipeline_order_with_comms if lowered else made.pipeline_order)
+
+
+@pytest.mark.parametrize(("name", "local"), CASES)
 @pytest.mark.parametrize("ranks", range(1, 9))
-def test_gpipe_is_torchs(ranks: int) -> None:
-    for microbatches in range(1, 25):
-        assert orders.gpipe(ranks, microbatches) == named_schedule("gpipe", ranks, microbatches)
-
-
-@pytest.mark.parametrize("stages_per_rank", [2, 3, 4])
-@pytest.mark.parametrize("ranks", range(1, 9))
-def test_looped_bfs_is_torchs(ranks: int, stages_per_rank: int) -> None:
-    for microbatches in range(1, 25):
-        expected = named_schedule("looped_bfs", ranks, microbatches, stages_per_rank)
-        assert orders.looped_bfs(ranks, microbatches, stages_per_rank) == expected
+def test_an_order_is_torchs(name: str, local: int, ranks: int) -> None:
+    for microbatches in range(1, 25, 1 if ranks < 6 else 3):
+        expected = torchs(name, ranks, microbatches, local)
+        try:
+            ours = named_schedule(name, ranks, microbatches, local)
+        except ScheduleError:
+            ours = None
+        assert ours == expected

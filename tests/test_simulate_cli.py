@@ -214,7 +214,7 @@ WRONG = {
     "one each": ((*BASE, "--stages-per-rank", "2"), "--stages-per-rank 2: gpipe: one stage on each rank"),
     "torch refuses": (
         ("--schedule", "dualpipev", "--ranks", "4", "--microbatches", "4", *GIVEN),
-        "--schedule dualpipev: dualpipev on 4 ranks",
+        "--schedule dualpipev: 4 microbatches: DualPipeV needs",
     ),
     "values": ((*BASE, "--forward-ms", "1,2,3"), "--forward-ms: 3 values: expected one, or 2 for --stages 2"),
     "no number": ((*BASE, "--forward-ms", "1,x"), "--forward-ms 'x': expected a finite time in ms"),

@@ -56,7 +56,7 @@ text = load_example("text.py")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_sizes_are_refused_exactly_where_torch_refuses_them(schedule: str) -> None:
     from tf_adapters.errors import ScheduleError
-    from tf_adapters.torch_pipelining.named import named_schedule
+    from tf_adapters.schedule.orders import named_schedule
 
     name = {"1f1b": "one_f_one_b"}.get(schedule, schedule)
     for ranks in (1, 2, 3, 4):

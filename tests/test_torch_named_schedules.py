@@ -11,7 +11,7 @@ from torch.distributed.pipelining import _schedule_visualizer as visualizer
 
 from tf_adapters.errors import ScheduleError
 from tf_adapters.schedule.ir import Action, Kind
-from tf_adapters.torch_pipelining.named import NAMES, named_schedule
+from tf_adapters.schedule.orders import NAMES, named_schedule
 
 LISTS = {
     "gpipe": ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"],
@@ -87,18 +87,17 @@ def test_v_shapes_fold_and_loops_wrap_around() -> None:
     [
         (("1f1b", 2, 2), "'1f1b' is not one of gpipe, one_f_one_b"),
         (("gpipe", 0, 2), "at least 1"),
-        (("gpipe", 2, 2, 2), "2 stages per rank: it has one"),
-        (("one_f_one_b", 4, 3), "Number of microbatches"),
-        (("interleaved", 4, 9), "number of rounds"),
-        (("dualpipev", 4, 4), "at least as many microbatches as stages"),
+        (("gpipe", 2, 2, 2), "2 stages per rank: it has 1"),
+        (("interleaved", 4, 9), "2 rounds of equal size"),
+        (("dualpipev", 4, 4), "at least one for each of 8 stages"),
     ],
 )
-def test_what_torch_does_not_take_is_refused(arguments: tuple, problem: str) -> None:
+def test_what_cannot_be_is_refused(arguments: tuple, problem: str) -> None:
     with pytest.raises(ScheduleError, match=problem):
         named_schedule(*arguments)
 
 
 def test_importing_the_modules_imports_no_torch() -> None:
-    modules = "tf_adapters.torch_pipelining.named, tf_adapters.simulate.model_costs"
+    modules = "tf_adapters.schedule.orders, tf_adapters.simulate.model_costs"
     check = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0

@@ -5,11 +5,23 @@ F is a forward, B a full backward; the number behind it is the microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 
+from tf_adapters.errors import ScheduleError
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
-__all__ = ["gpipe", "looped_bfs", "one_forward_one_backward"]
+__all__ = [
+    "NAMES",
+    "dualpipev",
+    "gpipe",
+    "interleaved",
+    "interleaved_zero_bubble",
+    "looped_bfs",
+    "named_schedule",
+    "one_forward_one_backward",
+    "zbv",
+]
 
 
 def gpipe(ranks: int, microbatches: int) -> PipelineSchedule:
@@ -62,3 +74,182 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Pipel
         forwards = [Action(stage, Kind.FORWARD, m) for stage in stages for m in range(microbatches)]
         orders.append((*forwards, *(Action(a.stage, Kind.BACKWARD, a.microbatch) for a in reversed(forwards))))
     return PipelineSchedule(tuple(orders)).validate()
+
+
+def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> PipelineSchedule:
+    """1F1B over rounds of microbatches, each of which passes all of a rank's stages before the next round.
+
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training, 2021. Raises ScheduleError where the
+    rounds do not come out even. Stages 0 and 2 on rank 0, two microbatches::
+
+        rank 0 | 0F0 0F1 2F0 2F1 .   2B0 .   2B1 0B0 .   0B1
+        rank 1 | .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 .   1B1
+    """
+    per_round = _microbatches_per_round(ranks, microbatches)
+    orders = []
+    for rank in range(ranks):
+        forwards, backwards = _interleaved_stages(rank, ranks, microbatches, stages_per_rank)
+        warmup = min(len(forwards), (stages_per_rank - 1) * per_round + 2 * (ranks - 1 - rank))
+        order = forwards[:warmup]
+        for position, backward in enumerate(backwards):
+            order += [*forwards[warmup + position : warmup + position + 1], backward]
+        orders.append(tuple(order))
+    return PipelineSchedule(tuple(orders)).validate()
+
+
+def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int = 2) -> PipelineSchedule:
+    """Interleaved 1F1B with split backwards; rank r computes weight gradients from its r-th backward on.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, 2024 (its ZB-H1, interleaved). Raises ScheduleError where the
+    rounds do not come out even. Two stages a rank, two microbatches::
+
+        rank 0 | 0F0 0F1 2F0 .   2I0 2W0 2F1 ...
+    """
+    per_round = _microbatches_per_round(ranks, microbatches)
+    orders = []
+    for rank in range(ranks):
+        forwards, backwards = _interleaved_stages(rank, ranks, microbatches, stages_per_rank)
+        warmup = min(len(forwards), (stages_per_rank - 1) * per_round + (ranks - 1 - rank))
+        order, waiting = forwards[:warmup], []
+        for position, backward in enumerate(backwards):
+            order += forwards[warmup + position : warmup + position + 1]
+            order.append(Action(backward.stage, Kind.INPUT_GRAD, backward.microbatch))
+            waiting.append(Action(backward.stage, Kind.WEIGHT_GRAD, backward.microbatch))
+            if position >= rank:
+                order.append(waiting.pop(0))
+        orders.append((*order, *waiting))
+    return PipelineSchedule(tuple(orders)).validate()
+
+
+def _microbatches_per_round(ranks: int, microbatches: int) -> int:
+    rounds = max(1, microbatches // ranks)
+    if microbatches % rounds:
+        raise ScheduleError(f"{microbatches} microbatches on {ranks} ranks: {rounds} rounds of equal size are needed")
+    return microbatches // rounds
+
+
+def _interleaved_stages(
+    rank: int, ranks: int, microbatches: int, stages_per_rank: int
+) -> tuple[list[Action], list[Action]]:
+    """A rank's forwards in order, and its backwards: rounds of microbatches, within a round stage by stage."""
+    per_round = _microbatches_per_round(ranks, microbatches)
+    stages = [rank + ranks * local for local in range(stages_per_rank)]
+    rounds = [range(first, first + per_round) for first in range(0, microbatches, per_round)]
+    forwards = [Action(stage, Kind.FORWARD, m) for of_round in rounds for stage in stages for m in of_round]
+    backwards = [Action(stage, Kind.BACKWARD, m) for of_round in rounds for stage in stages[::-1] for m in of_round]
+    return forwards, backwards
+
+
+def zbv(ranks: int, microbatches: int) -> PipelineSchedule:
+    """Two stages a rank in a V, backwards split so that weight gradients fill the bubble.
+
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory, 2024. Rank r holds stages r and 2R - 1 - r.
+    Two ranks, two microbatches::
+
+        rank 0 | 0F0 0F1 .   .   3F0 3I0 3W0 ...
+        rank 1 | .   1F0 2F0 1F1 2I0 ...
+    """
+    enough = max(2 * ranks - 1, microbatches)  # the pattern is for so many; those that are not there are left out
+    orders = []
+    for rank in range(ranks):
+        down, up = _Chunk(rank), _Chunk(2 * ranks - 1 - rank)
+        order = down.run("F", 2 * (ranks - rank) - 1)
+        order += [action for _ in range(rank) for action in (*up.run("F"), *down.run("F"))]
+        order += [action for _ in range(ranks - rank) for action in up.run("FIW")]
+        while up.done["F"] < enough or down.done["F"] < enough:
+            order += down.run("F") if down.done["F"] < enough else []
+            order += [*down.run("IW"), *up.run("FIW")]
+        order += [action for _ in range(rank) for action in (*down.run("I"), *up.run("I"))]
+        order += [action for _ in range(ranks - rank) for action in down.run("IW")]
+        order += up.run("W", enough - up.done["W"]) + down.run("W", enough - down.done["W"])
+        orders.append(tuple(action for action in order if action.microbatch < microbatches))
+    return PipelineSchedule(tuple(orders)).validate()
+
+
+def dualpipev(ranks: int, microbatches: int) -> PipelineSchedule:
+    """Two stages a rank in a V, forwards of one paired with backwards of the other.
+
+    Source: DeepSeek, DualPipe, 2025 (its V-shaped form, after Qi et al.). A pair counts as a forward and then a
+    backward. Raises ScheduleError for fewer microbatches than stages. Two ranks, four microbatches::
+
+        rank 0 | 0F0 0F1 0F2 .   3F0 3I0 3W0 3F1 0F3 ...
+        rank 1 | .   1F0 2F0 1F1 2F1 1F2 2B0 ...
+    """
+    if microbatches < 2 * ranks:
+        raise ScheduleError(f"{microbatches} microbatches: DualPipeV needs at least one for each of {2 * ranks} stages")
+    orders = []
+    for rank in range(ranks):
+        down, up, after = _Chunk(rank), _Chunk(2 * ranks - 1 - rank), ranks - 1 - rank
+        order = down.run("F", 2 * after)
+        order += [action for _ in range(rank + 1) for action in (*down.run("F"), *up.run("F"))]
+        order += up.run("IWF", after)
+        for _ in range(microbatches - 2 * ranks + rank + 1):
+            order += [*down.run("F"), *up.run("BF"), *down.run("B")]
+        for _ in range(after):
+            order += [*up.run("BF"), *down.run("B")]
+        waiting: list[Action] = []  # weight gradients of the backwards that are split
+        last = [chunk for _ in range(rank + 1) for chunk in (up, down)]
+        order += [action for chunk in last[: rank + 1] for action in chunk.run("B")]
+        for chunk in last[rank + 1 :]:
+            order += chunk.split(waiting)
+        for _ in range(after):
+            order.append(waiting.pop(0))
+            order += down.split(waiting)
+        orders.append((*order, *waiting))
+    return PipelineSchedule(tuple(orders)).validate()
+
+
+class _Chunk:
+    """One stage, and how many microbatches of each kind of action it has run."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+        self.done: Counter[str] = Counter()
+
+    def run(self, kinds: str, times: int = 1) -> list[Action]:
+        """Its next actions of each kind, ``times`` over."""
+        actions = []
+        for kind in kinds * times:
+            backward = kind in "BI"
+            actions.append(Action(self.stage, Kind(kind), self.done["B"] if backward else self.done[kind]))
+            self.done["B" if backward else kind] += 1
+        return actions
+
+    def split(self, waiting: list[Action]) -> list[Action]:
+        """Its next input gradient; the weight gradient joins those that wait."""
+        (action,) = self.run("I")
+        waiting.append(Action(self.stage, Kind.WEIGHT_GRAD, action.microbatch))
+        return [action]
+
+
+_GENERATORS: dict[str, Callable[..., PipelineSchedule]] = {
+    "gpipe": gpipe,
+    "one_f_one_b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zbv": zbv,
+    "interleaved_zero_bubble": interleaved_zero_bubble,
+    "looped_bfs": looped_bfs,
+    "dualpipev": dualpipev,
+}
+_STAGES_PER_RANK = {"gpipe": 1, "one_f_one_b": 1, "zbv": 2, "dualpipev": 2}  # the others take any number
+NAMES = tuple(_GENERATORS)
+
+
+def named_schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> PipelineSchedule:
+    """The order of one of ``NAMES``; ``stages_per_rank`` is 1 for gpipe and one_f_one_b, else 2 unless given.
+
+    Raises ScheduleError for a name or a size that there is no such schedule of.
+
+    >>> named_schedule("one_f_one_b", ranks=2, microbatches=2).to_text()
+    [['0F0', '0F1', '0B0', '0B1'], ['1F0', '1B0', '1F1', '1B1']]
+    """
+    if name not in _GENERATORS:
+        raise ScheduleError(f"schedule {name!r} is not one of {', '.join(NAMES)}")
+    if ranks < 1 or microbatches < 1:
+        raise ScheduleError(f"{name}: {ranks} ranks and {microbatches} microbatches: at least 1 of each is needed")
+    fixed = _STAGES_PER_RANK.get(name)
+    if fixed is None:
+        return _GENERATORS[name](ranks, microbatches, stages_per_rank or 2)
+    if stages_per_rank not in (None, fixed):
+        raise ScheduleError(f"{name}: {stages_per_rank} stages per rank: it has {fixed}")
+    return _GENERATORS[name](ranks, microbatches)

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tf_adapters.errors import ConfigError, ScheduleError, UnsupportedError
+from tf_adapters.errors import ConfigError, ScheduleError
 from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.schedule.orders import named_schedule
 
 __all__ = ["SCHEDULES", "SINGLE", "Sizes", "canonical", "named_order", "read_csv"]
 
@@ -22,7 +23,7 @@ SCHEDULES = {
     "dualpipev": "dualpipev",
     "looped-bfs": "looped_bfs",
 }
-"""Names on the command line, and those of ``torch_pipelining.named``."""
+"""Names on the command line, and those of ``schedule.orders``."""
 
 _ALIASES = {
     "one-f-one-b": "1f1b",
@@ -58,7 +59,7 @@ def canonical(name: str) -> str:
 
 
 def named_order(name: str, sizes: Sizes) -> PipelineSchedule:
-    """The order of actions that torch.distributed.pipelining has for one of ``SCHEDULES``.
+    """The order of actions of one of ``SCHEDULES``.
 
     Stages are counted over the whole pipeline, as in an action's text: ``stages = ranks * stages_per_rank``. Of the
     three, two are enough; gpipe and 1f1b have one stage a rank, the others two unless told otherwise.
@@ -72,11 +73,9 @@ def named_order(name: str, sizes: Sizes) -> PipelineSchedule:
             f"--schedule {name}: {ranks * per_rank} stages x {sizes.microbatches} microbatches:"
             f" at most {_MOST_CELLS} of their products are simulated"
         )
-    from tf_adapters.torch_pipelining.named import named_schedule
-
     try:
         return named_schedule(SCHEDULES[name], ranks, sizes.microbatches, None if name in SINGLE else per_rank)
-    except (ScheduleError, UnsupportedError, ValueError, AssertionError) as error:
+    except ScheduleError as error:
         raise ConfigError(f"--schedule {name}: {' '.join(str(error).split())}") from None
 
 
