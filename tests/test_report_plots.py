@@ -80,13 +80,9 @@ def test_a_first_stage_that_is_frozen_whole_has_no_backward_to_fit() -> None:
     assert plots.on_the_line(1, points) == points
 
 
-def test_freeze_ratios_over_steps_are_what_was_measured() -> None:
-    assert plots.freeze_ratio_by_step(report(**FULL))["1"] == [0.0] * 6 + [0.8] * 6
-
-
-def test_freeze_ratios_over_steps_otherwise_follow_the_plan() -> None:
+def test_the_planned_ratio_over_steps_is_the_plans_times_the_ramp() -> None:
     plan = planned()
-    found = plots.freeze_ratio_by_step(report(plan=plan))
+    found = plots.planned_ratio_by_step(report(plan=plan))
     ratio = plan["stage_freeze_ratio"]["1"]
     assert found["1"] == pytest.approx([0.0] * 6 + [ratio * share for share in (0.25, 0.5, 0.75, 1, 1, 1)])
 

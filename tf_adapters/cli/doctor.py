@@ -29,9 +29,9 @@ __all__ = [
     "run",
 ]
 
-_PACKAGES = ("torch", "numpy", "ortools", "pydantic", "deepspeed", "megatron-core", "matplotlib", "rich")
-_CORE = {"torch": "2.5", "numpy": "1.26", "ortools": "9.10", "pydantic": "2.6"}
+_CORE = {"torch": "2.5", "numpy": "1.26", "ortools": "9.10", "pydantic": "2.6", "scipy": "1.12"}
 _EXTRAS = {"matplotlib": ("plot", "Gantt charts"), "rich": ("cli", "coloured tables")}
+_PACKAGES = (*_CORE, "deepspeed", "megatron-core", *_EXTRAS)
 _BUILD_S = 600.0  # a lock older than this was left by a build that was killed
 
 Versions = Mapping[str, str | None]
@@ -39,52 +39,22 @@ Versions = Mapping[str, str | None]
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host that has an adapter: oldest and newest version that the adapter's tests pass with, and what works."""
+    """A host that has an adapter: what pip is given, the oldest and newest version that the adapter's tests pass with.
+
+    What works on it is in the README's support table.
+    """
 
     name: str
     package: str
-    install: str  # what pip is given
+    install: str
     oldest: str
     newest: str
-    features: tuple[str, ...]
 
 
 HOSTS = (
-    Host(
-        "deepspeed",
-        "deepspeed",
-        install="tf-adapters[deepspeed]",
-        oldest="0.19.3",
-        newest="0.19.8",
-        features=(
-            "schedules: 1F1B and DualPipeV (DeepSpeed's own), GPipe",
-            "ZeRO stages 0 and 1, data-parallel replicas",
-            "fp32 and bf16, activation checkpointing, tied layers",
-        ),
-    ),
-    Host(
-        "megatron-core",
-        "megatron-core",
-        install="tf-adapters[megatron]",
-        oldest="0.16.1",
-        newest="0.19.2",
-        features=(
-            "schedules: no pipelining, 1F1B, interleaved 1F1B",
-            "tensor, sequence, data and expert parallel; distributed optimizer, overlapped communication",
-            "fp32, bf16 and fp16, full and selective recomputation, tied embeddings",
-        ),
-    ),
-    Host(
-        "torch.distributed.pipelining",
-        "torch",
-        install="torch>=2.13",
-        oldest="2.13",
-        newest="2.15",
-        features=(
-            "schedules: GPipe, 1F1B, looped BFS, interleaved 1F1B, interleaved zero bubble, ZBV, DualPipeV, CSV files",
-            "DistributedDataParallel (1F1B, interleaved 1F1B), fully_shard, non-reentrant checkpointing",
-        ),
-    ),
+    Host("deepspeed", "deepspeed", "tf-adapters[deepspeed]", oldest="0.19.3", newest="0.19.8"),
+    Host("megatron-core", "megatron-core", "tf-adapters[megatron]", oldest="0.16.1", newest="0.19.2"),
+    Host("torch.distributed.pipelining", "torch", "torch>=2.13", oldest="2.13", newest="2.15"),
 )
 
 
@@ -95,7 +65,6 @@ class HostCheck:
     name: str
     usable: bool
     finding: str
-    features: tuple[str, ...] = ()
     remedy: str = ""
 
 
@@ -171,7 +140,6 @@ def render(diagnosis: Diagnosis, seen: str) -> str:
     lines += ["", "Devices", f"  {seen}", "", "Hosts"]
     for host in diagnosis.hosts:
         lines.append(f"  {host.name}: {host.finding}")
-        lines += [f"    - {feature}" for feature in host.features if host.usable]
         lines += [f"    mend it: {host.remedy}"] if host.remedy else []
     for title, notes in (("Problems", diagnosis.problems), ("Optional", diagnosis.hints)):
         if notes:
@@ -222,7 +190,7 @@ def _check_host(host: Host, version: str | None) -> HostCheck:
     if _is_newer(version, host.newest):
         mend = f'pip install "{host.package}=={host.newest}"'
         finding = f"{version} is newer than what was tested ({tested}); if it fails: {mend}"
-    return HostCheck(host.name, True, finding, host.features)
+    return HostCheck(host.name, True, finding)
 
 
 def _closing_line(diagnosis: Diagnosis) -> str:

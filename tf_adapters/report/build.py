@@ -71,7 +71,7 @@ def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report
     """The report of the run as far as it has come."""
     state, gaps = run.state, run.state.gaps.to_json()
     return Report(
-        host=Host(name=run.host.name, version=run.host.version),
+        host=Host(name=run.host.name, version=run.host.version, device=run.memory.device_type),
         versions=_versions(),
         config=run.config.model_dump(),
         schedule=Schedule(ranks=tuple(map(tuple, run.schedule.to_text()))),

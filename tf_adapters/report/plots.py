@@ -18,7 +18,7 @@ from tf_adapters.report.schema import Report
 from tf_adapters.schedule.ir import Action
 from tf_adapters.training.phases import PhaseSchedule
 
-__all__ = ["Line", "draw_plots", "fitted", "freeze_ratio_by_step", "plots_of"]
+__all__ = ["Line", "draw_plots", "fitted", "planned_ratio_by_step", "plots_of"]
 
 Points = Sequence[tuple[float, float]]
 Draw = Callable[[Any, Report], None]
@@ -67,14 +67,11 @@ def on_the_line(stage: int, points: Points) -> list[tuple[float, float]]:
     return [(afr, ms) for afr, ms in points if stage or afr < _WHOLE]
 
 
-def freeze_ratio_by_step(report: Report) -> dict[str, list[float]]:
-    """By stage: the mean freeze ratio of steps 1, 2, ..., in [0, 1].
+def planned_ratio_by_step(report: Report) -> dict[str, list[float]]:
+    """By stage: the plan's mean freeze ratio times the ramp in steps 1, 2, ..., in [0, 1] (paper section 3.3).
 
-    What the report has of it, else what its plan and phases say (paper section 3.3: AFR rises with the step to the
-    planned ratio); monitoring, whose masks the plan does not know, then counts as nothing frozen. Empty without both.
+    Monitoring, whose masks the plan does not know, counts as nothing frozen. Empty without a plan.
     """
-    if report.frozen_share:
-        return {stage: list(shares) for stage, shares in report.frozen_share.items()}
     phases = _phases(report)
     if report.plan is None or phases is None:
         return {}
@@ -88,7 +85,7 @@ def plots_of(report: Report) -> dict[str, Draw]:
     found: dict[str, Draw] = {}
     if any(fitted(on_the_line(*of_stage)) for of_stage in backward_points(report).items()):
         found["backward_time"] = _draw_backward_time
-    if freeze_ratio_by_step(report):
+    if report.frozen_share or planned_ratio_by_step(report):
         found["freeze_ratio"] = _draw_freeze_ratio
     if report.parameter_freeze_ratio:
         found["parameters"] = _draw_parameters
@@ -139,12 +136,17 @@ def _draw_backward_time(figure: Any, report: Report) -> None:
 
 
 def _draw_freeze_ratio(figure: Any, report: Report) -> None:
-    """The mean freeze ratio of each stage over the steps, and where the phases end."""
+    """What the masks of each stage froze step by step, the plan's ratio beside it, and where the phases end."""
     figure.set_size_inches(7.5, _HEIGHT)
     axes = figure.add_subplot()
-    for stage, shares in freeze_ratio_by_step(report).items():
-        steps = range(1, len(shares) + 1)
-        axes.plot(steps, shares, label=f"stage {stage}", color=_colour(int(stage)), linewidth=1.2)
+    planned = planned_ratio_by_step(report)
+    for stage, ratios in planned.items():
+        label = f"stage {stage}, planned"
+        axes.plot(range(1, len(ratios) + 1), ratios, label=label, color=_colour(int(stage)), linewidth=0.8)
+    for stage, shares in report.frozen_share.items():
+        steps, label = range(1, len(shares) + 1), f"stage {stage}, frozen by its masks"
+        axes.scatter(steps, shares, s=6, label=label, color=_colour(int(stage)), linewidths=0)
+    axes.set_title("share of each stage's weight gradients skipped, mean over microbatches", fontsize=9)
     ends = (report.phases.warmup_end, report.phases.monitoring_end, report.phases.progressive_end)
     for name, end in zip(("warm-up", "monitoring", "progressive"), ends, strict=True):
         if end is not None and 0 < end <= report.step:

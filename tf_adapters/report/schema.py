@@ -76,10 +76,11 @@ class _Model(BaseModel):
 
 
 class Host(_Model):
-    """The framework that ran the pipeline."""
+    """The framework that ran the pipeline, and the type of device it ran on ("cpu", "cuda"); None in old reports."""
 
     name: str
     version: str
+    device: str | None = None
 
 
 class Phases(_Model):

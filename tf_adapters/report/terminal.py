@@ -107,7 +107,8 @@ def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[st
     memory = report.measured.peak_memory_bytes
     if memory.unfrozen:
         peaks = [memory.unfrozen, *([memory.stable] if memory.stable else [])]
-        yield "memory", f"peak on the fullest rank {' -> '.join(_gib(max(ranks_)) for ranks_ in peaks)}"
+        counted = "of the process" if report.host.device == "cpu" else "of tensors"
+        yield "memory", f"peak {counted} on the fullest rank {' -> '.join(_gib(max(ranks_)) for ranks_ in peaks)}"
 
 
 def _phase_ends(report: Report) -> str:

@@ -24,9 +24,14 @@ _STATM = Path("/proc/self/statm")
 
 
 class MemoryMeter:
-    """The most bytes that were held in each phase; nothing where neither device nor system tells."""
+    """The most bytes that were held in each phase; nothing where neither device nor system tells.
+
+    On an accelerator these are bytes of tensors. A CPU has no such count: there they are the whole process's, which
+    includes what allocators keep and rises slowly whatever freezing spares.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self.device_type = device.type
         self._held = _reader(device)
         self._peaks: dict[str, int] = {}
         self._steps: dict[str, int] = defaultdict(int)
