@@ -362,13 +362,13 @@ def with_broken_solver(case: Case) -> tuple[str | None, int]:
 
     engine = build_engine(case)
     adapter = tf_adapters.deepspeed.attach(engine)
-    original, tf_adapters.training.plan_maker.plan = tf_adapters.training.plan_maker.plan, broken
+    original, tf_adapters.training.plan_maker.solve = tf_adapters.training.plan_maker.solve, broken
     try:
         losses(engine, case, range(case.steps))
     except Exception as error:
         return f"{type(error).__name__}: {error}", -1
     finally:
-        tf_adapters.training.plan_maker.plan = original
+        tf_adapters.training.plan_maker.solve = original
     controller = adapter.controller
     frozen = [controller.frozen_parameters(t, s, m) for t in range(1, 20) for s in (0, 1) for m in range(4)]
     return None, sum(map(len, frozen))

@@ -408,7 +408,7 @@ def without_solver(case: Case) -> tuple[str, list, dict]:
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("no solver today")
 
-    with mock.patch("tf_adapters.training.plan_maker.plan", broken):
+    with mock.patch("tf_adapters.training.plan_maker.solve", broken):
         chunks, optimizer, adapter = start(case)
         losses = [train_step(case, chunks, optimizer, step) for step in range(case.steps)]
     result = str(adapter.controller.state.failure), losses, all_masks(adapter.controller)

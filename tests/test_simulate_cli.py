@@ -52,8 +52,7 @@ def test_given_times_are_added_up(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (
         "60.0 ms, +50.0%: where all of stage 0 is frozen",
         "90.0 ms, bubble 33.3%",
-        "60.0 ms, +50.0% throughput at any r_max, held by stage",
-        "(stable: 50.0 ms, +80.0%)",
+        "50.0 ms, +80.0% throughput, stable, at any r_max, held by stage",
         "Freeze ratio by stage and microbatch, %",
         "Other r_max",
         "rank 1 ",

@@ -311,13 +311,13 @@ def with_broken_solver(case: Case) -> tuple[str | None, int]:
         raise RuntimeError("the solver broke")
 
     run = attached(case)
-    original, tf_adapters.training.plan_maker.plan = tf_adapters.training.plan_maker.plan, broken
+    original, tf_adapters.training.plan_maker.solve = tf_adapters.training.plan_maker.solve, broken
     try:
         losses_of(run, range(6))
     except Exception as error:
         return f"{type(error).__name__}: {error}", -1
     finally:
-        tf_adapters.training.plan_maker.plan = original
+        tf_adapters.training.plan_maker.solve = original
     return None, sum(len(run.adapter.controller.frozen_parameters(t, 1, 0)) for t in range(1, 20))
 
 

@@ -65,6 +65,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+_DRAWN_TWICE = 3
+"""Schedules up to which a picture has each before and after."""
+
+
 def _output(args: argparse.Namespace, request: Request, simulations: list[Simulation]) -> None:
     from tf_adapters.report.outputs import write_outputs
     from tf_adapters.report.page import print_page, terminal_width
@@ -78,7 +82,10 @@ def _output(args: argparse.Namespace, request: Request, simulations: list[Simula
         page = comparison_page(simulations, request.source, request.notes)
     headline = "Simulated" if len(simulations) > 1 else f"Simulated, {simulations[0].pipeline.name}"
     unfrozen = [each.unfrozen.end_ms for each in simulations for _ in each.panels]
-    lines = write_outputs(args, chart_panels(simulations), headline, unfrozen)
+    # Before and after of many schedules would be a picture of several pages: there the end before is the dotted line.
+    drawn = slice(1, None, 2) if len(simulations) > _DRAWN_TWICE else slice(None)
+    panels = chart_panels(simulations)
+    lines = write_outputs(args, panels, headline, compared_ms=unfrozen[drawn], drawn=panels[drawn])
     if args.json:
         data = {
             "times": request.source,

@@ -23,6 +23,7 @@ __all__ = [
     "rank_label",
 ]
 
+_VANISHED: dict[str, Any] = {"marker": "^", "color": "black", "markersize": 5, "linestyle": "none"}
 _CRITICAL, _IDLE, _INK, _FAINT = "#d1105a", "#e9e9ec", "#222222", "#8a8a92"
 _ROW = 0.84  # share of a row's height that blocks fill
 _FOOT = 0.35  # share of a narrow block's height that marks it as critical
@@ -97,6 +98,7 @@ def paint_blocks(axes: Any, panel: Panel, labelled: set[Action], narrow: bool) -
     shapes, colours, path = [], [], []
     for block in panel.blocks:
         if block.end_ms <= block.start_ms:
+            _mark_vanished(axes, block)
             continue  # its edges would be a white line
         top, tall = _box(block, len(panel.stages[block.row]))
         length = block.end_ms - block.start_ms
@@ -110,6 +112,17 @@ def paint_blocks(axes: Any, panel: Panel, labelled: set[Action], narrow: bool) -
     _add(axes, idle, facecolor=_IDLE, edgecolor="none", zorder=1)
     _add(axes, shapes, facecolors=colours, edgecolor="white", linewidth=0.2 if narrow else 0.5, zorder=2)
     _add(axes, path, zorder=3, **_critical_style(narrow))
+
+
+def vanished(panel: Panel) -> bool:
+    """Whether a backward or a weight gradient of the panel takes no time: all that it would compute is frozen."""
+    return any(block.end_ms <= block.start_ms and block.action.freezable for block in panel.blocks)
+
+
+def _mark_vanished(axes: Any, block: Block) -> None:
+    """A triangle at a row's foot where a backward that takes no time would be."""
+    if block.action.freezable:
+        axes.plot(block.start_ms, block.row + _ROW / 2, **_VANISHED, clip_on=False, zorder=6)
 
 
 def _box(block: Block, lanes: int) -> tuple[float, float]:
@@ -160,7 +173,7 @@ def mark_end(axes: Any, panel: Panel, unfrozen_ms: float) -> None:
     if panel.end_ms != unfrozen_ms and unfrozen_ms > 0:
         change = 1 - panel.end_ms / unfrozen_ms
         text += f"\n{abs(change):.1%} {'saved' if change >= 0 else 'longer'}"
-        text += f"\n{unfrozen_ms / panel.end_ms:.2f}x" if panel.end_ms > 0 else ""
+        text += f"\nbatch {unfrozen_ms / panel.end_ms:.2f}x" if panel.end_ms > 0 else ""
     note = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"}
     place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
     middle = sum(axes.get_ylim()) / 2
@@ -176,6 +189,9 @@ def explain(figure: Any, panels: Sequence[Panel], headline: str, frame: Frame) -
     keys = [patches.Patch(facecolor=BASE[kind], label=NAMES[kind]) for kind in kinds]
     keys.append(patches.Patch(facecolor=_IDLE, label="idle (bubble)"))
     keys.append(patches.Patch(label="critical path", **_critical_style(frame.narrow)))
+    if any(map(vanished, panels)):
+        lines = matplotlib_module("lines")
+        keys.append(lines.Line2D([], [], **_VANISHED, label="all frozen: takes no time"))
     figure.legend(
         handles=keys,
         loc="lower left",

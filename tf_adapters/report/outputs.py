@@ -42,9 +42,15 @@ def check_outputs(args: argparse.Namespace) -> None:
 
 
 def write_outputs(
-    args: argparse.Namespace, panels: Sequence[Panel], headline: str, compared_ms: Sequence[float] | None = None
+    args: argparse.Namespace,
+    panels: Sequence[Panel],
+    headline: str,
+    compared_ms: Sequence[float] | None = None,
+    drawn: Sequence[Panel] | None = None,
 ) -> tuple[str, ...]:
     """Write what is asked for, as ``draw_panels`` and ``write_trace`` do; a line about each file.
+
+    ``drawn`` are the panels of a picture, by default all; ``compared_ms`` has a time for each of them.
 
     Raises ConfigError where a file cannot be written.
     """
@@ -55,7 +61,11 @@ def write_outputs(
                 write_trace(panels, path)
             else:
                 draw_panels(
-                    panels, headline, path=path, fmt="png" if name == "--png" else "svg", compared_ms=compared_ms
+                    drawn or panels,
+                    headline,
+                    path=path,
+                    fmt="png" if name == "--png" else "svg",
+                    compared_ms=compared_ms,
                 )
         except OSError as error:
             raise ConfigError(f"{name}: cannot write {path}: {error.strerror or error}") from None

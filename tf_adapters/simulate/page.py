@@ -91,8 +91,8 @@ def _facts(simulation: Simulation) -> Iterator[tuple[str, str]]:
     if _differs(simulation.gain):
         yield "stable", f"{_stable(simulation.gain)}: {_STABLE}"
     most = simulation.most
-    also = f" (stable: {_stable(most)})" if _differs(most) else ""
-    yield "at most", f"{_gain(most)} at any r_max, held by {holder}: {holder.share:.0%} of a critical path{also}"
+    best = f"{_stable(most)} throughput, stable," if _differs(most) else _gain(most)
+    yield "at most", f"{best} at any r_max, held by {holder}: {holder.share:.0%} of a critical path"
     yield "path before", _path(unfrozen)
     yield "path planned", _path(planned)
 
