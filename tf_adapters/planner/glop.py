@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from tf_adapters.errors import SolverError
-from tf_adapters.planner.program import Floats, Flow, FreezeProblem, Optimum, SolverStatus
+from tf_adapters.planner.program import Floats, Flow, FreezeProgram, Optimum, SolverStatus
 
 __all__ = ["solve_glop"]
 
@@ -43,7 +43,7 @@ _GLOP_NEXT = "use_preprocessing:false use_dual_simplex:false"
 _GLOP_AGAIN = "use_preprocessing:true use_dual_simplex:true"
 
 
-def solve_glop(problem: FreezeProblem, time_limit_s: float | None = None, target: float = 0.0) -> Optimum:
+def solve_glop(program: FreezeProgram, time_limit_s: float | None = None, target: float = 0.0) -> Optimum:
     """Solve the program; its unit of time should be near a typical duration, for GLOP's sake.
 
     An end of ``target`` is early enough: nothing is frozen to end before it.
@@ -51,18 +51,18 @@ def solve_glop(problem: FreezeProblem, time_limit_s: float | None = None, target
     Raises SolverError with GLOP's status when one of the first two solves does not end OPTIMAL. The third
     only breaks ties: when it fails, the second's solution stands.
     """
-    model = _Model(problem, time_limit_s)
+    model = _Model(program, time_limit_s)
     flow = model.minimise_makespan(target)
     return Optimum(model.spread(model.minimise_freezing()), flow)
 
 
 class _Model:
-    """GLOP's model of a FreezeProblem; each solve starts from the basis of the one before."""
+    """GLOP's model of a FreezeProgram; each solve starts from the basis of the one before."""
 
-    def __init__(self, problem: FreezeProblem, time_limit_s: float | None) -> None:
+    def __init__(self, program: FreezeProgram, time_limit_s: float | None) -> None:
         from ortools.linear_solver import pywraplp  # half a second that importing the planner should not take
 
-        self._problem = problem
+        self._program = program
         self._deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
         self._solver: Any = pywraplp.Solver.CreateSolver("GLOP")
         self._solver.SuppressOutput()
@@ -70,11 +70,11 @@ class _Model:
         self._fresh.SetIntegerParam(self._fresh.INCREMENTALITY, self._fresh.INCREMENTALITY_OFF)
         self._statuses = {getattr(pywraplp.Solver, s.value): s for s in SolverStatus if s.value != "NOT_NEEDED"}
         infinity = self._solver.infinity()
-        self._starts = [self._solver.NumVar(0.0, infinity, "") for _ in problem.dag.actions]
-        self._ratios = {int(i): self._solver.NumVar(0.0, 1.0, "") for i in np.flatnonzero(problem.ranges > 0.0)}
+        self._starts = [self._solver.NumVar(0.0, infinity, "") for _ in program.dag.actions]
+        self._ratios = {int(i): self._solver.NumVar(0.0, 1.0, "") for i in np.flatnonzero(program.ranges > 0.0)}
         self._end = self._solver.NumVar(0.0, infinity, "")
         self._latest = float("inf")  # when the batch has to end, once that is known
-        iterations = _ITERATIONS + _ITERATIONS_PER_ACTION * len(problem.dag.actions)
+        iterations = _ITERATIONS + _ITERATIONS_PER_ACTION * len(program.dag.actions)
         self._limit = f" max_number_of_iterations:{iterations}"
         self._edge_rows = self._add_edges()
         self._end_rows = self._add_ends()
@@ -87,7 +87,7 @@ class _Model:
             ends[position] = row.dual_value()
         flow = Flow(np.array([row.dual_value() for row in self._edge_rows], dtype=np.float64), ends)
         # The end that the ratios really reach, not GLOP's value of it, is what later solves can surely keep.
-        self._latest = max(self._problem.end(self._read()), target)
+        self._latest = max(self._program.end(self._read()), target)
         return flow
 
     def minimise_freezing(self) -> Floats:
@@ -114,13 +114,13 @@ class _Model:
         except SolverError:
             return least
         even = self._read()
-        holds = self._problem.end(even) <= self._end.Ub() * (1.0 + _MAKESPAN_TOLERANCE)
+        holds = self._program.end(even) <= self._end.Ub() * (1.0 + _MAKESPAN_TOLERANCE)
         return even if holds and float(even.sum()) <= total.Ub() * (1.0 + _FREEZING_SLACK) else least
 
     def _add_edges(self) -> list[Any]:
-        upper = self._problem.upper.tolist()
+        upper = self._program.upper.tolist()
         rows = []
-        for source, target, delay in zip(*(c.tolist() for c in self._problem.dag.edges), strict=True):
+        for source, target, delay in zip(*(c.tolist() for c in self._program.dag.edges), strict=True):
             row = self._row_after(source, upper[source] + delay)
             row.SetCoefficient(self._starts[target], 1.0)
             rows.append(row)
@@ -128,8 +128,8 @@ class _Model:
 
     def _add_ends(self) -> dict[int, Any]:
         rows = {}
-        for position in set(range(len(self._starts))) - set(self._problem.dag.edges.sources.tolist()):
-            rows[position] = self._row_after(position, float(self._problem.upper[position]))
+        for position in set(range(len(self._starts))) - set(self._program.dag.edges.sources.tolist()):
+            rows[position] = self._row_after(position, float(self._program.upper[position]))
             rows[position].SetCoefficient(self._end, 1.0)
         return rows
 
@@ -138,12 +138,12 @@ class _Model:
         row = self._solver.Constraint(length, self._solver.infinity())
         row.SetCoefficient(self._starts[source], -1.0)
         if source in self._ratios:
-            row.SetCoefficient(self._ratios[source], float(self._problem.ranges[source]))
+            row.SetCoefficient(self._ratios[source], float(self._program.ranges[source]))
         return row
 
     def _add_budgets(self) -> None:
-        for stage, positions in self._problem.stages.items():
-            row = self._solver.Constraint(-self._solver.infinity(), self._problem.budgets[stage])
+        for stage, positions in self._program.stages.items():
+            row = self._solver.Constraint(-self._solver.infinity(), self._program.budgets[stage])
             for position in positions.tolist():
                 if position in self._ratios:
                     row.SetCoefficient(self._ratios[position], 1.0)

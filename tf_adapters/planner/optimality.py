@@ -6,24 +6,31 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tf_adapters.planner.program import Floats, FreezeProblem, Optimum
+from tf_adapters.planner.program import Floats, FreezeProgram, Optimum
 
-__all__ = ["lower_bound"]
+__all__ = ["lower_bound", "optimality_gap"]
 
 
-def lower_bound(problem: FreezeProblem, optimum: Optimum) -> float:
-    """A makespan that no freeze ratios within the budgets can beat, in the problem's unit.
+def optimality_gap(program: FreezeProgram, optimum: Optimum, target: float = 0.0) -> float:
+    """The share of the makespan by which no freeze ratios within the budgets can end earlier, or before ``target``."""
+    planned = program.end(optimum.ratios)
+    bound = max(lower_bound(program, optimum), target)
+    return max(0.0, (planned - bound) / planned) if planned > 0.0 else 0.0
+
+
+def lower_bound(program: FreezeProgram, optimum: Optimum) -> float:
+    """A makespan that no freeze ratios within the budgets can beat, in the program's unit.
 
     One unit of flow from the batch's start to its end is a weighted mean of paths, so the batch takes at
     least the flow's length: sum of flow * (upper + delay) less what freezing can save on it. A stage saves
     at most u * budget + sum of max(0, range * throughflow - u) for every u >= 0. The flow follows GLOP's
     dual values but is made to conserve exactly, so the bound holds however rough they are.
     """
-    edges, through = problem.dag.edges, _throughflow(problem, optimum)
-    length = float(through.nodes @ problem.upper + through.edges @ edges.delay)
-    saving = through.nodes * problem.ranges
-    most_saved = sum(_most_saved(saving[p], problem.budgets[stage]) for stage, p in problem.stages.items())
-    return max(length - most_saved, problem.end(np.ones_like(problem.upper)), 0.0)
+    edges, through = program.dag.edges, _throughflow(program, optimum)
+    length = float(through.nodes @ program.upper + through.edges @ edges.delay)
+    saving = through.nodes * program.ranges
+    most_saved = sum(_most_saved(saving[p], program.budgets[stage]) for stage, p in program.stages.items())
+    return max(length - most_saved, program.end(np.ones_like(program.upper)), 0.0)
 
 
 def _most_saved(saving: Floats, budget: float) -> float:
@@ -38,10 +45,10 @@ class _Throughflow(NamedTuple):
     edges: Floats
 
 
-def _throughflow(problem: FreezeProblem, optimum: Optimum) -> _Throughflow:
+def _throughflow(program: FreezeProgram, optimum: Optimum) -> _Throughflow:
     """Send one unit back from the batch's end, over each action's incoming edges as the dual values say."""
-    dag = problem.dag
-    durations = problem.upper - optimum.ratios * problem.ranges
+    dag = program.dag
+    durations = program.upper - optimum.ratios * program.ranges
     finish = dag.earliest_starts(durations) + durations
     arrival = finish[dag.edges.sources] + dag.edges.delay
     last = np.setdiff1d(np.arange(len(dag.actions)), dag.edges.sources)

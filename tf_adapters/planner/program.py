@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -10,11 +11,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tf_adapters.errors import PlanInputError
+from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.schedule.dag import PipelineDag
 
-__all__ = ["Floats", "Flow", "FreezeProblem", "Optimum", "SolverStatus"]
+__all__ = ["Floats", "Flow", "FreezeProgram", "Optimum", "Progress", "SolverStatus"]
 
 Floats = NDArray[np.float64]
+
+Progress = Callable[[str], None]
+"""Told, in words, how far a solve has come."""
+
+_GRID = 2.0**-34
 
 
 class SolverStatus(str, Enum):
@@ -31,12 +39,11 @@ class SolverStatus(str, Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class FreezeProblem:
+class FreezeProgram:
     """A DAG with durations in any unit, in the order of ``dag.actions``.
 
     ``ranges`` is how much of ``upper`` full freezing saves, 0 where nothing can be frozen. ``stages`` maps
-    a stage to the positions of its actions that can be frozen, ``budgets`` to the largest sum of their
-    ratios.
+    a stage to the positions of its B and W actions, ``budgets`` to the largest sum of their ratios.
     """
 
     dag: PipelineDag
@@ -45,13 +52,57 @@ class FreezeProblem:
     stages: Mapping[int, NDArray[np.int64]]
     budgets: Mapping[int, float]
 
+    @classmethod
+    def of(cls, problem: PlanProblem) -> FreezeProgram:
+        """The program of a valid problem, in ms. Raises PlanInputError for times whose sum no float holds."""
+        dag = PipelineDag.from_schedule(problem.schedule, problem.communication, problem.overhead)
+        upper = np.array([problem.times[action].upper for action in dag.actions])
+        lower = np.array([problem.times[a].lower if a.freezable else problem.times[a].upper for a in dag.actions])
+        if not math.isfinite(dag.end(upper)):
+            raise PlanInputError("times: they add up to more than a float holds")
+        members: dict[int, list[int]] = {}
+        for position, action in enumerate(dag.actions):
+            if action.freezable:
+                members.setdefault(action.stage, []).append(position)
+        return cls(
+            dag=dag,
+            upper=upper,
+            ranges=upper - lower,
+            stages={stage: np.array(positions) for stage, positions in sorted(members.items())},
+            budgets={stage: problem.max_freeze_ratio * len(positions) for stage, positions in members.items()},
+        )
+
     def end(self, ratios: Floats) -> float:
-        """Makespan under ``ratios``, in the problem's unit."""
+        """Makespan under ``ratios``, in the program's unit."""
         return self.dag.end(self.upper - ratios * self.ranges)
+
+    def scaled(self) -> FreezeProgram | None:
+        """The same program without a unit of time, or None when every time is 0.
+
+        Times become multiples of the unfrozen makespan, rounded to a grid of 2**-34 of it. Without the rounding
+        the same times in other units differ in their last bit, and that bit can choose another one of several
+        optima. The factor, about a rank's number of actions, then brings a typical duration near 1, GLOP's size.
+        """
+        makespan = self.end(np.zeros_like(self.upper))
+        if makespan == 0.0:
+            return None
+        factor = 2.0 ** math.ceil(math.log2(len(self.dag.actions) / len(self.stages) + 1.0))
+
+        def rescale(times: Floats) -> Floats:
+            return np.asarray(np.round(times / makespan / _GRID) * _GRID * factor, dtype=np.float64)
+
+        dag, upper = self.dag, rescale(self.upper)
+        return FreezeProgram(
+            dag=PipelineDag(dag.actions, dag.index, dag.edges._replace(delay=rescale(dag.edges.delay))),
+            upper=upper,
+            ranges=upper - rescale(self.upper - self.ranges),
+            stages=self.stages,
+            budgets=self.budgets,
+        )
 
 
 class Flow(NamedTuple):
-    """GLOP's dual values of the first solve: one per DAG edge, one per action (0 if it has a successor)."""
+    """Dual values of the earliest end: one per DAG edge, one per action (0 if it has a successor)."""
 
     edges: Floats
     ends: Floats

@@ -1,0 +1,275 @@
+"""The freeze program in the interior point method's form, and its Newton systems.
+
+A Newton step solves ``rows' W rows x = right`` with W diagonal and positive. A row is an edge of the DAG, a bound of a
+ratio or a stage's budget:
+
+- A ratio stands only in the edges that leave its action, its bounds and one budget. It is eliminated by hand.
+- The edges leave a weighted Laplacian of the DAG, which is as narrow as the pipeline: its Cholesky factor has some two
+  entries per stage in a row, however many microbatches there are. Elimination of the ratios keeps it a Laplacian: an
+  edge keeps a share of its weight, and two edges of one source couple their targets. All weights stay sums and
+  products of positive numbers, so tight edges cost no digits.
+- The budgets are a border of that matrix, one dense row per stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+from scipy.sparse.linalg import splu
+
+from tf_adapters.planner.program import Floats, Flow, FreezeProgram
+
+__all__ = ["Newton", "StandardForm"]
+
+Indices = NDArray[np.int64]
+
+_REFINEMENTS = 2
+_EXACT = 1e-12
+"""Of the right side: a residual that needs no refinement."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Network:
+    """Edges of the DAG and of its actions without a successor to the batch's end, which is the node after the last.
+
+    ``owner`` is the ratio of an edge's source, ``leverage`` how much that ratio shortens it: 0 where it has none.
+    ``siblings`` are pairs of edges with one source that has a ratio. ``grounded`` are nodes with a bound of their own.
+    """
+
+    sources: Indices
+    targets: Indices
+    owner: Indices
+    leverage: Floats
+    siblings: tuple[Indices, Indices]
+    grounded: Indices
+
+    @classmethod
+    def of(cls, program: FreezeProgram, freezable: Indices, grounded: Indices) -> _Network:
+        edges, actions = program.dag.edges, len(program.upper)
+        last = np.setdiff1d(np.arange(actions), edges.sources)
+        sources = np.concatenate([edges.sources, last])
+        column = np.zeros(actions, dtype=np.int64)
+        column[freezable] = np.arange(len(freezable))
+        owner, leverage = column[sources], program.ranges[sources]
+        shortened = np.flatnonzero(leverage > 0.0)
+        ones = np.ones(len(shortened), dtype=np.int64)
+        leaves = sparse.csr_array((ones, (shortened, owner[shortened])), (len(sources), len(freezable)))
+        return cls(
+            sources=sources,
+            targets=np.concatenate([edges.targets, np.full(len(last), actions)]),
+            owner=owner,
+            leverage=leverage,
+            siblings=sparse.triu(leaves @ leaves.T, 1).nonzero(),
+            grounded=grounded,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class StandardForm:
+    """``min cost x`` where ``rows x - least = slack >= 0``; x is the start times, the batch's end and the ratios.
+
+    The rows are, in this order: DAG edges, ends of actions without a successor, starts of actions without a
+    predecessor, the latest end if there is one, ratios at least 0, ratios at most 1, budgets.
+
+    Attributes:
+        freezable: the action of each ratio.
+        members: budgets by ratios, 1 where a ratio counts.
+    """
+
+    program: FreezeProgram
+    rows: sparse.csr_array
+    least: Floats
+    freezable: Indices
+    members: sparse.csr_array
+    budgets: Floats
+    network: _Network
+    pattern: _Pattern
+
+    @classmethod
+    def of(cls, program: FreezeProgram, latest_end: float | None = None) -> StandardForm:
+        """The form of ``program``, with a batch that ends by ``latest_end``, if given."""
+        dag, actions = program.dag, len(program.upper)
+        freezable = np.flatnonzero(program.ranges > 0.0)
+        ratios = len(freezable)
+        first = np.setdiff1d(np.arange(actions), dag.edges.targets)
+        ends = np.full(0 if latest_end is None else 1, actions)
+        network = _Network.of(program, freezable, np.concatenate([first, ends]))
+        node, own = (sparse.eye_array(size, format="csr") for size in (actions + 1, ratios))
+        saved = sparse.csr_array((program.ranges[freezable], (freezable, np.arange(ratios))), (actions, ratios))
+        members = sparse.csr_array(np.stack([np.isin(freezable, p) for p in program.stages.values()]), dtype=float)
+        budgets = np.array([program.budgets[stage] for stage in program.stages])
+        rows = sparse.block_array(
+            [
+                [node[network.targets] - node[network.sources], saved[network.sources]],
+                [sparse.vstack([node[first], -node[ends]]), None],
+                [None, own],
+                [None, -own],
+                [None, -members],
+            ],
+            format="csr",
+        )
+        delays = np.zeros(len(network.sources))
+        delays[: len(dag.edges.delay)] = dag.edges.delay
+        least = [
+            program.upper[network.sources] + delays,
+            np.zeros(len(first)),
+            np.full(len(ends), 0.0 if latest_end is None else -latest_end),
+            np.zeros(ratios),
+            -np.ones(ratios),
+            -budgets,
+        ]
+        pattern = _Pattern.of(network, actions + 1, members)
+        return cls(program, rows, np.concatenate(least), freezable, members, budgets, network, pattern)
+
+    def cost(self, end: float, price: float) -> Floats:
+        """``end`` for each unit of time that the batch takes, ``price`` for each ratio of 1."""
+        cost = np.zeros(self.rows.shape[1])
+        cost[len(self.program.upper)] = end
+        cost[len(self.program.upper) + 1 :] = price
+        return cost
+
+    def inside(self) -> Floats:
+        """An x with slack in every row: half of every budget used, every action a little late."""
+        program = self.program
+        half = (np.minimum(0.5, 0.5 * self.budgets / np.maximum(1.0, self.members.sum(axis=1)))) @ self.members
+        durations = program.upper.copy()
+        durations[self.freezable] -= half * program.ranges[self.freezable]
+        late = 1.02 * durations + 0.01
+        starts = program.dag.earliest_starts(late) + 0.01
+        return np.concatenate([starts, [np.max(starts + late)], half])
+
+    def ratios(self, x: Floats) -> Floats:
+        """Freeze ratios in the order of the DAG's actions."""
+        ratios = np.zeros_like(self.program.upper)
+        ratios[self.freezable] = np.clip(x[len(ratios) + 1 :], 0.0, 1.0)
+        return ratios
+
+    def flow(self, z: Floats) -> Flow:
+        """Dual values of the precedence rows."""
+        inner = len(self.program.dag.edges.sources)
+        ends = np.zeros_like(self.program.upper)
+        ends[self.network.sources[inner:]] = z[inner : len(self.network.sources)]
+        return Flow(z[:inner], ends)
+
+
+@dataclass(frozen=True, eq=False)
+class _Pattern:
+    """The bordered Laplacian of every Newton step: where its entries are, and which values add up to each.
+
+    ``rank`` is a node's place in the order of elimination; the budgets come last.
+    """
+
+    rank: Indices
+    indices: NDArray[np.int32]
+    indptr: NDArray[np.int32]
+    gather: sparse.csr_array
+
+    @classmethod
+    def of(cls, network: _Network, nodes: int, members: sparse.csr_array) -> _Pattern:
+        first, second = network.siblings
+        one = np.concatenate([network.targets, network.targets[first]])
+        two = np.concatenate([network.sources, network.targets[second]])
+        rank = _elimination_order(one, two, nodes)
+        one, two, ground = rank[one], rank[two], rank[network.grounded]
+        stages, ratios = members.shape
+        stage = np.zeros(ratios, dtype=np.int64)
+        stage[members.indices] = np.repeat(np.arange(stages), np.diff(members.indptr))
+        border = nodes + stage[network.owner]
+        heads, tails = one[: len(border)], two[: len(border)]
+        pairs, edges = np.arange(len(one)), len(one) + len(ground) + np.arange(len(border))
+        corner = nodes + np.arange(stages)
+        parts = [  # row, column, which value, its sign
+            (one, one, pairs, 1.0),
+            (two, two, pairs, 1.0),
+            (one, two, pairs, -1.0),
+            (two, one, pairs, -1.0),
+            (ground, ground, len(one) + np.arange(len(ground)), 1.0),
+            (border, heads, edges, -1.0),
+            (heads, border, edges, -1.0),
+            (border, tails, edges, 1.0),
+            (tails, border, edges, 1.0),
+            (corner, corner, len(one) + len(ground) + len(border) + np.arange(stages), -1.0),
+        ]
+        row, column, value = (np.concatenate([part[k] for part in parts]) for k in range(3))
+        sign = np.concatenate([np.full(len(part[0]), part[3]) for part in parts])
+        size = nodes + stages
+        entries, entry = np.unique(column * size + row, return_inverse=True)
+        indptr = np.searchsorted(entries, np.arange(size + 1) * size)
+        return cls(
+            rank=rank,
+            indices=(entries % size).astype(np.int32),
+            indptr=indptr.astype(np.int32),
+            gather=sparse.csr_array((sign, (entry, value)), (len(entries), int(value.max()) + 1)),
+        )
+
+    def matrix(self, values: Floats) -> sparse.csc_array:
+        size = len(self.indptr) - 1
+        return sparse.csc_array((self.gather @ values, self.indices, self.indptr), (size, size))
+
+
+def _elimination_order(one: Indices, two: Indices, nodes: int) -> Indices:
+    """Each node's place in an order that keeps the factor of a Laplacian with edges ``one`` to ``two`` sparse."""
+    degree = np.bincount(one, minlength=nodes) + np.bincount(two, minlength=nodes) + 1.0
+    edges = sparse.csr_array((-np.ones(len(one)), (one, two)), (nodes, nodes))
+    laplacian = (edges + edges.T + sparse.diags_array(degree)).tocsc()
+    factor = splu(laplacian, permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0.0, options={"SymmetricMode": True})
+    return np.asarray(factor.perm_c, dtype=np.int64)
+
+
+class Newton:
+    """``rows' W rows`` for one diagonal W, factored. Raises RuntimeError when it is singular to working precision."""
+
+    def __init__(self, form: StandardForm, weights: Floats) -> None:
+        self._form, self._weights = form, weights
+        network, ratios = form.network, len(form.freezable)
+        of_edges, of_grounds, low, high, of_budgets = np.split(
+            weights, np.cumsum([len(network.sources), len(network.grounded), ratios, ratios])
+        )
+        bounds = low + high
+        self._pull = network.leverage * of_edges
+        self._diagonal = np.bincount(network.owner, network.leverage * self._pull, minlength=ratios) + bounds
+        share = np.where(network.leverage > 0.0, (bounds / self._diagonal)[network.owner], 1.0)
+        first, second = network.siblings
+        values = [
+            share * of_edges,
+            self._pull[first] * self._pull[second] / self._diagonal[network.owner[first]],
+            of_grounds,
+            self._pull / self._diagonal[network.owner],
+            1.0 / of_budgets + form.members @ (1.0 / self._diagonal),
+        ]
+        self._factor = splu(
+            form.pattern.matrix(np.concatenate(values)),
+            permc_spec="NATURAL",
+            diag_pivot_thresh=0.0,
+            options={"SymmetricMode": True},
+        )
+
+    def solve(self, right: Floats) -> Floats:
+        """x with ``rows' W rows x = right``, refined: near the optimum the matrix is badly conditioned."""
+        rows = self._form.rows
+        x = self._once(right)
+        for _ in range(_REFINEMENTS):
+            residual = right - rows.T @ (self._weights * (rows @ x))
+            if np.abs(residual).max() <= _EXACT * np.abs(right).max():
+                break
+            x = x + self._once(residual)
+        return x
+
+    def _once(self, right: Floats) -> Floats:
+        network, rank, members = self._form.network, self._form.pattern.rank, self._form.members
+        times, ratios = np.split(right, [len(rank)])
+        free = ratios / self._diagonal
+        pulled = self._pull * free[network.owner]
+        times = (
+            times - np.bincount(network.targets, pulled, len(rank)) + np.bincount(network.sources, pulled, len(rank))
+        )
+        bordered = np.empty(len(rank) + len(self._form.budgets))
+        bordered[rank], bordered[len(rank) :] = times, -(members @ free)
+        answer = self._factor.solve(bordered)
+        times, prices = answer[rank], answer[len(rank) :]
+        drawn = self._pull * (times[network.targets] - times[network.sources])
+        drawn = np.bincount(network.owner, drawn, minlength=len(ratios)) + prices @ members
+        return np.concatenate([times, (ratios - drawn) / self._diagonal])
