@@ -14,8 +14,10 @@ from tf_adapters.deepspeed.stages import is_dualpipev
 from tf_adapters.errors import UnsupportedError
 from tf_adapters.masking.compiled import COMPILED, is_compiled
 
+_MODULE_SYMBOLS = ("_layer_specs", "_local_start", "_local_stop")
 _ENGINE_SYMBOLS = (
     "_INSTRUCTION_MAP",
+    "_config",
     "_exec_schedule",
     "pipe_buffers",
     "save_checkpoint",
@@ -64,6 +66,9 @@ def _engine_problem(engine: Any) -> str | None:
     missing = [symbol for symbol in _ENGINE_SYMBOLS if not hasattr(engine, symbol)]
     if missing:
         return f"this DeepSpeed has no PipelineEngine.{missing[0]}; run `tf-adapters doctor` for the versions that work"
+    missing = [symbol for symbol in _MODULE_SYMBOLS if not hasattr(engine.module, symbol)]
+    if missing:
+        return f"this DeepSpeed has no PipelineModule.{missing[0]}; run `tf-adapters doctor` for the versions that work"
     if is_dualpipev(engine) and engine.num_stages == 1:
         return "DualPipeV on one pipeline rank is not supported; use two or more, or the default pipeline engine"
     if engine.grid.model_parallel_size > 1:

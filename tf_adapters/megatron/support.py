@@ -27,6 +27,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("fine_grained_activation_offloading", bool, "it keeps count of activations that freezing does not keep"),
     ("mtp_num_layers", bool, "multi-token prediction uses the embedding on two stages in one microbatch"),
 )
+_DISTRIBUTED = ("_get_model_param_range_map",)
 _OPTIMIZERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
 
 
@@ -77,6 +78,9 @@ def _optimizer_problem(optimizer: Any) -> str | None:
             return "optimizer_cuda_graph is True, and a CUDA graph would update frozen parameters too"
         if type(inner).__name__ == "HybridDeviceOptimizer":
             return "the optimizer's offload to the CPU (optimizer_cpu_offload) is not supported"
+        missing = [name for name in _DISTRIBUTED if isinstance(leaf, DistributedOptimizer) and not hasattr(leaf, name)]
+        if missing:
+            return f"this Megatron's DistributedOptimizer has no {missing[0]}; see docs/megatron.md"
         if "muon" in type(inner).__name__.lower():
             return f"the optimizer {type(inner).__name__} mixes all rows of an update, frozen ones too; use Adam or SGD"
         if not isinstance(inner, torch.optim.Optimizer):

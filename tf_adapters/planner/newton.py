@@ -122,7 +122,16 @@ class StandardForm:
             -budgets,
         ]
         pattern = _Pattern.of(network, actions + 1, members)
-        return cls(program, rows, np.concatenate(least), freezable, members, budgets, network, pattern)
+        return cls(
+            program,
+            rows,
+            least=np.concatenate(least),
+            freezable=freezable,
+            members=members,
+            budgets=budgets,
+            network=network,
+            pattern=pattern,
+        )
 
     def cost(self, end: float, price: float) -> Floats:
         """``end`` for each unit of time that the batch takes, ``price`` for each ratio of 1."""

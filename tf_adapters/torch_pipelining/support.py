@@ -54,10 +54,15 @@ def _first(*problems: str | None) -> str | None:
 def _schedule_problem(schedule: Any) -> str | None:
     missing = [symbol for symbol in _SCHEDULE_SYMBOLS if not hasattr(host, symbol)]
     if missing:
-        wanted = f"torch.distributed.pipelining.schedules.{missing[0]}"
-        return f"torch {torch.__version__} has no {wanted}; 2.13 to 2.15 have it"
+        symbol = f"torch.distributed.pipelining.schedules.{missing[0]}"
+        return f"torch {torch.__version__} has no {symbol}; 2.13 to 2.15 have it"
     if not isinstance(schedule, host._PipelineSchedule):
         return f"the schedule is a {type(schedule).__name__}; it needs one of torch.distributed.pipelining"
+    single = isinstance(schedule, host.PipelineScheduleSingle)
+    wanted = ("_has_backward", "_n_microbatches", *(("_stage", "_num_stages") if single else ("_stages",)))
+    missing = [name for name in wanted if not hasattr(schedule, name)]
+    if missing:
+        return f"torch {torch.__version__}'s {type(schedule).__name__} has no {missing[0]}; 2.13 to 2.15 have it"
     if not schedule._has_backward:
         return "the schedule has no loss_fn, so it runs forwards only"
     if isinstance(schedule, host._PipelineScheduleRuntime):
