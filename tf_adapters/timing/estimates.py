@@ -26,7 +26,7 @@ class Estimate:
 
 
 def median(values: Iterable[float]) -> float | None:
-    """The median; None of nothing."""
+    """The median; None without values."""
     items = list(values)
     return float(statistics.median(items)) if items else None
 
@@ -39,7 +39,7 @@ def weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def estimate(values: Iterable[float]) -> Estimate | None:
-    """The median with its error, from the median absolute deviation: outliers move neither. None of nothing."""
+    """The median with its error, from the median absolute deviation: outliers move neither. None without values."""
     items = list(values)
     middle = median(items)
     if middle is None:

@@ -49,11 +49,11 @@ class StageTimes:
         return max((response.error for response in self.responses.values()), default=0.0)
 
     def bounds(self) -> dict[Action, Bounds]:
-        """Bounds in ms. Forwards do not change with freezing (paper section 3.2.1), so both of theirs are one.
+        """Bounds in ms. Forwards do not change with freezing (paper section 3.2.1), so their two bounds are equal.
 
-        Where a stage's backwards take about as long, freezing saves the same ms of each: they skip the same weight
-        gradients. Differences that are none would have the plan freeze the same microbatches whole in every step, and
-        nothing would be learned from their samples.
+        Where a stage's backwards take about as long, freezing is taken to save the same ms of each: they skip the same
+        weight gradients. Small measured differences would have the plan freeze the same microbatches whole in every
+        step, and nothing would be learned from their samples.
         """
         found = {action: Bounds(ms, ms) for action, ms in self.unfrozen_ms.items()}
         groups = _by_group(self.unfrozen_ms)
