@@ -141,6 +141,15 @@ def test_a_report_is_simulated_with_its_own_times_and_ratio(tmp_path: Path, caps
     assert other["unfrozen"]["ms"] == pytest.approx(90.0)
 
 
+def test_a_reports_own_promise_is_shown_beside_the_simulated_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    report(measured={"step_ms_unfrozen": 120.0, "planned_step_ms": 95.5}).write(path)
+    assert run(str(path)) == 0
+    assert "the run's own plan promises 95.5 ms a step: it runs each monitored step again" in capsys.readouterr().out
+
+
 def test_a_measured_step_keeps_what_is_no_pipeline_computation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

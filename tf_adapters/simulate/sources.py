@@ -55,6 +55,7 @@ class _Recorded:
     max_freeze_ratio: float
     source: str
     step_ms: float | None = None
+    notes: tuple[str, ...] = ()
 
 
 def read_request(options: Options, load: Callable[[str], Any]) -> Request:
@@ -103,8 +104,20 @@ def _from_report(path: str) -> _Recorded:
     return _Recorded(
         Pipeline("recorded", schedule, problem.times, report.gaps()),
         problem.max_freeze_ratio,
-        f"measured on {report.host.name}, {path}",
-        report.measured.step_ms_unfrozen,
+        source=f"measured on {report.host.name}, {path}",
+        step_ms=report.measured.step_ms_unfrozen,
+        notes=_promise_notes(report),
+    )
+
+
+def _promise_notes(report: Report) -> tuple[str, ...]:
+    """Where the run's own promise differs from what is simulated here, why."""
+    promised = report.measured.planned_step_ms
+    if promised is None:
+        return ()
+    return (
+        f"the run's own plan promises {promised:,.1f} ms a step: it runs each monitored step again, in which actions "
+        "now and then take longer and hold up their neighbours; here every action takes its median time",
     )
 
 
@@ -135,7 +148,7 @@ def _from_recorded(options: Options, recorded: _Recorded) -> Request:
     if not options.schedules and sizes != Sizes():
         raise ConfigError("--ranks, --microbatches: the recorded schedule has its own; add --schedule for another")
     recut_note = ("the other schedules take the recorded stages' mean times, cut into equal parts or joined",)
-    notes = recut_note if others else ()
+    notes = (*recorded.notes, *(recut_note if others else ()))
     return Request(
         (original, *others),
         recorded.max_freeze_ratio,
