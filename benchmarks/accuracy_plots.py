@@ -126,29 +126,33 @@ def losses(records: Sequence[Record]) -> Any:
     return figure
 
 
+_SMOOTHED = 20
+"""Steps that a point of ``over_steps`` is a mean of: monitoring freezes in every second step, APF in periods."""
+
+
 def over_steps(records: Sequence[Record]) -> Any:
-    """Freeze ratio, and below it throughput over the baseline's, of the first seed by step."""
+    """Freeze ratio of the first seed, means of twenty steps. Throughput is in the trade-off pictures."""
     chosen = [(Cell.of(record), record) for record in records if record["cell"]["seed"] == 0]
     chosen = [(cell, record) for cell, record in chosen if cell.method != BASELINE]
     if not chosen:
         return None
     groups = [cell.group for cell, _ in chosen]
-    tasks, schedules = places(groups)
-    figure, axes = grid_of(tasks, [*schedules, *schedules])
+    figure, axes = panels(groups)
     colours = colours_of(groups)
     for cell, record in chosen:
-        column, row, steps = tasks.index(cell.task), 2 * schedules.index(cell.schedule), record["task"]["steps"]
         shares = zip(*(stage["frozen_share"] for stage in record["stages"]), strict=True)
-        ratios = [sum(of_stages) / len(of_stages) for of_stages in shares]
-        speeds = [1 / time for time in relative_times(phases_of(record), record["pairs"])]
-        for panel, values, label in zip(
-            (axes[row][column], axes[row + 1][column]), (ratios, speeds), ("freeze ratio", "throughput / baseline's"),
-            strict=True,
-        ):  # fmt: skip
-            panel.plot(range(1, steps + 1), values[:steps], color=colours[cell.variant], label=cell.variant, lw=1)
-            panel.set(title=f"{cell.task}, {cell.schedule}", xlabel="step", ylabel=label)
-    explain(figure, [panel for row in axes for panel in row])
+        ratios = [sum(of_stages) / len(of_stages) for of_stages in shares][: record["task"]["steps"]]
+        starts = range(0, len(ratios) - _SMOOTHED + 1, _SMOOTHED)
+        means = [sum(ratios[start : start + _SMOOTHED]) / _SMOOTHED for start in starts]
+        panel = axes[cell.task, cell.schedule]
+        middles = [start + _SMOOTHED / 2 for start in starts]
+        panel.plot(middles, means, color=colours[cell.variant], label=cell.variant, lw=1.2)
+        panel.set(xlabel="step", ylabel="freeze ratio, mean of 20 steps", ylim=(0, 1))
+    explain(figure, axes.values())
     return figure
+
+
+_HOLLOW = "hollow: p_eff of batches,\nnoise counted as gradient"
 
 
 def condition(summary: Summary) -> Any:
@@ -174,7 +178,11 @@ def condition(summary: Summary) -> Any:
         if batches is not None:
             panel.plot(kappa.mean, batches.mean, MARKERS[method], color=colours[variant], fillstyle="none")
     for panel in axes.values():
-        panel.plot([0.4, 1.1], [0.4, 1.1], color="0.6", linewidth=0.8, linestyle="--", zorder=0)
+        line = {"color": "0.6", "linewidth": 0.8, "linestyle": "--", "label": "kappa = p_eff (below: no gain)"}
+        panel.plot([0.4, 1.1], [0.4, 1.1], **line, zorder=0)
+        panel.plot(
+            [], [], "o", color="0.3", fillstyle="none", label="hollow: p_eff of batches,\nnoise counted as gradient"
+        )
         panel.set(xlabel="kappa (step time / baseline's)", ylabel="p_eff")
     explain(figure, axes.values())
     return figure
