@@ -197,7 +197,7 @@ def test_the_svg_says_what_is_drawn(tmp_path: Path) -> None:
         "after: planned, 62% of the weight gradients skipped; bubble 27%",
         "rank 1: stage 1",
         *("forward", "backward", "idle (bubble)", "critical path", "weight gradients skipped"),
-        *("90.0 ms", "65.0 ms", "27.8% saved", "1.38x", "time in the batch (ms)"),
+        *("90.0 ms", "65.0 ms", "27.8% saved", "batch 1.38x", "time in the batch (ms)"),
     ):
         assert words in found
     # A number on each of the 2 x 8 blocks (the colour bar's "0%" and the axis have none of their own without a unit).

@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 from schedules import gpipe, one_f_one_b, split_gpipe, split_one_f_one_b, v_shape
 
+import tf_adapters.planner.interior as method
 import tf_adapters.planner.solve as planner
 from tf_adapters.errors import SolverError
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.planner.program import SolverStatus
-from tf_adapters.planner.solve import plan
+from tf_adapters.planner.problem import PlanProblem
+from tf_adapters.planner.program import Flow, FreezeProgram, Optimum, SolverStatus
+from tf_adapters.planner.solve import plan, solve
+from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 
 CLOSE = 1e-3  # the gap that is promised above the sizes that GLOP solves
@@ -20,6 +23,11 @@ def noisy_times(schedule: PipelineSchedule, seed: int, spread: float = 0.1) -> d
     random = np.random.default_rng(seed)
     upper = {action: 10.0 * random.uniform(1 - spread, 1 + spread) for action in schedule.actions}
     return {action: (ms * (0.5 if action.freezable else 1.0), ms) for action, ms in upper.items()}
+
+
+def equal_times(schedule: PipelineSchedule) -> dict[Action, tuple[float, float]]:
+    """What users try first: 10 ms forwards, 20 ms backwards, half of it weight gradients."""
+    return {action: (10.0, 20.0) if action.freezable else (10.0, 10.0) for action in schedule.actions}
 
 
 @pytest.fixture
@@ -98,6 +106,25 @@ def test_a_large_pipeline():
     assert found.makespan_ms.planned < 0.8 * found.makespan_ms.unfrozen
 
 
+@pytest.mark.parametrize("make", [one_f_one_b, gpipe, split_one_f_one_b])
+def test_equal_times_need_no_second_solver(make, monkeypatch):
+    monkeypatch.setattr(planner, "solve_glop", lambda *_: pytest.fail("GLOP was asked"))
+    schedule = make(32, 80)
+    found = plan(schedule, equal_times(schedule), 0.8)
+    assert len(schedule.actions) > 4096
+    assert (found.solver.name, found.solver.status) == ("interior point", SolverStatus.OPTIMAL)
+    assert found.solver.optimality_gap <= CLOSE
+
+
+def test_first_steps_that_do_not_lower_the_error_are_not_the_last(monkeypatch):
+    """64 ranks, 256 microbatches, equal times: while the objective falls, the error relative to it rises."""
+    monkeypatch.setattr(planner, "solve_glop", lambda *_: pytest.fail("GLOP was asked"))
+    monkeypatch.setattr(method, "_TOLERANCE", 1e-3)  # which would be enough for the gap
+    schedule = one_f_one_b(64, 256)
+    found = plan(schedule, equal_times(schedule), 0.8)
+    assert found.solver.optimality_gap <= CLOSE
+
+
 def test_up_to_4096_actions_the_plan_is_exact():
     schedule = one_f_one_b(16, 128)
     found = plan(schedule, noisy_times(schedule, seed=4), 0.8)
@@ -122,13 +149,57 @@ def test_glop_takes_over_where_the_proof_is_weak(monkeypatch):
 
 
 @pytest.mark.usefixtures("interior")
-def test_its_plan_stands_where_glop_fails_too(monkeypatch):
-    def fail(*_: object) -> None:
-        raise SolverError("GLOP ended ABNORMAL")
+@pytest.mark.parametrize(
+    ("time_limit_s", "most"), [(None, planner._SECOND_TRY_S), (1e3, planner._SECOND_TRY_S), (5, 5)]
+)
+def test_its_plan_stands_where_glop_fails_within_its_time(time_limit_s, most, monkeypatch):
+    limits = []
+
+    def fail(_: object, limit_s: float, __: float) -> None:
+        limits.append(limit_s)
+        raise SolverError("GLOP ended NOT_SOLVED")
 
     monkeypatch.setattr(planner, "_WIDEST_GAP", -1.0)
     monkeypatch.setattr(planner, "solve_glop", fail)
     schedule = one_f_one_b(4, 8)
-    found = plan(schedule, noisy_times(schedule, seed=7), 0.8)
+    found = plan(schedule, noisy_times(schedule, seed=7), 0.8, time_limit_s=time_limit_s)
     assert (found.solver.name, found.solver.status) == ("interior point", SolverStatus.FEASIBLE)
     assert found.solver.optimality_gap <= CLOSE
+    assert 0.0 < limits[0] <= most
+
+
+@pytest.mark.usefixtures("interior")
+def test_its_plan_stands_where_glops_is_worse(monkeypatch):
+    def nothing(program: FreezeProgram, *_: object) -> Optimum:
+        no_flow = Flow(np.zeros(len(program.dag.edges.sources)), np.zeros_like(program.upper))
+        return Optimum(np.zeros_like(program.upper), no_flow)
+
+    monkeypatch.setattr(planner, "_WIDEST_GAP", -1.0)
+    monkeypatch.setattr(planner, "solve_glop", nothing)
+    schedule = one_f_one_b(4, 8)
+    found = plan(schedule, noisy_times(schedule, seed=7), 0.8)
+    assert (found.solver.name, found.solver.status) == ("interior point", SolverStatus.FEASIBLE)
+
+
+@pytest.mark.usefixtures("interior")
+def test_a_usable_iterate_is_returned_when_time_is_up(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(method.time, "monotonic", lambda: next(clock))  # a second for every look at it
+    monkeypatch.setattr(method, "_USABLE", 1e-1)
+    monkeypatch.setattr(planner, "_WIDEST_GAP", 1.0)
+    schedule = one_f_one_b(4, 8)
+    times = noisy_times(schedule, seed=5)
+    found = plan(schedule, times, 0.8, time_limit_s=9)
+    assert found.makespan_ms.planned < found.makespan_ms.unfrozen
+    assert 0.0 < found.solver.optimality_gap < 0.1
+
+
+@pytest.mark.usefixtures("interior")
+def test_progress_is_told_at_every_step():
+    schedule = one_f_one_b(4, 8)
+    problem = PlanProblem(schedule, {a: Bounds(*pair) for a, pair in equal_times(schedule).items()}, 0.8)
+    told: list[str] = []
+    solve(problem, progress=told.append)
+    assert told[0] == "64 actions"
+    assert told[1].startswith("interior point, step 1: ")
+    assert len(told) > 5

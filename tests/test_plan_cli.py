@@ -5,10 +5,12 @@ import io
 import json
 import os
 import stat
+import time
 
 import pytest
 
 from tf_adapters.cli import plan as plan_cli
+from tf_adapters.cli import progress
 from tf_adapters.errors import SolverError
 from tf_adapters.planner.freeze_plan import FreezePlan
 
@@ -130,7 +132,7 @@ def test_a_device_is_written_to_and_not_replaced(given, tmp_path):
 
 
 def test_a_failing_solver_ends_with_1_and_one_line(given, capsys, monkeypatch):
-    def fail(data):
+    def fail(*_, **__):
         raise SolverError("GLOP ended ABNORMAL while looking for the least freezing")
 
     monkeypatch.setattr(plan_cli, "plan_from_json", fail)
@@ -145,3 +147,44 @@ def test_help_and_version(capsys):
             cli.main(arguments)
         assert ended.value.code == 0
         assert words in capsys.readouterr().out
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def work(stream: io.StringIO, monkeypatch) -> str:
+    """What is printed while a text of 200 characters is worked on, until something is, at most ten seconds."""
+    monkeypatch.setattr("sys.stderr", stream)
+    shown = progress.Progress("tf-adapters plan")
+    shown("step " * 40)
+    with shown:
+        for _ in range(1000):
+            if stream.getvalue():
+                break
+            time.sleep(0.01)
+    return stream.getvalue()
+
+
+def test_progress_is_one_line_that_is_erased(monkeypatch):
+    monkeypatch.setattr(progress, "_QUIET_S", 0.0)
+    shown = work(Terminal(), monkeypatch)
+    first, *_, last = shown.split("\r")[1:-1]
+    assert first.startswith("tf-adapters plan: 0 s, step step")
+    assert len(first) == len(last) == progress._COLUMNS
+    assert last.strip() == ""
+    assert "\n" not in shown
+
+
+def test_progress_is_lines_where_there_is_no_terminal(monkeypatch):
+    monkeypatch.setattr(progress, "_QUIET_S", 0.0)
+    assert work(io.StringIO(), monkeypatch) == f"tf-adapters plan: 0 s, {'step ' * 40}\n"
+
+
+def test_quick_work_shows_no_progress(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    with progress.Progress("tf-adapters plan") as shown:
+        shown("step 1")
+    assert stream.getvalue() == ""

@@ -319,7 +319,7 @@ def test_a_failing_solver_ends_with_1(capsys: pytest.CaptureFixture[str], monkey
     def fail(*_: object, **__: object) -> None:
         raise SolverError("GLOP ended ABNORMAL while looking for the least freezing")
 
-    monkeypatch.setattr("tf_adapters.simulate.simulation.plan", fail)
+    monkeypatch.setattr("tf_adapters.simulate.simulation.solve", fail)
     assert run(*BASE) == 1
     out, err = capsys.readouterr()
     assert out == ""

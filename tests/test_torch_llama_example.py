@@ -63,6 +63,8 @@ def test_sizes_are_refused_exactly_where_torch_refuses_them(schedule: str) -> No
         for microbatches in range(1, 14):
             try:
                 theirs = named_schedule(name, ranks, microbatches)
+                if schedule == "1f1b" and microbatches < ranks:
+                    raise ScheduleError("torch's class asks for as many microbatches as stages; our generator does not")
             except ScheduleError:
                 with pytest.raises(ValueError, match=f"microbatches is {microbatches}: {schedule} on {ranks} ranks "):
                     layout.Layout(schedule, ranks, 8, microbatches)

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tf_adapters.cli.progress import Progress
 from tf_adapters.errors import PlanInputError, SolverError
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.solve import plan_from_json
@@ -40,7 +41,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan as ``args`` say; returns the exit status."""
     try:
-        plan = plan_from_json(load_json(args.input))
+        data = load_json(args.input)
+        with Progress("tf-adapters plan") as progress:
+            plan = plan_from_json(data, progress=progress)
     except PlanInputError as error:
         return _fail(str(error), 2)
     except SolverError as error:

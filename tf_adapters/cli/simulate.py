@@ -48,6 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Simulate as ``args`` say and print; 0, or 2 (the solver failing: 1) with one line on stderr."""
     from tf_adapters.cli.plan import load_json
+    from tf_adapters.cli.progress import Progress
     from tf_adapters.report.outputs import check_outputs
     from tf_adapters.simulate.simulation import simulate
     from tf_adapters.simulate.sources import read_request
@@ -55,8 +56,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         options = read_options(args)
         check_outputs(args)
-        request = read_request(options, load_json)
-        simulations = [simulate(each, request.max_freeze_ratio, options.sweep) for each in request.pipelines]
+        with Progress("tf-adapters simulate") as progress:
+            progress("orders of actions")
+            request = read_request(options, load_json)
+            simulations = [
+                simulate(each, request.max_freeze_ratio, options.sweep, progress) for each in request.pipelines
+            ]
         _output(args, request, simulations)
     except SolverError as error:
         return _fail(error, 1)

@@ -28,7 +28,7 @@ __all__ = ["solve_interior"]
 _PRICE = 2e-4
 """Of all the freezing that the budgets allow, as a share of the unfrozen makespan."""
 
-_TOLERANCE = 2e-6
+_TOLERANCE = 4e-6
 """Relative error of the objective at which a solve ends."""
 
 _USABLE = 1e-2
@@ -41,16 +41,16 @@ _PATIENCE = 6
 _SETTLED = 1e-3
 """Relative error below which steps without progress count: before, the objective can fall faster than the error."""
 
-_CORRECTORS = 4
+_CORRECTORS = 8
 """At most, in one step."""
 
-_FURTHER = 0.3
+_FURTHER = 0.15
 """How much longer a corrector tries to make a step."""
 
 _BETA = 0.1
 """Products of slack and dual value that are within this factor of their aim are left alone."""
 
-_NEARLY = 0.995
+_NEARLY = 0.95
 """Share of the way to the boundary that a step goes."""
 
 

@@ -112,6 +112,7 @@ def _optimise(program: FreezeProgram, target: float, time_limit_s: float | None,
         return _Outcome(solver, SolverStatus.OPTIMAL, optimum.ratios, optimality_gap(program, optimum, target))
 
     if len(program.dag.actions) <= _EXACT_UP_TO:
+        progress(f"GLOP, {len(program.dag.actions):,} actions")
         return proven(_GLOP, solve_glop(scaled, time_limit_s, goal))
     from tf_adapters.planner.interior import solve_interior
 

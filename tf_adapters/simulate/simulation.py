@@ -8,7 +8,9 @@ from typing import Any
 
 from tf_adapters.planner.forecast import stable_durations
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.planner.solve import plan
+from tf_adapters.planner.problem import PlanProblem
+from tf_adapters.planner.program import Progress
+from tf_adapters.planner.solve import solve
 from tf_adapters.report.layout import Panel, timeline
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Action
@@ -93,12 +95,14 @@ def simulate(
     pipeline: Pipeline,
     max_freeze_ratio: float = 0.8,
     sweep: Sequence[float] = (),
+    progress: Progress | None = None,
 ) -> Simulation:
     """Plan ``pipeline`` at ``max_freeze_ratio`` and at every ratio of ``sweep``, all in [0, 1].
 
-    Raises PlanInputError, ScheduleError and SolverError as ``tf_adapters.planner.plan`` does.
+    ``progress`` is told in words how far the plans have come. Raises PlanInputError, ScheduleError and SolverError as
+    ``tf_adapters.planner.plan`` does.
     """
-    solved = {ratio: _plan(pipeline, ratio) for ratio in dict.fromkeys((max_freeze_ratio, *sweep))}
+    solved = {ratio: _plan(pipeline, ratio, progress) for ratio in dict.fromkeys((max_freeze_ratio, *sweep))}
     chosen = solved[max_freeze_ratio]
     schedule, times = pipeline.schedule, pipeline.times
     dag = PipelineDag.from_schedule(schedule, *pipeline.gaps)
@@ -111,7 +115,7 @@ def simulate(
 
     unfrozen = panel("nothing frozen", upper)
     frozen = panel("everything frozen", lower, everything)
-    gains = {ratio: _gain(dag, unfrozen.end_ms, made.duration_ms, made.freeze_ratio) for ratio, made in solved.items()}
+    gains = {ratio: _gain(dag, unfrozen.end_ms, plan.duration_ms, plan.freeze_ratio) for ratio, plan in solved.items()}
     return Simulation(
         pipeline=pipeline,
         max_freeze_ratio=max_freeze_ratio,
@@ -126,18 +130,20 @@ def simulate(
     )
 
 
-def _plan(pipeline: Pipeline, ratio: float) -> FreezePlan:
-    return plan(
-        pipeline.schedule,
-        pipeline.times,
-        ratio,
-        pipeline.gaps.communication,
+def _plan(pipeline: Pipeline, ratio: float, progress: Progress | None) -> FreezePlan:
+    problem = PlanProblem(
+        schedule=pipeline.schedule,
+        times=pipeline.times,
+        max_freeze_ratio=ratio,
+        communication=pipeline.gaps.communication,
         overhead=pipeline.gaps.overhead,
     )
+    tell = progress and (lambda text: progress(f"{pipeline.name} at r_max {ratio:g}: {text}"))
+    return solve(problem, progress=tell)
 
 
-def _planned_title(max_freeze_ratio: float, made: FreezePlan) -> str:
-    return f"planned at r_max {max_freeze_ratio:g}, {made.mean_freeze_ratio:.0%} of the weight gradients skipped"
+def _planned_title(max_freeze_ratio: float, plan: FreezePlan) -> str:
+    return f"planned at r_max {max_freeze_ratio:g}, {plan.mean_freeze_ratio:.0%} of the weight gradients skipped"
 
 
 def _gain(
