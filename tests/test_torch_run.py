@@ -77,7 +77,7 @@ def check_life(case: Case, ranks: list[dict[str, Any]], folder: Any) -> None:
     report = json.loads((folder / "timely_freeze" / "report.json").read_text())
     assert report["status"] == "stable"
     assert report["plan"] == ranks[0]["plan"]
-    assert report["host"] == {"name": "torch.distributed.pipelining", "version": torch.__version__}
+    assert report["host"] == {"name": "torch.distributed.pipelining", "version": torch.__version__, "device": "cpu"}
     assert report["schedule"]["ranks"] == ranks[0]["schedule"]
     assert set(report["times"]) == {action for rank in ranks[0]["schedule"] for action in rank}
     assert report["measured"]["step_ms_unfrozen"] > 0
