@@ -121,8 +121,16 @@ class StandardForm:
             -np.ones(ratios),
             -budgets,
         ]
-        pattern = _Pattern.of(network, actions + 1, members)
-        return cls(program, rows, np.concatenate(least), freezable, members, budgets, network, pattern)
+        return cls(
+            program=program,
+            rows=rows,
+            least=np.concatenate(least),
+            freezable=freezable,
+            members=members,
+            budgets=budgets,
+            network=network,
+            pattern=_Pattern.of(network, actions + 1, members),
+        )
 
     def cost(self, end: float, price: float) -> Floats:
         """``end`` for each unit of time that the batch takes, ``price`` for each ratio of 1."""
