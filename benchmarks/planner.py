@@ -8,6 +8,9 @@ dense       the same with dense rows, as a first attempt at it would be written,
 Each solve is a process of its own, so that its memory is its own. A way of solving leaves the race at the first size
 that takes it longer than the limit, or more than 12 GiB. Prints a table, writes results/planner.json and draws
 results/planner.png.
+
+`--wide`: ours only, every order on 64 stages with 34,288 to 65,536 actions, with noisy times and with equal ones;
+writes results/planner_wide.json.
 """
 
 from __future__ import annotations
@@ -40,6 +43,16 @@ SCHEDULES = {
     "interleaved": ("interleaved", 2),
     "zero bubble": ("interleaved_zero_bubble", 2),
 }
+WIDE = {  # 64 stages: the name of torch_pipelining.named, ranks, microbatches
+    "1f1b": ("one_f_one_b", 64, 512),
+    "gpipe": ("gpipe", 64, 512),
+    "interleaved": ("interleaved", 32, 512),
+    "looped bfs": ("looped_bfs", 32, 512),
+    "zero bubble": ("interleaved_zero_bubble", 32, 320),
+    "zbv": ("zbv", 32, 340),
+    "dualpipev": ("dualpipev", 32, 256),
+}
+TIMES = ("noisy", "equal")
 SIZES = (64, 256, 1024, 4096, 16384, 65536)
 WAYS = ("ours", "glop", "highs", "dense")
 MOST_GIB = 12
@@ -47,7 +60,7 @@ MOST_GIB = 12
 
 @dataclass(frozen=True)
 class Solve:
-    """One solve: seconds, peak MiB of its process above an idle one, makespan in ms, proven gap (ours only)."""
+    """One solve: seconds, peak MiB of its process above an idle one, makespan in ms, proven gap (ours only), times."""
 
     way: str
     schedule: str
@@ -56,13 +69,21 @@ class Solve:
     mebibytes: float
     makespan_ms: float
     gap: float | None
+    times: str
 
 
 def main() -> None:
     args = parse_args()
     if args.one:
         way, schedule, size = args.one
-        print(json.dumps(asdict(one(way, schedule, int(size)))))
+        print(json.dumps(asdict(one(way, schedule, pipeline(schedule, int(size))))))
+        return
+    if args.one_wide:
+        schedule, times = args.one_wide
+        print(json.dumps(asdict(one("ours", schedule, named_schedule(*WIDE[schedule]), times))))
+        return
+    if args.wide:
+        wide(args.limit_s)
         return
     solves: list[Solve] = []
     print(f"{'schedule':<12}{'way':<8}{'actions':>8}{'seconds':>10}{'MiB':>8}{'gap':>10}", flush=True)
@@ -86,7 +107,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="actions, about")
     parser.add_argument("--limit-s", type=float, default=75.0, help="seconds that one process may take")
+    parser.add_argument("--wide", action="store_true", help="every order on 64 stages, in the place of the race")
     parser.add_argument("--one", nargs=3, metavar=("WAY", "SCHEDULE", "SIZE"), help="one solve, as JSON")
+    parser.add_argument("--one-wide", nargs=2, metavar=("SCHEDULE", "TIMES"), help="one solve on 64 stages, as JSON")
     return parser.parse_args()
 
 
@@ -94,20 +117,38 @@ def race(way: str, schedule: str, sizes: list[int], limit_s: float) -> list[Solv
     """One way through the sizes, until it is out of time or memory."""
     finished = []
     for size in sizes:
-        command = [sys.executable, __file__, "--one", way, schedule, str(size)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True)
-        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
-            print(f"{schedule:<12}{way:<8}{size:>8}  {why(error, limit_s)}", flush=True)
+        solve = of_process(["--one", way, schedule, str(size)], limit_s)
+        if solve is None:
             break
-        solve = Solve(**json.loads(done.stdout.splitlines()[-1]))
         finished.append(solve)
-        gap = "-" if solve.gap is None else f"{solve.gap:.1e}"
-        print(
-            f"{schedule:<12}{way:<8}{solve.actions:>8}{solve.seconds:>10.2f}{solve.mebibytes:>8.0f}{gap:>10}",
-            flush=True,
-        )
     return finished
+
+
+def wide(limit_s: float) -> None:
+    """Every order of ``WIDE`` with equal and with noisy times, printed and written."""
+    cells = [of_process(["--one-wide", schedule, times], limit_s) for schedule in WIDE for times in TIMES]
+    record = {"machine": machine("scipy"), "limit_s": limit_s, "solves": [asdict(cell) for cell in cells if cell]}
+    target = Path(__file__).with_name("results") / "planner_wide.json"
+    target.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def of_process(arguments: list[str], limit_s: float) -> Solve | None:
+    """What this file with ``arguments`` solves in a process of its own; None if it fails, which is printed."""
+    try:
+        done = subprocess.run(
+            [sys.executable, __file__, *arguments], capture_output=True, text=True, timeout=limit_s, check=True
+        )
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+        print(f"{' '.join(arguments[1:])}  {why(error, limit_s)}", flush=True)
+        return None
+    solve = Solve(**json.loads(done.stdout.splitlines()[-1]))
+    gap = "-" if solve.gap is None else f"{solve.gap:.1e}"
+    print(
+        f"{solve.schedule:<12}{solve.way:<8}{solve.actions:>8}{solve.seconds:>10.2f}{solve.mebibytes:>8.0f}{gap:>10}"
+        f"  {solve.times}",
+        flush=True,
+    )
+    return solve
 
 
 def why(error: Exception, limit_s: float) -> str:
@@ -117,18 +158,27 @@ def why(error: Exception, limit_s: float) -> str:
     return f"failed: {(error.stderr.strip().splitlines() or [f'exit status {error.returncode}'])[-1]}"
 
 
-def one(way: str, schedule: str, size: int) -> Solve:
+def one(way: str, schedule: str, order: PipelineSchedule, times: str = TIMES[0]) -> Solve:
     """Solve in this process, which may take ``MOST_GIB``."""
     resource.setrlimit(resource.RLIMIT_AS, (int(MOST_GIB * 2**30), int(MOST_GIB * 2**30)))
-    order = pipeline(schedule, size)
-    times = noisy_times(order)
+    make = {"noisy": noisy_times, "equal": equal_times}[times]
+    durations = make(order)
     solver = {"ours": ours, "glop": glop, "highs": highs, "dense": dense}[way]
-    solver(pipeline(schedule, 64), noisy_times(pipeline(schedule, 64)))  # the solver's code is no part of a solve
+    solver(pipeline("1f1b", 64), make(pipeline("1f1b", 64)))  # the solver's code is no part of a solve
     idle = peak_mebibytes()
     began = time.perf_counter()
-    makespan, gap = solver(order, times)
+    makespan, gap = solver(order, durations)
     seconds = time.perf_counter() - began
-    return Solve(way, schedule, len(order.actions), seconds, peak_mebibytes() - idle, makespan, gap)
+    return Solve(
+        way=way,
+        schedule=schedule,
+        actions=len(order.actions),
+        seconds=seconds,
+        mebibytes=peak_mebibytes() - idle,
+        makespan_ms=makespan,
+        gap=gap,
+        times=times,
+    )
 
 
 def pipeline(schedule: str, size: int) -> PipelineSchedule:
@@ -152,12 +202,21 @@ def noisy_times(order: PipelineSchedule) -> dict[Action, tuple[float, float]]:
     return times
 
 
+def equal_times(order: PipelineSchedule) -> dict[Action, tuple[float, float]]:
+    """Forwards of 10 ms and backwards of 20, half of which is weight gradients."""
+    whole = {action: 20.0 if action.kind.value == "B" else 10.0 for action in order.actions}
+    return {
+        action: (ms * (0.0 if action.kind.value == "W" else 0.5) if action.freezable else ms, ms)
+        for action, ms in whole.items()
+    }
+
+
 Times = dict[Action, tuple[float, float]]
 
 
 def ours(order: PipelineSchedule, times: Times) -> tuple[float, float]:
-    found = plan(order, times, MAX_FREEZE_RATIO)
-    return found.makespan_ms.planned, found.solver.optimality_gap
+    made = plan(order, times, MAX_FREEZE_RATIO)
+    return made.makespan_ms.planned, made.solver.optimality_gap
 
 
 @dataclass(frozen=True)
@@ -199,7 +258,8 @@ class Program:
         cost[actions] = 1.0
         cost[actions + 1 :] = PRICE * dag.end(upper) / sum(budget.values())
         rows = sparse.csr_array((value, (row, col)), (len(pairs) + len(stages), size))
-        return cls(cost, rows, np.array([*least, *(-budget[stage] for stage in stages)]), high, actions)
+        least += [-budget[stage] for stage in stages]
+        return cls(cost=cost, rows=rows, least=np.array(least), high=high, end=actions)
 
 
 def glop(order: PipelineSchedule, times: Times) -> tuple[float, None]:

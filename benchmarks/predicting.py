@@ -114,7 +114,7 @@ def predict(
     setting = MODELS[model]
     order = named_schedule(schedule, ranks, microbatches)
     layers = split_layers(setting.shape.num_hidden_layers, order.num_stages, variant.ends)
-    costs = stage_costs(setting.shape, layers, SEQUENCES, LENGTH, variant.options)
+    costs = stage_costs(setting.shape, layers, SEQUENCES, LENGTH, options=variant.options)
     bounds = action_bounds(order, costs, FLOPS_PER_MS, variant.first_stage_disappears)
     solved = plan(order, bounds, MAX_FREEZE_RATIO)
     unfrozen = solved.makespan_ms.unfrozen

@@ -93,27 +93,27 @@ def test_the_unit_of_time_does_not_matter(unit):
 @pytest.mark.parametrize("times", [(0.0, 0.0), (0.0, 5.0)], ids=["nothing takes time", "backwards can vanish"])
 def test_degenerate_times(times):
     schedule = one_f_one_b(3, 6)
-    found = plan(schedule, {action: times if action.freezable else (0.0, 0.0) for action in schedule.actions}, 0.5)
-    assert found.solver.optimality_gap <= CLOSE
-    assert found.makespan_ms.planned <= found.makespan_ms.unfrozen
+    made = plan(schedule, {action: times if action.freezable else (0.0, 0.0) for action in schedule.actions}, 0.5)
+    assert made.solver.optimality_gap <= CLOSE
+    assert made.makespan_ms.planned <= made.makespan_ms.unfrozen
 
 
 def test_a_large_pipeline():
     schedule = one_f_one_b(16, 256)
-    found = plan(schedule, noisy_times(schedule, seed=3), 0.8)
-    assert found.solver.name == "interior point"
-    assert found.solver.optimality_gap <= CLOSE
-    assert found.makespan_ms.planned < 0.8 * found.makespan_ms.unfrozen
+    made = plan(schedule, noisy_times(schedule, seed=3), 0.8)
+    assert made.solver.name == "interior point"
+    assert made.solver.optimality_gap <= CLOSE
+    assert made.makespan_ms.planned < 0.8 * made.makespan_ms.unfrozen
 
 
 @pytest.mark.parametrize("make", [one_f_one_b, gpipe, split_one_f_one_b])
 def test_equal_times_need_no_second_solver(make, monkeypatch):
     monkeypatch.setattr(planner, "solve_glop", lambda *_: pytest.fail("GLOP was asked"))
     schedule = make(32, 80)
-    found = plan(schedule, equal_times(schedule), 0.8)
+    made = plan(schedule, equal_times(schedule), 0.8)
     assert len(schedule.actions) > 4096
-    assert (found.solver.name, found.solver.status) == ("interior point", SolverStatus.OPTIMAL)
-    assert found.solver.optimality_gap <= CLOSE
+    assert (made.solver.name, made.solver.status) == ("interior point", SolverStatus.OPTIMAL)
+    assert made.solver.optimality_gap <= CLOSE
 
 
 def test_first_steps_that_do_not_lower_the_error_are_not_the_last(monkeypatch):
@@ -121,15 +121,15 @@ def test_first_steps_that_do_not_lower_the_error_are_not_the_last(monkeypatch):
     monkeypatch.setattr(planner, "solve_glop", lambda *_: pytest.fail("GLOP was asked"))
     monkeypatch.setattr(method, "_TOLERANCE", 1e-3)  # which would be enough for the gap
     schedule = one_f_one_b(64, 256)
-    found = plan(schedule, equal_times(schedule), 0.8)
-    assert found.solver.optimality_gap <= CLOSE
+    made = plan(schedule, equal_times(schedule), 0.8)
+    assert made.solver.optimality_gap <= CLOSE
 
 
 def test_up_to_4096_actions_the_plan_is_exact():
     schedule = one_f_one_b(16, 128)
-    found = plan(schedule, noisy_times(schedule, seed=4), 0.8)
+    made = plan(schedule, noisy_times(schedule, seed=4), 0.8)
     assert len(schedule.actions) == 4096
-    assert found.solver.optimality_gap < 1e-6
+    assert made.solver.optimality_gap < 1e-6
 
 
 @pytest.mark.usefixtures("interior")
@@ -143,9 +143,9 @@ def test_out_of_time_is_a_solver_error():
 def test_glop_takes_over_where_the_proof_is_weak(monkeypatch):
     monkeypatch.setattr(planner, "_WIDEST_GAP", -1.0)
     schedule = one_f_one_b(4, 8)
-    found = plan(schedule, noisy_times(schedule, seed=6), 0.8)
-    assert found.solver.name == "GLOP"
-    assert found.solver.optimality_gap < 1e-6
+    made = plan(schedule, noisy_times(schedule, seed=6), 0.8)
+    assert made.solver.name == "GLOP"
+    assert made.solver.optimality_gap < 1e-6
 
 
 @pytest.mark.usefixtures("interior")
@@ -162,9 +162,9 @@ def test_its_plan_stands_where_glop_fails_within_its_time(time_limit_s, most, mo
     monkeypatch.setattr(planner, "_WIDEST_GAP", -1.0)
     monkeypatch.setattr(planner, "solve_glop", fail)
     schedule = one_f_one_b(4, 8)
-    found = plan(schedule, noisy_times(schedule, seed=7), 0.8, time_limit_s=time_limit_s)
-    assert (found.solver.name, found.solver.status) == ("interior point", SolverStatus.FEASIBLE)
-    assert found.solver.optimality_gap <= CLOSE
+    made = plan(schedule, noisy_times(schedule, seed=7), 0.8, time_limit_s=time_limit_s)
+    assert (made.solver.name, made.solver.status) == ("interior point", SolverStatus.FEASIBLE)
+    assert made.solver.optimality_gap <= CLOSE
     assert 0.0 < limits[0] <= most
 
 
@@ -177,8 +177,8 @@ def test_its_plan_stands_where_glops_is_worse(monkeypatch):
     monkeypatch.setattr(planner, "_WIDEST_GAP", -1.0)
     monkeypatch.setattr(planner, "solve_glop", nothing)
     schedule = one_f_one_b(4, 8)
-    found = plan(schedule, noisy_times(schedule, seed=7), 0.8)
-    assert (found.solver.name, found.solver.status) == ("interior point", SolverStatus.FEASIBLE)
+    made = plan(schedule, noisy_times(schedule, seed=7), 0.8)
+    assert (made.solver.name, made.solver.status) == ("interior point", SolverStatus.FEASIBLE)
 
 
 @pytest.mark.usefixtures("interior")
@@ -189,9 +189,9 @@ def test_a_usable_iterate_is_returned_when_time_is_up(monkeypatch):
     monkeypatch.setattr(planner, "_WIDEST_GAP", 1.0)
     schedule = one_f_one_b(4, 8)
     times = noisy_times(schedule, seed=5)
-    found = plan(schedule, times, 0.8, time_limit_s=9)
-    assert found.makespan_ms.planned < found.makespan_ms.unfrozen
-    assert 0.0 < found.solver.optimality_gap < 0.1
+    made = plan(schedule, times, 0.8, time_limit_s=9)
+    assert made.makespan_ms.planned < made.makespan_ms.unfrozen
+    assert 0.0 < made.solver.optimality_gap < 0.1
 
 
 @pytest.mark.usefixtures("interior")

@@ -8,8 +8,9 @@ import pytest
 from schedules import gpipe, one_f_one_b, split_gpipe, v_shape
 
 from tf_adapters.errors import PlanInputError, ScheduleError, SolverError
-from tf_adapters.planner import glop as lp
+from tf_adapters.planner import glop
 from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.planner.program import SolverStatus
 from tf_adapters.planner.solve import plan, plan_from_json
 from tf_adapters.schedule.durations import Bounds
@@ -42,6 +43,20 @@ def payload(**changes):
         "max_freeze_ratio": 0.8,
     }
     return data | changes
+
+
+def test_a_problem_is_read_back_as_it_was_written():
+    problem = PlanProblem.from_json(payload(overhead={"0F1": 0.5}, target_makespan_ms=60))
+    assert problem.communication == {(act("0F0"), act("1F0")): 0.4}
+    assert problem.times[act("0B0")] == Bounds(11.0, 24.5)
+    assert PlanProblem.from_json(json.loads(json.dumps(problem.to_json()))) == problem
+
+
+def test_a_problem_of_pairs_and_numpys_numbers_becomes_one_of_floats():
+    times = {action: (np.float32(1.0), 2) for action in SERIAL.actions}
+    valid = PlanProblem(SERIAL, times, 1).validate()
+    assert valid.times[act("0B0")] == Bounds(1.0, 2.0)
+    assert type(valid.max_freeze_ratio) is type(valid.times[act("0B0")].lower) is float
 
 
 def test_one_rank_freezes_up_to_its_budget():
@@ -285,35 +300,35 @@ def test_out_of_time_is_a_solver_error():
         plan(SERIAL, times_of(SERIAL), 0.5, time_limit_s=1e-12)
 
 
-@pytest.mark.parametrize("status", [s for s in lp.SolverStatus if s.value not in ("OPTIMAL", "NOT_NEEDED")])
+@pytest.mark.parametrize("status", [s for s in glop.SolverStatus if s.value not in ("OPTIMAL", "NOT_NEEDED")])
 def test_no_value_of_a_failed_solve_is_used(status, monkeypatch):
-    monkeypatch.setattr(lp._Model, "_run", lambda *_: status)
-    monkeypatch.setattr(lp._Model, "_read", lambda _: pytest.fail("read a failed solve"))
+    monkeypatch.setattr(glop._Model, "_run", lambda *_: status)
+    monkeypatch.setattr(glop._Model, "_read", lambda _: pytest.fail("read a failed solve"))
     with pytest.raises(SolverError, match=f"GLOP ended {status.value} "):
         plan(SERIAL, times_of(SERIAL), 0.5)
 
 
 def test_an_abnormal_end_is_tried_again_from_the_start(monkeypatch):
     tried = []
-    real = lp._Model._run
+    real = glop._Model._run
 
     def run(self, parameters, purpose):
         tried.append(parameters)
         status = real(self, parameters, purpose)
-        return status if parameters == lp._GLOP_AGAIN else SolverStatus.ABNORMAL
+        return status if parameters == glop._GLOP_AGAIN else SolverStatus.ABNORMAL
 
-    monkeypatch.setattr(lp._Model, "_run", run)
+    monkeypatch.setattr(glop._Model, "_run", run)
     assert plan(SERIAL, times_of(SERIAL), 0.5).makespan_ms.planned == pytest.approx(5.0)
-    assert tried == [lp._GLOP_FIRST, *[lp._GLOP_AGAIN, lp._GLOP_NEXT] * 2, lp._GLOP_AGAIN]
+    assert tried == [glop._GLOP_FIRST, *[glop._GLOP_AGAIN, glop._GLOP_NEXT] * 2, glop._GLOP_AGAIN]
 
 
 def test_the_plan_stands_when_only_the_spreading_fails(monkeypatch):
-    real = lp._Model._run
+    real = glop._Model._run
 
     def run(self, parameters, purpose):
         return SolverStatus.ABNORMAL if purpose == "even freezing" else real(self, parameters, purpose)
 
-    monkeypatch.setattr(lp._Model, "_run", run)
+    monkeypatch.setattr(glop._Model, "_run", run)
     made = plan(SERIAL, times_of(SERIAL), 0.5)
     assert made.makespan_ms.planned == pytest.approx(5.0)
     assert made.mean_freeze_ratio == pytest.approx(0.5)
@@ -372,8 +387,8 @@ def test_times_as_they_are_measured_are_planned_for(order, stages, microbatches,
 
 def test_a_solve_that_goes_round_in_circles_ends(monkeypatch):
     """The simplex method may cycle; that must not hold training up."""
-    monkeypatch.setattr(lp, "_ITERATIONS", 3)
-    monkeypatch.setattr(lp, "_ITERATIONS_PER_ACTION", 0)
+    monkeypatch.setattr(glop, "_ITERATIONS", 3)
+    monkeypatch.setattr(glop, "_ITERATIONS_PER_ACTION", 0)
     schedule = gpipe(4, 16)
     with pytest.raises(SolverError, match=r"GLOP ended [A-Z_]+ while looking for the earliest end of the batch"):
         plan(schedule, times_of(schedule), 0.5)

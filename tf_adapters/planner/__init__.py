@@ -1,4 +1,4 @@
-"""From measured times to freeze ratios: the linear program, its solvers, and what a plan promises."""
+"""From measured times to freeze ratios: the linear program, its solvers, and the forecast of a step under a plan."""
 
 from tf_adapters.planner.freeze_plan import FreezePlan, Makespan, SolverReport
 from tf_adapters.planner.problem import PlanProblem

@@ -1,4 +1,4 @@
-"""What a plan promises for a whole training step, and not only for the pipeline's part of it."""
+"""The expected time of a whole training step under a plan, of which the pipeline is one part."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def forecast(
     steps: Sequence[Trace] = (),
     stage_0_vanishes: bool = True,
 ) -> Forecast:
-    """The planned step time: what freezing takes off the pipeline, off the measured step.
+    """The measured step time less what freezing saves in the pipeline, in ms.
 
-    The rest of the step (data, optimizer) stays as it was measured. ``steps`` are monitored steps, nothing frozen:
-    each is run again on paper with its backwards as much shorter as the plan makes them. Actions that now and then
-    take longer hold up their neighbours, more so the closer a pipeline is to balance; medians alone do not show it.
-    ``stage_0_vanishes``: whether stage 0 has nothing to compute where it is frozen whole (``disappears``); it has
-    where some parameters are excluded from freezing.
+    The rest of the step (data, optimizer) stays as it was measured. ``steps`` are monitored steps with nothing frozen.
+    Each is replayed in the DAG, with its backwards shortened in the proportion that the plan says, and the median
+    saving is taken: actions that now and then take longer delay their neighbours, which medians of durations do not
+    show. ``stage_0_vanishes``: stage 0's backward takes no time where all of it is frozen (``disappears``). Pass False
+    where some of its parameters are excluded from freezing.
     """
     dag = PipelineDag.from_schedule(schedule, *gaps)
     planned = stable_durations(plan.duration_ms, plan.freeze_ratio) if stage_0_vanishes else plan.duration_ms
@@ -58,7 +58,7 @@ def forecast(
 
 
 def planned_makespan(schedule: PipelineSchedule, plan: FreezePlan) -> float:
-    """Makespan in ms under the plan, with the backwards that disappear (``stable_durations``)."""
+    """Makespan in ms under the plan's ``stable_durations``."""
     return PipelineDag.from_schedule(schedule).makespan(stable_durations(plan.duration_ms, plan.freeze_ratio))
 
 
@@ -72,10 +72,9 @@ def disappears(action: Action) -> bool:
 
 
 def stable_durations(duration_ms: Mapping[Action, float], freeze_ratio: Mapping[Action, float]) -> dict[Action, float]:
-    """Durations in ms under freeze ratios, with the backwards that disappear: stage 0, everything frozen.
+    """Durations in ms under freeze ratios; 0 for stage 0's backwards with everything frozen (``disappears``).
 
-    Stage 0 passes no input gradient on, so with all of its parameters frozen nothing is left to compute. The
-    program plans with the straight line that partial masks follow; this is the one point that is not on it.
+    The planner uses the straight line of partial masks. This is the one point that is not on it.
     """
-    gone = (action for action, ratio in freeze_ratio.items() if ratio >= 1.0 and disappears(action))
-    return {**duration_ms, **dict.fromkeys(gone, 0.0)}
+    vanished = (action for action, ratio in freeze_ratio.items() if ratio >= 1.0 and disappears(action))
+    return {**duration_ms, **dict.fromkeys(vanished, 0.0)}

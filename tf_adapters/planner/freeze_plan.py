@@ -26,10 +26,10 @@ class Makespan:
 
 @dataclass(frozen=True)
 class SolverReport:
-    """Which solver ran, how it ended, its wall time in s, and how far the plan is from the optimum at most.
+    """Which solver ran, how it ended, its wall time in s, and the plan's proven distance from the optimum.
 
-    ``optimality_gap`` is proven: no freeze ratios within the budgets end the batch before
-    (1 - optimality_gap) * planned makespan, or that is the target.
+    No freeze ratios within the budgets end the batch before (1 - optimality_gap) * planned makespan, unless that is
+    before the target.
     """
 
     name: str
@@ -103,4 +103,4 @@ def _read(data: Mapping[str, Any], field: str, convert: Callable[[Any], _T]) -> 
     try:
         return convert(data[field])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise PlanInputError(f"{field}: not what a plan holds there ({error})") from error
+        raise PlanInputError(f"{field}: not what a plan has there ({error})") from error

@@ -26,30 +26,29 @@ from tf_adapters.planner.program import Floats, Flow, FreezeProgram, Optimum, So
 __all__ = ["solve_glop"]
 
 _SLACKS = (1e-11, 1e-9, 1e-8, 1e-7)
-"""How much later solves may miss what earlier ones reached, tried in turn. The first is as good as none. In large
-programs whose times all differ GLOP may find that infeasible, by its own tolerance."""
+"""Relative slack of what earlier solves reached, tried in turn. In large programs whose times all differ GLOP can find
+the first one infeasible, by its own tolerance."""
 
 _MAKESPAN_TOLERANCE = 1e-9
 _FREEZING_SLACK = 1e-8
 _SEGMENTS = 4
 _ITERATIONS, _ITERATIONS_PER_ACTION = 2_000, 10
-"""Where a solve ends: now and then the simplex method goes round in circles for ever. Solves that end by themselves
-took up to 7 for each action."""
+"""Limit of a solve, because the simplex method can cycle. Solves that ended took up to 7 iterations per action."""
 
-# The presolve is off because it throws the basis away from which the next solve starts. That basis is primal
-# feasible for the next objective. The first solve has none; there the dual simplex is several times faster.
+# The presolve is off because it discards the basis that the next solve starts from, which is primal feasible for the
+# next objective. The first solve has no such basis; there the dual simplex is several times faster.
 _GLOP_FIRST = "use_preprocessing:false use_dual_simplex:true"
 _GLOP_NEXT = "use_preprocessing:false use_dual_simplex:false"
 _GLOP_AGAIN = "use_preprocessing:true use_dual_simplex:true"
 
 
 def solve_glop(program: FreezeProgram, time_limit_s: float | None = None, target: float = 0.0) -> Optimum:
-    """Solve the program; its unit of time should be near a typical duration, for GLOP's sake.
+    """Solve the program. Its unit of time should be near a typical duration: GLOP's tolerances are absolute.
 
-    An end of ``target`` is early enough: nothing is frozen to end before it.
+    A batch that ends by ``target`` is early enough: nothing is frozen to end it earlier.
 
     Raises SolverError with GLOP's status when one of the first two solves does not end OPTIMAL. The third
-    only breaks ties: when it fails, the second's solution stands.
+    only breaks ties: when it fails, the second's solution is returned.
     """
     model = _Model(program, time_limit_s)
     flow = model.minimise_makespan(target)
@@ -73,7 +72,7 @@ class _Model:
         self._starts = [self._solver.NumVar(0.0, infinity, "") for _ in program.dag.actions]
         self._ratios = {int(i): self._solver.NumVar(0.0, 1.0, "") for i in np.flatnonzero(program.ranges > 0.0)}
         self._end = self._solver.NumVar(0.0, infinity, "")
-        self._latest = float("inf")  # when the batch has to end, once that is known
+        self._latest = float("inf")  # the batch's end that later solves keep
         iterations = _ITERATIONS + _ITERATIONS_PER_ACTION * len(program.dag.actions)
         self._limit = f" max_number_of_iterations:{iterations}"
         self._edge_rows = self._add_edges()
@@ -86,18 +85,18 @@ class _Model:
         for position, row in self._end_rows.items():
             ends[position] = row.dual_value()
         flow = Flow(np.array([row.dual_value() for row in self._edge_rows], dtype=np.float64), ends)
-        # The end that the ratios really reach, not GLOP's value of it, is what later solves can surely keep.
+        # The end that the ratios reach, not GLOP's value of it: later solves can keep that one.
         self._latest = max(self._program.end(self._read()), target)
         return flow
 
     def minimise_freezing(self) -> Floats:
-        self._solve_holding(
+        self._solve_within(
             [(self._end, self._latest)], [(ratio, 1.0) for ratio in self._ratios.values()], "least freezing"
         )
         return self._read()
 
     def spread(self, least: Floats) -> Floats:
-        """Even out ``least`` without a later end or more freezing; ``least`` itself when GLOP cannot."""
+        """Even out ``least`` without a later end or more freezing. Returns ``least`` when GLOP fails."""
         most = float(least.sum()) * (1.0 + _FREEZING_SLACK)
         total = self._solver.Constraint(-self._solver.infinity(), most)
         cost = []
@@ -110,12 +109,12 @@ class _Model:
                 parts.SetCoefficient(part, 1.0)
                 cost.append((part, 2.0 * segment + 1.0))
         try:
-            self._solve_holding([(self._end, self._latest), (total, most)], cost, "even freezing")
+            self._solve_within([(self._end, self._latest), (total, most)], cost, "even freezing")
         except SolverError:
             return least
         even = self._read()
-        holds = self._program.end(even) <= self._end.Ub() * (1.0 + _MAKESPAN_TOLERANCE)
-        return even if holds and float(even.sum()) <= total.Ub() * (1.0 + _FREEZING_SLACK) else least
+        in_time = self._program.end(even) <= self._end.Ub() * (1.0 + _MAKESPAN_TOLERANCE)
+        return even if in_time and float(even.sum()) <= total.Ub() * (1.0 + _FREEZING_SLACK) else least
 
     def _add_edges(self) -> list[Any]:
         upper = self._program.upper.tolist()
@@ -148,10 +147,10 @@ class _Model:
                 if position in self._ratios:
                     row.SetCoefficient(self._ratios[position], 1.0)
 
-    def _solve_holding(self, held: Sequence[tuple[Any, float]], cost: list[tuple[Any, float]], purpose: str) -> None:
-        """Solve with variables or rows of at most what an earlier solve reached."""
+    def _solve_within(self, limits: Sequence[tuple[Any, float]], cost: list[tuple[Any, float]], purpose: str) -> None:
+        """Solve with variables or rows limited to what an earlier solve reached."""
         for slack in _SLACKS:
-            for bounded, most in held:
+            for bounded, most in limits:
                 bounded.SetUb(most * (1.0 + slack))
             try:
                 return self._solve(cost, purpose)

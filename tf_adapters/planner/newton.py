@@ -121,16 +121,15 @@ class StandardForm:
             -np.ones(ratios),
             -budgets,
         ]
-        pattern = _Pattern.of(network, actions + 1, members)
         return cls(
-            program,
-            rows,
+            program=program,
+            rows=rows,
             least=np.concatenate(least),
             freezable=freezable,
             members=members,
             budgets=budgets,
             network=network,
-            pattern=pattern,
+            pattern=_Pattern.of(network, actions + 1, members),
         )
 
     def cost(self, end: float, price: float) -> Floats:

@@ -1,4 +1,4 @@
-"""A proof of how far from the optimum a plan can be."""
+"""A proven limit of a plan's distance from the optimum."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["lower_bound", "optimality_gap"]
 
 
 def optimality_gap(program: FreezeProgram, optimum: Optimum, target: float = 0.0) -> float:
-    """The share of the makespan by which no freeze ratios within the budgets can end earlier, or before ``target``."""
+    """The share of the makespan that no freeze ratios within the budgets can improve by; an end by ``target`` is 0."""
     planned = program.end(optimum.ratios)
     bound = max(lower_bound(program, optimum), target)
     return max(0.0, (planned - bound) / planned) if planned > 0.0 else 0.0
@@ -23,8 +23,8 @@ def lower_bound(program: FreezeProgram, optimum: Optimum) -> float:
 
     One unit of flow from the batch's start to its end is a weighted mean of paths, so the batch takes at
     least the flow's length: sum of flow * (upper + delay) less what freezing can save on it. A stage saves
-    at most u * budget + sum of max(0, range * throughflow - u) for every u >= 0. The flow follows GLOP's
-    dual values but is made to conserve exactly, so the bound holds however rough they are.
+    at most u * budget + sum of max(0, range * throughflow - u) for every u >= 0. The flow follows the
+    solver's dual values but is made to conserve exactly, so the bound holds however rough they are.
     """
     edges, through = program.dag.edges, _throughflow(program, optimum)
     length = float(through.nodes @ program.upper + through.edges @ edges.delay)

@@ -100,12 +100,12 @@ class _Outcome(NamedTuple):
 
 
 def _optimise(program: FreezeProgram, target: float, time_limit_s: float | None, progress: Progress) -> _Outcome:
-    nothing = np.zeros_like(program.upper)
-    unfrozen = program.end(nothing)
+    no_freezing = np.zeros_like(program.upper)
+    unfrozen = program.end(no_freezing)
     scaled = program.scaled() if unfrozen > target and any(program.budgets.values()) else None
     if scaled is None or not scaled.ranges.any():
-        return _Outcome(_GLOP, SolverStatus.NOT_NEEDED, nothing, 0.0)
-    goal = target / unfrozen * scaled.end(nothing)
+        return _Outcome(_GLOP, SolverStatus.NOT_NEEDED, no_freezing, 0.0)
+    goal = target / unfrozen * scaled.end(no_freezing)
 
     def proven(solver: str, optimum: Optimum) -> _Outcome:
         optimum = Optimum(_repair(program, optimum.ratios), optimum.flow)

@@ -1,7 +1,7 @@
-"""The planner beside training: in a process of its own, so that nothing that befalls it befalls the training.
+"""The planner beside training, in a process of its own: when it crashes, hangs or runs out of memory, training goes on.
 
-The process runs at a low priority, ends itself at its time limit, and is the one that a kernel short of memory
-ends first. Input and output are files: a pipe would make the training wait for a reader that is still starting.
+The process runs at a low priority, ends itself at its time limit, and is the first that a kernel short of memory
+kills. Input and output are files: a pipe would make the training wait for a reader that is still starting.
 
     python -m tf_adapters.planner.worker INPUT.json PLAN.json SECONDS
 """
@@ -31,7 +31,7 @@ _GRACE_S = 5.0
 
 
 class BackgroundPlan:
-    """A plan that another process works on.
+    """A plan that another process computes.
 
     Args:
         problem: what to plan; the process validates it.
@@ -43,19 +43,19 @@ class BackgroundPlan:
     def __init__(self, problem: PlanProblem, time_limit_s: float) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="timely_freeze_")
         folder = Path(self._folder.name)
-        self._plan, self._words = folder / "plan.json", folder / "stderr.txt"
+        self._plan, self._stderr = folder / "plan.json", folder / "stderr.txt"
         (folder / "input.json").write_text(json.dumps(problem.to_json()), encoding="utf-8")
         self._limit_s = time_limit_s
         self._deadline = time.monotonic() + time_limit_s + _GRACE_S
         command = [sys.executable, "-m", __name__, str(folder / "input.json"), str(self._plan), str(time_limit_s)]
-        with self._words.open("wb") as words:
+        with self._stderr.open("wb") as stderr:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=words, env=_environment()
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, env=_environment()
             )
         self._finalizer = weakref.finalize(self, _end, self._process, self._folder)
 
     def poll(self) -> FreezePlan | None:
-        """The plan, once it is there; None as long as it is being made.
+        """The plan, or None while the process computes it.
 
         Raises SolverError, one line, when the process has failed, has died or is past its limit.
         """
@@ -75,24 +75,22 @@ class BackgroundPlan:
             self.close()
 
     def wait(self) -> FreezePlan:
-        """The plan, waited for. Raises SolverError as ``poll``."""
+        """Wait for the plan. Raises SolverError as ``poll``."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, self._deadline - time.monotonic()))
-        found = self.poll()
-        while found is None:
+        while (plan := self.poll()) is None:
             time.sleep(0.05)
-            found = self.poll()
-        return found
+        return plan
 
     def close(self) -> None:
         """End the process, if it still runs, and remove its files."""
         self._finalizer()
 
     def _failure(self, status: int) -> str:
-        words = self._words.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = self._stderr.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         if status < 0:
             return f"the planner was killed by {signal.Signals(-status).name}"
-        return words[-1] if words else f"the planner ended with exit status {status}"
+        return lines[-1] if lines else f"the planner ended with exit status {status}"
 
 
 def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:
@@ -103,27 +101,27 @@ def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[s
 
 
 def _environment() -> dict[str, str]:
-    """The process must find what this one has imported, and may not take more than a core from the training."""
+    """The process finds the modules that this one does, and uses one core only."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
 
 
 def main(arguments: list[str]) -> int:
     """Read INPUT.json, write PLAN.json; 0, or 1 with one line on stderr."""
     source, target, seconds = Path(arguments[0]), Path(arguments[1]), float(arguments[2])
-    _step_back(seconds)
+    _yield_to_training(seconds)
     try:
-        found = plan_from_json(json.loads(source.read_text(encoding="utf-8")), time_limit_s=seconds)
-        target.write_text(json.dumps(found.to_json()), encoding="utf-8")
+        plan = plan_from_json(json.loads(source.read_text(encoding="utf-8")), time_limit_s=seconds)
+        target.write_text(json.dumps(plan.to_json()), encoding="utf-8")
     except Exception as error:
         print(" ".join(f"{error}".split()) or type(error).__name__, file=sys.stderr)
         return 1
     return 0
 
 
-def _step_back(seconds: float) -> None:
-    """Leave cores, memory and time to the training."""
+def _yield_to_training(seconds: float) -> None:
+    """Lower this process's priority, make it the first to be killed for memory, and limit its time."""
     if hasattr(signal, "alarm"):
-        signal.alarm(int(seconds + 2 * _GRACE_S) + 1)  # should nobody be left to end this process
+        signal.alarm(int(seconds + 2 * _GRACE_S) + 1)  # in case the training process is gone
     with contextlib.suppress(OSError, AttributeError):
         os.nice(10)
     with contextlib.suppress(OSError):

@@ -2,7 +2,7 @@
 
 The paper's appendix "Edge Construction Rules" lists source and destination, intra-stage, inter-stage and
 schedule edges. A rank's order already implies the intra-stage ones, so only the order chain and the
-inter-stage edges are kept. Instead of one named source and one named destination, every action without a
+inter-stage edges are built. Instead of one named source and one named destination, every action without a
 predecessor starts no earlier than 0 and every action without a successor ends no later than the batch: with
 split backwards or idle ranks the last action need not be the first stage's.
 """
@@ -51,8 +51,7 @@ class PipelineDag:
     ) -> PipelineDag:
         """Build the DAG of ``schedule``; ``communication`` gives ms for edges between stages, 0 where absent.
 
-        ``overhead`` is ms that an action's rank spends between the action before it and this one, though nothing
-        is waited for: receiving what has come, launching.
+        ``overhead`` is ms that a rank spends before an action besides waiting for its input: receiving, launching.
 
         Raises ScheduleError when the schedule cannot run, or when ``communication`` names a pair that is
         not an edge between stages.

@@ -1,4 +1,4 @@
-"""What freezing would bring to a pipeline, computed once: tables, JSON, pictures and traces are made from it."""
+"""What freezing would bring to a pipeline, as data for tables, JSON, pictures and traces."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["Gain", "Simulation", "SweepPoint", "simulate"]
 class Gain:
     """A batch in ms and its gain in throughput over the batch with nothing frozen: 0.25 is a quarter more.
 
-    ``stable_ms`` and ``stable_gain`` are those of stable freezing as ``planner.forecast`` expects it: where all
-    of stage 0 is frozen its backward is gone. The planner's straight line does not know of this.
+    ``stable_ms`` and ``stable_gain`` are those of stable freezing as ``planner.forecast`` expects it: stage 0's
+    backward takes no time where all of it is frozen, which the planner's straight line does not count.
     """
 
     ms: float
@@ -47,7 +47,7 @@ class SweepPoint:
 class Simulation:
     """A pipeline with nothing frozen, as planned at ``max_freeze_ratio`` and with everything frozen.
 
-    ``most`` is what no r_max can beat: every weight gradient skipped; ``holder`` is what holds that batch.
+    ``most`` has every weight gradient skipped, which no r_max can beat; ``holder`` is the bottleneck of that batch.
     """
 
     pipeline: Pipeline
