@@ -6,16 +6,24 @@
 
 from __future__ import annotations
 
-from megatron_patches import arguments, backward_step, checkpointing, forward_backward, forward_step, model_setup
+from megatron_patches import (
+    arguments,
+    backward_step,
+    checkpointing,
+    communication,
+    forward_backward,
+    forward_step,
+    model_setup,
+)
 from megatron_patches.patch import Patch
 
-ALL = (forward_backward, forward_step, backward_step, arguments, model_setup, checkpointing)
+ALL = (forward_backward, forward_step, backward_step, communication, arguments, model_setup, checkpointing)
 
 
 def patches() -> tuple[Patch, ...]:
     """Every patch, applied or not."""
     single = (forward_step.PATCH, backward_step.PATCH, arguments.PATCH, model_setup.PATCH)
-    return (*forward_backward.PATCHES, *single, checkpointing.SAVE, checkpointing.LOAD)
+    return (*forward_backward.PATCHES, *communication.PATCHES, *single, checkpointing.SAVE, checkpointing.LOAD)
 
 
 def revert_all() -> None:

@@ -60,6 +60,14 @@ class TimelyFreezeConfig(BaseModel):
         description="what is frozen as one: whole tensors, or also rows of linear and embedding layers, with which "
         "any freeze ratio is met",
     )
+    weight_gradients: Literal["in_place", "deferred"] = Field(
+        "in_place",
+        description="in_place: each backward computes them, as the host does; deferred: they wait until the rank would "
+        "idle (exact: the same gradients), and only what still does not fit is frozen",
+    )
+    extra_microbatches: int = Field(
+        0, ge=0, description="deferred: how many microbatches more than the host's fullest rank a rank may hold"
+    )
     warmup_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         "auto", description='T_w; "auto" takes the learning-rate warm-up of the host\'s scheduler'
     )
@@ -135,6 +143,16 @@ class TimelyFreezeConfig(BaseModel):
                 f'{SECTION}.monitoring_masks is False and {SECTION}.method is "{self.method}": false is allowed with '
                 'method "none" only, since a plan needs times with freezing'
             )
+        if self.weight_gradients == "deferred" and not self.plans:
+            raise ConfigError(
+                f'{SECTION}.weight_gradients is "deferred" and {SECTION}.method is "{self.method}": allowed is '
+                '"in_place" with it, since deferral needs a plan'
+            )
+        if self.extra_microbatches and self.weight_gradients != "deferred":
+            raise ConfigError(
+                f"{SECTION}.extra_microbatches is {self.extra_microbatches} and {SECTION}.weight_gradients is "
+                f'"{self.weight_gradients}": allowed is 0, or weight_gradients "deferred"'
+            )
         for pattern, limit in self.freeze_limits.items():
             if self.plans and limit > self.max_freeze_ratio:
                 raise ConfigError(
@@ -153,6 +171,11 @@ class TimelyFreezeConfig(BaseModel):
     def plans(self) -> bool:
         """Whether the pipeline is monitored and planned for: APF and AutoFreeze alone do without."""
         return self.method not in ("apf", "autofreeze")
+
+    @property
+    def defers(self) -> bool:
+        """Whether the plan may let weight gradients wait."""
+        return self.weight_gradients == "deferred" and self.method != "none"
 
     @property
     def freeze_caps(self) -> dict[str, float]:

@@ -17,8 +17,16 @@ from deepspeed.runtime.pipe import schedule as host
 
 from tf_adapters.collectives import Collectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.deepspeed.execution import (
+    FinishSends,
+    InputGradients,
+    OrderedSchedule,
+    Sends,
+    WeightGradients,
+)
 from tf_adapters.deepspeed.optimizers import (
     HeldParameters,
+    accumulating,
     fill_missing_gradients,
     fill_missing_tied_gradients,
     held_values,
@@ -33,6 +41,7 @@ from tf_adapters.deepspeed.stages import (
 )
 from tf_adapters.deepspeed.support import refuse_compiled
 from tf_adapters.hosts.adapter import HostAdapter
+from tf_adapters.masking.taps import StageTaps, plain_layer
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.selection.units import Tie, same_names
@@ -69,6 +78,7 @@ class DeepSpeedAdapter(HostAdapter):
         self._tracker = MicrobatchTracker()
         self._losses: dict[int, Any] = {}
         self._running: tuple[int, int] | None = None
+        self._sends, self._reordered = Sends(), False
         self._given_warmup, self._given_metrics = warmup_steps, metrics
         self._schedule_type = SCHEDULES.get(config.schedule) or _own_schedule_type(engine)
         self._host_exec_schedule: Callable[[host.PipeSchedule], None] = engine._exec_schedule
@@ -86,6 +96,9 @@ class DeepSpeedAdapter(HostAdapter):
             parameters=parameters,
             held_values=held_values(engine, parameters),
             row_masks=rows,
+            taps={engine.stage_id: StageTaps(engine.module, plain_layer)} if self.config.defers else {},
+            accumulating=lambda: accumulating(engine),
+            moves_forwards=True,
             traced=holds_first_rank(engine.grid.get_pipe_parallel_group()),
             warmup_steps=self._warmup_steps(),
             clock=clock_for(torch.device(engine.device)),
@@ -112,6 +125,13 @@ class DeepSpeedAdapter(HostAdapter):
             host.ReduceGrads: self._reduce_gradients,
             host.OptimizerStep: self._optimizer_step,
         }
+        if self.config.defers:
+            wrapped |= {
+                InputGradients: self._input_gradients,
+                WeightGradients: self._weight_gradients,
+                FinishSends: self._finish_sends,
+            }
+            wrapped |= {kind: self._sending(kind) for kind in (host.SendActivation, host.SendGrad)}
         overrides.set(engine, "_INSTRUCTION_MAP", {**self._host_instructions, **wrapped})
         overrides.set(engine, "_exec_schedule", self._exec_schedule)
         overrides.set(engine, "save_checkpoint", self._saving(engine.save_checkpoint))
@@ -140,9 +160,10 @@ class DeepSpeedAdapter(HostAdapter):
         self._tracker = MicrobatchTracker()
         self._losses.clear()
         self.controller.begin_step()
-        return self._schedule_type(
-            micro_batches=engine.micro_batches, stages=engine.num_stages, stage_id=engine.stage_id
-        )
+        size = {"micro_batches": engine.micro_batches, "stages": engine.num_stages, "stage_id": engine.stage_id}
+        order = self.controller.execution
+        self._reordered = order is not self.controller.schedule
+        return OrderedSchedule(order, **size) if self._reordered else self._schedule_type(**size)
 
     def _forward(self, engine: Any, buffer_id: int, **kwargs: Any) -> None:
         run = self._host_instructions[host.ForwardPass]
@@ -156,14 +177,36 @@ class DeepSpeedAdapter(HostAdapter):
             self._losses[buffer_id] = engine.loss
 
     def _backward(self, engine: Any, buffer_id: int, **kwargs: Any) -> None:
+        self._run_backward(Kind.BACKWARD, engine, buffer_id, **kwargs)
+
+    def _input_gradients(self, engine: Any, buffer_id: int) -> None:
+        self._run_backward(Kind.INPUT_GRAD, engine, buffer_id)
+
+    def _run_backward(self, kind: Kind, engine: Any, buffer_id: int, **kwargs: Any) -> None:
         stage, microbatch = self._stages[kwargs.get("phase", 0)], self._tracker.backward(buffer_id)
         if self._keeps_losses:
             engine.loss = self._losses.pop(buffer_id)
-        with self._action(stage, Kind.BACKWARD, microbatch):
+        with self._action(stage, kind, microbatch):
             if stage == 0 and self.controller.mask(stage, microbatch).complete:
                 self._skip_backward(buffer_id)
             else:
                 self._host_instructions[host.BackwardPass](engine, buffer_id, **kwargs)
+
+    def _weight_gradients(self, engine: Any, microbatch: int) -> None:
+        self.controller.compute_weight_gradients(self._stages[0], microbatch)
+
+    def _sending(self, kind: type) -> Callable[..., None]:
+        """An instruction that sends: in a rewritten order it is started only."""
+        run = self._host_instructions[kind]
+        started = self._sends.wrap(run)
+
+        def send(engine: Any, *args: Any, **kwargs: Any) -> None:
+            (started if self._reordered else run)(engine, *args, **kwargs)
+
+        return send
+
+    def _finish_sends(self, engine: Any) -> None:
+        self._sends.finish()
 
     def _action(self, stage: int, kind: Kind, microbatch: int) -> Any:
         self._running = (stage, microbatch)

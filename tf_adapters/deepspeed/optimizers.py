@@ -7,6 +7,7 @@ Source: deepspeed/runtime/engine.py, runtime/zero/stage_1_and_2.py, runtime/bf16
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -158,3 +159,22 @@ def _accumulated(optimizer: Any) -> Iterator[tuple[int, int, torch.nn.Parameter]
     for group, parameters in enumerate(optimizer.bf16_groups):
         for index, parameter in enumerate(parameters):
             yield group, index, parameter
+
+
+@contextmanager
+def accumulating(engine: Any) -> Iterator[None]:
+    """Weight gradients that are computed inside go where those of the engine's own backwards go.
+
+    With a high-precision copy of the gradients the engine adds them to it after every backward. What is in the
+    parameters' own gradients before has been added already.
+    """
+    optimizer = engine.optimizer
+    if isinstance(optimizer, BF16_Optimizer):
+        optimizer.clear_lp_grads()
+    engine._running_engine_backward = True
+    try:
+        yield
+    finally:
+        engine._running_engine_backward = False
+    if isinstance(optimizer, BF16_Optimizer):
+        optimizer.update_hp_grads(clear_lp_grads=False)

@@ -22,7 +22,9 @@ from tf_adapters.hosts.adapter import HostAdapter
 from tf_adapters.hosts.units import units_of
 from tf_adapters.log import announce
 from tf_adapters.masking.rows import RowMask, row_layers
+from tf_adapters.masking.taps import StageTaps
 from tf_adapters.megatron.chunks import Chunk
+from tf_adapters.megatron.execution import WaitingWeights, before_reduction
 from tf_adapters.megatron.optimizers import HeldParameters, held_values
 from tf_adapters.megatron.rows import parallel_layer
 from tf_adapters.megatron.schedules import PipelinePosition, translate
@@ -76,6 +78,7 @@ class MegatronAdapter(HostAdapter):
         self._num_microbatches, self._warmup_steps = model.num_microbatches, warmup_steps
         self._in_batch = False
         self._batch_seen = False
+        self._waiting: WaitingWeights | None = None
         self.collectives = collectives
         self._schedule = self._translate(model.num_microbatches)
         super().__init__(config, collectives, self._describe, metrics)
@@ -98,8 +101,10 @@ class MegatronAdapter(HostAdapter):
         parameters = {stage: chunk.parameters for stage, chunk in by_stage.items()}
         rules = unit_rules(model.config, model.expert_parallel_size)
         by_rows = by_stage if self.config.granularity == "row" else {}
+        taps = {stage: StageTaps(chunk.model, parallel_layer) for stage, chunk in by_stage.items()}
         return HostPipeline(
             host=host_info(),
+            taps=taps if self.config.defers else {},
             schedule=self._schedule,
             units={stage: units_of(chunk.model, rules) for stage, chunk in by_stage.items()},
             parameters=parameters,
@@ -126,29 +131,66 @@ class MegatronAdapter(HostAdapter):
             self.controller.reschedule(self._translate(num_microbatches))
         self.controller.begin_step()
         self._in_batch = self._batch_seen = True
+        self._waiting = self._waiting_weights()
         try:
-            yield
+            with before_reduction(self._model.config, self.finish_weight_gradients):
+                yield
+            self.finish_weight_gradients()
         finally:
-            self._in_batch = False
+            self._in_batch, self._waiting = False, None
 
     def forward(self, run: Callable[[], Any], model: torch.nn.Module, microbatch: int | None) -> Any:
         """Run one microbatch's forward through one chunk, masked and timed; outside a training batch, just run it."""
         if not self._in_batch or microbatch is None:
             return run()
         chunk = self._chunks[id(model)]
-        mask = self.controller.mask(chunk.stage, microbatch)
-        with chunk.masked(mask), self.controller.running(Action(chunk.stage, Kind.FORWARD, microbatch)):
-            result = run()
+        result = self._run(run, chunk, Kind.FORWARD, microbatch)
         tag(result[0], (self, chunk, microbatch))
         return result
 
     def backward(self, run: Callable[[], Any], chunk: Chunk, microbatch: int) -> Any:
         """Run one microbatch's backward through one chunk, masked and timed."""
-        mask = self.controller.mask(chunk.stage, microbatch)
-        with chunk.masked(mask), self.controller.running(Action(chunk.stage, Kind.BACKWARD, microbatch)):
-            result = run()
-        chunk.gradients.report(mask.names)
+        waiting = self._waiting
+        kind = waiting.backward_kind(chunk.stage, microbatch) if waiting else Kind.BACKWARD
+        result = self._run(run, chunk, kind, microbatch)
+        if kind is Kind.BACKWARD:
+            chunk.gradients.report(self.controller.mask(chunk.stage, microbatch).names)
         return result
+
+    def compute_waiting(self) -> None:
+        """Compute the weight gradients that the plan has put where this rank waits."""
+        if self._waiting is not None:
+            self._waiting.run()
+
+    def finish_weight_gradients(self) -> None:
+        """Compute the weight gradients that are left: gradients are reduced now."""
+        if self._waiting is not None:
+            self._waiting.finish()
+
+    def _run(self, run: Callable[[], Any], chunk: Chunk, kind: Kind, microbatch: int) -> Any:
+        self.compute_waiting()
+        action = Action(chunk.stage, kind, microbatch)
+        with chunk.masked(self.controller.mask(chunk.stage, microbatch)), self.controller.running(action):
+            result = run()
+        if self._waiting is not None:
+            self._waiting.passed(action)
+        return result
+
+    def _waiting_weights(self) -> WaitingWeights | None:
+        """What this rank's row of a rewritten order has besides the host's own forwards and backwards."""
+        order = self.controller.execution
+        if order is self.controller.schedule:
+            return None
+        by_stage = {chunk.stage: chunk for chunk in self._chunks.values()}
+
+        def compute(action: Action, last: bool) -> None:
+            chunk = by_stage[action.stage]
+            with chunk.gradients.accumulating(last):
+                self.controller.compute_weight_gradients(action.stage, action.microbatch)
+            if last:
+                chunk.gradients.report(self.controller.mask(action.stage, action.microbatch).names)
+
+        return WaitingWeights(order.ranks[self._position.rank], compute)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step, and with it the end of ours."""

@@ -72,6 +72,25 @@ class FrozenGradients:
             if group is not None and group.is_last_microbatch:
                 group.register_grad_ready(parameter, ddp.force_all_reduce)
 
+    @contextmanager
+    def accumulating(self, last: bool) -> Iterator[None]:
+        """Around the weight gradients of a microbatch that are computed later; ``last`` ones of a batch are ready.
+
+        The host may have told DDP by then that the batch's last microbatch has come.
+        """
+        if self._ddp is None or last:
+            yield
+            return
+        groups = [*self._ddp.bucket_groups, *self._ddp.expert_parallel_bucket_groups]
+        before = [group.is_last_microbatch for group in groups]
+        for group in groups:
+            group.is_last_microbatch = False
+        try:
+            yield
+        finally:
+            for group, is_last in zip(groups, before, strict=True):
+                group.is_last_microbatch = is_last
+
     def _finish_gather(self, module: torch.nn.Module, *_: Any) -> None:
         if not self._hidden or self._ddp is None:
             return

@@ -11,6 +11,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config
 
 import megatron_patches.backward_step
+import megatron_patches.communication
 import megatron_patches.forward_backward
 import megatron_patches.forward_step
 from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
@@ -22,6 +23,7 @@ from tf_adapters.megatron.support import check
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
+_running: MegatronAdapter | None = None  # whose batch runs
 Config = TimelyFreezeConfig | Mapping[str, Any] | None
 
 
@@ -68,20 +70,32 @@ def patch_schedules() -> None:
 
     Raises UnsupportedError where Megatron lacks a symbol, with none of them replaced.
     """
-    for patch in (*megatron_patches.forward_backward.PATCHES, megatron_patches.forward_step.PATCH):
+    communication = megatron_patches.communication.PATCHES
+    for patch in (*megatron_patches.forward_backward.PATCHES, megatron_patches.forward_step.PATCH, *communication):
         patch.check()
     megatron_patches.backward_step.PATCH.check()
     megatron_patches.forward_backward.apply(_on_batch)
     megatron_patches.forward_step.apply(_on_forward)
     megatron_patches.backward_step.apply(_on_backward)
+    megatron_patches.communication.apply(_on_receive)
 
 
 def _on_batch(run: Any, model: Any, num_microbatches: int, forward_only: bool) -> Any:
     adapter = adapter_of(model)
     if adapter is None or forward_only:
         return run()
-    with adapter.batch(num_microbatches):
-        return run()
+    global _running
+    _running = adapter
+    try:
+        with adapter.batch(num_microbatches):
+            return run()
+    finally:
+        _running = None
+
+
+def _on_receive() -> None:
+    if _running is not None:
+        _running.compute_waiting()
 
 
 def _on_forward(run: Any, model: Any, microbatch: int | None) -> Any:

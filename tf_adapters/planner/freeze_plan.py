@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 from tf_adapters.errors import PlanInputError
 from tf_adapters.planner.program import SolverStatus
-from tf_adapters.schedule.ir import Action
+from tf_adapters.schedule.ir import Action, PipelineSchedule
 
 __all__ = ["FreezePlan", "Makespan", "SolverReport"]
 
@@ -22,6 +23,7 @@ class Makespan:
     unfrozen: float
     planned: float
     fully_frozen: float
+    host: float | None = None
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,18 @@ class FreezePlan:
     stage_freeze_ratio: Mapping[int, float]
     critical_path: tuple[Action, ...]
     solver: SolverReport
+    schedule: PipelineSchedule | None = None
+
+    @cached_property
+    def ratio_of_microbatch(self) -> Mapping[tuple[int, int], float]:
+        """Freeze ratios by (stage, microbatch), whichever action computes its weight gradients."""
+        return {(action.stage, action.microbatch): ratio for action, ratio in self.freeze_ratio.items()}
 
     def to_json(self) -> dict[str, Any]:
         """The PLAN object that ``tf-adapters plan`` prints; actions and stages become text keys."""
         return {
-            "makespan_ms": asdict(self.makespan_ms),
+            **({"ranks": self.schedule.to_text()} if self.schedule else {}),
+            "makespan_ms": {name: ms for name, ms in asdict(self.makespan_ms).items() if ms is not None},
             "freeze_ratio": _text_keys(self.freeze_ratio),
             "start_ms": _text_keys(self.start_ms),
             "duration_ms": _text_keys(self.duration_ms),
@@ -71,7 +80,9 @@ class FreezePlan:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> FreezePlan:
         """Read a PLAN object, the inverse of ``to_json``. Raises PlanInputError naming the wrong field."""
+        ranks = data.get("ranks") if isinstance(data, Mapping) else None
         return cls(
+            schedule=None if ranks is None else _read(data, "ranks", PipelineSchedule.from_text),
             makespan_ms=_read(data, "makespan_ms", lambda value: Makespan(**value)),
             freeze_ratio=_read(data, "freeze_ratio", _action_keys),
             start_ms=_read(data, "start_ms", _action_keys),

@@ -40,6 +40,9 @@ class PlanProblem:
     communication: Mapping[tuple[Action, Action], float] = field(default_factory=dict)
     overhead: Mapping[Action, float] = field(default_factory=dict)
     target_makespan_ms: float = 0.0
+    defer: bool = False
+    extra_microbatches: int = 0
+    moves_forwards: bool = True
 
     def validate(self) -> PlanProblem:
         """The same problem with its numbers checked and made floats; pairs of times become Bounds.
@@ -55,6 +58,9 @@ class PlanProblem:
             communication=_check_communication(self.schedule, self.communication),
             overhead=_check_overhead(actions, self.overhead),
             target_makespan_ms=_check_time(self.target_makespan_ms, "target_makespan_ms"),
+            defer=self.defer,
+            extra_microbatches=self.extra_microbatches,
+            moves_forwards=self.moves_forwards,
         )
 
     def to_json(self) -> dict[str, Any]:

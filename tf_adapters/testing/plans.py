@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.planner.solve import plan
+from tf_adapters.planner.problem import PlanProblem
+from tf_adapters.planner.solve import solve
+from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action
 from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.training.plan_maker import Planned
@@ -33,8 +35,10 @@ def force_plan(controller: Controller, ratios: Ratios) -> None:
     """Put a controller into stable freezing with these freeze ratios in [0, 1]. Do the same on every rank.
 
     ``ratios`` is one for all backwards, or by an action's text (``"1B0"``, 0 where it is missing), or a function.
+    With deferred weight gradients the order is rewritten for forwards of 2 ms and backwards of 1 and 1 ms.
     """
-    made = plan(controller.schedule, dict.fromkeys(controller.schedule.actions, (1.0, 2.0)), 0.0)
+    times = dict.fromkeys(controller.schedule.actions, Bounds(1.0, 2.0))
+    made = solve(PlanProblem(controller.schedule, times, max_freeze_ratio=0.0, defer=controller.config.defers))
     data = {**made.to_json(), "freeze_ratio": {str(a): _ratio(ratios, a) for a in made.freeze_ratio}}
     controller.state.adopt(Planned(FreezePlan.from_json(data), step_ms=1.0))
     controller.state.unfrozen_step_ms = 1.0
@@ -44,4 +48,6 @@ def force_plan(controller: Controller, ratios: Ratios) -> None:
 def _ratio(ratios: Ratios, action: Action) -> float:
     if callable(ratios):
         return ratios(action)
-    return ratios.get(str(action), 0.0) if isinstance(ratios, Mapping) else ratios
+    if not isinstance(ratios, Mapping):
+        return ratios
+    return ratios.get(str(action), ratios.get(f"{action.stage}B{action.microbatch}", 0.0))

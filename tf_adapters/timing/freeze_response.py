@@ -108,11 +108,21 @@ def _by_group(of: Mapping[Action, _T]) -> dict[Group, dict[Action, _T]]:
 
 
 def _fit(paced: PacedSamples, upper: Mapping[Action, float], vanishes: bool) -> Line | None:
-    """The response of one group, given its unfrozen times; None where nothing was frozen in any sample."""
-    line = fit(_points(paced, upper, vanishes))
+    """The response of one group, given its unfrozen times; None where no sample tells it.
+
+    Backwards that compute the weight gradients which can wait at their end tell it with nothing frozen: these are what
+    a plan can move or freeze.
+    """
+    line = _weight_gradients_last(paced, upper) or fit(_points(paced, upper, vanishes))
     if line is None:
         return None
     return replace(line, error=math.hypot(_unfrozen_error(paced, upper), line.error))
+
+
+def _weight_gradients_last(paced: PacedSamples, upper: Mapping[Action, float]) -> Line | None:
+    """The share of whole backwards after their first part, the input gradients; None where that was not timed."""
+    share = estimate(1.0 - part for action in upper for part in paced.first_parts(Phase.MONITORING_UPPER, action))
+    return None if share is None else Line(share.value, share.error)
 
 
 def _points(paced: PacedSamples, upper: Mapping[Action, float], vanishes: bool) -> list[list[Point]]:

@@ -37,6 +37,10 @@ class PacedSamples:
         paces = self._of(phase, len(found))
         return tuple(Sample(sample.share, sample.ms / pace) for sample, pace in zip(found, paces, strict=True))
 
+    def first_parts(self, phase: Phase, action: Action) -> tuple[float, ...]:
+        """As ``ActionTimer.first_parts``: shares need no pace."""
+        return self._timer.first_parts(phase, action)
+
     def actions(self, phase: Phase) -> tuple[Action, ...]:
         return self._timer.actions(phase)
 

@@ -88,6 +88,7 @@ class _Marked(NamedTuple):
     stop: Any
     origin: Any
     step: int = 0
+    first_part: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ class ActionTimer:
         self._origin: Any = None
         self._pending: deque[_Marked] = deque()
         self._actions: dict[tuple[str, Action], deque[Sample]] = defaultdict(lambda: deque(maxlen=keep))
+        self._first_parts: dict[tuple[str, Action], deque[float]] = defaultdict(lambda: deque(maxlen=keep))
         self._steps: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=keep))
         self._trace: dict[Action, Interval] = {}
         self._traces: dict[str, deque[tuple[int, Trace]]] = defaultdict(lambda: deque(maxlen=_TRACES))
@@ -126,6 +128,15 @@ class ActionTimer:
         yield
         self._pending.append(
             _Marked(phase, action, share=share, start=start, stop=self._clock.mark(), origin=self._origin)
+        )
+
+    @contextmanager
+    def timed_first_part(self, phase: str, action: Action) -> Iterator[None]:
+        """Time the block as what an ``action`` that is being timed does first: a backward's input gradients."""
+        start = self._clock.mark()
+        yield
+        self._pending.append(
+            _Marked(phase, action, share=0.0, start=start, stop=self._clock.mark(), origin=None, first_part=True)
         )
 
     def start_step(self) -> Any:
@@ -154,6 +165,9 @@ class ActionTimer:
                 self._traces[marked.phase].append((marked.step, self._trace))
                 self._trace = {}
                 continue
+            if marked.first_part:
+                self._first_parts[marked.phase, marked.action].append(elapsed)
+                continue
             self._actions[marked.phase, marked.action].append(Sample(marked.share, elapsed))
             if marked.origin is not None:
                 begin = self._clock.elapsed_ms(marked.origin, marked.start) or 0.0
@@ -161,6 +175,11 @@ class ActionTimer:
 
     def samples(self, phase: str, action: Action) -> tuple[Sample, ...]:
         return tuple(self._actions.get((phase, action), ()))
+
+    def first_parts(self, phase: str, action: Action) -> tuple[float, ...]:
+        """The newest first parts of an action as shares of its time, in order."""
+        parts, whole = self._first_parts.get((phase, action), ()), self.samples(phase, action)
+        return tuple(ms / sample.ms for ms, sample in zip(parts, whole, strict=False) if sample.ms > 0.0)
 
     def actions(self, phase: str) -> tuple[Action, ...]:
         return tuple(sorted(action for sampled, action in self._actions if sampled == phase))
@@ -184,6 +203,7 @@ class ActionTimer:
     def clear(self) -> None:
         self._pending.clear()
         self._actions.clear()
+        self._first_parts.clear()
         self._steps.clear()
         self._trace = {}
         self._traces.clear()

@@ -18,9 +18,11 @@ from tf_adapters.collectives import Collectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import HostAdapter
 from tf_adapters.hosts.units import units_of
+from tf_adapters.masking.taps import StageTaps, plain_layer
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.timing.timer import clock_for
+from tf_adapters.torch_pipelining.execution import RewrittenOrder
 from tf_adapters.torch_pipelining.optimizers import Updates
 from tf_adapters.torch_pipelining.replicas import frozen_replica, report_to_reducer
 from tf_adapters.torch_pipelining.rows import row_mask
@@ -63,6 +65,7 @@ class TorchPipeliningAdapter(HostAdapter):
 
         def describe() -> HostPipeline:
             parameters = {stage.stage_index: dict(stage.submod.named_parameters()) for stage in self._stages}
+            deferring = self._stages if config.defers else ()
             by_rows = self._stages if config.granularity == "row" else ()
             return HostPipeline(
                 host=host_info(),
@@ -71,6 +74,8 @@ class TorchPipeliningAdapter(HostAdapter):
                 parameters=parameters,
                 ties=shared_parameters(parameters),
                 held_values=held_values(parameters),
+                taps={stage.stage_index: StageTaps(stage.submod, plain_layer) for stage in deferring},
+                moves_forwards=True,
                 row_masks={stage.stage_index: row_mask(stage.submod) for stage in by_rows},
                 traced=holds_first_rank(self._stages[0].group),
                 warmup_steps=warmup_steps,
@@ -87,6 +92,8 @@ class TorchPipeliningAdapter(HostAdapter):
         overrides = self.overrides
         overrides.set(self.schedule, "step", self._stepping(self.schedule.step))
         overrides.set(self.schedule, ATTRIBUTE, self)
+        if self.config.defers:
+            overrides.set(self.schedule, "_step_microbatches", self._batch(self.schedule._step_microbatches))
         for stage in self._stages:
             overrides.set(stage, "forward_one_chunk", self._forward(stage))
             overrides.set(stage, "backward_one_chunk", self._backward(stage))
@@ -117,6 +124,19 @@ class TorchPipeliningAdapter(HostAdapter):
 
         return step
 
+    def _batch(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A batch in the order of ``controller.execution``."""
+        rewritten = RewrittenOrder(self.schedule)
+
+        @functools.wraps(run)
+        def step_microbatches(*args: Any, **kwargs: Any) -> Any:
+            order = self.controller.execution
+            if not self._training or order is self.controller.schedule:
+                return run(*args, **kwargs)
+            return rewritten.run(order, *args, **kwargs)
+
+        return step_microbatches
+
     # --- a stage's computations ------------------------------------------------------------------------------
 
     def _forward(self, stage: Any) -> Callable[..., Any]:
@@ -129,6 +149,10 @@ class TorchPipeliningAdapter(HostAdapter):
 
         return forward_one_chunk
 
+    def _defers(self, stage: Any) -> bool:
+        """Whether taps keep this stage's weight gradients for their W."""
+        return self._training and stage.stage_index in self.controller.pipeline.taps
+
     def _backward(self, stage: Any) -> Callable[..., None]:
         run = stage.backward_one_chunk
 
@@ -136,8 +160,10 @@ class TorchPipeliningAdapter(HostAdapter):
         def backward_one_chunk(
             bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
         ) -> None:
+            # Where the taps keep the weight gradients, a whole backward of the host's is an input gradient.
+            whole = full_backward or self._defers(stage)
             with self._action(stage, Kind.BACKWARD if full_backward else Kind.INPUT_GRAD, bwd_chunk_id):
-                run(bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward)
+                run(bwd_chunk_id, loss=loss, full_backward=whole, last_backward=last_backward)
             if self._training:
                 first = stage.stage_index not in self._ran_backward
                 self._ran_backward.add(stage.stage_index)
@@ -151,6 +177,9 @@ class TorchPipeliningAdapter(HostAdapter):
 
         @functools.wraps(run)
         def backward_weight_one_chunk(bwd_chunk_id: int, last_backward: bool = False) -> None:
+            if self._defers(stage):
+                self.controller.compute_weight_gradients(stage.stage_index, bwd_chunk_id)
+                return
             with self._action(stage, Kind.WEIGHT_GRAD, bwd_chunk_id):
                 run(bwd_chunk_id, last_backward=last_backward)
 

@@ -17,8 +17,9 @@ from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.masking.held_rows import HeldRows
 from tf_adapters.masking.parameters import ParameterMask
+from tf_adapters.masking.taps import StageTaps
 from tf_adapters.planner.forecast import Forecast
-from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.masks import Mask, StageMasks
 from tf_adapters.selection.rows import FrozenRows
 from tf_adapters.selection.stability import StabilityChecks
@@ -80,6 +81,7 @@ class Controller:
             checks=self.stability_checks,
             collectives=collectives,
             traced=pipeline.traced,
+            moves_forwards=pipeline.moves_forwards,
             observer=observer,
         )
 
@@ -111,13 +113,33 @@ class Controller:
 
     @contextmanager
     def running(self, action: Action) -> Iterator[None]:
-        """Around an action's compute, without its communication: mask it and time it."""
+        """Around an action's compute, without its communication: mask it and time it.
+
+        Where weight gradients can wait, an INPUT_GRAD leaves them to ``compute_weight_gradients``; a BACKWARD computes
+        them at its end.
+        """
         mask, phase = self.mask(action.stage, action.microbatch), self.phase
         self._executed.append(action)
         rows = self.pipeline.row_masks[action.stage].frozen(mask.rows) if mask.rows else nullcontext()
         with self.parameter_masks[action.stage].frozen(mask.names), rows, self.timer.timed(phase, action, mask.share):
-            yield
+            yield from self._tapped(phase, action)
         self.memory.look(phase)
+
+    def compute_weight_gradients(self, stage: int, microbatch: int) -> None:
+        """A WEIGHT_GRAD of ``execution``: compute what the INPUT_GRAD of the microbatch has left."""
+        with self.running(Action(stage, Kind.WEIGHT_GRAD, microbatch)):
+            pass
+
+    def finish_weight_gradients(self) -> None:
+        """Compute whatever weight gradients still wait. The host calls it before gradients are reduced."""
+        for taps in self.pipeline.taps.values():
+            for microbatch in taps.pending:
+                self._compute(taps, microbatch)
+
+    @property
+    def execution(self) -> PipelineSchedule:
+        """What the ranks run in this step, the same on all of them: the host's own order, or the plan's."""
+        return self.state.execution(self.schedule, self.step)
 
     def mask(self, stage: int, microbatch: int) -> Mask:
         """The mask of a microbatch on a stage in the current step."""
@@ -241,6 +263,27 @@ class Controller:
         self._decisions.forget()
         if self._observer is not None:
             self._observer.close(self.snapshot())
+
+    def _tapped(self, phase: Phase, action: Action) -> Iterator[None]:
+        """The part of an action between its mask and its host, on a stage whose weight gradients can wait."""
+        taps = self.pipeline.taps.get(action.stage)
+        if taps is None:
+            yield
+        elif action.kind is Kind.WEIGHT_GRAD:
+            with self.timer.timed_first_part(phase, action):
+                yield
+            self._compute(taps, action.microbatch)
+        elif action.kind is Kind.BACKWARD:
+            with self.timer.timed_first_part(phase, action), taps.recording(action.microbatch):
+                yield
+            self._compute(taps, action.microbatch)
+        else:
+            with taps.recording(action.microbatch):
+                yield
+
+    def _compute(self, taps: StageTaps, microbatch: int) -> None:
+        with self.pipeline.accumulating():
+            taps.compute(microbatch)
 
     def _draw(self, stage: int, microbatch: int) -> Mask:
         return self._ratios.mask(self.state, self.step, stage, microbatch)

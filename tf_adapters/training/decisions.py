@@ -32,6 +32,7 @@ class Decisions:
         checks: stability checks, where the method asks for them.
         collectives: the group of all ranks that train together.
         traced: whether transfers are measured on this rank's pipeline.
+        moves_forwards: whether the host can run forwards and input gradients in another order.
         observer: told where there is something new to report.
     """
 
@@ -42,11 +43,13 @@ class Decisions:
         checks: StabilityChecks,
         collectives: Collectives,
         traced: bool,
+        moves_forwards: bool,
         observer: Observer | None,
     ) -> None:
         self._config, self._masks, self._checks = config, masks, checks
         self._collectives, self._observer = collectives, observer
-        self.plan_maker = PlanMaker(config, collectives, traced, masks)
+        self._verified: PipelineSchedule | None = None
+        self.plan_maker = PlanMaker(config, collectives, traced, masks, moves_forwards=moves_forwards)
         watch = PlanWatch(config, collectives, traced, masks)
         self._replanning = Replanning(watch, self.plan_maker, self.say)
 
@@ -73,8 +76,7 @@ class Decisions:
         if state.failure:
             return
         phases = state.phases
-        if step == phases.warmup_end + 1:
-            verify_schedule(self._collectives, run.schedule, executed)
+        self._verify(run, executed)
         if phases.phase(step).monitors:
             self._say_progress(run)
         if self._config.plans and self._monitoring_ends(run):
@@ -89,6 +91,14 @@ class Decisions:
         self._check_stability(run)
         if state.phases.description(step + 1) != phases.description(step):
             self.say(f"step {step + 1}: {messages.phase(self._config, state.phases, step + 1)}")
+
+    def _verify(self, run: RunSnapshot, executed: Sequence[Action]) -> None:
+        """Once of every order: of the host's own after the warm-up, of a plan's in its first step."""
+        step = run.state.completed_steps
+        order = run.state.execution(run.schedule, step)
+        if step == run.state.phases.warmup_end + 1 or order not in (run.schedule, self._verified):
+            verify_schedule(self._collectives, order, executed)
+            self._verified = order
 
     def _say_progress(self, run: RunSnapshot) -> None:
         """Four times while monitoring."""
@@ -138,7 +148,7 @@ class Decisions:
 
     def _renew_plan(self, run: RunSnapshot) -> None:
         """Make the plan anew where the times it was made for are no longer the times that are measured."""
-        if not run.ratios.on(run.state):
+        if not run.ratios.on(run.state) and not self._config.defers:
             return
         renewed = self._replanning.after(run.state.completed_steps, run.schedule, run.timer, run.state)
         if renewed is not None:

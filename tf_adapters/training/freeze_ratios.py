@@ -20,7 +20,8 @@ _FIRST_STAGE_MONITORING_RATIO = 0.8  # far along the line, yet short of its end
 class FreezeRatios:
     """What a schedule's microbatches freeze under a run's settings.
 
-    ``weight_gradients`` holds the action that computes the weight gradients of a (stage, microbatch).
+    ``weight_gradients`` holds the action of the host's order that computes the weight gradients of a
+    (stage, microbatch).
     """
 
     def __init__(self, config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: StageMasks) -> None:
@@ -36,8 +37,8 @@ class FreezeRatios:
 
     def _monitors_with_masks(self, state: RunState) -> bool:
         """Whether monitoring freezes: what freezing would save can be measured in no other way."""
-        if self._config.method == "none" and not self._config.monitoring_masks:
-            return False
+        if self._config.defers or (self._config.method == "none" and not self._config.monitoring_masks):
+            return False  # where weight gradients can wait, backwards tell without masks what they take
         return not state.failure and self._config.max_freeze_ratio > 0
 
     def ratio(self, state: RunState, step: int, action: Action) -> float:
@@ -55,7 +56,7 @@ class FreezeRatios:
             return self._masks.share(action.stage, self.stable(state, step, action.stage))
         if state.plan is None:
             return 0.0
-        return state.plan.freeze_ratio[action] * state.phases.ramp(step)
+        return state.plan.ratio_of_microbatch[action.stage, action.microbatch] * state.phases.ramp(step)
 
     def mask(self, state: RunState, step: int, stage: int, microbatch: int) -> Mask:
         """What is frozen on ``stage`` for ``microbatch`` at ``step``."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
 from tf_adapters.masking.rows import RowMask
+from tf_adapters.masking.taps import StageTaps
 from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.selection.sampling import HeldValues, whole_parameters
 from tf_adapters.selection.units import FreezeUnit, Tie
@@ -38,6 +40,9 @@ class HostPipeline:
         ties: weights that several stages hold.
         held_values: this rank's values of a parameter, as its optimizer updates them; by default ``parameters``.
         row_masks: this rank's layers whose rows can be frozen, by stage; the units say how many rows they have.
+        taps: this rank's layers whose weight gradients can wait, by stage; the units say which they are.
+        accumulating: around weight gradients that are computed later: takes them where those of the host's backward go.
+        moves_forwards: whether the host can run forwards and input gradients in another order, too.
         traced: whether transfers are measured on this rank's pipeline: true of one replica of the pipeline.
         warmup_steps: what ``warmup_steps: "auto"`` stands for.
         clock: by default the clock of the device that the parameters live on.
@@ -50,6 +55,9 @@ class HostPipeline:
     ties: Sequence[Tie] = ()
     held_values: HeldValues | None = None
     row_masks: Mapping[int, RowMask] = field(default_factory=dict)
+    taps: Mapping[int, StageTaps] = field(default_factory=dict)
+    accumulating: Callable[[], AbstractContextManager[None]] = nullcontext
+    moves_forwards: bool = False
     traced: bool = True
     warmup_steps: int = 0
     clock: Clock | None = None

@@ -70,9 +70,18 @@ class PlanMaker:
         collectives: the group of all ranks that train together.
         traced: whether this rank is in the pipeline whose transfers are measured: one of the replicas is.
         masks: the masks of every stage.
+        moves_forwards: whether the host can run forwards and input gradients in another order.
     """
 
-    def __init__(self, config: TimelyFreezeConfig, collectives: Collectives, traced: bool, masks: StageMasks) -> None:
+    def __init__(
+        self,
+        config: TimelyFreezeConfig,
+        collectives: Collectives,
+        traced: bool,
+        masks: StageMasks,
+        moves_forwards: bool = False,
+    ) -> None:
+        self._moves_forwards = moves_forwards
         self._config, self._collectives, self._traced = config, collectives, traced
         self._first_stage, self._stage_0_vanishes = masks.first_training_stage, masks.can_freeze_all(0)
         self._worker: BackgroundPlan | None = None  # on rank 0
@@ -157,6 +166,9 @@ class PlanMaker:
             communication=measured.gaps.communication,
             overhead=measured.gaps.overhead,
             target_makespan_ms=self._target_makespan(schedule, measured),
+            defer=self._config.defers,
+            extra_microbatches=self._config.extra_microbatches,
+            moves_forwards=self._moves_forwards,
         )
 
     def _target_makespan(self, schedule: PipelineSchedule, measured: Measured) -> float:

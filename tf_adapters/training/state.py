@@ -61,6 +61,12 @@ class RunState:
         self.plan, self.planned_step_ms = planned.plan, planned.step_ms
         self.notes = (*self.notes, *planned.notes)
 
+    def execution(self, host_order: PipelineSchedule, step: int) -> PipelineSchedule:
+        """What the ranks run in ``step``: the order of a plan that defers, once one is in force; else the host's."""
+        if self.plan is None or self.failure or step <= self.phases.freezing_start:
+            return host_order
+        return self.plan.schedule or host_order
+
     @property
     def forecast(self) -> Forecast | None:
         """What the plan promises for a whole step; None before there is a plan."""
@@ -155,6 +161,8 @@ def fingerprint(config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: S
         parts["freeze_limits"] = config.freeze_limits
     if config.target_speedup or config.target_step_time_ms:
         parts["target"] = [config.target_speedup, config.target_step_time_ms]
+    if config.defers:
+        parts["deferred"] = config.extra_microbatches
     if config.granularity != "tensor":  # as old checkpoints have it, without a word
         parts["granularity"] = config.granularity
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

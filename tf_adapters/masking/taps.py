@@ -1,0 +1,226 @@
+"""Weight gradients that can wait: a tap on a layer's output keeps what they are made from.
+
+While a tapped layer computes its output its weight does not require gradients, so the host's backward computes input
+gradients and nothing else there. The tap's backward hands the gradient of the output down unchanged, and keeps it with
+the layer's input. ``compute`` makes the weight gradients later, in the order in which a host would have accumulated
+them (Qi et al. 2024, "Zero Bubble Pipeline Parallelism": backwards split into B and W).
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tf_adapters.masking.parameters import ParameterMask
+from tf_adapters.overrides import Overrides
+
+__all__ = ["LinearTap", "StageTaps", "TappedLayer", "plain_layer"]
+
+
+class _Join(torch.autograd.Function):
+    """A layer's output again, after which its gradient goes to the layer and to ``_Keep``."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        return output.detach()  # no view of it: the host may change its layers' outputs in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient, gradient
+
+
+class _Keep(torch.autograd.Function):
+    """Keeps a layer's input and the gradient of its output for ``StageTaps.compute``."""
+
+    @staticmethod
+    def forward(ctx: Any, keep: Callable[..., None], inputs: torch.Tensor, output: torch.Tensor, _: Any) -> torch.Tensor:
+        ctx.save_for_backward(inputs)
+        ctx.keep = keep
+        return output.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, None]:
+        (inputs,) = ctx.saved_tensors
+        ctx.keep(inputs, gradient)
+        return None, None, None, None
+
+
+class _Pending(NamedTuple):
+    """What the weight gradients of one call of a layer are made from."""
+
+    layer: TappedLayer
+    parameters: tuple[torch.nn.Parameter, ...]
+    inputs: torch.Tensor
+    gradient: torch.Tensor
+
+
+class TappedLayer(ABC):
+    """One layer whose weight gradients can wait. A subclass says how they are computed.
+
+    ``names`` are the module's own names of the parameters whose gradients pass the tap. The module's forward takes the
+    input first.
+    """
+
+    def __init__(self, module: torch.nn.Module, names: tuple[str, ...] = ("weight",)) -> None:
+        self.module, self.names = module, names
+        self._run = module.forward
+        self._input = next(iter(inspect.signature(module.forward).parameters))
+        self._overrides = Overrides()
+        self._taps: StageTaps | None = None
+
+    @abstractmethod
+    def gradients(
+        self, parameters: tuple[torch.nn.Parameter, ...], inputs: torch.Tensor, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Gradients of these parameters, in their shapes and types."""
+
+    def install(self, taps: StageTaps) -> None:
+        self._taps = taps
+        self._overrides.set(self.module, "forward", self.forward)
+
+    def remove(self) -> None:
+        self._overrides.restore()
+
+    def __deepcopy__(self, memo: Any) -> TappedLayer:
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, with the tap on its output while a microbatch is recorded."""
+        taps = self._taps
+        if taps is None or taps.microbatch is None or not torch.is_grad_enabled():
+            return self._run(*args, **kwargs)
+        # Looked up now: FSDP puts others into the parameters' place while the module computes.
+        parameters = {name: self.module.get_parameter(name) for name in self.names}
+        training = {name: p for name, p in parameters.items() if p.requires_grad}
+        if not training:
+            return self._run(*args, **kwargs)
+        with ParameterMask(training).frozen(tuple(training)):
+            result = self._run(*args, **kwargs)
+        return self.tapped(result, args[0] if args else kwargs[self._input], tuple(training.values()))
+
+    def tapped(self, result: Any, inputs: torch.Tensor, parameters: tuple[torch.nn.Parameter, ...]) -> Any:
+        """What the module's forward returned, with the tap on its output."""
+        assert self._taps is not None
+        return self._taps.tap(self, result, inputs, parameters)
+
+
+class LinearTap(TappedLayer):
+    """``torch.nn.Linear``. Its bias gets its gradient with the input gradient: a sum, next to nothing."""
+
+    def gradients(
+        self, parameters: tuple[torch.nn.Parameter, ...], inputs: torch.Tensor, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        return (linear_gradient(parameters[0], inputs, gradient),)
+
+
+def linear_gradient(weight: torch.Tensor, inputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Gradient of a weight ``[outputs, inputs]``, by the product that torch's own backward runs."""
+    flat = gradient.reshape(-1, gradient.shape[-1])
+    inputs = inputs.reshape(-1, inputs.shape[-1]).to(flat.dtype)  # under autocast the layer computed in another type
+    return torch.mm(flat.t(), inputs).to(weight.dtype)
+
+
+class StageTaps:
+    """The taps on one stage's layers.
+
+    Args:
+        model: the stage's module.
+        make: the tap of a layer; None for one that it does not know.
+    """
+
+    def __init__(self, model: torch.nn.Module, make: Callable[[torch.nn.Module], TappedLayer | None]) -> None:
+        self._layers = _layers(model, make)
+        self.names = frozenset(self._layers)
+        self.microbatch: int | None = None  # whose forward or backward runs
+        self._pending: dict[int, list[_Pending]] = {}
+        self._anchor = torch.zeros(0, requires_grad=True)  # a tap's node runs whether or not the input needs gradients
+        for layer in dict.fromkeys(self._layers.values()):
+            layer.install(self)
+
+    def remove(self) -> None:
+        """Give the layers their own forwards back."""
+        for layer in dict.fromkeys(self._layers.values()):
+            layer.remove()
+
+    @contextmanager
+    def recording(self, microbatch: int) -> Iterator[None]:
+        """Around a forward, or a backward, which may repeat forwards: keep what weight gradients are made from."""
+        self.microbatch = microbatch
+        try:
+            yield
+        finally:
+            self.microbatch = None
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """The microbatches whose weight gradients wait."""
+        return tuple(self._pending)
+
+    def clear(self) -> None:
+        """Forget what waits: its step has failed."""
+        self._pending.clear()
+
+    def compute(self, microbatch: int) -> None:
+        """Compute and accumulate the weight gradients of a microbatch, through the hooks on their parameters."""
+        gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for layer, parameters, inputs, gradient in self._pending.pop(microbatch, ()):
+            for parameter, of_call in zip(parameters, layer.gradients(parameters, inputs, gradient), strict=True):
+                before = gradients.get(parameter)
+                # Of several calls the host adds up first what one backward makes, too.
+                gradients[parameter] = of_call if before is None else before + of_call
+        for parameter, total in gradients.items():
+            torch.autograd.backward([parameter], [total])
+
+    def tap(
+        self,
+        layer: TappedLayer,
+        output: torch.Tensor,
+        inputs: torch.Tensor,
+        parameters: tuple[torch.nn.Parameter, ...],
+    ) -> torch.Tensor:
+        """``output`` without a copy; in its backward its gradient is kept with ``inputs``."""
+        microbatch = self.microbatch
+        assert microbatch is not None
+
+        def keep(inputs: torch.Tensor, gradient: torch.Tensor) -> None:
+            pending = self._pending.setdefault(microbatch, [])
+            pending.append(_Pending(layer, parameters, inputs, gradient))
+
+        kept = _Keep.apply(keep, inputs.detach(), output.detach(), self._anchor)  # type: ignore[no-untyped-call]
+        return _Join.apply(output, kept)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _layers(
+    model: torch.nn.Module, make: Callable[[torch.nn.Module], TappedLayer | None]
+) -> dict[str, TappedLayer]:
+    """The layers of a model that ``make`` knows, by the model's names of their parameters.
+
+    Layers that share a parameter with another one stay out: a tap sees only what passes its own layer. So do those
+    with a forward of somebody else's, which may compute anything.
+    """
+    uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    layers: dict[str, TappedLayer] = {}
+    for prefix, module in model.named_modules():
+        if "forward" not in vars(module) and all(uses[id(p)] == 1 for p in module.parameters(recurse=False)):
+            layer = make(module)
+            if layer is not None:
+                layers.update((f"{prefix}.{name}" if prefix else name, layer) for name in layer.names)
+    return layers
+
+
+def plain_layer(module: torch.nn.Module) -> TappedLayer | None:
+    """The tap of torch's own linear layer; None for others."""
+    weight = vars(module)["_parameters"].get("weight")
+    # Not a DTensor, for one: a rank has its shard only.
+    if type(module) is not torch.nn.Linear or type(weight) is not torch.nn.Parameter or not weight.requires_grad:
+        return None
+    return LinearTap(module)

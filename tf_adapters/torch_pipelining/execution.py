@@ -1,0 +1,80 @@
+"""A batch in an order that a plan has rewritten, on torch's own runtime for lists of actions.
+
+The runtime splits backwards (I and W) and moves tensors as the order needs. Stages, loss and microbatches are those of
+the schedule object that the user made.
+Source: torch/distributed/pipelining/schedules.py (``_PipelineScheduleRuntime``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.pipelining import schedules as host
+
+from tf_adapters.schedule.ir import PipelineSchedule
+
+__all__ = ["RewrittenOrder"]
+
+
+class RewrittenOrder:
+    """Runs the batches of one schedule object in another order than its own."""
+
+    def __init__(self, schedule: Any) -> None:
+        self._schedule = schedule
+        self._single = isinstance(schedule, host.PipelineScheduleSingle)
+        self._runtime: Any = None
+        self._order: PipelineSchedule | None = None
+        self._lowered: Any = None
+
+    def run(self, order: PipelineSchedule, *args: Any, **kwargs: Any) -> Any:
+        """One batch in ``order``; the arguments are those of the schedule's ``_step_microbatches``.
+
+        What torch raises for an order that it cannot lower is the same on every rank: all of them have all of it.
+        """
+        if order is not self._order:
+            self._lower(order)
+        with self._running() as runtime:
+            return type(runtime)._step_microbatches(runtime, *args, **kwargs)
+
+    def _lower(self, order: PipelineSchedule) -> None:
+        """Add what sends, receives and reduces: torch's own lowering."""
+        runtime = self._runtime = self._runtime or self._make_runtime()
+        own = getattr(runtime, "pipeline_order_with_comms", None)
+        lists: dict[int, list[host._Action | None]] = {
+            rank: [host._Action.from_str(text) for text in texts] for rank, texts in enumerate(order.to_text())
+        }
+        try:
+            runtime._prepare_schedule_with_comms(lists)
+            self._lowered, self._order = runtime.pipeline_order_with_comms, order
+        finally:
+            runtime.pipeline_order_with_comms = own
+
+    def _make_runtime(self) -> Any:
+        """The schedule object itself, or for one that has a loop of its own a runtime for the same stage."""
+        schedule = self._schedule
+        if not self._single:
+            return schedule
+        return host._PipelineScheduleRuntime(
+            [schedule._stage], schedule._n_microbatches, loss_fn=schedule._loss_fn, scale_grads=schedule.scale_grads
+        )
+
+    @contextmanager
+    def _running(self) -> Iterator[Any]:
+        """The runtime with the order, and with what the schedule object knows by now; the object's own afterwards."""
+        schedule, runtime = self._schedule, self._runtime
+        own = runtime.pipeline_order_with_comms
+        runtime.pipeline_order_with_comms = self._lowered
+        if self._single:
+            runtime._loss_fn, runtime._has_backward = schedule._loss_fn, schedule._has_backward
+            runtime._stages_forward_initialized = schedule._stage_forward_initialized
+            runtime._stages_backward_initialized = schedule._stage_backward_initialized
+        try:
+            yield runtime
+        finally:
+            runtime.pipeline_order_with_comms = own
+            if self._single:
+                runtime._internal_losses.clear()
+                schedule._stage_forward_initialized = runtime._stages_forward_initialized
+                schedule._stage_backward_initialized = runtime._stages_backward_initialized
