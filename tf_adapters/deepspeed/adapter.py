@@ -22,6 +22,7 @@ from tf_adapters.deepspeed.execution import (
     InputGradients,
     OrderedSchedule,
     Sends,
+    another_buffer,
     WeightGradients,
 )
 from tf_adapters.deepspeed.optimizers import (
@@ -131,6 +132,7 @@ class DeepSpeedAdapter(HostAdapter):
                 WeightGradients: self._weight_gradients,
                 FinishSends: self._finish_sends,
             }
+            wrapped[host.RecvGrad] = self._receive_gradients
             wrapped |= {kind: self._sending(kind) for kind in (host.SendActivation, host.SendGrad)}
         overrides.set(engine, "_INSTRUCTION_MAP", {**self._host_instructions, **wrapped})
         overrides.set(engine, "_exec_schedule", self._exec_schedule)
@@ -204,6 +206,11 @@ class DeepSpeedAdapter(HostAdapter):
             (started if self._reordered else run)(engine, *args, **kwargs)
 
         return send
+
+    def _receive_gradients(self, engine: Any, buffer_id: int) -> None:
+        if self._reordered and engine.grad_layer is not None:
+            engine.grad_layer = another_buffer(engine.grad_layer)
+        self._host_instructions[host.RecvGrad](engine, buffer_id)
 
     def _finish_sends(self, engine: Any) -> None:
         self._sends.finish()

@@ -19,7 +19,7 @@ from deepspeed.runtime.pipe import schedule as host
 from tf_adapters.overrides import Overrides
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
-__all__ = ["FinishSends", "InputGradients", "OrderedSchedule", "Sends", "WeightGradients", "runs_in_order"]
+__all__ = ["FinishSends", "InputGradients", "OrderedSchedule", "Sends", "WeightGradients", "another_buffer", "runs_in_order"]
 
 
 class InputGradients(host.BufferOpInstruction):  # type: ignore[misc]
@@ -99,6 +99,13 @@ def runs_in_order(order: PipelineSchedule) -> bool:
             if microbatches != sorted(microbatches):
                 return False
     return True
+
+
+def another_buffer(received: Any) -> Any:
+    """A buffer like the one that gradients were received in: weight gradients may still be made from that one."""
+    if isinstance(received, torch.Tensor):
+        return torch.empty_like(received)
+    return [torch.empty_like(tensor) for tensor in received]
 
 
 class Sends:
