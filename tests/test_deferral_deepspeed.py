@@ -35,7 +35,9 @@ def test_masks_and_deferral_together_with_replicas(pools, name):
 def test_nothing_frozen_is_the_host_to_the_bit(pools, name):
     case = replace(CASES[name], ratios=0.0, steps=3)
     ours = pools(case.stages).run(train, deferred(case))
-    alone = pools(case.stages).run(train, replace(case, section={**case.section, "method": "none", "monitoring_masks": False}, ratios=None))
+    alone = pools(case.stages).run(
+        train, replace(case, section={**case.section, "method": "none", "monitoring_masks": False}, ratios=None)
+    )
     for mine, theirs in zip(ours, alone, strict=True):
         assert mine["plan"]["ranks"] != mine["schedule"]
         assert [step["loss"] for step in mine["steps"]] == [step["loss"] for step in theirs["steps"]]

@@ -22,8 +22,8 @@ from tf_adapters.deepspeed.execution import (
     InputGradients,
     OrderedSchedule,
     Sends,
-    another_buffer,
     WeightGradients,
+    another_buffer,
 )
 from tf_adapters.deepspeed.optimizers import (
     HeldParameters,

@@ -19,7 +19,15 @@ from deepspeed.runtime.pipe import schedule as host
 from tf_adapters.overrides import Overrides
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
-__all__ = ["FinishSends", "InputGradients", "OrderedSchedule", "Sends", "WeightGradients", "another_buffer", "runs_in_order"]
+__all__ = [
+    "FinishSends",
+    "InputGradients",
+    "OrderedSchedule",
+    "Sends",
+    "WeightGradients",
+    "another_buffer",
+    "runs_in_order",
+]
 
 
 class InputGradients(host.BufferOpInstruction):  # type: ignore[misc]

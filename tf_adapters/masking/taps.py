@@ -41,7 +41,9 @@ class _Keep(torch.autograd.Function):
     """Keeps a layer's input and the gradient of its output for ``StageTaps.compute``."""
 
     @staticmethod
-    def forward(ctx: Any, keep: Callable[..., None], inputs: torch.Tensor, output: torch.Tensor, _: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, keep: Callable[..., None], inputs: torch.Tensor, output: torch.Tensor, _: Any
+    ) -> torch.Tensor:
         ctx.save_for_backward(inputs)
         ctx.keep = keep
         return output.detach()
@@ -70,10 +72,13 @@ class TappedLayer(ABC):
     input first.
     """
 
+    attribute = "forward"
+    """The method of the module that computes the output."""
+
     def __init__(self, module: torch.nn.Module, names: tuple[str, ...] = ("weight",)) -> None:
         self.module, self.names = module, names
-        self._run = module.forward
-        self._input = next(iter(inspect.signature(module.forward).parameters))
+        self._run = getattr(module, self.attribute)
+        self._input = next(iter(inspect.signature(self._run).parameters))
         self._overrides = Overrides()
         self._taps: StageTaps | None = None
 
@@ -85,7 +90,7 @@ class TappedLayer(ABC):
 
     def install(self, taps: StageTaps) -> None:
         self._taps = taps
-        self._overrides.set(self.module, "forward", self.forward)
+        self._overrides.set(self.module, self.attribute, self.forward)
 
     def remove(self) -> None:
         self._overrides.restore()
@@ -199,9 +204,7 @@ class StageTaps:
         return _Join.apply(output, kept)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _layers(
-    model: torch.nn.Module, make: Callable[[torch.nn.Module], TappedLayer | None]
-) -> dict[str, TappedLayer]:
+def _layers(model: torch.nn.Module, make: Callable[[torch.nn.Module], TappedLayer | None]) -> dict[str, TappedLayer]:
     """The layers of a model that ``make`` knows, by the model's names of their parameters.
 
     Layers that share a parameter with another one stay out: a tap sees only what passes its own layer. So do those

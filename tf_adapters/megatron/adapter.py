@@ -25,6 +25,7 @@ from tf_adapters.masking.rows import RowMask, row_layers
 from tf_adapters.masking.taps import StageTaps
 from tf_adapters.megatron.chunks import Chunk
 from tf_adapters.megatron.execution import WaitingWeights, before_reduction
+from tf_adapters.megatron.linear import tapped_layer
 from tf_adapters.megatron.optimizers import HeldParameters, held_values
 from tf_adapters.megatron.rows import parallel_layer
 from tf_adapters.megatron.schedules import PipelinePosition, translate
@@ -101,7 +102,7 @@ class MegatronAdapter(HostAdapter):
         parameters = {stage: chunk.parameters for stage, chunk in by_stage.items()}
         rules = unit_rules(model.config, model.expert_parallel_size)
         by_rows = by_stage if self.config.granularity == "row" else {}
-        taps = {stage: StageTaps(chunk.model, parallel_layer) for stage, chunk in by_stage.items()}
+        taps = {stage: StageTaps(chunk.model, tapped_layer) for stage, chunk in by_stage.items()}
         return HostPipeline(
             host=host_info(),
             taps=taps if self.config.defers else {},

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.schedule.dag import PipelineDag
-from tf_adapters.schedule.deferral import defer, most_in_flight, split
+from tf_adapters.schedule.deferral import defer, most_in_flight
 from tf_adapters.schedule.durations import Bounds
-from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.ir import Action, Kind
 
 __all__ = ["deferred_problem", "host_makespan"]
 

@@ -15,7 +15,9 @@ __all__ = ["defer", "most_in_flight", "split"]
 
 def split(schedule: PipelineSchedule) -> PipelineSchedule:
     """Every B as an I with its W right after it."""
-    return PipelineSchedule(tuple(tuple(half for action in rank for half in _halves(action)) for rank in schedule.ranks))
+    return PipelineSchedule(
+        tuple(tuple(half for action in rank for half in _halves(action)) for rank in schedule.ranks)
+    )
 
 
 def _halves(action: Action) -> tuple[Action, ...]:
@@ -36,7 +38,10 @@ def most_in_flight(schedule: PipelineSchedule) -> int:
 
 
 def defer(
-    schedule: PipelineSchedule, durations: Mapping[Action, float], delays: Mapping[tuple[Action, Action], float], limit: int
+    schedule: PipelineSchedule,
+    durations: Mapping[Action, float],
+    delays: Mapping[tuple[Action, Action], float],
+    limit: int,
 ) -> PipelineSchedule:
     """The order of F and I stays; each W runs when its rank would wait, or where a forward would exceed ``limit``."""
     parts = split(schedule)

@@ -1,0 +1,77 @@
+"""Taps on Megatron's own tensor-parallel linear layers.
+
+The tap is on the product itself, inside of what the layer does for tensor and sequence parallelism: gradients of its
+output are this rank's already, and only its input may have to be gathered once more, as the host's backward does.
+Source: megatron/core/tensor_parallel/layers.py (``_forward_impl``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+from tf_adapters.masking.parameters import ParameterMask
+from tf_adapters.masking.taps import TappedLayer, linear_gradient, plain_layer
+
+__all__ = ["ParallelLinearTap", "tapped_layer"]
+
+
+def tapped_layer(module: torch.nn.Module) -> TappedLayer | None:
+    """The tap of a layer of a Megatron model; None for what it does not know: layers of Transformer Engine, embeddings.
+
+    Nor for layers whose weight is shared or whose weight gradient Megatron itself puts off (``wgrad_deferral_limit``).
+    """
+    if type(module) not in (ColumnParallelLinear, RowParallelLinear):
+        return plain_layer(module)
+    weight = vars(module)["_parameters"].get("weight")
+    if weight is None or not weight.requires_grad or "shared_embedding" in vars(weight):
+        return None
+    if getattr(module, "embedding_activation_buffer", None) is not None:
+        return None
+    # Megatron trains no bias inside of the product whose weight is frozen.
+    inside = type(module) is ColumnParallelLinear and not module.skip_bias_add and module.bias is not None
+    return ParallelLinearTap(module, ("weight", "bias") if inside else ("weight",))
+
+
+class ParallelLinearTap(TappedLayer):
+    """A column- or row-parallel linear layer."""
+
+    attribute = "_forward_impl"
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The layer's product, with the tap on its output while a microbatch is recorded."""
+        taps, weight, bias = self._taps, kwargs.get("weight"), kwargs.get("bias")
+        own = weight is self.module.weight
+        if taps is None or taps.microbatch is None or not own or not torch.is_grad_enabled():
+            return self._run(*args, **kwargs)  # type: ignore[no-any-return]
+        named = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        training = {name: p for name, p in named.items() if p is not None and p.requires_grad}
+        if "weight" not in training:
+            return self._run(*args, **kwargs)  # type: ignore[no-any-return]
+        with ParameterMask(training).frozen(tuple(training)):
+            output = self._run(*args, **kwargs)
+        return taps.tap(self, output, inputs=kwargs["input"], parameters=tuple(training.values()))
+
+    def gradients(
+        self, parameters: tuple[torch.nn.Parameter, ...], inputs: torch.Tensor, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        weight, *biases = parameters
+        # With gradient_accumulation_fusion an earlier microbatch told DDP, for the rest of the batch, that a kernel
+        # adds this weight's gradients up. This one is DDP's to add.
+        if hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = False
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        of_weight = linear_gradient(weight, self._gathered(inputs), gradient)
+        return of_weight, *(flat.sum(dim=0) for _ in biases)
+
+    def _gathered(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The input of the product: under sequence parallelism each rank has a part of it."""
+        module: Any = self.module
+        if type(module) is RowParallelLinear or not module.sequence_parallel or module.explicit_expert_comm:
+            return inputs
+        ranks = module.tp_group.size()
+        whole = inputs.new_empty((inputs.shape[0] * ranks, *inputs.shape[1:]))
+        torch.distributed.all_gather_into_tensor(whole, inputs.contiguous(), group=module.tp_group)
+        return whole
