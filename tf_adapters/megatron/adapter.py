@@ -134,9 +134,9 @@ class MegatronAdapter(HostAdapter):
         self._in_batch = self._batch_seen = True
         self._waiting = self._waiting_weights()
         try:
-            with before_reduction(self._model.config, self.finish_weight_gradients):
+            with before_reduction(self._model.config, self._finish_weight_gradients):
                 yield
-            self.finish_weight_gradients()
+            self._finish_weight_gradients()
         finally:
             self._in_batch, self._waiting = False, None
 
@@ -154,6 +154,7 @@ class MegatronAdapter(HostAdapter):
         waiting = self._waiting
         kind = waiting.backward_kind(chunk.stage, microbatch) if waiting else Kind.BACKWARD
         result = self._run(run, chunk, kind, microbatch)
+        chunk.gradients.ready_as_now()
         if kind is Kind.BACKWARD:
             chunk.gradients.report(self.controller.mask(chunk.stage, microbatch).names)
         return result
@@ -163,10 +164,10 @@ class MegatronAdapter(HostAdapter):
         if self._waiting is not None:
             self._waiting.run()
 
-    def finish_weight_gradients(self) -> None:
-        """Compute the weight gradients that are left: gradients are reduced now."""
+    def _finish_weight_gradients(self, chunk: int | None = None) -> None:
+        """Compute the weight gradients that are left of a model chunk, or of all: they are reduced now."""
         if self._waiting is not None:
-            self._waiting.finish()
+            self._waiting.finish(None if chunk is None else self._position.stage(chunk))
 
     def _run(self, run: Callable[[], Any], chunk: Chunk, kind: Kind, microbatch: int) -> Any:
         self.compute_waiting()
@@ -188,8 +189,8 @@ class MegatronAdapter(HostAdapter):
             chunk = by_stage[action.stage]
             with chunk.gradients.accumulating(last):
                 self.controller.compute_weight_gradients(action.stage, action.microbatch)
-            if last:
-                chunk.gradients.report(self.controller.mask(action.stage, action.microbatch).names)
+                if last:
+                    chunk.gradients.report(self.controller.mask(action.stage, action.microbatch).names)
 
         return WaitingWeights(order.ranks[self._position.rank], compute)
 

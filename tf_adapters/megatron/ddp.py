@@ -26,6 +26,7 @@ class FrozenGradients:
         self._ddp = chunk if isinstance(chunk, DistributedDataParallel) else None
         self._hidden: dict[torch.nn.Parameter, Any] = {}
         self._hooks: list[Any] = []
+        self._ready: list[bool] = []  # of each group of buckets, in the newest backward
 
     def __deepcopy__(self, memo: Any) -> FrozenGradients:
         """A copy of the model reduces no gradients."""
@@ -72,24 +73,30 @@ class FrozenGradients:
             if group is not None and group.is_last_microbatch:
                 group.register_grad_ready(parameter, ddp.force_all_reduce)
 
+    def ready_as_now(self) -> None:
+        """A backward has run: the last weight gradients of a batch are as ready as what the newest one computed.
+
+        The host tells DDP before the batch's last backward; where all ranks reduce at the same time it does not.
+        """
+        self._ready = [group.is_last_microbatch for group in self._groups]
+
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
-        """Around the weight gradients of a microbatch that are computed later; ``last`` ones of a batch are ready.
-
-        The host may have told DDP by then that the batch's last microbatch has come.
-        """
-        if self._ddp is None or last:
-            yield
-            return
-        groups = [*self._ddp.bucket_groups, *self._ddp.expert_parallel_bucket_groups]
+        """Around weight gradients that are computed after their backward; ``last`` ones of a batch may be reduced."""
+        groups = self._groups
         before = [group.is_last_microbatch for group in groups]
-        for group in groups:
-            group.is_last_microbatch = False
+        for group, ready in zip(groups, self._ready, strict=True):
+            group.is_last_microbatch = ready and last
         try:
             yield
         finally:
-            for group, is_last in zip(groups, before, strict=True):
-                group.is_last_microbatch = is_last
+            for group, ready in zip(groups, before, strict=True):
+                group.is_last_microbatch = ready
+
+    @property
+    def _groups(self) -> list[Any]:
+        """DDP's groups of buckets."""
+        return [] if self._ddp is None else [*self._ddp.bucket_groups, *self._ddp.expert_parallel_bucket_groups]
 
     def _finish_gather(self, module: torch.nn.Module, *_: Any) -> None:
         if not self._hidden or self._ddp is None:

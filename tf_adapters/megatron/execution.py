@@ -48,10 +48,13 @@ class WaitingWeights:
             elif action not in self._passed:
                 return
 
-    def finish(self) -> None:
-        """Compute everything whose input gradient has run."""
+    def finish(self, stage: int | None = None) -> None:
+        """Compute everything, of one stage or of all, whose input gradient has run."""
         for action in self._weights:
-            if Action(action.stage, Kind.INPUT_GRAD, action.microbatch) in self._passed:
+            if (
+                stage in (None, action.stage)
+                and Action(action.stage, Kind.INPUT_GRAD, action.microbatch) in self._passed
+            ):
                 self._run_once(action)
 
     def _run_once(self, action: Action) -> None:
@@ -61,23 +64,24 @@ class WaitingWeights:
 
 
 @contextmanager
-def before_reduction(config: Any, run: Callable[[], None]) -> Iterator[None]:
-    """Around a batch: ``run`` is called before the host reduces the gradients of a whole batch."""
+def before_reduction(config: Any, finish: Callable[[int | None], None]) -> Iterator[None]:
+    """Around a batch: ``finish`` is called before the host reduces the gradients of a model chunk, or of all (None)."""
 
-    def first(function: Any) -> Any:
-        if isinstance(function, (list, tuple)):  # one for each model chunk
-            return type(function)(map(first, function))
-
+    def first(function: Callable[..., Any], chunk: int | None = None) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            run()
+            finish(chunk)
             return function(*args, **kwargs)
 
         return call
 
     overrides = Overrides()
-    for name in ("grad_sync_func", "finalize_model_grads_func"):
-        if getattr(config, name) is not None:
-            overrides.set(config, name, first(getattr(config, name)))
+    sync = config.grad_sync_func
+    if isinstance(sync, (list, tuple)):
+        overrides.set(config, "grad_sync_func", [first(function, chunk) for chunk, function in enumerate(sync)])
+    elif sync is not None:
+        overrides.set(config, "grad_sync_func", first(sync))
+    if config.finalize_model_grads_func is not None:
+        overrides.set(config, "finalize_model_grads_func", first(config.finalize_model_grads_func))
     try:
         yield
     finally:
