@@ -36,7 +36,7 @@ def draws(
     preferred: frozenset[int], ratio: float, count: int = DRAWS, units: list[FreezeUnit] = UNITS
 ) -> list[frozenset[int]]:
     selection = HybridSelection(units, preferred)
-    return [selection.draw(ratio, np.random.default_rng([5, draw])).whole for draw in range(count)]
+    return [selection.draw(ratio, np.random.default_rng([5, draw])) for draw in range(count)]
 
 
 def expected_chances(units: list[FreezeUnit], preferred: frozenset[int], ratio: float) -> np.ndarray:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tf_adapters.selection.uniform import Drawn, UniformSelection
+from tf_adapters.selection.uniform import UniformSelection
 from tf_adapters.selection.units import FreezeUnit, freezable_work
 
 _EPSILON = 1e-9
@@ -32,12 +32,11 @@ class HybridSelection:
         self._preferred_work = freezable_work(self._thinned.units)
         self._other_work = freezable_work(self._filled.units)
 
-    def draw(self, ratio: float, rng: np.random.Generator) -> Drawn:
-        """What an actual freeze ratio in [0, 1] freezes."""
+    def draw(self, ratio: float, rng: np.random.Generator) -> frozenset[int]:
+        """Indices of what an actual freeze ratio in [0, 1] freezes."""
         thinned, filled = shares(ratio, self._preferred_work, self._other_work)
-        first = _placed(self._preferred, self._thinned.draw(thinned, rng))
-        second = _placed(self._others, self._filled.draw(filled, rng))
-        return Drawn(first.whole | second.whole, {**first.partial, **second.partial})
+        first = (self._preferred[place] for place in self._thinned.draw(thinned, rng))
+        return frozenset(first) | {self._others[place] for place in self._filled.draw(filled, rng)}
 
 
 def shares(ratio: float, preferred: float, others: float) -> tuple[float, float]:
@@ -47,8 +46,3 @@ def shares(ratio: float, preferred: float, others: float) -> tuple[float, float]
         return budget / preferred, 0.0
     rest = budget - preferred
     return 1.0, rest / others if rest > _EPSILON * budget else 0.0
-
-
-def _placed(indices: Sequence[int], drawn: Drawn) -> Drawn:
-    whole = frozenset(indices[place] for place in drawn.whole)
-    return Drawn(whole, {indices[place]: rows for place, rows in drawn.partial.items()})

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from tf_adapters.selection.hybrid import HybridSelection
-from tf_adapters.selection.rows import FrozenRows
 from tf_adapters.selection.uniform import UniformSelection
 from tf_adapters.selection.units import FreezeUnit, frozen_share, limited, preferred_share
 
@@ -17,15 +16,13 @@ from tf_adapters.selection.units import FreezeUnit, frozen_share, limited, prefe
 class Mask:
     """What is frozen while one microbatch passes one stage.
 
-    ``names`` are frozen whole; of each of ``rows`` a part is frozen, and none of them is among ``names``. ``share`` is
-    of the stage's freezable work (``frozen_share``). ``complete``: no weight gradient is left to compute, which is
-    always so on a stage that trains nothing.
+    ``names`` are frozen, ``share`` of the stage's freezable work (``frozen_share``). ``complete``: no weight gradient
+    is left to compute, which is always so on a stage that trains nothing.
     """
 
     names: tuple[str, ...] = ()
     share: float = 0.0
     complete: bool = False
-    rows: tuple[FrozenRows, ...] = ()
 
 
 _Selection = UniformSelection | HybridSelection
@@ -41,7 +38,7 @@ class StageMasks:
     ``units`` holds every stage of the pipeline, not only this rank's: any rank can then tell what any other
     freezes, which tied parameters need. What a pattern of ``exclude`` matches is never frozen and counts as no work;
     what a pattern of ``caps`` matches is frozen with its cap, in [0, 1], times the ratio. ConfigError for a pattern
-    that matches nothing. Units that have rows may be frozen in part.
+    that matches nothing.
     """
 
     def __init__(
@@ -90,12 +87,10 @@ class StageMasks:
         if ratio <= 0.0 or not units:
             return NOTHING_FROZEN
         rng = np.random.default_rng([self._seed, step, stage, microbatch])
-        drawn = self._selection_of(stage, preferred).draw(ratio, rng)
-        names = tuple(name for index in sorted(drawn.whole) for name in units[index].names)
-        rows = tuple(FrozenRows(units[i].names, *drawn.partial[i], units[i].rows) for i in sorted(drawn.partial))
-        share = frozen_share(units, drawn.whole, {index: count for index, (_, count) in drawn.partial.items()})
-        complete = len(drawn.whole) == len(units) and not self._excludes[stage]
-        return Mask(names, share, complete, rows)
+        frozen = self._selection_of(stage, preferred).draw(ratio, rng)
+        names = tuple(name for index in sorted(frozen) for name in units[index].names)
+        complete = len(frozen) == len(units) and not self._excludes[stage]
+        return Mask(names, frozen_share(units, frozen), complete)
 
     def names(self, stage: int) -> tuple[str, ...]:
         """Every parameter of a stage that can be frozen."""

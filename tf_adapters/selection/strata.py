@@ -8,12 +8,12 @@ frozen that much more rarely, and form strata of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from tf_adapters.selection.units import FreezeUnit, freezable_work
+from tf_adapters.selection.units import FreezeUnit
 
 _EPSILON = 1e-9
 
@@ -37,24 +37,24 @@ class Stratum:
         return [index for shape in self.shapes for index in rng.permutation(shape).tolist()]
 
 
-def draw_whole(drawn: Iterable[Stratum], chance: float, rng: np.random.Generator) -> tuple[list[int], float]:
-    """Indices of frozen units, and the common chance that is left for what is drawn after them."""
+def draw_whole(drawn: Iterable[Stratum], chance: float, rng: np.random.Generator) -> frozenset[int]:
+    """Indices of frozen units, each frozen with ``chance`` times its cap."""
     frozen: list[int] = []
     for stratum in drawn:
         members = stratum.shuffled(rng)
         expected, room = len(members) * chance * stratum.cap, stratum.smaller / stratum.work
         count, chance = _round(expected, chance, ceiling=stratum.ceiling, room=room, rng=rng)
-        frozen.extend(spread(members, count, rng))
-    return frozen, chance
+        frozen.extend(_spread(members, count, rng))
+    return frozenset(frozen)
 
 
-def strata(units: Iterable[tuple[int, FreezeUnit]], after: Sequence[FreezeUnit] = ()) -> list[Stratum]:
-    """Units with their indices by work and cap, the largest work first; ``after`` are drawn when all of them are."""
+def strata(units: Iterable[tuple[int, FreezeUnit]]) -> list[Stratum]:
+    """Units with their indices by work and cap, the largest work first."""
     grouped: dict[tuple[float, float], dict[tuple[int, ...], list[int]]] = {}
     for index, unit in units:
         grouped.setdefault((unit.work, unit.cap), {}).setdefault(unit.shape, []).append(index)
     found: list[Stratum] = []
-    smaller, highest = freezable_work(after), max((unit.cap for unit in after), default=0.0)
+    smaller, highest = 0.0, 0.0
     for work, cap in sorted(grouped):
         by_shape = grouped[work, cap]
         shapes = [by_shape[shape] for shape in sorted(by_shape)]
@@ -85,7 +85,7 @@ def _round(expected: float, chance: float, ceiling: float, room: float, rng: np.
     return whole + int(rng.random() < part), chance
 
 
-def spread(members: list[int], count: int, rng: np.random.Generator) -> list[int]:
+def _spread(members: list[int], count: int, rng: np.random.Generator) -> list[int]:
     """``count`` of the members by systematic sampling: the same chance for each, floor or ceil in every run of them."""
     edges = np.floor(np.arange(len(members) + 1) * (count / len(members)) + rng.random())
     return [member for member, taken in zip(members, np.diff(edges) > 0, strict=True) if taken]

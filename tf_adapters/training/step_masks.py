@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from tf_adapters.masking.held_rows import HeldRows, frozen_by_all
 from tf_adapters.selection.masks import Mask
 from tf_adapters.selection.units import Tie
 from tf_adapters.training.pipeline import ParametersByStage
@@ -21,17 +20,10 @@ class StepMasks:
         draw: the mask of a (stage, microbatch) in the current step.
         parameters: this rank's stages, and the parameters of each by name.
         ties: weights that several stages hold.
-        row_stages: this rank's stages with layers whose rows can be frozen.
     """
 
-    def __init__(
-        self,
-        draw: Callable[[int, int], Mask],
-        parameters: ParametersByStage,
-        ties: Sequence[Tie],
-        row_stages: Sequence[int],
-    ) -> None:
-        self._draw, self._parameters, self._row_stages = draw, parameters, row_stages
+    def __init__(self, draw: Callable[[int, int], Mask], parameters: ParametersByStage, ties: Sequence[Tie]) -> None:
+        self._draw, self._parameters = draw, parameters
         self._ties = {place: tie for tie in ties for place in tie}
         self._drawn: dict[tuple[int, int], Mask] = {}
 
@@ -64,14 +56,6 @@ class StepMasks:
             for stage, of_stage in self._parameters.items()
             for name in sorted(names(stage))
             if all(held in names(other) for other, held in self._ties.get((stage, name), ()))
-        )
-
-    def held_rows(self, microbatches: int) -> tuple[HeldRows, ...]:
-        """This rank's rows that every microbatch froze, of parameters that some microbatch froze in part."""
-        return tuple(
-            HeldRows(self._parameters[stage][name], rows)
-            for stage in self._row_stages
-            for name, rows in frozen_by_all(self.of(stage, m) for m in range(microbatches)).items()
         )
 
     def _frozen_by_all(self, stage: int, microbatches: int) -> frozenset[str]:

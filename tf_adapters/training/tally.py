@@ -19,7 +19,7 @@ class MaskTally:
 
     def __init__(self) -> None:
         self._shares: dict[int, list[float]] = defaultdict(list)
-        self._frozen: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._frozen: dict[int, Counter[str]] = defaultdict(Counter)
         self._microbatches: Counter[int] = Counter()
 
     def add(self, step: int, phase: Phase, drawn: Mapping[tuple[int, int], Mask]) -> None:
@@ -47,9 +47,4 @@ class MaskTally:
 
     def _count(self, stage: int, mask: Mask) -> None:
         self._microbatches[stage] += 1
-        counts = self._frozen[stage]
-        for name in mask.names:
-            counts[name] += 1
-        for rows in mask.rows:
-            for name in rows.names:
-                counts[name] += rows.count / rows.total
+        self._frozen[stage].update(mask.names)
