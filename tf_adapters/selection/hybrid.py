@@ -16,12 +16,12 @@ _EPSILON = 1e-9
 
 
 class HybridSelection:
-    """Draws what is frozen of one stage, the units at ``preferred`` before any other.
+    """Draws what the microbatches of a step freeze of one stage, the units at ``preferred`` before any other.
 
-    Where they hold more work than the budget, each of them is frozen with the same probability and nothing else is;
-    where they hold less, all of them are frozen and each other unit with the same probability. A cap makes a unit's
-    probability that much smaller, "all" included. The expected work is the budget, and each draw is as close to it as
-    ``UniformSelection`` comes among the units that it draws from.
+    Where they hold more work than a microbatch's budget, each of them is frozen with the same probability and nothing
+    else is; where they hold less, all of them are frozen and each other unit with the same probability. A cap makes a
+    unit's probability that much smaller, "all" included. The expected work is the budget. Each draw is as close to it,
+    and as spread over the microbatches, as ``UniformSelection`` makes it among the units that it draws from.
     """
 
     def __init__(self, units: Sequence[FreezeUnit], preferred: Iterable[int]) -> None:
@@ -32,11 +32,15 @@ class HybridSelection:
         self._preferred_work = freezable_work(self._thinned.units)
         self._other_work = freezable_work(self._filled.units)
 
-    def draw(self, ratio: float, rng: np.random.Generator) -> frozenset[int]:
-        """Indices of what an actual freeze ratio in [0, 1] freezes."""
-        thinned, filled = shares(ratio, self._preferred_work, self._other_work)
-        first = (self._preferred[place] for place in self._thinned.draw(thinned, rng))
-        return frozenset(first) | {self._others[place] for place in self._filled.draw(filled, rng)}
+    def draw(self, ratios: Sequence[float], rng: np.random.Generator) -> list[frozenset[int]]:
+        """Indices of what each microbatch freezes, whose actual freeze ratios in [0, 1] these are."""
+        both = [shares(ratio, self._preferred_work, self._other_work) for ratio in ratios]
+        thinned = self._thinned.draw([first for first, _ in both], rng)
+        filled = self._filled.draw([second for _, second in both], rng)
+        return [
+            frozenset([*(self._preferred[i] for i in first), *(self._others[i] for i in second)])
+            for first, second in zip(thinned, filled, strict=True)
+        ]
 
 
 def shares(ratio: float, preferred: float, others: float) -> tuple[float, float]:

@@ -125,7 +125,7 @@ class Controller:
 
         They take no update in this step: the host must leave them and their optimizer state as they are.
         """
-        return self._step_masks.held_parameters(self.schedule.num_microbatches)
+        return self._step_masks.held_parameters()
 
     def end_step(self) -> None:
         """The host has updated the weights. Decides, on all ranks at once, what the next step does.
@@ -156,7 +156,7 @@ class Controller:
 
     def frozen_parameters(self, step: int, stage: int, microbatch: int) -> tuple[str, ...]:
         """Names frozen on ``stage`` for ``microbatch`` at ``step``: the same on every replica and after a restart."""
-        return self._ratios.mask(self.state, step, stage, microbatch).names
+        return self._ratios.masks(self.state, step, stage)[microbatch].names
 
     @property
     def forecast(self) -> Forecast | None:
@@ -231,8 +231,8 @@ class Controller:
         if self._observer is not None:
             self._observer.close(self.snapshot())
 
-    def _draw(self, stage: int, microbatch: int) -> Mask:
-        return self._ratios.mask(self.state, self.step, stage, microbatch)
+    def _draw(self, stage: int) -> tuple[Mask, ...]:
+        return self._ratios.masks(self.state, self.step, stage)
 
     def _forget_measured(self) -> None:
         """What was timed, and a plan that is being made from it, are of another run or schedule."""
