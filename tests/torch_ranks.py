@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tf_adapters import testing
-from tf_adapters.selection.rows import FrozenRows
 
 VOCABULARY, WIDTH, CONTEXT, BLOCKS, ROWS = 32, 12, 5, 8, 2
 SECTION: dict[str, Any] = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 2, "on_error": "raise"}
@@ -350,7 +349,7 @@ def _step(run: Run, recorder: GradientRecorder | None, step: int, state: dict[st
     phase = run.adapter.controller.phase.value if run.adapter is not None else None
     if recorder is None:
         return {"phase": phase, "loss": run.train_step(step)}
-    state_before, masks, rows = state or optimizer_state(run), masks_of(run), rows_of(run)
+    state_before, masks = state or optimizer_state(run), masks_of(run)
     trained = trained_names(run)
     loss = run.train_step(step)
     return {
@@ -359,7 +358,6 @@ def _step(run: Run, recorder: GradientRecorder | None, step: int, state: dict[st
         "before": {name: found["value"] for name, found in state_before.items()},
         "gradients": dict(recorder.latest),
         "masks": masks,
-        "rows": rows,
         "state_before": state_before,
         "state_after": optimizer_state(run),
         "trained": trained,
@@ -378,20 +376,6 @@ def masks_of(run: Run) -> dict[tuple[int, int], tuple[str, ...]]:
     controller = run.adapter.controller
     return {
         (s, m): tuple(map(plain, controller.frozen_parameters(controller.step, s, m)))
-        for s in range(run.case.stages)
-        for m in range(run.case.microbatches)
-    }
-
-
-def rows_of(run: Run) -> dict[tuple[int, int], tuple[FrozenRows, ...]]:
-    """Frozen rows of parameters that the next step does not freeze whole."""
-    if run.adapter is None:
-        return {}
-    controller = run.adapter.controller
-    return {
-        (s, m): tuple(
-            replace(rows, names=tuple(map(plain, rows.names))) for rows in controller.frozen_rows(controller.step, s, m)
-        )
         for s in range(run.case.stages)
         for m in range(run.case.microbatches)
     }
