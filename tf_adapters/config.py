@@ -55,11 +55,7 @@ class TimelyFreezeConfig(BaseModel):
             "allowed": 'an object of patterns and ratios from 0 to max_freeze_ratio, such as {"*embed*": 0.2}'
         },
     )
-    granularity: Literal["tensor", "row"] = Field(
-        "tensor",
-        description="what is frozen as one: whole tensors, or also rows of linear and embedding layers, with which "
-        "any freeze ratio is met",
-    )
+    granularity: Literal["tensor"] = Field("tensor", description="what is frozen as one: whole tensors")
     weight_gradients: Literal["in_place", "deferred"] = Field(
         "in_place",
         description="in_place: each backward computes them, as the host does; deferred: they wait until the rank would "

@@ -36,7 +36,6 @@ from tf_adapters.deepspeed.schedules import SCHEDULES, MicrobatchTracker, transl
 from tf_adapters.deepspeed.stages import (
     is_dualpipev,
     parameters_by_stage,
-    row_masks_by_stage,
     stages_of,
     units_by_stage,
 )
@@ -89,14 +88,12 @@ class DeepSpeedAdapter(HostAdapter):
 
     def _describe(self) -> HostPipeline:
         engine, parameters = self.engine, parameters_by_stage(self.engine)
-        rows = row_masks_by_stage(engine, parameters) if self.config.granularity == "row" else {}
         return HostPipeline(
             host=host_info(),
             schedule=translate(self._schedule_type, self._microbatches, engine.num_stages),
             units=units_by_stage(engine, parameters),
             parameters=parameters,
             held_values=held_values(engine, parameters),
-            row_masks=rows,
             taps={engine.stage_id: StageTaps(engine.module, plain_layer)} if self.config.defers else {},
             accumulating=lambda: accumulating(engine),
             moves_forwards=True,
@@ -233,7 +230,7 @@ class DeepSpeedAdapter(HostAdapter):
     def _reduce_gradients(self, engine: Any, **kwargs: Any) -> None:
         held = self.controller.held_parameters()
         fill_missing_gradients(engine.optimizer, held)
-        self._holder.hold(held, self.controller.held_rows())
+        self._holder.hold(held)
         self._host_instructions[host.ReduceGrads](engine, **kwargs)
 
     def _optimizer_step(self, engine: Any, **kwargs: Any) -> None:

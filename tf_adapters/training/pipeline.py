@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tf_adapters.masking.rows import RowMask
 from tf_adapters.masking.taps import StageTaps
 from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.selection.sampling import HeldValues, whole_parameters
@@ -39,7 +38,6 @@ class HostPipeline:
         parameters: this rank's stages, and the parameters of each by name; every name in their units is among them.
         ties: weights that several stages hold.
         held_values: this rank's values of a parameter, as its optimizer updates them; by default ``parameters``.
-        row_masks: this rank's layers whose rows can be frozen, by stage; the units say how many rows they have.
         taps: this rank's layers whose weight gradients can wait, by stage; the units say which they are.
         accumulating: around weight gradients that are computed later: takes them where those of the host's backward go.
         moves_forwards: whether the host can run forwards and input gradients in another order, too.
@@ -54,7 +52,6 @@ class HostPipeline:
     parameters: ParametersByStage
     ties: Sequence[Tie] = ()
     held_values: HeldValues | None = None
-    row_masks: Mapping[int, RowMask] = field(default_factory=dict)
     taps: Mapping[int, StageTaps] = field(default_factory=dict)
     accumulating: Callable[[], AbstractContextManager[None]] = nullcontext
     moves_forwards: bool = False
