@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,3 +44,21 @@ def test_nothing_frozen_is_the_host_to_the_bit(name: str) -> None:
         assert mine["failure"] is None
         for weight, value in theirs["parameters"].items():
             assert torch.equal(mine["parameters"][weight], value), weight
+
+
+def test_a_run_is_monitored_without_masks_and_then_planned(tmp_path: Path) -> None:
+    section = {**DEFERRED, "monitoring_steps": 10, "max_freeze_ratio": 0.4, "report_every": 1}
+    case = Case(ranks=4, section=section, steps=24, output_dir=str(tmp_path))
+    ranks = pool(4).run(train, case)
+    check_oracle(case, ranks)
+    for rank in ranks:
+        assert rank["failure"] is None
+        assert rank["steps"][-1]["phase"] == "stable"
+        monitored = [step for step in rank["steps"] if step["phase"].startswith("monitoring")]
+        assert len(monitored) >= 2
+        assert not any(names for step in monitored for names in step["masks"].values())
+    plan = json.loads((tmp_path / "timely_freeze" / "report.json").read_text())["plan"]
+    assert {action[1] for row in plan["ranks"] for action in row} <= {"F", "B", "I", "W"}
+    assert any("W" in action for row in plan["ranks"] for action in row)
+    assert plan["makespan_ms"]["unfrozen"] <= plan["makespan_ms"]["host"]
+    assert plan["mean_freeze_ratio"] <= 0.4

@@ -7,7 +7,7 @@ from dataclasses import replace
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.schedule.dag import PipelineDag
-from tf_adapters.schedule.deferral import defer, most_in_flight
+from tf_adapters.schedule.deferral import defer, first_half, most_in_flight
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind
 
@@ -30,7 +30,7 @@ def deferred_problem(problem: PlanProblem, last: FreezePlan | None = None) -> Pl
             times[replace(action, kind=Kind.WEIGHT_GRAD)] = Bounds(0.0, whole)
         else:
             times[action] = bounds
-    communication = {(_half(s), _half(t)): ms for (s, t), ms in problem.communication.items()}
+    communication = {(first_half(s), first_half(t)): ms for (s, t), ms in problem.communication.items()}
     durations = last.duration_ms if last else {action: bounds.upper for action, bounds in times.items()}
     limit = most_in_flight(problem.schedule) + problem.extra_microbatches
     return replace(
@@ -38,11 +38,7 @@ def deferred_problem(problem: PlanProblem, last: FreezePlan | None = None) -> Pl
         schedule=defer(problem.schedule, durations, communication, limit),
         times=times,
         communication=communication,
-        overhead={_half(action): ms for action, ms in problem.overhead.items()},
+        overhead={first_half(action): ms for action, ms in problem.overhead.items()},
         defer=False,
         extra_microbatches=0,
     )
-
-
-def _half(action: Action) -> Action:
-    return replace(action, kind=Kind.INPUT_GRAD) if action.kind is Kind.BACKWARD else action

@@ -9,12 +9,21 @@ import numpy as np
 
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.deferral import backward_of, first_half
 from tf_adapters.schedule.durations import Bounds
-from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.timing.timer import Trace
 from tf_adapters.timing.transfers import NO_GAPS, Gaps
 
-__all__ = ["Forecast", "disappears", "forecast", "planned_makespan", "stable_durations"]
+__all__ = [
+    "Forecast",
+    "disappears",
+    "durations_under",
+    "forecast",
+    "planned_dag",
+    "planned_makespan",
+    "stable_durations",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +56,43 @@ def forecast(
     show. ``stage_0_vanishes``: stage 0's backward takes no time where all of it is frozen (``disappears``). Pass False
     where some of its parameters are excluded from freezing.
     """
-    dag = PipelineDag.from_schedule(schedule, *gaps)
+    dag, rewritten = PipelineDag.from_schedule(schedule, *gaps), planned_dag(schedule, plan, gaps)
     planned = stable_durations(plan.duration_ms, plan.freeze_ratio) if stage_0_vanishes else plan.duration_ms
     upper = {action: bound.upper for action, bound in bounds.items()}
-    left = dag.durations({action: ms / upper[action] if upper[action] > 0.0 else 1.0 for action, ms in planned.items()})
-    before = [dag.durations({action: span.end_ms - span.start_ms for action, span in step.items()}) for step in steps]
-    before = before or [dag.durations(upper)]
-    saved = float(np.median([dag.end(durations) - dag.end(durations * left) for durations in before]))
-    return Forecast(unfrozen_step_ms, unfrozen_step_ms - saved)
+    # A half of a backward is a part of what the host's whole one takes.
+    whole = {action: action if action in upper else backward_of(action) for action in planned}
+    left = {a: ms / upper[whole[a]] if upper[whole[a]] > 0.0 else 1.0 for a, ms in planned.items()}
+
+    def saved(durations: Mapping[Action, float]) -> float:
+        return dag.makespan(durations) - rewritten.makespan({a: durations[whole[a]] * left[a] for a in planned})
+
+    before = [{action: span.end_ms - span.start_ms for action, span in step.items()} for step in steps]
+    return Forecast(unfrozen_step_ms, unfrozen_step_ms - float(np.median(list(map(saved, before or [upper])))))
+
+
+def planned_dag(schedule: PipelineSchedule, plan: FreezePlan, gaps: Gaps = NO_GAPS) -> PipelineDag:
+    """The DAG of what a plan runs: the host's ``schedule``, or the plan's own where weight gradients wait."""
+    if plan.schedule is None:
+        return PipelineDag.from_schedule(schedule, *gaps)
+    actions = frozenset(plan.schedule.actions)
+
+    def in_plan(action: Action) -> Action:
+        return action if action in actions else first_half(action)
+
+    return PipelineDag.from_schedule(plan.schedule, *gaps.renamed(in_plan, actions))
+
+
+def durations_under(plan: FreezePlan, bounds: Mapping[Action, Bounds]) -> dict[Action, float]:
+    """Durations in ms of what a plan runs, by its freeze ratios and by other bounds than it was made from."""
+
+    def duration(action: Action) -> float:
+        ratio = plan.freeze_ratio.get(action, 0.0)
+        if action in bounds:
+            return bounds[action].upper - ratio * (bounds[action].upper - bounds[action].lower)
+        whole = bounds[backward_of(action)]
+        return whole.lower if action.kind is Kind.INPUT_GRAD else (1.0 - ratio) * (whole.upper - whole.lower)
+
+    return {action: duration(action) for action in plan.duration_ms}
 
 
 def planned_makespan(schedule: PipelineSchedule, plan: FreezePlan) -> float:

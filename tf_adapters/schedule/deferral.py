@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
-__all__ = ["defer", "most_in_flight", "split"]
+__all__ = ["backward_of", "defer", "first_half", "most_in_flight", "split"]
 
 
 def split(schedule: PipelineSchedule) -> PipelineSchedule:
@@ -18,6 +19,16 @@ def split(schedule: PipelineSchedule) -> PipelineSchedule:
     return PipelineSchedule(
         tuple(tuple(half for action in rank for half in _halves(action)) for rank in schedule.ranks)
     )
+
+
+def backward_of(half: Action) -> Action:
+    """The B that an I or W is a half of; any other action itself."""
+    return replace(half, kind=Kind.BACKWARD) if half.kind in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD) else half
+
+
+def first_half(action: Action) -> Action:
+    """The I of a B: what its neighbours wait for; any other action itself."""
+    return replace(action, kind=Kind.INPUT_GRAD) if action.kind is Kind.BACKWARD else action
 
 
 def _halves(action: Action) -> tuple[Action, ...]:

@@ -9,7 +9,7 @@ are taken to last equally long.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
@@ -39,6 +39,14 @@ class Gaps(NamedTuple):
             "communication": {f"{source}->{target}": ms for (source, target), ms in self.communication.items()},
             "overhead": {str(action): ms for action, ms in self.overhead.items()},
         }
+
+    def renamed(self, rename: Callable[[Action], Action], actions: Container[Action]) -> Gaps:
+        """The same for an order whose actions have other names; what is not among its ``actions`` is left out."""
+        edges = {(rename(source), rename(target)): ms for (source, target), ms in self.communication.items()}
+        return Gaps(
+            {(s, t): ms for (s, t), ms in edges.items() if s in actions and t in actions},
+            {rename(action): ms for action, ms in self.overhead.items() if rename(action) in actions},
+        )
 
     @classmethod
     def from_json(cls, data: Mapping[str, Mapping[str, float]]) -> Gaps:

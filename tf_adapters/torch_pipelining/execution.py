@@ -56,7 +56,7 @@ class RewrittenOrder:
         schedule = self._schedule
         if not self._single:
             return schedule
-        return host._PipelineScheduleRuntime(
+        return host._PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
             [schedule._stage], schedule._n_microbatches, loss_fn=schedule._loss_fn, scale_grads=schedule.scale_grads
         )
 

@@ -8,22 +8,23 @@ the old ones times what changed: nothing is monitored again, and until the new p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tf_adapters.collectives import Collectives, on_all_ranks, on_one_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import TimelyFreezeError
-from tf_adapters.planner.forecast import stable_durations
+from tf_adapters.planner.forecast import durations_under, planned_dag, stable_durations
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.durations import Bounds
-from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.timing.estimates import median
 from tf_adapters.timing.freeze_response import Group
 from tf_adapters.timing.phase import Phase
-from tf_adapters.timing.timer import ActionTimer, Trace
-from tf_adapters.timing.transfers import complete_steps, local_traces, measure_gaps
+from tf_adapters.timing.timer import ActionTimer, Sample, Trace
+from tf_adapters.timing.transfers import Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.training import messages
 from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned
 from tf_adapters.training.state import RunState
@@ -84,11 +85,9 @@ class PlanWatch:
             away = max((max(factor, 1.0 / factor) - 1.0 for factor in slowest.values()), default=0.0)
             if away <= self._config.replan_threshold:
                 return None
-            steps = complete_steps(schedule, [rank.traces for rank in local])
-            gaps = measure_gaps(schedule, steps) if steps else measured.gaps
+            gaps = _gaps(schedule, plan, [rank.traces for rank in local]) or measured.gaps
             bounds = {a: _times(b, slowest.get((a.stage, a.kind), 1.0)) for a, b in measured.bounds.items()}
-            saved = self._saved(PipelineDag.from_schedule(schedule, *gaps), bounds, plan)
-            step_ms = max(rank.step_ms for rank in local) + saved
+            step_ms = max(rank.step_ms for rank in local) + self._saved(schedule, plan, bounds, gaps)
             return Measured(bounds, gaps, step_ms, (messages.changed(slowest),))
 
         fresh = on_one_rank(self._collectives, judge)
@@ -104,13 +103,15 @@ class PlanWatch:
         newest = min(self._config.replan_interval, _NEWEST)
         return _Local(changes(timer, bounds, newest), timer.step_ms(Phase.STABLE) or 0.0, traces)
 
-    def _saved(self, dag: PipelineDag, bounds: Mapping[Action, Bounds], plan: FreezePlan) -> float:
+    def _saved(
+        self, schedule: PipelineSchedule, plan: FreezePlan, bounds: Mapping[Action, Bounds], gaps: Gaps
+    ) -> float:
         """What the plan in force saves of a batch with these bounds, ms."""
-        upper, ratios = {action: bound.upper for action, bound in bounds.items()}, plan.freeze_ratio
-        now = {a: b.upper - ratios.get(a, 0.0) * (b.upper - b.lower) for a, b in bounds.items()}
+        dag, upper = PipelineDag.from_schedule(schedule, *gaps), {action: b.upper for action, b in bounds.items()}
+        now = durations_under(plan, bounds)
         if self._stage_0_vanishes:
-            now = stable_durations(now, ratios)
-        return max(0.0, dag.makespan(upper) - dag.makespan(now))
+            now = stable_durations(now, plan.freeze_ratio)
+        return max(0.0, dag.makespan(upper) - planned_dag(schedule, plan, gaps).makespan(now))
 
 
 @dataclass(frozen=True)
@@ -169,14 +170,35 @@ class Replanning:
 
 def changes(timer: ActionTimer, bounds: Mapping[Action, Bounds], newest: int) -> dict[Group, float]:
     """How many times as long this rank's actions took, in their ``newest`` stable samples, as bounds and masks say."""
-    found: dict[Group, list[float]] = {}
-    for action in timer.actions(Phase.STABLE):
-        bound = bounds[action]
-        for sample in timer.samples(Phase.STABLE, action)[-newest:]:
+    ratios: dict[Group, list[float]] = {}
+    for action, bound in bounds.items():
+        for sample in _stable_samples(timer, action)[-newest:]:
             expected = bound.upper - sample.share * (bound.upper - bound.lower)
             if expected > 0.0 and sample.share < 1.0 and sample.ms > 0.0:  # frozen whole, little or nothing is left
-                found.setdefault((action.stage, action.kind), []).append(sample.ms / expected)
-    return {group: median(ratios) or 1.0 for group, ratios in found.items()}
+                ratios.setdefault((action.stage, action.kind), []).append(sample.ms / expected)
+    return {group: median(of_group) or 1.0 for group, of_group in ratios.items()}
+
+
+def _stable_samples(timer: ActionTimer, action: Action) -> Sequence[Sample]:
+    """An action's samples; where weight gradients wait, a backward is both of its halves."""
+    if action.kind is not Kind.BACKWARD:
+        return timer.samples(Phase.STABLE, action)
+    input_grads, weight_grads = (
+        timer.samples(Phase.STABLE, replace(action, kind=kind)) for kind in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+    )
+    halves = [Sample(w.share, i.ms + w.ms) for i, w in zip(input_grads, weight_grads, strict=False)]
+    return halves or timer.samples(Phase.STABLE, action)
+
+
+def _gaps(schedule: PipelineSchedule, plan: FreezePlan, traces: Sequence[Sequence[tuple[int, Trace]]]) -> Gaps | None:
+    """The gaps between the host's actions, from steps that ran the plan's; None without any complete step."""
+    ran, host = plan.schedule or schedule, frozenset(schedule.actions)
+    steps = complete_steps(ran, traces)
+
+    def in_host(action: Action) -> Action:
+        return backward_of(action) if action.kind is Kind.INPUT_GRAD and action not in host else action
+
+    return measure_gaps(ran, steps).renamed(in_host, host) if steps else None
 
 
 def _slowest(ranks: Sequence[Mapping[Group, float]]) -> dict[Group, float]:
