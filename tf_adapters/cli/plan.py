@@ -22,6 +22,8 @@ Read a pipeline schedule with each action's time, all frozen and nothing frozen,
 print how much of each backward's weight-gradient work to skip so that the batch ends earliest.
 INPUT.json: {"ranks": [["0F0", "0B0"], ["1F0", "1B0"]], "times": {"0F0": [12, 12], "0B0": [11, 24.5], ...},
              "communication": {"0F0->1F0": 0.4}, "max_freeze_ratio": 0.8}; "-" reads standard input.
+--defer lets weight gradients wait (exact: the same gradients): PLAN has the rewritten order, "ranks", in which a B is
+an I (its lower bound) and a W (what freezing saves), and "makespan_ms"."host", the order of INPUT with nothing frozen.
 Exit status: 0 with a plan, 2 for wrong input, 1 when the solver fails."""
 
 
@@ -35,13 +37,25 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("input", metavar="INPUT.json", help="schedule and times; - for standard input")
     parser.add_argument("--out", metavar="PLAN.json", help="write the plan here and print one line instead")
+    parser.add_argument("--defer", action="store_true", help="let weight gradients wait, and freeze what is left")
+    parser.add_argument(
+        "--extra-microbatches",
+        metavar="N",
+        type=_count,
+        default=0,
+        help="with --defer: microbatches more than the fullest rank of INPUT that a rank may hold (default: 0)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan as ``args`` say; returns the exit status."""
+    if args.extra_microbatches and not args.defer:
+        return _fail(f"--extra-microbatches is {args.extra_microbatches}: it needs --defer", 2)
     try:
         data = load_json(args.input)
+        if args.defer and isinstance(data, dict):
+            data = {**data, "defer": True, "extra_microbatches": args.extra_microbatches}
         with Progress("tf-adapters plan") as progress:
             plan = plan_from_json(data, progress=progress)
     except PlanInputError as error:
@@ -58,6 +72,12 @@ def run(args: argparse.Namespace) -> int:
         return _fail(f"--out: cannot write {args.out}: {error.strerror or error}", 2)
     print(_summary(plan, args.out))
     return 0
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 0")
+    return int(text)
 
 
 def load_json(path: str) -> Any:
@@ -95,8 +115,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _summary(plan: FreezePlan, out: str) -> str:
     times = plan.makespan_ms
+    host = "" if times.host is None else f"{times.host:.6g} ms in the host's order, weight gradients deferred "
     return (
-        f"{out}: batch {times.unfrozen:.6g} -> {times.planned:.6g} ms"
+        f"{out}: batch {host}{times.unfrozen:.6g} -> {times.planned:.6g} ms"
         f" (fully frozen {times.fully_frozen:.6g}), mean freeze ratio {plan.mean_freeze_ratio:.3f}"
     )
 

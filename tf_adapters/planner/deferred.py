@@ -2,43 +2,105 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.schedule.dag import PipelineDag
-from tf_adapters.schedule.deferral import defer, first_half, most_in_flight
+from tf_adapters.schedule.deferral import DeferralTimes, backward_of, defer, first_half, joined, second_half
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind
 
-__all__ = ["deferred_problem", "host_makespan"]
+__all__ = ["plan_deferred"]
+
+_ROUNDS = 4
+"""Orders that are planned for at most: each is made for the weight gradients that the plan before it left."""
+
+_ONE_ROUND_FROM = 1_000
+"""Actions of the host from which one order has to do: a plan then takes a second and more."""
+
+_SAME = 1e-6
+"""Of the makespan, or of a freeze ratio: a smaller difference is none."""
 
 
-def host_makespan(problem: PlanProblem) -> float:
-    """The host's own order with nothing frozen, ms."""
-    dag = PipelineDag.from_schedule(problem.schedule, problem.communication, problem.overhead)
-    return dag.makespan({action: bounds.upper for action, bounds in problem.times.items()})
+def plan_deferred(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePlan]) -> FreezePlan:
+    """The best plan found over rewritten orders; the host's own order where that is no worse.
+
+    A B's lower bound is its I; what full freezing saves of it is its W. Freezing shortens W, which changes the best
+    order, so order and ratios are made in turn. ``solve`` plans for one order. In the plan ``schedule`` is the order,
+    ``makespan_ms.host`` is the host's order with nothing frozen.
+    """
+    host = PipelineDag.from_schedule(problem.schedule, problem.communication, problem.overhead).makespan(
+        {action: bounds.upper for action, bounds in problem.times.items()}
+    )
+    times, few = _times(problem), len(problem.times) < _ONE_ROUND_FROM
+    best: FreezePlan | None = None
+    last: FreezePlan | None = None
+    for _ in range(_ROUNDS if few else 1):
+        rewritten = _rewritten(problem, times, last)
+        last = solve(rewritten)
+        if best is not None and not _is_better(last, best, problem.target_makespan_ms):
+            break
+        best = _named(last, rewritten, host)
+    assert best is not None
+    if few or best.makespan_ms.unfrozen >= host * (1.0 - _SAME):
+        in_place = replace(problem, defer=False, extra_microbatches=0)
+        own = _named(solve(in_place), in_place, host)
+        return best if _is_better(best, own, problem.target_makespan_ms) else own
+    return best
 
 
-def deferred_problem(problem: PlanProblem, last: FreezePlan | None = None) -> PlanProblem:
-    """The problem with its order rewritten for the durations of a ``last`` plan, else for nothing frozen."""
-    times: dict[Action, Bounds] = {}
+def _named(plan: FreezePlan, problem: PlanProblem, host: float) -> FreezePlan:
+    return replace(plan, schedule=problem.schedule, makespan_ms=replace(plan.makespan_ms, host=host))
+
+
+def _is_better(plan: FreezePlan, best: FreezePlan, target: float) -> bool:
+    """Whether a plan ends earlier, or as early with less freezing; before the target all ends are early enough."""
+    ends, best_ends = (max(p.makespan_ms.planned, target) for p in (plan, best))
+    if abs(ends - best_ends) > _SAME * best_ends:
+        return ends < best_ends
+    return plan.mean_freeze_ratio < best.mean_freeze_ratio - _SAME
+
+
+def _times(problem: PlanProblem) -> dict[Action, Bounds]:
+    """Bounds of whole backwards and of their halves."""
+    times = dict(problem.times)
     for action, bounds in problem.times.items():
         if action.kind is Kind.BACKWARD:
-            whole = bounds.upper - bounds.lower
-            times[replace(action, kind=Kind.INPUT_GRAD)] = Bounds(bounds.lower, bounds.lower)
-            times[replace(action, kind=Kind.WEIGHT_GRAD)] = Bounds(0.0, whole)
-        else:
-            times[action] = bounds
+            times[first_half(action)] = Bounds(bounds.lower, bounds.lower)
+            times[second_half(action)] = Bounds(0.0, bounds.upper - bounds.lower)
+    return times
+
+
+def _rewritten(problem: PlanProblem, times: dict[Action, Bounds], last: FreezePlan | None) -> PlanProblem:
+    """The problem with its order rewritten for what a ``last`` plan leaves to compute, else for nothing frozen."""
+    durations = {action: bounds.upper for action, bounds in times.items()}
+    if last is not None:
+        for action, ratio in last.freeze_ratio.items():
+            weights = second_half(action)
+            durations[weights] = (1.0 - ratio) * times[weights].upper + ratio * times[weights].lower
     communication = {(first_half(s), first_half(t)): ms for (s, t), ms in problem.communication.items()}
-    durations = last.duration_ms if last else {action: bounds.upper for action, bounds in times.items()}
-    limit = most_in_flight(problem.schedule) + problem.extra_microbatches
+    overhead = {first_half(action): ms for action, ms in problem.overhead.items()}
+    order = joined(
+        defer(
+            problem.schedule,
+            DeferralTimes(durations, communication, overhead),
+            extra_microbatches=problem.extra_microbatches,
+            moves_forwards=problem.moves_forwards,
+        )
+    )
+    actions = frozenset(order.actions)
+
+    def in_order(action: Action) -> Action:
+        return action if action in actions else backward_of(action)
+
     return replace(
         problem,
-        schedule=defer(problem.schedule, durations, communication, limit),
-        times=times,
-        communication=communication,
-        overhead={first_half(action): ms for action, ms in problem.overhead.items()},
+        schedule=order,
+        times={action: times[action] for action in order.actions},
+        communication={(in_order(s), in_order(t)): ms for (s, t), ms in communication.items()},
+        overhead={in_order(action): ms for action, ms in overhead.items()},
         defer=False,
         extra_microbatches=0,
     )

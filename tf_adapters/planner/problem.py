@@ -17,7 +17,8 @@ from tf_adapters.schedule.ir import Action, PipelineSchedule
 __all__ = ["PlanProblem"]
 
 _REQUIRED = ("ranks", "times", "max_freeze_ratio")
-_FIELDS = (*_REQUIRED, "communication", "overhead", "target_makespan_ms")
+_DEFERRAL = ("defer", "extra_microbatches", "moves_forwards")
+_FIELDS = (*_REQUIRED, "communication", "overhead", "target_makespan_ms", *_DEFERRAL)
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class PlanProblem:
         communication: ms on edges between stages; 0 where absent.
         overhead: ms that an action's rank spends before it, besides waiting for its input; 0 where absent.
         target_makespan_ms: a batch that ends by then is early enough; 0 asks for the earliest end.
+        defer: let weight gradients wait: a B becomes an I, its lower bound, and a W, what full freezing saves.
+        extra_microbatches: how many microbatches more than the host's fullest rank a rank may then hold.
+        moves_forwards: whether forwards and input gradients may then stand in another order, too.
     """
 
     schedule: PipelineSchedule
@@ -58,9 +62,9 @@ class PlanProblem:
             communication=_check_communication(self.schedule, self.communication),
             overhead=_check_overhead(actions, self.overhead),
             target_makespan_ms=_check_time(self.target_makespan_ms, "target_makespan_ms"),
-            defer=self.defer,
-            extra_microbatches=self.extra_microbatches,
-            moves_forwards=self.moves_forwards,
+            defer=_check_flag(self.defer, "defer"),
+            extra_microbatches=_check_count(self.extra_microbatches, "extra_microbatches"),
+            moves_forwards=_check_flag(self.moves_forwards, "moves_forwards"),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -72,6 +76,7 @@ class PlanProblem:
             "overhead": {str(action): ms for action, ms in self.overhead.items()},
             "max_freeze_ratio": self.max_freeze_ratio,
             "target_makespan_ms": self.target_makespan_ms,
+            **{name: getattr(self, name) for name in _DEFERRAL if self.defer},
         }
 
     @classmethod
@@ -92,6 +97,7 @@ class PlanProblem:
             communication={_read_edge(key): value for key, value in _object(data, "communication").items()},
             overhead={_read_action(key, "overhead"): value for key, value in _object(data, "overhead").items()},
             target_makespan_ms=data.get("target_makespan_ms", 0.0),
+            **{name: data[name] for name in _DEFERRAL if name in data},
         ).validate()
 
 
@@ -155,6 +161,18 @@ def _check_time(value: object, field: str) -> float:
     if number is None or not math.isfinite(number) or number < 0.0:
         raise PlanInputError(f"{field}: {_show(value)} is not a finite time in ms of at least 0")
     return number
+
+
+def _check_flag(value: object, field: str) -> bool:
+    if not isinstance(value, bool):
+        raise PlanInputError(f"{field}: {_show(value)} is not true or false")
+    return value
+
+
+def _check_count(value: object, field: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise PlanInputError(f"{field}: {_show(value)} is not an integer of at least 0")
+    return value
 
 
 def _number(value: object) -> float | None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from tf_adapters.errors import PlanInputError, SolverError
-from tf_adapters.planner.deferred import deferred_problem, host_makespan
+from tf_adapters.planner.deferred import plan_deferred
 from tf_adapters.planner.freeze_plan import FreezePlan, Makespan, SolverReport
 from tf_adapters.planner.glop import solve_glop
 from tf_adapters.planner.optimality import optimality_gap
@@ -78,6 +77,8 @@ def solve(problem: PlanProblem, time_limit_s: float | None = None, progress: Pro
     0.1% of the makespan, GLOP tries for at most 20 s, and the better plan is returned, with status FEASIBLE where it
     is not GLOP's. ``progress`` is told in words how far the solve has come.
 
+    With ``defer`` the order is rewritten first (``planner.deferred``), and each order has ``time_limit_s``.
+
     Raises ScheduleError for a schedule that cannot run, PlanInputError for times, ratios and limits that
     are missing or out of range, SolverError when no solver has a plan (within ``time_limit_s``, if given).
     """
@@ -86,32 +87,12 @@ def solve(problem: PlanProblem, time_limit_s: float | None = None, progress: Pro
         raise PlanInputError(f"time_limit_s: {time_limit_s!r} is not a number of seconds above 0")
     progress = progress or (lambda _: None)
     if problem.defer:
-        return _solve_deferred(problem, time_limit_s, progress)
+        return plan_deferred(problem, lambda one_order: solve(one_order, time_limit_s, progress))
     progress(f"{len(problem.schedule.actions):,} actions")
     program = FreezeProgram.of(problem)
     began = time.perf_counter()
     outcome = _optimise(program, problem.target_makespan_ms, time_limit_s, progress)
     return _describe(problem.schedule, program, outcome, time.perf_counter() - began)
-
-
-def _solve_deferred(problem: PlanProblem, time_limit_s: float | None, progress: Progress) -> FreezePlan:
-    best: FreezePlan | None = None
-    last: FreezePlan | None = None
-    for _ in range(3):
-        rewritten = deferred_problem(problem, last)
-        last = solve(rewritten, time_limit_s, progress)
-        last = replace(
-            last,
-            schedule=rewritten.schedule,
-            makespan_ms=replace(last.makespan_ms, host=host_makespan(problem)),
-        )
-        if best is None or (last.makespan_ms.planned, last.mean_freeze_ratio) < (
-            best.makespan_ms.planned,
-            best.mean_freeze_ratio,
-        ):
-            best = last
-    assert best is not None
-    return best
 
 
 class _Outcome(NamedTuple):

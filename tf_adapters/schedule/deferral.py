@@ -1,24 +1,46 @@
 """Orders with deferred weight gradients: a host's B becomes an I where it stands and a W where its rank would wait.
 
-The idea is that of zero-bubble pipelines (Qi et al. 2024): nothing else in the batch needs a weight gradient.
+Nothing else in the batch needs a weight gradient, so it can wait, and the batch ends earlier with the same gradients
+(zero-bubble pipelines: Qi et al. 2024). ``defer`` is list scheduling: in the order of time each rank runs the first of
+its actions whose input is there, and a weight gradient while none is. What a rank may hold bounds how much waits.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
+from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
-__all__ = ["backward_of", "defer", "first_half", "most_in_flight", "split"]
+__all__ = [
+    "DeferralTimes",
+    "backward_of",
+    "defer",
+    "first_half",
+    "joined",
+    "most_in_flight",
+    "second_half",
+    "split",
+]
+
+Edge = tuple[Action, Action]
+
+_PATIENCE = (0.0, 0.5, 1.0)
+"""How long a rank waits for an input that is known to come, as shares of the weight gradient that it could run."""
 
 
-def split(schedule: PipelineSchedule) -> PipelineSchedule:
-    """Every B as an I with its W right after it."""
-    return PipelineSchedule(
-        tuple(tuple(half for action in rank for half in _halves(action)) for rank in schedule.ranks)
-    )
+@dataclass(frozen=True)
+class DeferralTimes:
+    """Milliseconds: ``durations`` of F, I and W, ``communication`` on edges between stages, ``overhead`` of actions."""
+
+    durations: Mapping[Action, float]
+    communication: Mapping[Edge, float]
+    overhead: Mapping[Action, float]
 
 
 def backward_of(half: Action) -> Action:
@@ -31,65 +53,163 @@ def first_half(action: Action) -> Action:
     return replace(action, kind=Kind.INPUT_GRAD) if action.kind is Kind.BACKWARD else action
 
 
-def _halves(action: Action) -> tuple[Action, ...]:
-    if action.kind is not Kind.BACKWARD:
-        return (action,)
-    return tuple(Action(action.stage, kind, action.microbatch) for kind in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD))
+def second_half(action: Action) -> Action:
+    """The W of a B or I."""
+    return replace(action, kind=Kind.WEIGHT_GRAD)
+
+
+def split(schedule: PipelineSchedule) -> PipelineSchedule:
+    """Every B as an I with its W right after it."""
+    return PipelineSchedule(tuple(tuple(half for a in rank for half in _halves(a)) for rank in schedule.ranks))
 
 
 def most_in_flight(schedule: PipelineSchedule) -> int:
-    """The most microbatches that any rank holds at once: forwards begun whose weight gradients are not computed."""
-    most = 0
-    for rank in schedule.ranks:
-        held = 0
-        for action in rank:
-            held += (action.kind is Kind.FORWARD) - action.freezable
-            most = max(most, held)
-    return most
+    """The most microbatches that any rank holds at once: forwards that have run, weight gradients that have not."""
+    return max(map(_most_held, schedule.ranks))
 
 
 def defer(
-    schedule: PipelineSchedule,
-    durations: Mapping[Action, float],
-    delays: Mapping[tuple[Action, Action], float],
-    limit: int,
+    schedule: PipelineSchedule, times: DeferralTimes, extra_microbatches: int = 0, moves_forwards: bool = True
 ) -> PipelineSchedule:
-    """The order of F and I stays; each W runs when its rank would wait, or where a forward would exceed ``limit``."""
-    parts = split(schedule)
-    source = {target: source for source, target in parts.transfers()}
-    rows = [deque(a for a in rank if a.kind is not Kind.WEIGHT_GRAD) for rank in parts.ranks]
-    waiting: list[deque[Action]] = [deque() for _ in rows]
-    clock, held = [0.0] * len(rows), [0] * len(rows)
-    end: dict[Action, float] = {}
-    order: list[list[Action]] = [[] for _ in rows]
+    """The best order found; never one that ends later than every B as an I with its W right after it.
 
-    def run(rank: int, action: Action, start: float) -> None:
-        clock[rank] = end[action] = start + durations[action]
-        order[rank].append(action)
+    No rank holds more than ``extra_microbatches`` microbatches above what the host's fullest rank holds.
+    ``moves_forwards``: F and I may stand in another order, too, each kind in the order of its own. Every stage's W
+    follow the order of its I, in which the host accumulates gradients.
+    """
+    best = split(schedule)
+    numbered = _Numbered(best, times)
+    earliest = PipelineDag.from_schedule(best, times.communication, times.overhead).makespan(times.durations)
+    limit = most_in_flight(schedule) + extra_microbatches
+    for moves in (False, True) if moves_forwards else (False,):
+        for patience in _PATIENCE:
+            outcome = _Simulation(numbered, limit=limit, patience=patience, moves=moves).run()
+            if outcome is not None and outcome[0] < earliest * (1.0 - 1e-9):  # of equal ones the host's own order
+                earliest, best = outcome
+    return best
 
-    def ready(action: Action) -> float | None:
-        before = source.get(action)
-        if before is None:
+
+def _most_held(row: tuple[Action, ...]) -> int:
+    held = most = 0
+    for action in row:
+        held += (action.kind is Kind.FORWARD) - action.freezable
+        most = max(most, held)
+    return most
+
+
+def _halves(action: Action) -> tuple[Action, ...]:
+    return (first_half(action), second_half(action)) if action.kind is Kind.BACKWARD else (action,)
+
+
+class _Numbered:
+    """The split order in numbers, which are quick to look up: actions count from 0 in the order of ``actions``."""
+
+    def __init__(self, parts: PipelineSchedule, times: DeferralTimes) -> None:
+        self.actions = parts.actions
+        index = {action: number for number, action in enumerate(self.actions)}
+        self.rank = [rank for rank, row in enumerate(parts.ranks) for _ in row]
+        self.rows = [[index[action] for action in row] for row in parts.ranks]
+        self.kind = [action.kind for action in self.actions]
+        self.duration = [times.durations[action] + times.overhead.get(action, 0.0) for action in self.actions]
+        self.weight = [index.get(second_half(a), -1) if a.kind is Kind.INPUT_GRAD else -1 for a in self.actions]
+        self.forward = [index.get(replace(a, kind=Kind.FORWARD), -1) for a in self.actions]
+        self.source, self.delay = [-1] * len(self.actions), [0.0] * len(self.actions)
+        self.targets: list[list[int]] = [[] for _ in self.actions]
+        for source, target in parts.transfers():
+            self.source[index[target]] = index[source]
+            self.delay[index[target]] = times.communication.get((source, target), 0.0)
+            self.targets[index[source]].append(index[target])
+
+
+class _Rank:
+    """One rank while its order is made: what it still has to run, and what it holds.
+
+    Input gradients come first where both kinds may run: they free what is held, and other ranks wait for them.
+    """
+
+    def __init__(self, row: list[int], kind: list[Kind], moves: bool) -> None:
+        own = [number for number in row if kind[number] is not Kind.WEIGHT_GRAD]
+        if moves:
+            input_grads = deque(number for number in own if kind[number] is Kind.INPUT_GRAD)
+            self.queues = [input_grads, deque(number for number in own if kind[number] is Kind.FORWARD)]
+        else:
+            self.queues = [deque(own)]
+        self.weights: deque[int] = deque()
+        self.order: list[int] = []
+        self.held = 0
+        self.parked = False
+
+
+class _Simulation:
+    """List scheduling, in the order of time."""
+
+    def __init__(self, numbered: _Numbered, limit: int, patience: float, moves: bool) -> None:
+        self._n, self._limit, self._patience = numbered, limit, patience
+        self._ranks = [_Rank(row, numbered.kind, moves) for row in numbered.rows]
+        self._end: list[float | None] = [None] * len(numbered.actions)
+        self._free: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(self._ranks))]
+
+    def run(self) -> tuple[float, PipelineSchedule] | None:
+        """The end of the batch and its order; None where the ranks would wait for one another for ever."""
+        while self._free:
+            now, number = heapq.heappop(self._free)
+            self._act(self._ranks[number], number, now)
+        if any(rank.weights or any(rank.queues) for rank in self._ranks):
+            return None
+        actions = self._n.actions
+        rows = tuple(tuple(actions[number] for number in rank.order) for rank in self._ranks)
+        return max(end for end in self._end if end is not None), PipelineSchedule(rows)
+
+    def _act(self, rank: _Rank, number: int, now: float) -> None:
+        next_input = math.inf
+        for queue in rank.queues:
+            if not queue or (self._n.kind[queue[0]] is Kind.FORWARD and rank.held >= self._limit):
+                continue
+            ready = self._ready(queue[0])
+            if ready <= now:
+                self._start(rank, number, queue.popleft(), now)
+                return
+            next_input = min(next_input, ready)
+        if rank.weights and next_input - now >= self._patience * self._n.duration[rank.weights[0]]:
+            self._start(rank, number, rank.weights.popleft(), now)
+        elif next_input < math.inf:
+            heapq.heappush(self._free, (next_input, number))
+        else:
+            rank.parked = True
+
+    def _start(self, rank: _Rank, number: int, action: int, now: float) -> None:
+        end = self._end[action] = now + self._n.duration[action]
+        rank.order.append(action)
+        kind = self._n.kind[action]
+        if kind is Kind.FORWARD:
+            rank.held += 1
+        elif kind is Kind.WEIGHT_GRAD:
+            rank.held -= 1
+        else:
+            rank.weights.append(self._n.weight[action])
+        heapq.heappush(self._free, (end, number))
+        for target in self._n.targets[action]:
+            other = self._n.rank[target]
+            if self._ranks[other].parked:
+                self._ranks[other].parked = False
+                heapq.heappush(self._free, (end, other))
+
+    def _ready(self, action: int) -> float:
+        """When the action's input is there; infinite while nobody knows."""
+        source, forward = self._n.source[action], self._n.forward[action]
+        if forward != action and self._end[forward] is None:
+            return math.inf
+        if source < 0:
             return 0.0
-        return end[before] + delays.get((before, action), 0.0) if before in end else None
-
-    while any(rows) or any(waiting):
-        rank = min((r for r in range(len(rows)) if _movable(rows[r], waiting[r], ready)), key=lambda r: clock[r])
-        row, weights = rows[rank], waiting[rank]
-        at = ready(row[0]) if row else None
-        full = bool(row) and row[0].kind is Kind.FORWARD and held[rank] >= limit
-        idle = at is None or at - clock[rank] >= 0.5 * durations[weights[0]] if weights else False
-        if weights and (not row or full or idle):
-            run(rank, weights.popleft(), clock[rank])
-            held[rank] -= 1
-            continue
-        action = row.popleft()
-        run(rank, action, max(clock[rank], at or 0.0))
-        held[rank] += action.kind is Kind.FORWARD
-        if action.kind is Kind.INPUT_GRAD:
-            weights.append(Action(action.stage, Kind.WEIGHT_GRAD, action.microbatch))
-    return PipelineSchedule(tuple(map(tuple, order))).validate()
+        end = self._end[source]
+        return math.inf if end is None else end + self._n.delay[action]
 
 
-def _movable(row: deque[Action], weights: deque[Action], ready: object) -> bool:
-    return bool(weights) or (bool(row) and ready(row[0]) is not None)  # type: ignore[operator]
+def joined(order: PipelineSchedule) -> PipelineSchedule:
+    """The same with stage 0's W that follow their own I at once as B again: nobody waits for these I."""
+    rows = []
+    for row in order.ranks:
+        together = {i for i, w in pairwise(row) if i.stage == 0 and i.kind is Kind.INPUT_GRAD and w == second_half(i)}
+        after = {second_half(i) for i in together}
+        rows.append(tuple(backward_of(a) if a in together else a for a in row if a not in after))
+    return PipelineSchedule(tuple(rows))

@@ -65,7 +65,8 @@ class RunState:
         """What the ranks run in ``step``: the order of a plan that defers, once one is in force; else the host's."""
         if self.plan is None or self.failure or step <= self.phases.freezing_start:
             return host_order
-        return self.plan.schedule or host_order
+        rewritten = self.plan.schedule
+        return host_order if rewritten is None or rewritten == host_order else rewritten
 
     @property
     def forecast(self) -> Forecast | None:

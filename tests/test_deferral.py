@@ -1,0 +1,186 @@
+"""Rewritten orders and the plans over them: valid, within memory, never slower, and as good as published bounds."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tf_adapters.cli import main
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.problem import PlanProblem
+from tf_adapters.planner.solve import solve
+from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.deferral import DeferralTimes, backward_of, defer, most_in_flight, split
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.orders import NAMES, named_schedule, one_forward_one_backward
+
+EQUAL = {Kind.FORWARD: Bounds(1.0, 1.0), Kind.BACKWARD: Bounds(1.2, 2.2)}
+
+
+def problem(stages: int, microbatches: int, max_freeze_ratio: float = 0.0, **more: object) -> PlanProblem:
+    """Equal stages, forward : input gradient : weight gradient = 1 : 1.2 : 1."""
+    schedule = one_forward_one_backward(stages, microbatches)
+    times = {action: EQUAL[action.kind] for action in schedule.actions}
+    return PlanProblem(schedule, times, max_freeze_ratio=max_freeze_ratio, **{"defer": True, **more})
+
+
+def speedup(plan: FreezePlan) -> float:
+    assert plan.makespan_ms.host is not None
+    return plan.makespan_ms.host / plan.makespan_ms.planned
+
+
+def order_of_weights(row: tuple[Action, ...], stage: int) -> list[int]:
+    return [action.microbatch for action in row if action.stage == stage and action.freezable]
+
+
+@given(
+    name=st.sampled_from(sorted(NAMES)),
+    ranks=st.integers(2, 5),
+    microbatches=st.integers(2, 4),
+    extra=st.integers(0, 4),
+    moves=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=150, deadline=None)
+def test_orders_are_valid_within_memory_and_never_slower(name, ranks, microbatches, extra, moves, seed):
+    host = named_schedule(name, ranks, microbatches * ranks)
+    parts, rng = split(host), np.random.default_rng(seed)
+    durations = {action: float(rng.uniform(0.0, 3.0)) for action in parts.actions}
+    communication = {edge: float(rng.uniform(0.0, 0.5)) for edge in parts.transfers()}
+    order = defer(host, DeferralTimes(durations, communication, {}), extra_microbatches=extra, moves_forwards=moves)
+    order.validate()
+    assert sorted(map(str, order.actions)) == sorted(map(str, parts.actions))
+    assert most_in_flight(order) <= most_in_flight(parts) + extra
+
+    def end(schedule: PipelineSchedule) -> float:
+        return PipelineDag.from_schedule(schedule, communication).makespan(durations)
+
+    assert end(order) <= end(parts) * (1 + 1e-9)
+    for rank, row in enumerate(order.ranks):
+        if not moves:
+            assert [a for a in row if not a.freezable] == [a for a in parts.ranks[rank] if not a.freezable]
+        for stage in order.stages_of(rank):
+            input_grads = [a.microbatch for a in row if a.stage == stage and a.kind is Kind.INPUT_GRAD]
+            assert order_of_weights(row, stage) == input_grads == order_of_weights(host.ranks[rank], stage)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (8, 16), (6, 24)])
+def test_equal_stages_reach_the_published_bounds(stages, microbatches):
+    """Qi et al. 2024: M(f+b+w) + (S-1)(f+b-w) at the fullest rank's memory, no bubble but the first fill at twice."""
+    exact = solve(problem(stages, microbatches)).makespan_ms.planned
+    assert exact == pytest.approx(microbatches * 3.2 + (stages - 1) * 1.2)
+    twice = solve(problem(stages, microbatches, extra_microbatches=stages)).makespan_ms.planned
+    assert microbatches * 3.2 + (stages - 1) <= twice + 1e-9
+    assert twice < exact
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "extra", "at_least", "frozen"), [(4, 8, 4, 1.23, 0.24), (8, 16, 8, 1.26, 0.16)]
+)
+def test_todays_speed_at_a_fraction_of_the_freezing(stages, microbatches, extra, at_least, frozen):
+    today = solve(problem(stages, microbatches, 0.8, defer=False)).makespan_ms
+    assert speedup(solve(problem(stages, microbatches, extra_microbatches=extra))) >= at_least
+    plan = solve(problem(stages, microbatches, 0.8, extra_microbatches=extra, target_makespan_ms=today.planned))
+    assert plan.makespan_ms.planned <= today.planned * (1 + 1e-6)
+    assert plan.mean_freeze_ratio <= frozen
+
+
+def test_no_order_of_a_small_pipeline_ends_earlier():
+    """Against the exact optimum (CP-SAT) at the host's memory and at twice that."""
+    for extra in (0, 2):
+        found = solve(problem(2, 4, extra_microbatches=extra))
+        assert found.makespan_ms.planned <= optimum(problem(2, 4), extra) * 1.02 + 1e-9
+
+
+def optimum(of: PlanProblem, extra: int) -> float:
+    """The shortest makespan of any order of F, I and W that holds no more than the limit, found by CP-SAT."""
+    from ortools.sat.python import cp_model
+
+    parts, limit, scale = split(of.schedule), most_in_flight(of.schedule) + extra, 10
+    length = {Kind.FORWARD: 10, Kind.INPUT_GRAD: 12, Kind.WEIGHT_GRAD: 10}
+    model = cp_model.CpModel()
+    horizon = sum(length[action.kind] for action in parts.actions)
+    start = {action: model.new_int_var(0, horizon, str(action)) for action in parts.actions}
+    finish = {action: start[action] + length[action.kind] for action in parts.actions}
+    for source, target in parts.transfers():
+        model.add(start[target] >= finish[source])
+    for row in parts.ranks:
+        model.add_no_overlap([model.new_fixed_size_interval_var(start[a], length[a.kind], str(a)) for a in row])
+        for action in row:
+            if action.kind is Kind.FORWARD:
+                input_grad, weight = (
+                    Action(action.stage, kind, action.microbatch) for kind in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+                )
+                model.add(start[input_grad] >= finish[action])
+                model.add(start[weight] >= finish[input_grad])
+        held = [
+            model.new_interval_var(start[a], model.new_int_var(0, horizon, f"of {a}"), finish[w], f"held {a}")
+            for a in row
+            if a.kind is Kind.FORWARD
+            for w in [Action(a.stage, Kind.WEIGHT_GRAD, a.microbatch)]
+        ]
+        model.add_cumulative(held, [1] * len(held), limit)
+    end = model.new_int_var(0, horizon, "end")
+    model.add_max_equality(end, list(finish.values()))
+    model.minimize(end)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds, solver.parameters.num_workers = 20.0, 1
+    assert solver.solve(model) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    return solver.best_objective_bound / scale
+
+
+def test_the_hosts_order_stays_where_deferring_gains_nothing():
+    schedule = PipelineSchedule.from_text([["0F0", "0B0", "0F1", "0B1"]])
+    times = dict.fromkeys(schedule.actions, Bounds(1.0, 2.0))
+    plan = solve(PlanProblem(schedule, times, max_freeze_ratio=0.0, defer=True))
+    assert plan.schedule == schedule
+    assert plan.makespan_ms.host == plan.makespan_ms.planned
+
+
+def test_a_plan_survives_json():
+    plan = solve(problem(4, 8, 0.5, extra_microbatches=2))
+    assert FreezePlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    of = problem(4, 8, 0.5, extra_microbatches=2, moves_forwards=False)
+    assert PlanProblem.from_json(json.loads(json.dumps(of.to_json()))) == of.validate()
+
+
+def test_the_command_takes_the_same_input_and_gives_the_order(tmp_path, capsys):
+    of = problem(4, 8, 0.8)
+    data = {k: v for k, v in of.to_json().items() if k in ("ranks", "times", "max_freeze_ratio")}
+    path = tmp_path / "input.json"
+    path.write_text(json.dumps(data))
+    assert main(["plan", str(path), "--defer", "--extra-microbatches", "4"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["makespan_ms"]["planned"] <= plan["makespan_ms"]["unfrozen"] < plan["makespan_ms"]["host"]
+    order = PipelineSchedule.from_text(plan["ranks"]).validate()
+    assert {backward_of(action) for action in order.actions} == set(of.schedule.actions)
+    assert plan["freeze_ratio"].keys() == {str(action) for action in order.actions if action.freezable}
+    assert plan["start_ms"].keys() == plan["duration_ms"].keys() == {str(action) for action in order.actions}
+    assert main(["plan", str(path)]) == 0
+    in_place = json.loads(capsys.readouterr().out)
+    assert "ranks" not in in_place
+    assert "host" not in in_place["makespan_ms"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--extra-microbatches", "2"], "needs --defer"),
+        (["--defer", "--extra-microbatches", "-1"], "integer of at least 0"),
+        (["--defer", "--extra-microbatches", "1.5"], "integer of at least 0"),
+    ],
+)
+def test_wrong_options_are_one_line(tmp_path, capsys, options, words):
+    path = tmp_path / "input.json"
+    path.write_text(json.dumps(problem(2, 2).to_json()))
+    try:
+        status = main(["plan", str(path), *options])
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    assert words in capsys.readouterr().err.strip().splitlines()[-1]
