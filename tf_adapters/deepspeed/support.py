@@ -60,48 +60,37 @@ def warnings(engine: Any) -> list[str]:
 
 
 def _setting_problem(engine: Any) -> Problem:
-    amp_enabled = getattr(engine, "amp_enabled", lambda: False)  # DeepSpeed before 0.19.8
+    one_v_rank = is_dualpipev(engine) and engine.num_stages == 1
+    has_experts = getattr(engine, "has_moe_layers", False)
+    uses_apex = getattr(engine, "amp_enabled", lambda: False)()  # DeepSpeed before 0.19.8
     size = engine.grid.model_parallel_size
     return first_problem(
-        (
-            (
-                is_dualpipev(engine) and engine.num_stages == 1,
-                "DualPipeV on one pipeline rank is not supported; use two or more, or the default pipeline engine",
-            ),
-            (size > 1, f"model parallelism of size {size} inside pipeline stages is not supported"),
-            (
-                getattr(engine, "has_moe_layers", False),
-                "mixture-of-experts layers are not supported with DeepSpeed's pipeline",
-            ),
-            (engine.fp16_enabled(), "fp16 is not supported; use bf16 or fp32"),
-            (amp_enabled(), 'mixed precision by NVIDIA Apex ("amp") is not supported; use bf16 or fp32'),
-        )
+        {
+            "DualPipeV on one pipeline rank is not supported; use two or more, or the default pipeline engine": one_v_rank,
+            f"model parallelism of size {size} inside pipeline stages is not supported": size > 1,
+            "mixture-of-experts layers are not supported with DeepSpeed's pipeline": has_experts,
+            "fp16 is not supported; use bf16 or fp32": engine.fp16_enabled(),
+            'mixed precision by NVIDIA Apex ("amp") is not supported; use bf16 or fp32': uses_apex,
+        }
     )
 
 
 def _optimizer_problem(engine: Any) -> Problem:
     outer, inner = engine.optimizer, engine.basic_optimizer
     wrapper, name = type(outer).__name__, type(inner).__name__
+    if inner is None:
+        return 'the engine has no optimizer; name one in the config ("optimizer") or pass one to deepspeed.initialize'
+    foreign = not isinstance(inner, torch.optim.Optimizer)
+    untested = any(part in name.lower() for part in _UNTESTED_OPTIMIZERS)
+    unknown = outer is not inner and not isinstance(outer, (DeepSpeedZeroOptimizer, BF16_Optimizer))
+    offloads = getattr(outer, "cpu_offload", False)
     problem = first_problem(
-        (
-            (
-                inner is None,
-                'the engine has no optimizer; name one in the config ("optimizer") or pass one to deepspeed.initialize',
-            ),
-            (not isinstance(inner, torch.optim.Optimizer), f"the optimizer {name} is no torch.optim.Optimizer"),
-            (
-                any(untested in name.lower() for untested in _UNTESTED_OPTIMIZERS),
-                f"the optimizer {name} is not supported; use Adam, AdamW, SGD or another plain one",
-            ),
-            (
-                outer is not inner and not isinstance(outer, (DeepSpeedZeroOptimizer, BF16_Optimizer)),
-                f"the optimizer wrapper {wrapper} is not supported; use ZeRO stage 0 or 1, fp32 or bf16",
-            ),
-            (
-                getattr(outer, "cpu_offload", False),
-                "ZeRO's optimizer offload is not supported; remove zero_optimization.offload_optimizer",
-            ),
-        )
+        {
+            f"the optimizer {name} is no torch.optim.Optimizer": foreign,
+            f"the optimizer {name} is not supported; use Adam, AdamW, SGD or another plain one": untested,
+            f"the optimizer wrapper {wrapper} is not supported; use ZeRO stage 0 or 1, fp32 or bf16": unknown,
+            "ZeRO's optimizer offload is not supported; remove zero_optimization.offload_optimizer": offloads,
+        }
     )
     return problem or (None if outer is inner else missing_partition_name(outer))
 

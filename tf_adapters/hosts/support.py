@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ def refuse(problem: Problem) -> None:
         raise UnsupportedError(f"timely_freeze cannot run here: {problem}")
 
 
-def first_problem(checks: Iterable[tuple[Any, str]]) -> Problem:
-    """Return the text of the first check whose condition holds."""
-    return next((text for wrong, text in checks if wrong), None)
+def first_problem(checks: Mapping[str, object]) -> Problem:
+    """Return the first text whose condition holds."""
+    return next((text for text, holds in checks.items() if holds), None)
 
 
 def missing_name(owner: Any, names: Iterable[str], called: str = "") -> Problem:

@@ -90,26 +90,18 @@ def missing_ddp_name(chunk: Any) -> Problem:
 def _optimizer_problem(leaf: Any) -> Problem:
     inner = inner_of(leaf)
     outer_name, name = type(leaf).__name__, type(inner).__name__
+    unknown = not isinstance(leaf, (*_OPTIMIZERS, torch.optim.Optimizer))
+    graphed = getattr(getattr(leaf, "config", None), "optimizer_cuda_graph", False)  # from 0.19 on
+    offloads, is_muon = name == "HybridDeviceOptimizer", "muon" in name.lower()
+    foreign = not isinstance(inner, torch.optim.Optimizer)
     return first_problem(
-        (
-            (
-                not isinstance(leaf, (*_OPTIMIZERS, torch.optim.Optimizer)),
-                f"the optimizer {outer_name} is not supported; use Megatron's FP32, float16 or distributed one",
-            ),
-            (
-                getattr(getattr(leaf, "config", None), "optimizer_cuda_graph", False),  # from 0.19 on
-                "optimizer_cuda_graph is True, and a CUDA graph would update frozen parameters too",
-            ),
-            (
-                name == "HybridDeviceOptimizer",
-                "the optimizer's offload to the CPU (optimizer_cpu_offload) is not supported",
-            ),
-            (
-                "muon" in name.lower(),
-                f"the optimizer {name} mixes all rows of an update, frozen ones too; use Adam or SGD",
-            ),
-            (not isinstance(inner, torch.optim.Optimizer), f"the optimizer {name} is no torch.optim.Optimizer"),
-        )
+        {
+            f"the optimizer {outer_name} is not supported; use Megatron's FP32, float16 or distributed one": unknown,
+            "optimizer_cuda_graph is True, and a CUDA graph would update frozen parameters too": graphed,
+            "the optimizer's offload to the CPU (optimizer_cpu_offload) is not supported": offloads,
+            f"the optimizer {name} mixes all rows of an update, frozen ones too; use Adam or SGD": is_muon,
+            f"the optimizer {name} is no torch.optim.Optimizer": foreign,
+        }
     )
 
 

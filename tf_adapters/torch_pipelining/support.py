@@ -118,23 +118,15 @@ def _replica_problem(module: Any, splits: bool, has_optimizer: bool) -> Problem:
 
 
 def _reducer_problem(module: DistributedDataParallel, splits: bool, has_optimizer: bool) -> Problem:
+    static, unused = module.static_graph, module.find_unused_parameters
     problem = first_problem(
-        (
-            (
-                splits,
-                "and split backwards (I and W): torch then reduces no gradients, with or without freezing; "
-                "use fully_shard",
-            ),
-            (module.static_graph, "with static_graph=True, but every mask is another graph; leave it off"),
-            (
-                module.find_unused_parameters,
-                "with find_unused_parameters=True, which counts frozen parameters a second time; leave it off",
-            ),
-            (
-                not has_optimizer,
-                "which leaves zero gradients for the optimizer: pass it, attach(..., optimizer=optimizer)",
-            ),
-        )
+        {
+            "and split backwards (I and W): torch then reduces no gradients, with or without freezing; "
+            "use fully_shard": splits,
+            "with static_graph=True, but every mask is another graph; leave it off": static,
+            "with find_unused_parameters=True, which counts frozen parameters a second time; leave it off": unused,
+            "which leaves zero gradients for the optimizer: pass it, attach(..., optimizer=optimizer)": not has_optimizer,
+        }
     )
     return problem and f"is wrapped in DistributedDataParallel {problem}"
 
