@@ -60,13 +60,13 @@ def warnings(engine: Any) -> list[str]:
 
 
 def _setting_problem(engine: Any) -> Problem:
-    one_v_rank = is_dualpipev(engine) and engine.num_stages == 1
+    alone = is_dualpipev(engine) and engine.num_stages == 1
     has_experts = getattr(engine, "has_moe_layers", False)
     uses_apex = getattr(engine, "amp_enabled", lambda: False)()  # DeepSpeed before 0.19.8
     size = engine.grid.model_parallel_size
     return first_problem(
         {
-            "DualPipeV on one pipeline rank is not supported; use two or more, or the default pipeline engine": one_v_rank,
+            "DualPipeV on one pipeline rank is not supported; use two or more, or the default pipeline engine": alone,
             f"model parallelism of size {size} inside pipeline stages is not supported": size > 1,
             "mixture-of-experts layers are not supported with DeepSpeed's pipeline": has_experts,
             "fp16 is not supported; use bf16 or fp32": engine.fp16_enabled(),

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from tf_adapters.masking.held_rows import Kept, updated_with
-from tf_adapters.torch_pipelining.rows import elements
 from tf_adapters.training.controller import Controller
 
 
@@ -17,39 +14,22 @@ class Updates:
 
     A parameter that every microbatch froze gets no gradient, so the optimizer passes it by: its value, momentum and
     step count stay. Without this ``zero_grad(set_to_none=False)`` or a reducer would leave it a zero gradient, and
-    zeros still move a parameter by momentum and decay. Rows that every microbatch froze are put back after the step.
-    The step ends when every optimizer has stepped.
+    zeros still move a parameter by momentum and decay. The step ends when every optimizer has stepped.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], controller: Controller) -> None:
         self._controller = controller
         self._optimizers = tuple(optimizers)
         self._stepped: set[int] = set()
-        self._kept = Kept()
-        self._hooks = [hook for optimizer in optimizers for hook in self._watch(optimizer)]
 
-    def remove(self) -> None:
-        """Take the hooks off the optimizers."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _watch(self, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-        return (
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        )
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._kept = Kept()
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the gradients of held parameters away."""
         if self._controller.in_step:
             for parameter in self._controller.held_parameters():
                 parameter.grad = None
-            for held in self._controller.held_rows():
-                for tensor in updated_with(optimizer, held.parameter):
-                    self._kept.keep(elements(held, tensor))
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._kept.put_back()
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """End the step if this optimizer was the last."""
         if not self._controller.in_step:  # an update that no pipeline batch came before
             return
         self._stepped.add(id(optimizer))

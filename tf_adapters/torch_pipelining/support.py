@@ -47,11 +47,19 @@ def refuse_grad_scaler() -> None:
 
     The ranks' step counts would then differ, and they would wait for each other for ever.
     """
-    if any(isinstance(thing, torch.amp.GradScaler) and thing.is_enabled() for thing in gc.get_objects()):
+    if any(scaler.is_enabled() for scaler in _grad_scalers()):
         refuse(
-            "a torch.amp.GradScaler is enabled, which skips updates on single ranks of "
-            "a pipeline; use bfloat16 autocast, or GradScaler(enabled=False)"
+            "a torch.amp.GradScaler is enabled, which skips updates on single ranks of a pipeline; "
+            "use bfloat16 autocast, or GradScaler(enabled=False)"
         )
+
+
+def _grad_scalers() -> list[torch.amp.GradScaler]:
+    """Return every GradScaler of this process. An instance refers to its class; asking each object is slow."""
+    classes: list[type] = [torch.amp.GradScaler]
+    for known in classes:
+        classes.extend(known.__subclasses__())
+    return [thing for thing in gc.get_referrers(*classes) if type(thing) in classes]
 
 
 def _schedule_problem(schedule: Any) -> Problem:
@@ -62,7 +70,7 @@ def _schedule_problem(schedule: Any) -> Problem:
         return f"the schedule is a {type(schedule).__name__}; it needs one of torch.distributed.pipelining"
     names = ("_stage", "_num_stages") if isinstance(schedule, host.PipelineScheduleSingle) else ("_stages",)
     if isinstance(schedule, host._PipelineScheduleRuntime):
-        names = (*names, "_comp_type_to_function_map", "pipeline_order_with_comms")
+        names = (*names, "_comp_type_to_function_map")
     problem = missing_name(schedule, ("_has_backward", "_n_microbatches", *names))
     if problem:
         return problem
@@ -118,14 +126,14 @@ def _replica_problem(module: Any, splits: bool, has_optimizer: bool) -> Problem:
 
 
 def _reducer_problem(module: DistributedDataParallel, splits: bool, has_optimizer: bool) -> Problem:
-    static, unused = module.static_graph, module.find_unused_parameters
+    static, unused, ends_alone = module.static_graph, module.find_unused_parameters, not has_optimizer
     problem = first_problem(
         {
             "and split backwards (I and W): torch then reduces no gradients, with or without freezing; "
             "use fully_shard": splits,
             "with static_graph=True, but every mask is another graph; leave it off": static,
             "with find_unused_parameters=True, which counts frozen parameters a second time; leave it off": unused,
-            "which leaves zero gradients for the optimizer: pass it, attach(..., optimizer=optimizer)": not has_optimizer,
+            "which leaves zero gradients for the optimizer: pass it, attach(..., optimizer=optimizer)": ends_alone,
         }
     )
     return problem and f"is wrapped in DistributedDataParallel {problem}"
