@@ -19,7 +19,6 @@ from tf_adapters.selection.masks import StageMasks
 from tf_adapters.timing.freeze_response import measured_times
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.replicas import merge_bounds
-from tf_adapters.timing.step_speed import PacedSamples
 from tf_adapters.timing.timer import ActionTimer, Trace
 from tf_adapters.timing.transfers import Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.training import messages
@@ -84,7 +83,7 @@ class PlanMaker:
 
         def local() -> float:
             timer.drain(wait=True)
-            return measured_times(PacedSamples(timer), self._first_stage).error
+            return measured_times(timer, self._first_stage).error
 
         return max(on_all_ranks(self._collectives, local))
 
@@ -136,10 +135,9 @@ class PlanMaker:
 
     def _local(self, timer: ActionTimer) -> _Local:
         timer.drain(wait=True)
-        paced = PacedSamples(timer)
-        times = measured_times(paced, self._first_stage)
+        times = measured_times(timer, self._first_stage)
         traces = local_traces(timer, Phase.MONITORING_UPPER) if self._traced else ()
-        return _Local(times.bounds(), paced.step_ms(Phase.MONITORING_UPPER) or 0.0, traces, times.notes())
+        return _Local(times.bounds(), timer.step_ms(Phase.MONITORING_UPPER) or 0.0, traces, times.notes())
 
     def _arrived(self, schedule: PipelineSchedule, measured: Measured, wait: bool) -> Planned | None:
         def ask() -> Planned | None:
