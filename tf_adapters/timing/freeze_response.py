@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -64,6 +64,10 @@ class StageTimes:
                 bounds[action] = Bounds(max(0.0, ms - response.saved * (mean if alike else ms)), ms)
         return bounds
 
+    def means(self) -> dict[Group, Bounds]:
+        """Mean bounds of each stage's actions of one kind, in ms."""
+        return {group: mean_bounds(of_group.values()) for group, of_group in _by_group(self.bounds()).items()}
+
     def notes(self) -> tuple[str, ...]:
         """A sentence for each stage whose line is not straight."""
         return tuple(
@@ -72,6 +76,11 @@ class StageTimes:
             for (stage, _), response in sorted(self.responses.items())
             if (bend := response.bend) is not None and abs(bend.value) > max(_STRAIGHT, 3.0 * bend.error)
         )
+
+
+def mean_bounds(bounds: Collection[Bounds]) -> Bounds:
+    """The mean of each of the two bounds, in ms."""
+    return Bounds(statistics.fmean(b.lower for b in bounds), statistics.fmean(b.upper for b in bounds))
 
 
 def measured_times(timer: ActionTimer, first_stage: int | None) -> StageTimes:

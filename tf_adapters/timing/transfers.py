@@ -21,7 +21,7 @@ from tf_adapters.timing.timer import ActionTimer, Interval, Trace
 __all__ = ["NO_GAPS", "Gaps", "complete_steps", "local_traces", "measure_gaps"]
 
 _MOST_INTERVALS = 4_096
-"""Of a rank: what travels to the others stays below 100 KB, whatever the number of microbatches."""
+"""Of a rank: 32 KB of what it sends, unless a single step has more."""
 
 
 class Gaps(NamedTuple):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from tf_adapters.collectives import Collectives, on_all_ranks, on_one_rank
+from tf_adapters.collectives import Collectives, decide_from_all, on_one_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.planner.forecast import forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
@@ -16,7 +16,8 @@ from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
-from tf_adapters.timing.freeze_response import measured_times
+from tf_adapters.timing.compact import PackedBounds, PackedTraces
+from tf_adapters.timing.freeze_response import Group, measured_times
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.replicas import merge_bounds
 from tf_adapters.timing.timer import ActionTimer, Trace
@@ -53,12 +54,16 @@ class Planned:
 
 @dataclass(frozen=True)
 class _Local:
-    """One rank's part."""
+    """What one rank sends of its monitored steps.
 
-    bounds: Mapping[Action, Bounds]
+    A rank of the traced pipeline sends bounds and traces of each action, any other the mean bounds of its groups.
+    """
+
     step_ms: float
-    traces: tuple[tuple[int, Trace], ...]
-    notes: tuple[str, ...]
+    means: Mapping[Group, Bounds] = field(default_factory=dict)
+    bounds: PackedBounds | None = None
+    traces: PackedTraces | None = None
+    notes: tuple[str, ...] = ()
 
 
 class PlanMaker:
@@ -85,20 +90,22 @@ class PlanMaker:
             timer.drain(wait=True)
             return measured_times(timer, self._first_stage).error
 
-        return max(on_all_ranks(self._collectives, local))
+        return decide_from_all(self._collectives, local, lambda errors: max(errors))
 
     def measure(self, schedule: PipelineSchedule, timer: ActionTimer) -> Measured:
         """What the monitored steps of all ranks say. Raises TimelyFreezeError, the same on every rank."""
-        local = on_all_ranks(self._collectives, lambda: self._local(timer))
 
-        def merge() -> Measured:
-            bounds, notes = merge_bounds(schedule, [rank.bounds for rank in local])
-            self._steps = complete_steps(schedule, [rank.traces for rank in local])
+        def merge(ranks: Sequence[_Local]) -> tuple[PackedBounds, Measured]:
+            detailed = [rank.bounds.unpack(schedule) for rank in ranks if rank.bounds]
+            bounds, notes = merge_bounds(schedule, detailed, [rank.means for rank in ranks])
+            self._steps = complete_steps(schedule, [rank.traces.unpack(schedule) for rank in ranks if rank.traces])
             gaps = measure_gaps(schedule, self._steps)
-            bent = dict.fromkeys(note for rank in local for note in rank.notes)
-            return Measured(bounds, gaps, max(rank.step_ms for rank in local), (*notes, *bent))
+            bent = dict.fromkeys(note for rank in ranks for note in rank.notes)
+            step_ms = max(rank.step_ms for rank in ranks)
+            return PackedBounds.of(schedule, bounds), Measured({}, gaps, step_ms, (*notes, *bent))
 
-        return on_one_rank(self._collectives, merge)
+        packed, measured = decide_from_all(self._collectives, lambda: self._local(schedule, timer), merge)
+        return replace(measured, bounds=packed.unpack(schedule))
 
     def start(self, schedule: PipelineSchedule, measured: Measured) -> Planned | None:
         """Make the plan, or begin to: None where it is made beside training. Raises TimelyFreezeError on all ranks."""
@@ -133,11 +140,18 @@ class PlanMaker:
             self._worker.close()
             self._worker = None
 
-    def _local(self, timer: ActionTimer) -> _Local:
+    def _local(self, schedule: PipelineSchedule, timer: ActionTimer) -> _Local:
         timer.drain(wait=True)
         times = measured_times(timer, self._first_stage)
-        traces = local_traces(timer, Phase.MONITORING_UPPER) if self._traced else ()
-        return _Local(times.bounds(), timer.step_ms(Phase.MONITORING_UPPER) or 0.0, traces, times.notes())
+        step_ms = timer.step_ms(Phase.MONITORING_UPPER) or 0.0
+        if not self._traced:
+            return _Local(step_ms, means=times.means())
+        return _Local(
+            step_ms,
+            bounds=PackedBounds.of(schedule, times.bounds()),
+            traces=PackedTraces.of(schedule, local_traces(timer, Phase.MONITORING_UPPER)),
+            notes=times.notes(),
+        )
 
     def _arrived(self, schedule: PipelineSchedule, measured: Measured, wait: bool) -> Planned | None:
         def ask() -> Planned | None:
