@@ -179,20 +179,6 @@ def test_what_was_never_seen_frozen_has_no_error_but_its_own_time() -> None:
     assert times.error == 0.0
 
 
-def test_a_straight_line_is_straight_also_under_noise() -> None:
-    assert monitored(20, lambda share: 20 - 10 * share, 0.02).times().notes() == ()
-
-
-@pytest.mark.parametrize("bend", [0.15, -0.15])
-def test_a_line_that_is_none_is_said(bend: float) -> None:
-    found = monitored(20, lambda share: 20 * (1 - 0.5 * share - 4 * bend * share * (1 - share)), 0.005)
-    times = found.times()
-    assert times.responses[1, Kind.BACKWARD].bend.value == pytest.approx(bend, abs=0.03)
-    (note,) = times.notes()
-    assert note.startswith("stage 1: masks of half of the work save ")
-    assert ("+1" if bend > 0 else "-1") in note
-
-
 def test_half_backwards_have_lines_of_their_own() -> None:
     """W has nothing left when everything is frozen; I does not freeze."""
     inputs, weights = Action.parse("1I0"), Action.parse("1W0")

@@ -28,9 +28,6 @@ _FREEZING = (Phase.MONITORING_LOWER, Phase.MONITORING_MIXED)
 _SAME_WORK = 1.25
 """Up to this ratio of the longest of a stage's backwards to the shortest, all do the same work: caches differ."""
 
-_STRAIGHT = 0.05
-"""Departure from the line, as a share of the unfrozen time, up to which no note is made."""
-
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
@@ -67,15 +64,6 @@ class StageTimes:
     def means(self) -> dict[Group, Bounds]:
         """Mean bounds of each stage's actions of one kind, in ms."""
         return {group: mean_bounds(of_group.values()) for group, of_group in _by_group(self.bounds()).items()}
-
-    def notes(self) -> tuple[str, ...]:
-        """A sentence for each stage whose line is not straight."""
-        return tuple(
-            f"stage {stage}: masks of half of the work save {bend.value:+.0%} of a backward more than the straight "
-            "line between the bounds"
-            for (stage, _), response in sorted(self.responses.items())
-            if (bend := response.bend) is not None and abs(bend.value) > max(_STRAIGHT, 3.0 * bend.error)
-        )
 
 
 def mean_bounds(bounds: Collection[Bounds]) -> Bounds:

@@ -63,7 +63,6 @@ class _Local:
     means: Mapping[Group, Bounds] = field(default_factory=dict)
     bounds: PackedBounds | None = None
     traces: PackedTraces | None = None
-    notes: tuple[str, ...] = ()
 
 
 class PlanMaker:
@@ -100,9 +99,8 @@ class PlanMaker:
             bounds, notes = merge_bounds(schedule, detailed, [rank.means for rank in ranks])
             self._steps = complete_steps(schedule, [rank.traces.unpack(schedule) for rank in ranks if rank.traces])
             gaps = measure_gaps(schedule, self._steps)
-            bent = dict.fromkeys(note for rank in ranks for note in rank.notes)
             step_ms = max(rank.step_ms for rank in ranks)
-            return PackedBounds.of(schedule, bounds), Measured({}, gaps, step_ms, (*notes, *bent))
+            return PackedBounds.of(schedule, bounds), Measured({}, gaps, step_ms, notes)
 
         packed, measured = decide_from_all(self._collectives, lambda: self._local(schedule, timer), merge)
         return replace(measured, bounds=packed.unpack(schedule))
@@ -150,7 +148,6 @@ class PlanMaker:
             step_ms,
             bounds=PackedBounds.of(schedule, times.bounds()),
             traces=PackedTraces.of(schedule, local_traces(timer, Phase.MONITORING_UPPER)),
-            notes=times.notes(),
         )
 
     def _arrived(self, schedule: PipelineSchedule, measured: Measured, wait: bool) -> Planned | None:
