@@ -1,9 +1,9 @@
 """What control costs with many ranks: bytes and time of everything that ranks send each other because of freezing.
 
 Real ranks over gloo on this machine run our own collectives on synthetic steps of a realistic size: 1F1B, 64
-microbatches, two replicas of the pipeline from 4 ranks on, 32 traced steps. Bytes for 1,024 and 8,192 ranks (64 stages)
-follow from the measured messages, whose number and sizes are known. Times are extrapolated along a straight line
-through those measured; all ranks share this machine's cores here, so real machines are faster.
+microbatches, 32 traced steps. Bytes for 1,024 and 8,192 ranks (64 stages) follow from the measured messages, whose
+number and sizes are known. Times are extrapolated along a plane in the numbers of ranks and of stages; all ranks share
+this machine's cores here, so real machines are faster.
 
 Prints a table, writes results/control.json beside this file and the table into docs/algorithm.md.
 """
@@ -39,7 +39,7 @@ from tf_adapters.training.pipeline import HostInfo, HostPipeline
 from tf_adapters.training.plan_maker import PlanMaker
 from tf_adapters.training.replanning import PlanWatch
 
-SIZES = (2, 4, 8, 16)
+CASES = ((2, 2), (4, 2), (8, 4), (16, 2), (16, 8))  # ranks, stages; the last one is extrapolated from
 LARGE = (1_024, 8_192)
 STAGES_OF_LARGE = 64
 MICROBATCHES = 64
@@ -126,11 +126,11 @@ class Row:
 
 def main() -> None:
     rows: list[Row] = []
-    for size in SIZES:
+    for size, stages in CASES:
         with RankPool(size) as pool, tempfile.TemporaryDirectory() as folder:
-            ranks = pool.run(measure, folder, timeout_s=900)
-        rows += [row_of(event, size, [rank[event] for rank in ranks]) for event in ranks[0]]
-        print(f"{size} ranks measured", flush=True)
+            ranks = pool.run(measure, folder, stages, timeout_s=900)
+        rows += [row_of(event, stages, [rank[event] for rank in ranks]) for event in ranks[0]]
+        print(f"{size} ranks, {stages} stages measured", flush=True)
     events = list(dict.fromkeys(row.event for row in rows))
     rows += [extrapolated([row for row in rows if row.event == event], size) for event in events for size in LARGE]
     table = table_of(events, rows)
@@ -140,13 +140,8 @@ def main() -> None:
     put_table(ROOT / "docs" / "algorithm.md", "control", table)
 
 
-def stages_of(ranks: int) -> int:
-    """Two replicas where there are enough ranks."""
-    return ranks // 2 if ranks > 2 else 2
-
-
-def row_of(event: str, ranks: int, measured: list[OfRank]) -> Row:
-    stages = stages_of(ranks)
+def row_of(event: str, stages: int, measured: list[OfRank]) -> Row:
+    ranks = len(measured)
     sent = [rank.gathered + rank.sent for rank in measured]
     gathered = ranks * measured[0].gathered
     return Row(
@@ -167,7 +162,8 @@ def extrapolated(measured: list[Row], ranks: int) -> Row:
     gathered = largest.of_others
     own = largest.received_by_first - largest.ranks * gathered
     long = largest.received - largest.ranks * gathered - FIRST_BROADCAST
-    slope, start = np.polyfit([row.ranks for row in measured], [row.ms for row in measured], 1)
+    cases = np.array([[1.0, row.ranks, row.stages] for row in measured])
+    start, of_rank, of_stage = np.linalg.lstsq(cases, np.array([row.ms for row in measured]))[0].tolist()
     return Row(
         event=largest.event,
         ranks=ranks,
@@ -176,19 +172,19 @@ def extrapolated(measured: list[Row], ranks: int) -> Row:
         of_others=gathered,
         received_by_first=round(ranks * gathered + own * (STAGES_OF_LARGE - 1) / (largest.stages - 1)),
         received=round(ranks * gathered + FIRST_BROADCAST + max(0, long) * STAGES_OF_LARGE / largest.stages),
-        ms=max(largest.ms, float(start + slope * ranks)),
+        ms=max(largest.ms, start + max(0.0, of_rank) * ranks + max(0.0, of_stage) * STAGES_OF_LARGE),
         extrapolated=True,
     )
 
 
 def table_of(events: list[str], rows: list[Row]) -> str:
     """Bytes and times, one line for each event."""
-    sizes = (SIZES[0], SIZES[-1], *LARGE)
+    sizes = (CASES[0][0], CASES[-1][0], *LARGE)
     head = ["sent by a rank of one replica", "by another", *(f"{n:,} ranks: rank 0 gets, time" for n in sizes)]
     lines = [f"| | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
     for event in events:
         by_size = {row.ranks: row for row in rows if row.event == event}
-        largest = by_size[SIZES[-1]]
+        largest = by_size[CASES[-1][0]]
         cells = [kilobytes(largest.of_first_replica), f"{largest.of_others} B"]
         cells += [f"{kilobytes(by_size[n].received_by_first)}, {by_size[n].ms:,.0f} ms" for n in sizes]
         lines.append(f"| {event} | {' | '.join(cells)} |")
@@ -204,10 +200,10 @@ def kilobytes(count: int) -> str:
 # --- on the ranks --------------------------------------------------------------------------------------------
 
 
-def measure(folder: str) -> dict[str, OfRank]:
+def measure(folder: str, stages: int) -> dict[str, OfRank]:
     """Each event's cost on this rank. Called on all ranks at once."""
     collectives = CountedCollectives()
-    controller = trained(collectives, folder)
+    controller = trained(collectives, folder, stages)
     return {name: cost(collectives, event) for name, event in events_of(controller, collectives).items()}
 
 
@@ -225,9 +221,8 @@ def cost(collectives: CountedCollectives, event: Callable[[], Any]) -> OfRank:
     return OfRank(*counted, ms=statistics.median(times[1:]))
 
 
-def trained(collectives: CountedCollectives, folder: str) -> Controller:
+def trained(collectives: CountedCollectives, folder: str, stages: int) -> Controller:
     """A controller in stable freezing, with monitored and stable steps behind it."""
-    stages = stages_of(dist.get_world_size())
     schedule = one_forward_one_backward(stages, MICROBATCHES)
     stage, clock = collectives.rank % stages, SyntheticClock()
     names = [f"model.layers.{layer}.mlp.linear_{number}.weight" for layer in range(4) for number in range(TENSORS // 4)]
@@ -260,11 +255,12 @@ def trained(collectives: CountedCollectives, folder: str) -> Controller:
 
 
 def run_steps(controller: Controller, clock: SyntheticClock, random: np.random.Generator, steps: int) -> None:
-    """Steps whose actions take what they are said to, with 3% of noise."""
+    """Steps whose actions take what they are said to, with 3% of noise, and up to a millisecond between them."""
     (stage,) = controller.parameter_masks
     for _ in range(steps):
         controller.begin_step()
         for action in controller.schedule.ranks[stage]:
+            clock.now += float(random.uniform(0.0, 1.0))
             with controller.running(action):
                 share = controller.mask(stage, action.microbatch).share if action.freezable else 0.0
                 clock.now += MS[action.kind] * (1.0 - 0.5 * share) * float(random.normal(1.0, 0.03))

@@ -166,14 +166,14 @@ def measure(host: str) -> OfRank:
         in_rotation(steps, number)
     timers = {name: training.adapter.controller.timer for name, training in trainings.items()}
     ours = timers["ours"]
-    found = OfRank(
+    of_rank = OfRank(
         paper=Fit.of(measured_times(timers["paper"], first_stage=0)),
         ours={n: [fitted(ours, window) for window in windows(n)] for n in LENGTHS},
         errors={n: fitted(ours, slice(0, n // 2)).error for n in range(10, STEPS + 1, 2)},
     )
     for training in trainings.values():
         training.adapter.detach()
-    return found
+    return of_rank
 
 
 def windows(steps: int) -> list[slice]:

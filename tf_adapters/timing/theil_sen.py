@@ -1,7 +1,7 @@
 """A straight line from nothing frozen to everything frozen, fitted to steps of a busy machine.
 
-What disturbs a step often disturbs all of it: a neighbour's load, the clock rate. Where the microbatches of one step
-have different frozen shares, their quotients tell the slope, and what they have in common cancels: with
+Most disturbances (another process, the clock rate) slow a whole step down. Where the microbatches of one step have
+different frozen shares, the quotients of their times give the slope, and the step's speed cancels: with
 ``left(x) = pace * (1 - saved * x)``, two of them give ``saved`` whatever the pace. The weighted median over all pairs
 (Theil and Sen's, weighted by how far apart the shares are) is the fit. Where all microbatches of a step have about the
 same share, the unfrozen steps are what they are compared with.
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from tf_adapters.timing.estimates import estimate, weighted_median
 
 _APART = 0.1
-"""Shares that differ by less tell little of the slope."""
+"""The least difference of two shares that a slope is computed from."""
 
 _FEW = 16
 """Points of a step of which all pairs are taken."""
 
 _LEFT = 0.2
-"""Of the unfrozen time: a point of which less is left says little about its step's pace."""
+"""Share of the unfrozen time that a point needs to count for its step's pace."""
 
 
 @dataclass(frozen=True, slots=True)

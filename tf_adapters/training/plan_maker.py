@@ -30,12 +30,12 @@ _SOLVED_AT_ONCE = 1_000
 """Actions up to which planning takes about a second, no more than starting a process for it."""
 
 _NEARLY = 1.01
-"""A promise that misses its target by less has reached it: that is what measurements are good for."""
+"""Up to this ratio to its target a promised step has reached it: measurements are no more precise."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a plan is made from; times in ms. ``notes`` say what noise has made of them."""
+    """What a plan is made from; times in ms. ``notes`` name bounds that noise had crossed and that were clamped."""
 
     bounds: Mapping[Action, Bounds]
     gaps: Gaps
@@ -112,8 +112,8 @@ class PlanMaker:
         if self._config.plan_wait == "auto" and len(schedule.actions) <= _SOLVED_AT_ONCE:
 
             def solve_here() -> Planned:
-                found = solve(self._problem(schedule, measured), self._config.solver_time_limit_s)
-                return self._promise(schedule, measured, found)
+                plan = solve(self._problem(schedule, measured), self._config.solver_time_limit_s)
+                return self._promise(schedule, measured, plan)
 
             return on_one_rank(self._collectives, solve_here)
 
@@ -153,8 +153,8 @@ class PlanMaker:
     def _arrived(self, schedule: PipelineSchedule, measured: Measured, wait: bool) -> Planned | None:
         def ask() -> Planned | None:
             assert self._worker is not None
-            found = self._worker.wait() if wait else self._worker.poll()
-            return None if found is None else self._promise(schedule, measured, found)
+            plan = self._worker.wait() if wait else self._worker.poll()
+            return None if plan is None else self._promise(schedule, measured, plan)
 
         return on_one_rank(self._collectives, ask)
 
@@ -178,11 +178,11 @@ class PlanMaker:
         unfrozen = dag.makespan({action: bounds.upper for action, bounds in measured.bounds.items()})
         return max(0.0, unfrozen - (step_ms - target))
 
-    def _promise(self, schedule: PipelineSchedule, measured: Measured, found: FreezePlan) -> Planned:
+    def _promise(self, schedule: PipelineSchedule, measured: Measured, plan: FreezePlan) -> Planned:
         step_ms = measured.unfrozen_step_ms
         promised = forecast(
             schedule,
-            found,
+            plan,
             bounds=measured.bounds,
             unfrozen_step_ms=step_ms,
             gaps=measured.gaps,
@@ -192,6 +192,6 @@ class PlanMaker:
         self._steps = ()
         target = self._config.target_ms(step_ms)
         if promised.planned_ms <= target * _NEARLY or not target:
-            return Planned(found, promised.planned_ms)
+            return Planned(plan, promised.planned_ms)
         note = messages.out_of_reach(target, promised, self._config.max_freeze_ratio)
-        return Planned(found, promised.planned_ms, (note,))
+        return Planned(plan, promised.planned_ms, (note,))

@@ -1,8 +1,8 @@
-"""Plans that stay true: when actions no longer take as long as the plan says, it is made anew from what they take now.
+"""Plan again when actions no longer take as long as the plan says: a slower node, other sequence lengths, a curriculum.
 
-A slower node, other sequence lengths, a curriculum: stable freezing goes on being timed, and every so many steps the
-times are held against the plan's. What freezing saves is in proportion to what an action takes, so the new bounds are
-the old ones times what changed: nothing is monitored again, and until the new plan is there the old one is in force.
+Stable freezing is timed, and every ``replan_interval`` steps the times are compared with the plan's. What freezing
+saves is in proportion to what an action takes, so the new bounds are the old ones times what changed. Nothing is
+monitored again, and until the new plan is there the old one is in force.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NEWEST = 64
 """Samples of an action that are looked at, at most."""
 
 _IN_A_ROW = 2
-"""Looks that must find a change: one may meet a neighbour's short job."""
+"""Looks in a row that must find a change: one may see a short disturbance."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class _Local:
 
 
 class PlanWatch:
-    """Holds measured times against the plan's. Every method is called on all ranks at the same point.
+    """Compares measured times with the plan's. Every method is called on all ranks at the same point.
 
     Args:
         config: the settings.
