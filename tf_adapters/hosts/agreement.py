@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from tf_adapters.collectives import Collectives, on_all_ranks, on_one_rank
+from tf_adapters.collectives import Collectives, decide_from_all, on_all_ranks, on_one_rank
 from tf_adapters.config import SECTION, TimelyFreezeConfig
 from tf_adapters.errors import ConfigError, UnsupportedError
 from tf_adapters.log import announce
@@ -94,14 +94,18 @@ def gather_units(
     Raises on all of them what ``local`` raises on one, or UnsupportedError if replicas of a stage would freeze
     different things.
     """
-    everywhere: dict[int, tuple[FreezeUnit, ...]] = {}
-    for of_rank in on_all_ranks(collectives, lambda: dict(local())):
-        for stage, units in of_rank.items():
-            if everywhere.setdefault(stage, units) != units:
-                raise UnsupportedError(
-                    f"timely_freeze cannot run here: the replicas of stage {stage} train different parameters"
-                )
-    return everywhere
+
+    def merge(ranks: Sequence[Mapping[int, tuple[FreezeUnit, ...]]]) -> dict[int, tuple[FreezeUnit, ...]]:
+        everywhere: dict[int, tuple[FreezeUnit, ...]] = {}
+        for of_rank in ranks:
+            for stage, units in of_rank.items():
+                if everywhere.setdefault(stage, units) != units:
+                    raise UnsupportedError(
+                        f"timely_freeze cannot run here: the replicas of stage {stage} train different parameters"
+                    )
+        return everywhere
+
+    return decide_from_all(collectives, lambda: dict(local()), merge)
 
 
 def _shown(settings: TimelyFreezeConfig | None) -> str:
