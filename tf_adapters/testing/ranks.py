@@ -75,7 +75,7 @@ class RankPool:
         self.close()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver" if self._preload else "spawn")
+        context: Any = multiprocessing.get_context("forkserver" if self._preload else "spawn")
         if self._preload:
             context.set_forkserver_preload(self._preload)
         port = free_port()
