@@ -43,7 +43,6 @@ def steps_run(output: str) -> int:
 
 
 @pytest.mark.distributed
-@pytest.mark.own_ranks
 def test_an_unmodified_script_trains_through_all_phases(tmp_path: Path) -> None:
     code, output = launch(tmp_path, start=deepspeed, timely_freeze={**SECTION, "output_dir": str(tmp_path)})
     assert code == 0, output
@@ -67,7 +66,6 @@ def test_an_unmodified_script_trains_through_all_phases(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.own_ranks
 def test_without_a_section_the_script_trains_as_ever(tmp_path: Path) -> None:
     code, output = launch(tmp_path)
     assert code == 0, output
@@ -76,7 +74,6 @@ def test_without_a_section_the_script_trains_as_ever(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.own_ranks
 @pytest.mark.parametrize(
     ("start", "config", "text"),
     [
@@ -105,7 +102,6 @@ def test_a_wrong_config_ends_the_job_before_it_trains(
 
 
 @pytest.mark.distributed
-@pytest.mark.own_ranks
 def test_a_script_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
     code, output = launch(tmp_path, script="examples/no_such_script.py")
     assert code not in (0, -signal.SIGKILL)

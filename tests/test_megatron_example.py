@@ -54,7 +54,6 @@ def held_out(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"held-out loss ([\d.]+)$", output, re.MULTILINE)]
 
 
-@pytest.mark.own_ranks
 def test_it_trains_through_all_phases_and_resumes_with_the_same_losses(tmp_path: Path) -> None:
     arguments = ("--virtual-pipeline", 2, "--steps", STEPS, *freezing(tmp_path))
     code, output = train(*arguments, "--save-dir", tmp_path, "--save-every", SAVED_AT)
@@ -73,7 +72,6 @@ def test_it_trains_through_all_phases_and_resumes_with_the_same_losses(tmp_path:
     assert held_out(resumed) == held_out(output)
 
 
-@pytest.mark.own_ranks
 def test_it_learns_without_freezing(tmp_path: Path) -> None:
     code, output = train("--steps", 40, "--lr", "0.01", "--eval-every", 20)
     assert code == 0, output
@@ -84,7 +82,6 @@ def test_it_learns_without_freezing(tmp_path: Path) -> None:
     assert whole < half
 
 
-@pytest.mark.own_ranks
 def test_a_bad_argument_ends_the_job_before_it_trains() -> None:
     code, output = train("--timely-freeze", "--timely-freeze-max-freeze-ratio", "1.5")
     assert code not in (0, -signal.SIGKILL)

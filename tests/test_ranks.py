@@ -17,7 +17,7 @@ from rank_pools import destroy_groups, fork_ranks
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.ranks import RanksFailed
 
-pytestmark = [pytest.mark.distributed, pytest.mark.own_ranks]
+pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")

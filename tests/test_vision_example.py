@@ -300,7 +300,6 @@ def launch(tmp_path: Path, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.distributed
-@pytest.mark.own_ranks
 @pytest.mark.parametrize(
     ("model", "heuristic", "sizes"),
     [
