@@ -31,7 +31,6 @@ bench: $(VENV)/ready
 	$(RUN) benchmarks/planner.py
 	$(RUN) benchmarks/plan_command.py
 	$(RUN) benchmarks/selection.py
-	$(RUN) benchmarks/rows.py
 	$(RUN) benchmarks/monitoring.py
 
 # The accuracy study, of several hours: cut off, it goes on where it stopped. The packages hold its model and its text.

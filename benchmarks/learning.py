@@ -166,9 +166,9 @@ class Freezing:
 
         ramp = min(1.0, max(0.0, (step - TASK.warmup) / TASK.progressive))
         batch = zip(samples.split(TASK.micro_batch), labels.split(TASK.micro_batch), strict=True)
+        drawn = [self._masks.draw(step, s, [ramp * r for r in ratios]) for s, ratios in enumerate(self._ratios)]
         for number, (some, their_labels) in enumerate(batch):
-            drawn = [self._masks.draw(step, s, number, ramp * r[number]).names for s, r in enumerate(self._ratios)]
-            with self._mask.frozen([name for names in drawn for name in names]):
+            with self._mask.frozen([name for masks in drawn for name in masks[number].names]):
                 loss = cross_entropy(self._model(some), their_labels) / TASK.microbatches
                 if loss.requires_grad:
                     loss.backward()

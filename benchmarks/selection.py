@@ -9,6 +9,7 @@ from two more full copies of the model, as the formulas are written. ::
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -260,9 +261,10 @@ def llama_costs(shape: LlamaShape) -> dict[str, float]:
     masks = StageMasks(units, seed=0)
     preferred = frozenset(range(len(units[1]) // 3))
 
+    steps = itertools.count()
+
     def draw(chosen: frozenset[int]) -> None:
-        for microbatch in range(MICROBATCHES):
-            masks.draw(1, 1, microbatch, 0.6, chosen)
+        masks.draw(next(steps), 1, [0.6] * MICROBATCHES, chosen)
 
     draw(preferred)
     return {

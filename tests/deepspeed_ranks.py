@@ -271,7 +271,7 @@ def train(case: Case) -> dict[str, Any]:
 
 def _step(case: Case, engine: Any, adapter: Any, recorder: GradientRecorder, step: int) -> dict[str, Any]:
     before, state_before = parameters_of(engine), optimizer_state(engine)
-    masks, rows, phase = {}, {}, None
+    masks, phase = {}, None
     if adapter is not None:
         controller = adapter.controller
         phase = controller.phase.value
@@ -280,14 +280,12 @@ def _step(case: Case, engine: Any, adapter: Any, recorder: GradientRecorder, ste
             for s in range(case.num_stages)
             for m in range(case.microbatches)
         }
-        rows = {(s, m): controller.frozen_rows(controller.step, s, m) for s, m in masks}
     loss = engine.train_batch(iter(batch(step, engine.grid.data_parallel_id, case.microbatches)))
     return {
         "loss": float(loss),
         "before": before,
         "gradients": dict(recorder.latest),
         "masks": masks,
-        "rows": rows,
         "phase": phase,
         "state_before": state_before,
         "state_after": optimizer_state(engine),

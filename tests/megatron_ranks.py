@@ -10,7 +10,6 @@ import torch
 from megatron_low_rank import with_adapters
 from rank_pools import destroy_groups
 
-from tf_adapters.selection.rows import FrozenRows
 from tf_adapters.testing import force_plan
 
 VOCABULARY, WIDTH, HEADS, CONTEXT, BATCH = 32, 16, 4, 8, 2
@@ -320,10 +319,6 @@ def all_masks(controller: Any) -> dict[tuple[int, int], tuple[str, ...]]:
     }
 
 
-def all_rows(controller: Any) -> dict[tuple[int, int], tuple[FrozenRows, ...]]:
-    return {key: controller.frozen_rows(controller.step, *key) for key in all_masks(controller)}
-
-
 def start(case: Case) -> tuple[list[Any], Any, Any]:
     """Model, optimizer and adapter of a fresh run (no adapter where the case has no section)."""
     import tf_adapters.megatron
@@ -386,7 +381,6 @@ def train(case: Case, oracle: bool = True, evaluate: bool = False) -> dict[str, 
     steps = []
     for number in range(case.steps):
         masks = all_masks(adapter.controller) if adapter is not None else {}
-        rows = all_rows(adapter.controller) if adapter is not None else {}
         phase = adapter and adapter.controller.phase.value
         zero_gradients(chunks, optimizer)
         losses = run_batch(case, chunks, number, range(case.microbatches))
@@ -401,7 +395,6 @@ def train(case: Case, oracle: bool = True, evaluate: bool = False) -> dict[str, 
                 "losses": [float(entry["loss"]) for entry in losses],
                 "full": full,
                 "masks": masks,
-                "rows": rows,
                 "phase": phase,
                 "state_before": state_before,
                 "state_after": optimizer_state(chunks, optimizer),

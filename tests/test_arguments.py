@@ -24,7 +24,7 @@ GOOD = {
         ("*embed*=0.2,*norm*=0", {"*embed*": 0.2, "*norm*": 0.0}),
         ("[a=]?=0.8", {"[a=]?": 0.8}),
     ],
-    "granularity": [("row", "row"), ("tensor", "tensor")],
+    "granularity": [("tensor", "tensor")],
     "warmup_steps": [("auto", "auto"), ("0", 0), ("300", 300)],
     "monitoring": [("mixed", "mixed"), ("halves", "halves")],
     "monitoring_steps": [("2", 2), ("80", 80)],
@@ -64,7 +64,7 @@ BAD = {
         "a=0.1,b",
         "a=nan",
     ],
-    "granularity": ["rows", "1", ""],
+    "granularity": ["row", "1", ""],
     "warmup_steps": ["-1", "2.5", "automatic", "None", ""],
     "monitoring": ["Mixed", "paper", "0.5"],
     "monitoring_steps": ["1", "-4", "2.0", "many"],
@@ -248,7 +248,11 @@ def test_nothing_given_is_no_freezing() -> None:
 def test_a_setting_without_the_switch_is_one_line_before_anything_starts(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text, value = next(pair for pair in GOOD[name] if pair[1] != TimelyFreezeConfig.model_fields[name].default)
+    default = TimelyFreezeConfig.model_fields[name].default
+    others = [pair for pair in GOOD[name] if pair[1] != default]
+    if not others:
+        pytest.skip("a setting of one value")
+    text, value = others[0]
     line = f"{option(name)} is {value!r}, but --timely-freeze is not given: give it, or leave {option(name)} out"
     with pytest.raises(SystemExit) as caught:
         parse(option(name), text)

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from held import held_rows
 from hosts import HOSTS, MICROBATCHES, STAGES, Tensors, start
 from rank_pools import GetPool, rank_pool
 
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import PipelineSchedule
-from tf_adapters.selection.rows import FrozenRows
 from tf_adapters.selection.sampling import sample_indices
-from tf_adapters.testing import clear_rows, force_plan, relative_error
+from tf_adapters.testing import force_plan, relative_error
 from tf_adapters.timing.phase import Phase
 
 pytestmark = pytest.mark.distributed
@@ -27,7 +25,6 @@ LIFE = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2, "repor
 # Small models of few steps: everything looks stable to these settings sooner or later, and not at once.
 STABILITY = {"stability_check_interval": 1, "apf_threshold": 0.3, "apf_alpha": 0.5, "autofreeze_percentile": 85.0}
 METHODS = ["timely+apf", "timely+autofreeze", "apf", "autofreeze"]
-BY_ROWS = {"granularity": "row"}
 each_method = pytest.mark.parametrize("method", METHODS)
 FROZEN = {**{f"0B{m}": 1.0 for m in range(MICROBATCHES)}, **{f"1B{m}": 0.75 for m in range(MICROBATCHES)}}
 
@@ -278,13 +275,6 @@ def test_the_optimizer_gets_the_mean_of_the_masked_full_gradients(ranks, host):
     check_gradients(ranks(STAGES).run(masked, host))
 
 
-@pytest.mark.parametrize("method", ["timely", "timely+apf"])
-def test_the_optimizer_gets_the_masked_gradients_by_rows(ranks, host, method):
-    outcomes = ranks(STAGES).run(masked, host, {**STABILITY, **BY_ROWS, "method": method})
-    check_gradients(outcomes)
-    assert any(in_part for _, in_part in outcomes[0][1].values())
-
-
 @each_method
 def test_the_gradients_of_every_method_are_those_of_its_masks(ranks, host, method):
     check_gradients(ranks(STAGES).run(masked, host, {**STABILITY, "method": method}))
@@ -296,7 +286,7 @@ def test_the_gradients_under_limits_are_those_of_the_masks(ranks, host):
 
 def check_gradients(outcomes: list) -> None:
     assert all(masks == outcomes[0][1] for _, masks in outcomes)
-    assert any(names for names, _ in outcomes[0][1].values())
+    assert any(outcomes[0][1].values())
     for errors, _ in outcomes:
         assert errors
         assert max(errors.values()) <= 1e-5, errors
@@ -307,17 +297,14 @@ def masked(host: str, section: dict | None = None) -> tuple[dict[str, float], di
     errors: dict[str, float] = {}
     everything: dict = {}
     for number in range(first, first + 2):
-        masks, rows = masks_of(training), rows_of(training)
+        masks = masks_of(training)
         full = training.full_gradients(number)
         training.step(number)
         for (stage, name), actual in training.gradients().items():
             kept = [g[stage, name] * (name not in masks[stage, m]) for m, g in enumerate(full)]
-            for m, gradient in enumerate(kept):
-                for part in rows[stage, m]:
-                    clear_rows(gradient if name in part.names else None, part)
             expected = torch.stack(kept).mean(0)
             errors[f"{number} {stage} {name}"] = relative_error(actual, expected)
-        everything |= {(number, *key): (names, rows[key]) for key, names in masks.items()}
+        everything |= {(number, *key): names for key, names in masks.items()}
     training.detach()
     return errors, everything
 
@@ -340,11 +327,6 @@ def masks_of(training: Any) -> dict[tuple[int, int], tuple[str, ...]]:
     return {
         (s, m): controller.frozen_parameters(controller.step, s, m) for s in range(STAGES) for m in range(MICROBATCHES)
     }
-
-
-def rows_of(training: Any) -> dict[tuple[int, int], tuple[FrozenRows, ...]]:
-    controller = training.controller
-    return {key: controller.frozen_rows(controller.step, *key) for key in masks_of(training)}
 
 
 def test_a_parameter_that_a_whole_step_froze_does_not_move_and_every_other_does(ranks, host):
@@ -370,30 +352,6 @@ def held_and_still(host: str) -> tuple[set, set]:
     return held, {key for key, value in before.items() if torch.equal(value, after[key])}
 
 
-def test_rows_that_a_whole_step_froze_do_not_move_and_all_others_do(ranks, host):
-    """At 0.9 about two in three are frozen in all of four microbatches."""
-    check_held(ranks(STAGES).run(rows_held_and_still, host))
-
-
-def rows_held_and_still(host: str) -> tuple[set, set]:
-    """(stage, name, row) of what no microbatch trained, and of what stayed where it was, of parameters with rows."""
-    training = start(host, BY_ROWS)
-    training.step(0)
-    force_plan(training.controller, 0.9)
-    masks, rows, before = masks_of(training), rows_of(training), training.parameters()
-    in_part = {(s, name) for (s, _), parts in rows.items() for part in parts for name in part.names} & set(before)
-    training.step(1)
-    after = training.parameters()
-    training.detach()
-    held, still = set(), set()
-    for key in in_part:
-        frozen = held_rows(masks, rows, *key, len(before[key]))
-        moved = (before[key] != after[key]).reshape(len(frozen), -1).any(1)
-        held |= {(*key, row) for row in torch.nonzero(frozen).flatten().tolist()}
-        still |= {(*key, row) for row in torch.nonzero(~moved).flatten().tolist()}
-    return held, still
-
-
 # --- identity with the host alone ----------------------------------------------------------------------------
 
 
@@ -401,11 +359,10 @@ def rows_held_and_still(host: str) -> tuple[set, set]:
     "section",
     [
         {"max_freeze_ratio": 0.0},
-        {"max_freeze_ratio": 0.0, "granularity": "row"},
         {"method": "none", "monitoring_masks": False},
         {**STABILITY, "method": "apf", "max_freeze_ratio": 0.0},
     ],
-    ids=["ratio 0", "ratio 0 by rows", "method none", "apf at ratio 0"],
+    ids=["ratio 0", "method none", "apf at ratio 0"],
 )
 def test_without_freezing_a_run_is_bit_identical_to_the_host_alone(ranks, host, section):
     ours, alone = (ranks(STAGES).run(losses_and_weights, host, chosen) for chosen in (section, None))
@@ -417,14 +374,13 @@ def losses_and_weights(host: str, section: dict | None) -> tuple[list[list[float
     return [training.step(number) for number in range(7)], training.parameters()
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "row"])
-def test_after_detach_a_run_is_bit_identical_to_the_host_alone(ranks, host, tmp_path, granularity):
-    ours, alone = zip(*ranks(STAGES).run(frozen_then_left, host, str(tmp_path), granularity), strict=True)
+def test_after_detach_a_run_is_bit_identical_to_the_host_alone(ranks, host, tmp_path):
+    ours, alone = zip(*ranks(STAGES).run(frozen_then_left, host, str(tmp_path)), strict=True)
     assert_same(ours, alone)
 
 
-def frozen_then_left(host: str, folder: str, granularity: str) -> tuple[Any, Any]:
-    training = start(host, {"granularity": granularity})
+def frozen_then_left(host: str, folder: str) -> tuple[Any, Any]:
+    training = start(host, {})
     force_plan(training.controller, 0.6)
     for number in range(2):
         training.step(number)
@@ -446,9 +402,8 @@ def assert_same(ours: Any, alone: Any) -> None:
 # --- resuming ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "row"])
-def test_a_resumed_run_repeats_the_uninterrupted_one(ranks, host, tmp_path, granularity):
-    for uninterrupted, resumed in ranks(STAGES).run(interrupted, host, str(tmp_path), {"granularity": granularity}):
+def test_a_resumed_run_repeats_the_uninterrupted_one(ranks, host, tmp_path):
+    for uninterrupted, resumed in ranks(STAGES).run(interrupted, host, str(tmp_path)):
         assert uninterrupted == resumed
 
 
@@ -464,11 +419,11 @@ def interrupted(host: str, folder: str, section: dict | None = None) -> tuple[li
     training.step(first)
     training.save(folder)
     numbers = range(first + 1, first + 4)
-    uninterrupted = [(masks_of(training), rows_of(training), training.step(number)) for number in numbers]
+    uninterrupted = [(masks_of(training), training.step(number)) for number in numbers]
     training.detach()
     other = start(host, section or {})
     other.load(folder)
-    resumed = [(masks_of(other), rows_of(other), other.step(number)) for number in numbers]
+    resumed = [(masks_of(other), other.step(number)) for number in numbers]
     other.detach()
     return uninterrupted, resumed
 

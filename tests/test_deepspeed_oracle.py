@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib import metadata
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from deepspeed_ranks import Case, Ordinary, batch, loss_fn, train
 from low_rank import masked_names
 
-from tf_adapters.selection.rows import FrozenRows
 from tf_adapters.testing import masked_gradients, relative_error
 
 pytestmark = pytest.mark.distributed
@@ -169,37 +167,6 @@ def test_four_stages(pools):
     check_oracle(case, pools(4).run(train, case))
 
 
-ROWS = {"granularity": "row"}
-BY_ROWS = {
-    "zero1": Case(section=ROWS, config=ZERO1, ratios=0.8),
-    "gpipe": Case(section={**ROWS, "schedule": "gpipe"}, ratios=0.5),
-    "tied": Case(section=ROWS, tied=True, ratios=0.7),
-    "stage 0 frozen whole": Case(section=ROWS, ratios=SKIP_STAGE_0),
-    "non-reentrant": Case(section=ROWS, config=NON_REENTRANT, ratios=0.7),
-    "bf16": Case(section=ROWS, config={**BF16, **ZERO1}, ratios=0.5),
-    "bf16 reentrant": Case(section=ROWS, config={**BF16, **ZERO1, **REENTRANT}, ratios=0.7),
-    "dualpipev": Case(section=ROWS, dualpipev=True, ratios=0.6),
-}
-
-
-@pytest.mark.parametrize("name", BY_ROWS)
-def test_masked_gradients_of_rows_reach_the_optimizer(pools, name):
-    case = replace(BY_ROWS[name], steps=3)
-    if ("pipeline" in case.config and not CHECKPOINTS_ON_CPU) or (case.dualpipev and not HAS_DUALPIPEV):
-        pytest.skip("this DeepSpeed has it not, or not on a CPU")
-    ranks = pools(2).run(train, case)
-    check_oracle(case, ranks)
-    in_part = {part.names for parts in ranks[0]["steps"][0]["rows"].values() for part in parts}
-    assert any(names[0].endswith("up.weight") for names in in_part)
-
-
-def test_masked_gradients_of_rows_reach_the_optimizer_with_replicas(pools):
-    case = Case(section=ROWS, config=ZERO1, ratios=0.6, steps=3)
-    ranks = pools(4).run(train, case)
-    check_oracle(case, ranks)
-    assert all(rank["steps"][0]["rows"] == ranks[0]["steps"][0]["rows"] for rank in ranks)
-
-
 def test_the_oracle_can_fail(pools):
     ranks = pools(2).run(train, Case(ratios=0.5, steps=1))
     shifted = {key: ranks[0]["steps"][0]["masks"][key[0], (key[1] + 1) % 4] for key in ranks[0]["steps"][0]["masks"]}
@@ -238,23 +205,14 @@ def expected_gradients(case: Case, ranks: list[dict], number: int) -> dict[str, 
     """By the pipeline's names, from an ordinary copy of the model as it was before the step."""
     state = {rank["stage"]: rank["steps"][number]["before"] for rank in ranks}
     ordinary = Ordinary(case, [state[stage] for stage in sorted(state)])
-    masks, rows = (ranks[0]["steps"][number][key] for key in ("masks", "rows"))
+    masks = ranks[0]["steps"][number]["masks"]
 
     def frozen(microbatch: int) -> set[str]:
         return {ordinary.rename(n, s) for (s, m), names in masks.items() if m == microbatch for n in names}
 
-    def frozen_rows(microbatch: int) -> list[FrozenRows]:
-        return [
-            replace(part, names=tuple(ordinary.rename(name, s) for name in part.names))
-            for (s, m), parts in rows.items()
-            for part in parts
-            if m == microbatch
-        ]
-
     replicas = sorted({rank["replica"] for rank in ranks})
     per_replica = [
-        masked_gradients(ordinary, batch(number, replica, case.microbatches), loss_fn, frozen, frozen_rows)
-        for replica in replicas
+        masked_gradients(ordinary, batch(number, replica, case.microbatches), loss_fn, frozen) for replica in replicas
     ]
     expected: dict[str, torch.Tensor] = {}
     for stage, values in sorted(state.items()):

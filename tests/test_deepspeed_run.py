@@ -11,7 +11,6 @@ import deepspeed.pipe
 import pytest
 import torch
 from deepspeed_ranks import CONTEXT, Case, batch, build_engine, force_plan, optimizer_state, parameters_of, train
-from held import held_rows
 
 pytestmark = pytest.mark.distributed
 
@@ -197,29 +196,6 @@ def test_parameters_frozen_in_every_microbatch_do_not_move_and_keep_their_state(
                 trained_moved += name not in held and not same
     assert frozen_moved == 0
     assert trained_moved > 0
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("size", [2, 4])
-def test_rows_frozen_in_every_microbatch_do_not_move_and_keep_their_state(pools, path, size):
-    """With four ranks what an optimizer holds is half of a parameter, or another half: only whole ones are compared."""
-    ranks = pools(size).run(train, replace(PATHS[path], section={"granularity": "row"}, ratios=0.9, steps=3))
-    held_at_all = 0
-    for rank in ranks:
-        for number, step in enumerate(rank["steps"]):
-            for stage, name in {(s, n) for (s, _), parts in step["rows"].items() for p in parts for n in p.names}:
-                if name not in step["before"]:
-                    continue
-                held = held_rows(step["masks"], step["rows"], stage, name, len(step["before"][name]))
-                after = rank["steps"][number + 1]["before"] if number + 1 < len(rank["steps"]) else rank["parameters"]
-                assert torch.equal(step["before"][name][held], after[name][held])
-                assert held.all() or not torch.equal(step["before"][name], after[name])
-                held_at_all += int(held.sum())
-                for kind, before in step["state_before"].get(name, {}).items():
-                    if before.numel() == held.numel() * step["before"][name][0].numel():
-                        now = step["state_after"][name][kind]
-                        assert torch.equal(now.view(len(held), -1)[held], before.view(len(held), -1)[held]), kind
-    assert held_at_all > 0
 
 
 def test_stage_0_frozen_whole_does_not_move_at_all(pools):

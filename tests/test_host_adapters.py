@@ -114,7 +114,7 @@ def test_a_large_table_does_not_spoil_what_a_draw_saves() -> None:
     masks = StageMasks({0: units_of(Model())}, seed=0)
     linear = {f"layers.{index}.weight" for index in range(4)}
     for step in range(50):
-        assert len(linear & set(masks.draw(step, 0, 0, 0.5).names)) == 2
+        assert len(linear & set(masks.draw(step, 0, [0.5])[0].names)) == 2
 
 
 def test_a_table_that_is_multiplied_by_is_work_of_a_whole_matrix() -> None:

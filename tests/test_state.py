@@ -111,9 +111,8 @@ def other_units() -> StageMasks:
         {"config": CONFIG.model_copy(update={"max_freeze_ratio": 0.5})},
         {"config": CONFIG.model_copy(update={"freeze_limits": {"1.*": 0.4}})},
         {"config": CONFIG.model_copy(update={"method": "none"})},
-        {"config": CONFIG.model_copy(update={"granularity": "row"})},
     ],
-    ids=["order", "microbatches", "parameters", "budget", "limits", "method", "granularity"],
+    ids=["order", "microbatches", "parameters", "budget", "limits", "method"],
 )
 def test_a_plan_for_something_else_is_made_anew_and_the_step_stays(change: dict[str, Any]) -> None:
     state = resumed(saved(planned_state(20)), **change)

@@ -10,7 +10,6 @@ import torch
 from low_rank import masked_names
 from torch_ranks import BLOCKS, SCHEDULES, Case, Layers, batch, loss_fn, pool, train
 
-from tf_adapters.selection.rows import FrozenRows
 from tf_adapters.testing import masked_gradients, relative_error
 
 pytestmark = pytest.mark.distributed
@@ -91,9 +90,8 @@ def test_microbatches_given_one_by_one(schedule: str) -> None:
 
 @pytest.mark.skipif(TORCH < (2, 15), reason="torch can leave FSDP's gradients unreduced from 2.15 on")
 @pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B", "ScheduleLoopedBFS", "ScheduleZBVZeroBubble"])
-@pytest.mark.parametrize("section", [{}, {"granularity": "row"}], ids=["tensor", "row"])
-def test_gradients_that_fsdp_reduces_in_the_last_batch_only(schedule: str, section: dict[str, Any]) -> None:
-    case = Case(schedule=schedule, ratios=PLANS, batches=3, replicas="fsdp", deferred=True, section=section)
+def test_gradients_that_fsdp_reduces_in_the_last_batch_only(schedule: str) -> None:
+    case = Case(schedule=schedule, ratios=PLANS, batches=3, replicas="fsdp", deferred=True)
     check_oracle(case, pool(4).run(train, case))
 
 
@@ -148,42 +146,6 @@ def check_partly_frozen(case: Case, size: int) -> None:
             assert torch.equal(value, rank["steps"][0]["before"][name]) != ("lora" in name), name
 
 
-ROWS = {"granularity": "row"}
-BY_ROWS = {
-    "1f1b": Case(),
-    "1f1b, checkpointing": Case(checkpoint=True),
-    "1f1b, three batches": Case(batches=3),
-    "zero bubble": Case(schedule="ScheduleInterleavedZeroBubble"),
-    "zbv, checkpointing": Case(schedule="ScheduleZBVZeroBubble", checkpoint=True),
-    "ddp": Case(replicas="ddp"),
-    "tp": Case(replicas="tp"),
-    "fsdp, parts too": Case(replicas="fsdp nested"),
-    "fsdp, resharded": Case(replicas="fsdp whole"),
-    "fsdp zbv": Case(replicas="fsdp", schedule="ScheduleZBVZeroBubble"),
-}
-
-
-@pytest.mark.parametrize("name", BY_ROWS)
-def test_rows(name: str) -> None:
-    case = replace(BY_ROWS[name], section=ROWS, ratios=PLANS)
-    ranks = pool(4 if case.replicas else 2).run(train, case)
-    check_oracle(case, ranks)
-    assert all(rank["steps"][0]["rows"] == ranks[0]["steps"][0]["rows"] for rank in ranks)
-    in_part = {part.names for parts in ranks[0]["steps"][0]["rows"].values() for part in parts}
-    assert any(names[0].endswith("up.weight") for names in in_part) == (case.replicas != "tp")
-
-
-def test_the_oracle_of_rows_can_fail() -> None:
-    case = Case(section=ROWS, ratios=0.5, steps=1)
-    ranks = pool(2).run(train, case)
-    rows = ranks[0]["steps"][0]["rows"]
-    ranks[0]["steps"][0]["rows"] = {
-        key: tuple(replace(part, first=(part.first + 1) % part.total) for part in parts) for key, parts in rows.items()
-    }
-    with pytest.raises(AssertionError):
-        check_oracle(case, ranks)
-
-
 def test_the_oracle_can_fail() -> None:
     case = Case(ratios=0.5, steps=1)
     ranks = pool(2).run(train, case)
@@ -219,13 +181,10 @@ def gathered(of_ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]
 def expected_gradients(case: Case, ranks: list[dict[str, Any]], number: int) -> dict[str, torch.Tensor]:
     ordinary = Layers(adapted=case.adapted)
     ordinary.load_state_dict(gathered([rank["steps"][number]["before"] for rank in ranks]))
-    masks, rows = (ranks[0]["steps"][number][key] for key in ("masks", "rows"))
+    masks = ranks[0]["steps"][number]["masks"]
 
     def frozen(microbatch: int) -> set[str]:
         return {name for (_, m), names in masks.items() if m == microbatch for name in names}
-
-    def frozen_rows(microbatch: int) -> list[FrozenRows]:
-        return [part for (_, m), parts in rows.items() if m == microbatch for part in parts]
 
     totals: dict[str, torch.Tensor] = {}
     replicas = sorted({rank["replica"] for rank in ranks})
@@ -233,6 +192,6 @@ def expected_gradients(case: Case, ranks: list[dict[str, Any]], number: int) -> 
         for part in range(case.batches):
             tensors = batch(case, number, replica, part)
             microbatches = zip(*(tensor.chunk(case.microbatches) for tensor in tensors), strict=True)
-            for name, gradient in masked_gradients(ordinary, microbatches, loss_fn, frozen, frozen_rows).items():
+            for name, gradient in masked_gradients(ordinary, microbatches, loss_fn, frozen).items():
                 totals[name] = totals.get(name, 0) + gradient / (len(replicas) * case.batches)
     return totals

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from held import held_rows
 from test_torch_schedules import made
 from torch_ranks import SCHEDULES, Case, Run, attached, build, losses_of, optimizer_state, pool, train, values
 
@@ -182,25 +181,6 @@ def test_parameters_frozen_in_every_microbatch_keep_value_and_state(
                 moved_count += not same
     assert held_count > 0
     assert moved_count > 0
-
-
-@pytest.mark.parametrize("name", HOSTS)
-def test_rows_frozen_in_every_microbatch_keep_value_and_state(name: str) -> None:
-    case = replace(HOSTS[name], section={"granularity": "row"}, ratios=(0.0, 0.9, 0.9), state=True)
-    held_count = 0
-    for rank in run_on(case):
-        for step in rank["steps"]:
-            for stage, parameter in {(s, n) for (s, _), parts in step["rows"].items() for p in parts for n in p.names}:
-                if parameter not in step["state_before"]:
-                    continue
-                before, now = (step[when][parameter] for when in ("state_before", "state_after"))
-                held = held_rows(step["masks"], step["rows"], stage, parameter, len(before["value"]))
-                held_count += int(held.sum())
-                for key in before:
-                    if before[key].shape == before["value"].shape:
-                        assert torch.equal(before[key][held], now[key][held]), (parameter, key)
-                assert held.all() or not torch.equal(before["value"][~held], now["value"][~held])
-    assert held_count > 0
 
 
 def test_without_an_optimizer_every_batch_is_a_step(tmp_path: Any) -> None:

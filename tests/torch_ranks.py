@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tf_adapters import testing
-from tf_adapters.selection.rows import FrozenRows
 
 VOCABULARY, WIDTH, CONTEXT, BLOCKS, ROWS = 32, 12, 5, 8, 2
 SECTION: dict[str, Any] = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 2, "on_error": "raise"}
@@ -363,7 +362,7 @@ def _step(run: Run, recorder: GradientRecorder | None, step: int) -> dict[str, A
     phase = run.adapter.controller.phase.value if run.adapter is not None else None
     if recorder is None:
         return {"phase": phase, "loss": run.train_step(step)}
-    before, masks, rows, trained = values(run), masks_of(run), rows_of(run), trained_names(run)
+    before, masks, trained = values(run), masks_of(run), trained_names(run)
     state_before = optimizer_state(run) if run.case.state else {}
     loss = run.train_step(step)
     return {
@@ -372,7 +371,6 @@ def _step(run: Run, recorder: GradientRecorder | None, step: int) -> dict[str, A
         "before": before,
         "gradients": dict(recorder.latest),
         "masks": masks,
-        "rows": rows,
         "state_before": state_before,
         "state_after": optimizer_state(run) if run.case.state else {},
         "trained": trained,
@@ -391,20 +389,6 @@ def masks_of(run: Run) -> dict[tuple[int, int], tuple[str, ...]]:
     controller = run.adapter.controller
     return {
         (s, m): tuple(map(plain, controller.frozen_parameters(controller.step, s, m)))
-        for s in range(run.case.stages)
-        for m in range(run.case.microbatches)
-    }
-
-
-def rows_of(run: Run) -> dict[tuple[int, int], tuple[FrozenRows, ...]]:
-    """Frozen rows of parameters that the next step does not freeze whole."""
-    if run.adapter is None:
-        return {}
-    controller = run.adapter.controller
-    return {
-        (s, m): tuple(
-            replace(rows, names=tuple(map(plain, rows.names))) for rows in controller.frozen_rows(controller.step, s, m)
-        )
         for s in range(run.case.stages)
         for m in range(run.case.microbatches)
     }

@@ -55,11 +55,7 @@ class TimelyFreezeConfig(BaseModel):
             "allowed": 'an object of patterns and ratios from 0 to max_freeze_ratio, such as {"*embed*": 0.2}'
         },
     )
-    granularity: Literal["tensor", "row"] = Field(
-        "tensor",
-        description="what is frozen as one: whole tensors, or also rows of linear and embedding layers, with which "
-        "any freeze ratio is met",
-    )
+    granularity: Literal["tensor"] = Field("tensor", description="what is frozen as one: whole tensors")
     warmup_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         "auto", description='T_w; "auto" takes the learning-rate warm-up of the host\'s scheduler'
     )

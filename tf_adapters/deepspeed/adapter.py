@@ -27,7 +27,6 @@ from tf_adapters.deepspeed.schedules import SCHEDULES, MicrobatchTracker, transl
 from tf_adapters.deepspeed.stages import (
     is_dualpipev,
     parameters_by_stage,
-    row_masks_by_stage,
     stages_of,
     units_by_stage,
 )
@@ -78,14 +77,12 @@ class DeepSpeedAdapter(HostAdapter):
 
     def _describe(self) -> HostPipeline:
         engine, parameters = self.engine, parameters_by_stage(self.engine)
-        rows = row_masks_by_stage(engine, parameters) if self.config.granularity == "row" else {}
         return HostPipeline(
             host=host_info(),
             schedule=translate(self._schedule_type, self._microbatches, engine.num_stages),
             units=units_by_stage(engine, parameters),
             parameters=parameters,
             held_values=held_values(engine, parameters),
-            row_masks=rows,
             traced=holds_first_rank(engine.grid.get_pipe_parallel_group()),
             warmup_steps=self._warmup_steps(),
             clock=clock_for(torch.device(engine.device)),
@@ -183,7 +180,7 @@ class DeepSpeedAdapter(HostAdapter):
     def _reduce_gradients(self, engine: Any, **kwargs: Any) -> None:
         held = self.controller.held_parameters()
         fill_missing_gradients(engine.optimizer, held)
-        self._holder.hold(held, self.controller.held_rows())
+        self._holder.hold(held)
         self._host_instructions[host.ReduceGrads](engine, **kwargs)
 
     def _optimizer_step(self, engine: Any, **kwargs: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from tf_adapters.masking.held_rows import HeldRows, Kept, updated_with
+from tf_adapters.masking.kept import Kept, updated_with
 from tf_adapters.selection.sampling import HeldValues, Piece
 
 
@@ -22,14 +22,13 @@ class HeldParameters:
 
     With ZeRO stage 0 the inner optimizer is given no gradient for them. With flat fp32 partitions (ZeRO stage 1,
     BF16_Optimizer) their slices of the partition and of its state are saved before the step and put back after
-    it; the step counter of a partition belongs to all of it and goes on. So it is with rows, whatever the optimizer.
+    it; the step counter of a partition belongs to all of it and goes on.
     """
 
     def __init__(self, engine: Any) -> None:
         self._outer = engine.optimizer
         self._inner: torch.optim.Optimizer = engine.basic_optimizer
         self._held: tuple[torch.nn.Parameter, ...] = ()
-        self._rows: tuple[HeldRows, ...] = ()
         self._kept = Kept()
         self._hooks: list[Any] = []
 
@@ -40,9 +39,9 @@ class HeldParameters:
             self._inner.register_step_post_hook(self._after_step),
         ]
 
-    def hold(self, parameters: Iterable[torch.nn.Parameter], rows: Iterable[HeldRows] = ()) -> None:
-        """Hold these parameters and rows in the steps from now on, instead of the ones before."""
-        self._held, self._rows = tuple(parameters), tuple(rows)
+    def hold(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Hold these parameters in the steps from now on, instead of the ones before."""
+        self._held = tuple(parameters)
 
     def remove(self) -> None:
         """Take the hooks off the optimizer."""
@@ -51,8 +50,6 @@ class HeldParameters:
 
     def _before_step(self, *_: Any) -> None:
         self._kept = Kept()
-        for held in self._rows:
-            self._kept.keep(self._elements(held))
         for parameter in self._held:
             if self._outer is self._inner:
                 parameter.grad = None
@@ -75,13 +72,6 @@ class HeldParameters:
             return []
         address = mapping.hp_fragment_address
         return [tensor.narrow(0, address.start, address.numel) for tensor in updated_with(self._inner, flat)]
-
-    def _elements(self, held: HeldRows) -> list[torch.Tensor]:
-        """The same of some rows of a parameter."""
-        if self._outer is self._inner:
-            return [part for tensor in updated_with(self._inner, held.parameter) for part in held.of(tensor)]
-        mapping: Any = getattr(held.parameter, "_hp_mapping", None)
-        return [part for t in self._slices(held.parameter) for part in held.of(t, mapping.lp_fragment_address.start)]
 
 
 def held_values(engine: Any, parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> HeldValues:

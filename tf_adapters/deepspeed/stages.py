@@ -12,7 +12,6 @@ import torch
 from deepspeed.runtime.pipe.module import TiedLayerSpec
 
 from tf_adapters.hosts.units import UnitRules, units_of
-from tf_adapters.masking.rows import RowMask, plain_layer, row_layers
 from tf_adapters.selection.units import FreezeUnit
 
 
@@ -69,15 +68,6 @@ def _multiplies(engine: Any, phase: int) -> Callable[[str, torch.nn.Parameter], 
     specs = [spec for spec in module._layer_specs[start:stop] if isinstance(spec, TiedLayerSpec)]
     keys = {spec.key for spec in specs if spec.forward_fn is not None}
     return lambda name, parameter: name.startswith("tied_modules.") and name.split(".")[1] in keys
-
-
-def row_masks_by_stage(engine: Any, parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> dict[int, RowMask]:
-    """The layers whose rows can be frozen. Not tied ones: what uses their weights may be any function."""
-    layers = row_layers(engine.module, plain_layer).items()
-    return {
-        stage: RowMask({n: layer for n, layer in layers if n[0] in of_stage and not n[0].startswith("tied_modules.")})
-        for stage, of_stage in parameters.items()
-    }
 
 
 def _layers(module: Any, phase: int) -> set[str]:

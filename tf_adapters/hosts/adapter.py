@@ -13,7 +13,6 @@ from tf_adapters.collectives import Collectives, on_all_ranks
 from tf_adapters.config import SECTION, TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.agreement import agree_on_settings, gather_units
-from tf_adapters.masking.rows import with_rows
 from tf_adapters.overrides import Overrides
 from tf_adapters.report.observer import MetricSink, RunReporter
 from tf_adapters.training.controller import Controller
@@ -48,9 +47,9 @@ class HostAdapter(ABC):
         self._on_detach: list[Callable[[], None]] = []
         described: list[HostPipeline] = []
 
-        def local_units() -> dict[int, Any]:
+        def local_units() -> Mapping[int, Any]:
             described.append(describe())
-            return with_rows(described[0].units, described[0].row_masks)
+            return described[0].units
 
         units = gather_units(collectives, local_units)
         pipeline = replace(described[0], units=units)
@@ -60,7 +59,6 @@ class HostAdapter(ABC):
             collectives,
             RunReporter(collectives, metrics),
         )
-        self._on_detach += [mask.remove for mask in pipeline.row_masks.values()]
 
     @abstractmethod
     def install(self) -> None:

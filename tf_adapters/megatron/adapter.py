@@ -21,10 +21,8 @@ from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import HostAdapter
 from tf_adapters.hosts.units import units_of
 from tf_adapters.log import announce
-from tf_adapters.masking.rows import RowMask, row_layers
 from tf_adapters.megatron.chunks import Chunk
 from tf_adapters.megatron.optimizers import HeldParameters, held_values
-from tf_adapters.megatron.rows import parallel_layer
 from tf_adapters.megatron.schedules import PipelinePosition, translate
 from tf_adapters.megatron.units import tied_places, unit_rules
 from tf_adapters.report.observer import MetricSink
@@ -97,14 +95,12 @@ class MegatronAdapter(HostAdapter):
         model, by_stage = self._model, {chunk.stage: chunk for chunk in self._chunks.values()}
         parameters = {stage: chunk.parameters for stage, chunk in by_stage.items()}
         rules = unit_rules(model.config, model.expert_parallel_size)
-        by_rows = by_stage if self.config.granularity == "row" else {}
         return HostPipeline(
             host=host_info(),
             schedule=self._schedule,
             units={stage: units_of(chunk.model, rules) for stage, chunk in by_stage.items()},
             parameters=parameters,
             held_values=held_values(model.optimizer, parameters),
-            row_masks={stage: RowMask(row_layers(c.model, parallel_layer)) for stage, c in by_rows.items()},
             traced=holds_first_rank(model.pp_group),
             warmup_steps=self._warmup_steps,
             clock=clock_for(_device_of(model.chunks)),
@@ -156,7 +152,7 @@ class MegatronAdapter(HostAdapter):
             self._warn_unseen()
             return self._host_step(*args, **kwargs)
         with self._timed():
-            self._holder.hold(self.controller.held_parameters(), self.controller.held_rows())
+            self._holder.hold(self.controller.held_parameters())
         try:
             result = self._host_step(*args, **kwargs)
         finally:

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from tf_adapters.masking.held_rows import HeldRows, Kept, updated_with
+from tf_adapters.masking.kept import Kept
 from tf_adapters.selection.sampling import HeldValues, Piece
 
 
@@ -32,17 +32,12 @@ class HeldParameters:
             self._keepers[id(inner)] = keeper
             self._hooks += [inner.register_step_pre_hook(keeper.before), inner.register_step_post_hook(keeper.after)]
 
-    def hold(self, parameters: Iterable[torch.nn.Parameter], rows: Iterable[HeldRows] = ()) -> None:
-        """Hold these model parameters and rows of them from now on, instead of the ones before."""
-        chosen, chosen_rows = tuple(parameters), tuple(rows)
+    def hold(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Hold these model parameters from now on, instead of the ones before."""
+        chosen = tuple(parameters)
         for optimizer in self._optimizers:
             keeper = self._keepers[id(inner_of(optimizer))]
             keeper.held = [main for parameter in chosen for main in _updated(optimizer, parameter)]
-            keeper.rows = [
-                (held, main, _begin(optimizer, held.parameter))
-                for held in chosen_rows
-                for main in _updated(optimizer, held.parameter)
-            ]
 
     def remove(self) -> None:
         """Take the hooks off the optimizers."""
@@ -51,12 +46,11 @@ class HeldParameters:
 
 
 class _Keeper:
-    """Holds tensors of one inner optimizer, and rows of others, through each of its steps."""
+    """Holds tensors of one inner optimizer through each of its steps."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self._inner = inner
         self.held: list[torch.Tensor] = []
-        self.rows: list[tuple[HeldRows, torch.Tensor, int]] = []
         self._counted: list[torch.Tensor] = []
         self._kept = Kept()
 
@@ -71,10 +65,6 @@ class _Keeper:
                 self._counted.append(tensor)
             else:  # a first step makes its state, out of zeros, and that must not wait
                 self._kept.keep([tensor])
-        for held, main, begin in self.rows:
-            if id(main) in own:
-                for tensor in updated_with(self._inner, main):
-                    self._kept.keep(held.of(tensor, begin))
 
     def after(self, *_: Any) -> None:
         for tensor in self._counted:

@@ -1,14 +1,13 @@
-"""The masks of every stage, as a pure function of (seed, step, stage, microbatch) and of what is preferred."""
+"""The masks of every stage, as a pure function of (seed, step, stage), of the ratios and of what is preferred."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tf_adapters.selection.hybrid import HybridSelection
-from tf_adapters.selection.rows import FrozenRows
 from tf_adapters.selection.uniform import UniformSelection
 from tf_adapters.selection.units import FreezeUnit, frozen_share, limited, preferred_share
 
@@ -17,20 +16,18 @@ from tf_adapters.selection.units import FreezeUnit, frozen_share, limited, prefe
 class Mask:
     """What is frozen while one microbatch passes one stage.
 
-    ``names`` are frozen whole; of each of ``rows`` a part is frozen, and none of them is among ``names``. ``share`` is
-    of the stage's freezable work (``frozen_share``). ``complete``: no weight gradient is left to compute, which is
-    always so on a stage that trains nothing.
+    ``names`` are frozen, ``share`` of the stage's freezable work (``frozen_share``). ``complete``: no weight gradient
+    is left to compute, which is always so on a stage that trains nothing.
     """
 
     names: tuple[str, ...] = ()
     share: float = 0.0
     complete: bool = False
-    rows: tuple[FrozenRows, ...] = ()
 
 
 _Selection = UniformSelection | HybridSelection
+_Drawn = tuple[int, tuple[float, ...], frozenset[int]]
 NOTHING_FROZEN = Mask()
-NOTHING_TRAINS = Mask(complete=True)
 NONE_PREFERRED: frozenset[int] = frozenset()
 NO_CAPS: Mapping[str, float] = {}
 
@@ -41,7 +38,7 @@ class StageMasks:
     ``units`` holds every stage of the pipeline, not only this rank's: any rank can then tell what any other
     freezes, which tied parameters need. What a pattern of ``exclude`` matches is never frozen and counts as no work;
     what a pattern of ``caps`` matches is frozen with its cap, in [0, 1], times the ratio. ConfigError for a pattern
-    that matches nothing. Units that have rows may be frozen in part.
+    that matches nothing.
     """
 
     def __init__(
@@ -55,6 +52,7 @@ class StageMasks:
         self._excludes = {stage: len(self._units[stage]) < len(of_stage) for stage, of_stage in units.items()}
         self._uniform = {stage: _selection(of_stage) for stage, of_stage in self._units.items()}
         self._hybrid: dict[int, tuple[frozenset[int], _Selection]] = {}  # the newest of each stage
+        self._drawn: dict[int, tuple[_Drawn, tuple[Mask, ...]]] = {}  # the newest of each stage
         self._names = {s: tuple(n for unit in of_stage for n in unit.names) for s, of_stage in self._units.items()}
         self._seed = seed
 
@@ -81,21 +79,24 @@ class StageMasks:
         return self._excludes[stage]
 
     def draw(
-        self, step: int, stage: int, microbatch: int, ratio: float, preferred: frozenset[int] = NONE_PREFERRED
-    ) -> Mask:
-        """The mask for an actual freeze ratio in [0, 1]; units at ``preferred`` are frozen before any other."""
+        self, step: int, stage: int, ratios: Sequence[float], preferred: frozenset[int] = NONE_PREFERRED
+    ) -> tuple[Mask, ...]:
+        """The masks of a step's microbatches on a stage, whose actual freeze ratios in [0, 1] these are.
+
+        Units at ``preferred`` are frozen before any other. The newest draw of a stage is remembered.
+        """
+        wanted = (step, tuple(ratios), preferred)
+        if stage not in self._drawn or self._drawn[stage][0] != wanted:
+            self._drawn[stage] = wanted, tuple(self._masks(step, stage, ratios, preferred))
+        return self._drawn[stage][1]
+
+    def _masks(self, step: int, stage: int, ratios: Sequence[float], preferred: frozenset[int]) -> Iterator[Mask]:
         units = self._units[stage]
-        if not units and not self._excludes[stage]:
-            return NOTHING_TRAINS
-        if ratio <= 0.0 or not units:
-            return NOTHING_FROZEN
-        rng = np.random.default_rng([self._seed, step, stage, microbatch])
-        drawn = self._selection_of(stage, preferred).draw(ratio, rng)
-        names = tuple(name for index in sorted(drawn.whole) for name in units[index].names)
-        rows = tuple(FrozenRows(units[i].names, *drawn.partial[i], units[i].rows) for i in sorted(drawn.partial))
-        share = frozen_share(units, drawn.whole, {index: count for index, (_, count) in drawn.partial.items()})
-        complete = len(drawn.whole) == len(units) and not self._excludes[stage]
-        return Mask(names, share, complete, rows)
+        rng = np.random.default_rng([self._seed, step, stage])
+        for frozen in self._selection_of(stage, preferred).draw(ratios, rng):
+            complete = len(frozen) == len(units) and not self._excludes[stage]
+            names = tuple(name for index in sorted(frozen) for name in units[index].names)
+            yield Mask(names, frozen_share(units, frozen), complete)
 
     def names(self, stage: int) -> tuple[str, ...]:
         """Every parameter of a stage that can be frozen."""

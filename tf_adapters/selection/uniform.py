@@ -1,97 +1,177 @@
-"""Uniform selection: every parameter has the same chance to be frozen, and nearly the exact work is frozen.
+"""Uniform selection: every parameter has the same chance to be frozen, in one draw for all microbatches of a step.
 
-Paper section 3.3 freezes parameters uniformly at random; its convergence proof needs the marginals to be equal.
-``strata`` says how the work is met. Where units have rows, of one unit in each stratum as many are frozen as are
-missing: freezing whole tensors is cheapest, for it also spares the activations that only their gradients need, and a
-stage of a single tensor can still meet any ratio. What cannot be frozen by rows is drawn first, and what its rounding
-gives or takes the rows give back.
+Paper section 3.3 freezes parameters uniformly at random; its convergence proof needs equal chances. Tensors differ in
+size by orders of magnitude, so neither coin flips nor a share of the *number* of tensors would meet the planned work,
+and a draw for each microbatch by itself would now and then leave a tensor out of a whole step. This is dependent
+rounding instead, over units and microbatches. Units of equal work form a stratum. How many of its units a microbatch
+freezes is rounded first, the largest units' stratum before the others; what rounding gives or takes there, the
+microbatch's chance of all smaller units gives back. Then the stratum's units are assigned in turn, in random order, to
+one microbatch after the other: no unit is frozen twice before each was frozen once.
+
+Source of the rounding: Gandhi et al., Dependent rounding and its applications to approximation algorithms, 2006.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from tf_adapters.selection.strata import draw_whole, spread, strata
 from tf_adapters.selection.units import FreezeUnit
 
 _EPSILON = 1e-9
-_GROUP, _MANY = 8, 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """Indices of whole frozen units, and (first row, count of rows) of those that are frozen in part."""
-
-    whole: frozenset[int] = frozenset()
-    partial: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class UniformSelection:
-    """Draws what is frozen of one stage.
+    """Draws what the microbatches of a step freeze of one stage.
 
-    For every ratio each unit, and each row of one, is frozen with exactly that probability, times the unit's cap. The
-    frozen work misses ``ratio`` times the freezable work by less than one unit of the first stratum whose rounding the
-    smaller units together cannot make up for; by less than a row in each stratum (eight of 1,024 or more) where the
-    units that have rows can make up for the others.
+    Each unit is frozen in each microbatch with exactly that microbatch's ratio, times the unit's cap. Over the step it
+    is frozen in floor or ceiling of its expected number of microbatches. The work that a microbatch freezes misses its
+    ratio times the freezable work by less than a unit of the first stratum whose rounding the smaller units together
+    cannot make up for.
     """
 
     def __init__(self, units: Sequence[FreezeUnit]) -> None:
         self.units = tuple(units)
-        self._every = _Pool(enumerate(self.units))
-        self._certain = frozenset(index for index, unit in enumerate(self.units) if unit.cap >= 1.0)
-        self._uncertain = _Pool((index, unit) for index, unit in enumerate(self.units) if unit.cap < 1.0)
+        self._strata = _strata(self.units)
 
-    def draw(self, ratio: float, rng: np.random.Generator) -> Drawn:
-        """What an actual freeze ratio in [0, 1] freezes."""
-        if ratio <= 0.0:
-            return Drawn()
-        if ratio >= 1.0:  # units that are frozen for certain have no chance to give
-            drawn = self._uncertain.draw(1.0, rng)
-            return Drawn(self._certain | drawn.whole, drawn.partial)
-        return self._every.draw(ratio, rng)
+    def draw(self, ratios: Sequence[float], rng: np.random.Generator) -> list[frozenset[int]]:
+        """Indices of what each microbatch freezes, whose actual freeze ratios in [0, 1] these are."""
+        frozen: list[list[int]] = [[] for _ in ratios]
+        chances = [min(1.0, max(0.0, ratio)) for ratio in ratios]
+        mean = sum(chances)
+        for stratum in self._strata:
+            counts, chances = _Counts(stratum, chances, mean).rounded(rng)
+            for of_microbatch, members in zip(frozen, stratum.assigned(counts, rng), strict=True):
+                of_microbatch.extend(members)
+        return [frozenset(of_microbatch) for of_microbatch in frozen]
 
 
-class _Pool:
-    """Units that are drawn with one common chance, those without rows first."""
+@dataclass(frozen=True, slots=True)
+class _Stratum:
+    """Units of equal work and cap: their indices, by shape.
 
-    def __init__(self, units: Iterable[tuple[int, FreezeUnit]]) -> None:
-        given = dict(units)
-        cut = {index: unit for index, unit in given.items() if unit.rows > 1}
-        self._rows = {index: unit.rows for index, unit in cut.items()}
-        whole = ((index, unit) for index, unit in given.items() if index not in cut)
-        self._whole = strata(whole, after=tuple(cut.values()))
-        self._cut = strata(cut.items())
+    ``smaller`` is the freezable work of all later strata, ``caps`` are theirs.
+    """
 
-    def draw(self, chance: float, rng: np.random.Generator) -> Drawn:
-        """Each row is frozen with ``chance`` times its unit's cap."""
-        frozen, chance = draw_whole(self._whole, chance, rng)
-        partial: dict[int, tuple[int, int]] = {}
-        for stratum in self._cut:
-            members = stratum.shuffled(rng)
-            expected = len(members) * chance * stratum.cap
-            whole = int(expected + _EPSILON)
-            if expected - whole > _EPSILON:
-                # Any member may be the one in part, the others share the whole ones: all have the same chance.
-                chosen = members.pop(int(rng.integers(len(members))))
-                self._freeze_part(chosen, expected - whole, rng=rng, frozen=frozen, partial=partial)
-            if whole:
-                frozen.extend(spread(members, whole, rng))
-        return Drawn(frozenset(frozen), partial)
+    shapes: list[list[int]]
+    work: float
+    cap: float
+    smaller: float
+    caps: frozenset[float]
 
-    def _freeze_part(
-        self, index: int, part: float, rng: np.random.Generator, frozen: list[int], partial: dict[int, tuple[int, int]]
-    ) -> None:
-        """Freeze a share of a unit's rows, from a random one on; a coin decides about a fraction of a row.
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.shapes))
 
-        Of many rows, groups of eight: GPUs multiply slowly what does not begin at a multiple of 16 bytes.
+    def assigned(self, counts: Sequence[int], rng: np.random.Generator) -> Iterator[list[int]]:
+        """So many units for each microbatch, in turn; each shape has about its share of any run of units.
+
+        Every unit may be the first with the same chance, so it falls to a microbatch with its count over the size.
         """
-        rows = self._rows[index]
-        group = _GROUP if rows >= _MANY and rows % _GROUP == 0 else 1
-        count = group * int(part * rows / group + rng.random())
-        if count >= rows:
-            frozen.append(index)
-        elif count:
-            partial[index] = (group * int(rng.integers(rows // group)), count)
+        places = np.concatenate([(np.arange(len(of)) + rng.random()) / len(of) for of in self.shapes])
+        order = np.concatenate([rng.permutation(of) for of in self.shapes])[np.argsort(places)]
+        first = int(rng.integers(len(order)))
+        for count in counts:
+            yield order[(first + np.arange(count)) % len(order)].tolist()
+            first += count
+
+
+def _strata(units: Sequence[FreezeUnit]) -> list[_Stratum]:
+    """Units by work and cap, the largest work first."""
+    grouped: dict[tuple[float, float], dict[tuple[int, ...], list[int]]] = {}
+    for index, unit in enumerate(units):
+        grouped.setdefault((unit.work, unit.cap), {}).setdefault(unit.shape, []).append(index)
+    strata: list[_Stratum] = []
+    smaller, caps = 0.0, frozenset[float]()
+    for (work, cap), by_shape in sorted(grouped.items()):
+        shapes = [by_shape[shape] for shape in sorted(by_shape)]
+        stratum = _Stratum(shapes, work, cap, smaller=smaller, caps=caps)
+        strata.append(stratum)
+        smaller += work * cap * stratum.size
+        caps |= {cap}
+    return strata[::-1]
+
+
+class _Counts:
+    """Rounds how many units of a stratum each microbatch freezes.
+
+    Two microbatches whose expected count has a fraction pass part of a unit from one to the other, while their chances
+    of the smaller units move the other way, so that the expected work of both stays. Either direction is a fair game,
+    so no unit's chance changes. It ends where one of the two has a whole count, or where a chance is at its bound.
+    What is left of a fraction then is passed with compensation for the other one alone, where the sum of the chances
+    may change, and at last without any: only there is work gained or lost.
+
+    One more place, behind the microbatches', makes the total whole. Its "chance" is how far the sum of the others may
+    grow: each smaller unit's expected number of microbatches, its cap times that sum, keeps between the floor and the
+    ceiling that ``mean``, the sum at first, gives it.
+    """
+
+    def __init__(self, stratum: _Stratum, chances: Sequence[float], mean: float) -> None:
+        least = max((math.floor(cap * mean + _EPSILON) / cap for cap in stratum.caps), default=mean)
+        most = min((math.ceil(cap * mean - _EPSILON) / cap for cap in stratum.caps), default=mean)
+        self._chances = [*chances, most - sum(chances)]
+        self._highest = [1.0 / max(stratum.caps, default=1.0)] * len(chances) + [most - least]
+        expected = [stratum.size * stratum.cap * chance for chance in chances]
+        self._whole = [math.floor(count + _EPSILON) for count in expected]
+        self._parts = [count - whole for count, whole in zip(expected, self._whole, strict=True)]
+        self._parts.append(math.ceil(sum(self._parts) - _EPSILON) - sum(self._parts))
+        self._price = stratum.work / stratum.smaller if stratum.smaller else 0.0  # of a unit, in chance of smaller ones
+
+    def rounded(self, rng: np.random.Generator) -> tuple[list[int], list[float]]:
+        """Whole counts, and the chances of smaller units that are left to the microbatches."""
+        places = list(range(len(self._parts)))
+        if self._price:
+            parted = self._settled(places, places, rng)
+            parted = self._settled(parted, [place if self._is_free(place) else places[-1] for place in places], rng)
+        else:
+            parted = places
+        self._settled(parted, None, rng)
+        return [whole + round(part) for whole, part in zip(self._whole, self._parts, strict=False)], self._chances[:-1]
+
+    def _settled(self, places: Sequence[int], payers: Sequence[int] | None, rng: np.random.Generator) -> list[int]:
+        """Pass parts of units until no two places can; those that still have a part.
+
+        ``payers`` says whose chance compensates a place; without, nothing is compensated.
+        """
+        parted: list[int] = []
+        for place in places:
+            for other in parted:
+                if payers is None:
+                    self._pass(other, place, None, rng)
+                elif payers[other] != payers[place]:
+                    self._pass(other, place, (payers[other], payers[place]), rng)
+            parted = [one for one in (*parted, place) if self._is_parted(one)]
+        return parted
+
+    def _is_parted(self, place: int) -> bool:
+        return min(self._parts[place], 1.0 - self._parts[place]) > _EPSILON
+
+    def _is_free(self, place: int) -> bool:
+        """Whether the place's chance is off its bounds."""
+        return min(self._chances[place], self._highest[place] - self._chances[place]) > _EPSILON
+
+    def _pass(self, giver: int, taker: int, payers: tuple[int, int] | None, rng: np.random.Generator) -> None:
+        """Part of a unit goes from one place to the other, or the other way round."""
+        there, back = (
+            min(self._parts[giver], 1.0 - self._parts[taker]),
+            min(self._parts[taker], 1.0 - self._parts[giver]),
+        )
+        if payers is not None:
+            gains, loses = payers
+            there = min(there, self._room(gains, loses))
+            back = min(back, self._room(loses, gains))
+        if min(there, back) <= 0.0:
+            return
+        moved = there if rng.random() * (there + back) < back else -back
+        self._parts[giver] -= moved
+        self._parts[taker] += moved
+        if payers is not None:
+            self._chances[gains] += moved * self._price
+            self._chances[loses] -= moved * self._price
+
+    def _room(self, gains: int, loses: int) -> float:
+        """The units whose price the one's chance can gain and the other's lose."""
+        return min(self._highest[gains] - self._chances[gains], self._chances[loses]) / self._price

@@ -10,7 +10,6 @@ from tf_adapters.errors import ConfigError
 
 Tie = tuple[tuple[int, str], ...]
 """(stage, name) of each place where one weight is held: several stages that reduce its gradient together."""
-NO_ROWS: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +19,11 @@ class FreezeUnit:
     ``work`` is the unit's weight-gradient work in arbitrary but common units (elements: a weight gradient
     costs as many multiply-adds per token as the tensor has elements). ``shape`` is the stratum it is drawn in.
     ``cap``, in (0, 1], is its chance to be frozen at a freeze ratio of 1; at a ratio r it is r times that.
-    ``rows`` says how many output rows of equal work can be frozen apart; 0: the unit is frozen whole or not at all.
     """
 
     names: tuple[str, ...]
     work: float
     shape: tuple[int, ...]
-    rows: int = 0
     cap: float = 1.0
 
     @property
@@ -40,15 +37,13 @@ def freezable_work(units: Iterable[FreezeUnit]) -> float:
     return sum(unit.freezable_work for unit in units)
 
 
-def frozen_share(units: Sequence[FreezeUnit], frozen: frozenset[int], rows: Mapping[int, int] = NO_ROWS) -> float:
+def frozen_share(units: Sequence[FreezeUnit], frozen: frozenset[int]) -> float:
     """Work of the units at ``frozen`` as a share of the stage's freezable work.
 
-    ``rows`` adds so many rows of the units at these indices, which are not among ``frozen``. The mean over draws is the
-    ratio drawn for. A single draw may exceed 1 where units have caps below 1.
+    The mean over draws is the ratio drawn for. A single draw may exceed 1 where units have caps below 1.
     """
     total = freezable_work(units)
     work = sum(units[index].work for index in frozen)
-    work += sum(units[index].work * count / units[index].rows for index, count in rows.items())
     return work / total if total else 0.0
 
 

@@ -7,15 +7,12 @@ from typing import Any
 
 import torch
 
-from tf_adapters.selection.rows import FrozenRows
-
 
 def masked_gradients(
     model: torch.nn.Module,
     microbatches: Iterable[tuple[Any, Any]],
     loss_fn: Callable[[Any, Any], torch.Tensor],
     frozen: Callable[[int], Collection[str]],
-    frozen_rows: Callable[[int], Iterable[FrozenRows]] = lambda microbatch: (),
 ) -> dict[str, torch.Tensor]:
     """The mean over microbatches of (mask x full gradient), by parameter name: delta = 1/M sum(U_m * g_m).
 
@@ -24,7 +21,6 @@ def masked_gradients(
         microbatches: inputs and labels, in order.
         loss_fn: loss of outputs and labels, a scalar.
         frozen: names whose gradient microbatch m does not contribute to.
-        frozen_rows: rows that it does not contribute to, by the model's names.
     """
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     count = 0
@@ -32,20 +28,11 @@ def masked_gradients(
         model.zero_grad(set_to_none=True)
         torch.autograd.backward(loss_fn(model(inputs), labels))
         masked = set(frozen(m))
-        for of_unit in frozen_rows(m):
-            for name in of_unit.names:
-                clear_rows(model.get_parameter(name).grad, of_unit)
         for name, parameter in model.named_parameters():
             if name not in masked and parameter.grad is not None:
                 total[name] += parameter.grad
         count += 1
     return {name: gradient / count for name, gradient in total.items()}
-
-
-def clear_rows(gradient: torch.Tensor | None, rows: FrozenRows) -> None:
-    """Set the frozen rows of a full gradient to zero, in place."""
-    for start, stop in rows.frozen if gradient is not None else ():
-        gradient[start:stop] = 0  # type: ignore[index]
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

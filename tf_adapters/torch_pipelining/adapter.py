@@ -23,7 +23,6 @@ from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.timing.timer import clock_for
 from tf_adapters.torch_pipelining.optimizers import Updates
 from tf_adapters.torch_pipelining.replicas import frozen_replica, report_to_reducer
-from tf_adapters.torch_pipelining.rows import row_mask
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
 from tf_adapters.torch_pipelining.support import refuse_grad_scaler
 from tf_adapters.torch_pipelining.units import held_values, shared_parameters
@@ -63,7 +62,6 @@ class TorchPipeliningAdapter(HostAdapter):
 
         def describe() -> HostPipeline:
             parameters = {stage.stage_index: dict(stage.submod.named_parameters()) for stage in self._stages}
-            by_rows = self._stages if config.granularity == "row" else ()
             return HostPipeline(
                 host=host_info(),
                 schedule=translate(schedule),
@@ -71,7 +69,6 @@ class TorchPipeliningAdapter(HostAdapter):
                 parameters=parameters,
                 ties=shared_parameters(parameters),
                 held_values=held_values(parameters),
-                row_masks={stage.stage_index: row_mask(stage.submod) for stage in by_rows},
                 traced=holds_first_rank(self._stages[0].group),
                 warmup_steps=warmup_steps,
                 clock=clock_for(torch.device(self._stages[0].device)),

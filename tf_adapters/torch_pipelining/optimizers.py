@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from tf_adapters.masking.held_rows import Kept, updated_with
-from tf_adapters.torch_pipelining.rows import elements
 from tf_adapters.training.controller import Controller
 
 
@@ -17,15 +15,14 @@ class Updates:
 
     A parameter that every microbatch froze gets no gradient, so the optimizer passes it by: its value, momentum and
     step count stay. Without this ``zero_grad(set_to_none=False)`` or a reducer would leave it a zero gradient, and
-    zeros still move a parameter by momentum and decay. Rows that every microbatch froze are put back after the step.
-    The step ends when every optimizer has stepped.
+    zeros still move a parameter by momentum and decay. The step ends when every
+    optimizer has stepped.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], controller: Controller) -> None:
         self._controller = controller
         self._optimizers = tuple(optimizers)
         self._stepped: set[int] = set()
-        self._kept = Kept()
         self._hooks = [hook for optimizer in optimizers for hook in self._watch(optimizer)]
 
     def remove(self) -> None:
@@ -40,16 +37,11 @@ class Updates:
         )
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._kept = Kept()
         if self._controller.in_step:
             for parameter in self._controller.held_parameters():
                 parameter.grad = None
-            for held in self._controller.held_rows():
-                for tensor in updated_with(optimizer, held.parameter):
-                    self._kept.keep(elements(held, tensor))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._kept.put_back()
         if not self._controller.in_step:  # an update that no pipeline batch came before
             return
         self._stepped.add(id(optimizer))

@@ -7,7 +7,7 @@ A host adapter translates its schedule, then calls ``begin_step``, wraps every a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,10 @@ import torch
 
 from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.masking.held_rows import HeldRows
 from tf_adapters.masking.parameters import ParameterMask
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.masks import Mask, StageMasks
-from tf_adapters.selection.rows import FrozenRows
 from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.timing.memory import MemoryMeter
 from tf_adapters.timing.phase import Phase
@@ -70,7 +68,7 @@ class Controller:
         )
         self._collectives, self._observer = collectives, observer
         self._ratios = FreezeRatios(config, self.schedule, self.masks)
-        self._step_masks = StepMasks(self._draw, pipeline.parameters, pipeline.ties, tuple(pipeline.row_masks))
+        self._step_masks = StepMasks(self._draw, pipeline.parameters, pipeline.ties)
         self._tally = MaskTally()
         self._executed: list[Action] = []
         self._step_start: Any = None
@@ -114,8 +112,7 @@ class Controller:
         """Around an action's compute, without its communication: mask it and time it."""
         mask, phase = self.mask(action.stage, action.microbatch), self.phase
         self._executed.append(action)
-        rows = self.pipeline.row_masks[action.stage].frozen(mask.rows) if mask.rows else nullcontext()
-        with self.parameter_masks[action.stage].frozen(mask.names), rows, self.timer.timed(phase, action, mask.share):
+        with self.parameter_masks[action.stage].frozen(mask.names), self.timer.timed(phase, action, mask.share):
             yield
         self.memory.look(phase)
 
@@ -128,11 +125,7 @@ class Controller:
 
         They take no update in this step: the host must leave them and their optimizer state as they are.
         """
-        return self._step_masks.held_parameters(self.schedule.num_microbatches)
-
-    def held_rows(self) -> tuple[HeldRows, ...]:
-        """This rank's rows that every microbatch of the current step froze: they take no update either."""
-        return self._step_masks.held_rows(self.schedule.num_microbatches)
+        return self._step_masks.held_parameters()
 
     def end_step(self) -> None:
         """The host has updated the weights. Decides, on all ranks at once, what the next step does.
@@ -163,11 +156,7 @@ class Controller:
 
     def frozen_parameters(self, step: int, stage: int, microbatch: int) -> tuple[str, ...]:
         """Names frozen on ``stage`` for ``microbatch`` at ``step``: the same on every replica and after a restart."""
-        return self._ratios.mask(self.state, step, stage, microbatch).names
-
-    def frozen_rows(self, step: int, stage: int, microbatch: int) -> tuple[FrozenRows, ...]:
-        """Rows frozen there of parameters that are not frozen whole; none with ``granularity`` "tensor"."""
-        return self._ratios.mask(self.state, step, stage, microbatch).rows
+        return self._ratios.masks(self.state, step, stage)[microbatch].names
 
     @property
     def forecast(self) -> Forecast | None:
@@ -242,8 +231,8 @@ class Controller:
         if self._observer is not None:
             self._observer.close(self.snapshot())
 
-    def _draw(self, stage: int, microbatch: int) -> Mask:
-        return self._ratios.mask(self.state, self.step, stage, microbatch)
+    def _draw(self, stage: int) -> tuple[Mask, ...]:
+        return self._ratios.masks(self.state, self.step, stage)
 
     def _forget_measured(self) -> None:
         """What was timed, and a plan that is being made from it, are of another run or schedule."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.schedule.ir import Action, PipelineSchedule
-from tf_adapters.selection.masks import NONE_PREFERRED, NOTHING_FROZEN, Mask, StageMasks
+from tf_adapters.selection.masks import NONE_PREFERRED, Mask, StageMasks
 from tf_adapters.timing.phase import Phase
 from tf_adapters.training.monitoring import drawn_ratio
 from tf_adapters.training.state import RunState
@@ -57,15 +57,11 @@ class FreezeRatios:
             return 0.0
         return state.plan.freeze_ratio[action] * state.phases.ramp(step)
 
-    def mask(self, state: RunState, step: int, stage: int, microbatch: int) -> Mask:
-        """What is frozen on ``stage`` for ``microbatch`` at ``step``."""
-        action = self.weight_gradients.get((stage, microbatch))
-        if action is None:
-            return NOTHING_FROZEN
-        ratio = self.ratio(state, step, action)
-        return self._masks.draw(
-            step, stage, microbatch=microbatch, ratio=ratio, preferred=self.stable(state, step, stage)
-        )
+    def masks(self, state: RunState, step: int, stage: int) -> tuple[Mask, ...]:
+        """What is frozen on ``stage`` at ``step``, for each microbatch."""
+        actions = (self.weight_gradients.get((stage, microbatch)) for microbatch in range(self._microbatches))
+        ratios = [0.0 if action is None else self.ratio(state, step, action) for action in actions]
+        return self._masks.draw(step, stage, ratios, self.stable(state, step, stage))
 
     def stable(self, state: RunState, step: int, stage: int) -> frozenset[int]:
         """What the last stability check found stable on a stage, by the indices of its units."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from tf_adapters.masking.rows import RowMask
 from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.selection.sampling import HeldValues, whole_parameters
 from tf_adapters.selection.units import FreezeUnit, Tie
@@ -37,7 +36,6 @@ class HostPipeline:
         parameters: this rank's stages, and the parameters of each by name; every name in their units is among them.
         ties: weights that several stages hold.
         held_values: this rank's values of a parameter, as its optimizer updates them; by default ``parameters``.
-        row_masks: this rank's layers whose rows can be frozen, by stage; the units say how many rows they have.
         traced: whether transfers are measured on this rank's pipeline: true of one replica of the pipeline.
         warmup_steps: what ``warmup_steps: "auto"`` stands for.
         clock: by default the clock of the device that the parameters live on.
@@ -49,7 +47,6 @@ class HostPipeline:
     parameters: ParametersByStage
     ties: Sequence[Tie] = ()
     held_values: HeldValues | None = None
-    row_masks: Mapping[int, RowMask] = field(default_factory=dict)
     traced: bool = True
     warmup_steps: int = 0
     clock: Clock | None = None

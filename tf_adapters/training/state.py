@@ -155,6 +155,4 @@ def fingerprint(config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: S
         parts["freeze_limits"] = config.freeze_limits
     if config.target_speedup or config.target_step_time_ms:
         parts["target"] = [config.target_speedup, config.target_step_time_ms]
-    if config.granularity != "tensor":  # as old checkpoints have it, without a word
-        parts["granularity"] = config.granularity
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from tf_adapters.masking.held_rows import HeldRows, frozen_by_all
-from tf_adapters.selection.masks import Mask
+from tf_adapters.selection.masks import NOTHING_FROZEN, Mask
 from tf_adapters.selection.units import Tie
 from tf_adapters.training.pipeline import ParametersByStage
 
@@ -15,69 +14,48 @@ __all__ = ["StepMasks"]
 
 
 class StepMasks:
-    """Masks of one step, each drawn once.
+    """Masks of one step, each stage's drawn once.
 
     Args:
-        draw: the mask of a (stage, microbatch) in the current step.
+        draw: the masks of a stage in the current step, one for each microbatch.
         parameters: this rank's stages, and the parameters of each by name.
         ties: weights that several stages hold.
-        row_stages: this rank's stages with layers whose rows can be frozen.
     """
 
     def __init__(
-        self,
-        draw: Callable[[int, int], Mask],
-        parameters: ParametersByStage,
-        ties: Sequence[Tie],
-        row_stages: Sequence[int],
+        self, draw: Callable[[int], Sequence[Mask]], parameters: ParametersByStage, ties: Sequence[Tie]
     ) -> None:
-        self._draw, self._parameters, self._row_stages = draw, parameters, row_stages
+        self._draw, self._parameters = draw, parameters
         self._ties = {place: tie for tie in ties for place in tie}
-        self._drawn: dict[tuple[int, int], Mask] = {}
+        self._drawn: dict[int, Sequence[Mask]] = {}
 
     def clear(self) -> None:
         """Another step begins."""
         self._drawn.clear()
 
     def of(self, stage: int, microbatch: int) -> Mask:
-        """The mask of a microbatch on a stage."""
-        key = (stage, microbatch)
-        if key not in self._drawn:
-            self._drawn[key] = self._draw(stage, microbatch)
-        return self._drawn[key]
+        """The mask of a microbatch on a stage; of one that the schedule has not, an empty one."""
+        masks = self._of_stage(stage)
+        return masks[microbatch] if microbatch < len(masks) else NOTHING_FROZEN
 
-    def local(self) -> Mapping[tuple[int, int], Mask]:
-        """The masks that this rank's stages have taken so far, by (stage, microbatch)."""
-        return {key: mask for key, mask in self._drawn.items() if key[0] in self._parameters}
+    def local(self) -> Mapping[int, Sequence[Mask]]:
+        """The masks of this rank's stages that have run, one for each microbatch."""
+        return {stage: masks for stage, masks in self._drawn.items() if stage in self._parameters}
 
-    def held_parameters(self, microbatches: int) -> tuple[torch.nn.Parameter, ...]:
+    def held_parameters(self) -> tuple[torch.nn.Parameter, ...]:
         """This rank's parameters that every microbatch froze, on every stage that holds them."""
-        frozen: dict[int, frozenset[str]] = {}
-
-        def names(stage: int) -> frozenset[str]:
-            if stage not in frozen:
-                frozen[stage] = self._frozen_by_all(stage, microbatches)
-            return frozen[stage]
-
         return tuple(
             of_stage[name]
             for stage, of_stage in self._parameters.items()
-            for name in sorted(names(stage))
-            if all(held in names(other) for other, held in self._ties.get((stage, name), ()))
+            for name in sorted(self._frozen_by_all(stage))
+            if all(held in self._frozen_by_all(other) for other, held in self._ties.get((stage, name), ()))
         )
 
-    def held_rows(self, microbatches: int) -> tuple[HeldRows, ...]:
-        """This rank's rows that every microbatch froze, of parameters that some microbatch froze in part."""
-        return tuple(
-            HeldRows(self._parameters[stage][name], rows)
-            for stage in self._row_stages
-            for name, rows in frozen_by_all(self.of(stage, m) for m in range(microbatches)).items()
-        )
+    def _of_stage(self, stage: int) -> Sequence[Mask]:
+        if stage not in self._drawn:
+            self._drawn[stage] = self._draw(stage)
+        return self._drawn[stage]
 
-    def _frozen_by_all(self, stage: int, microbatches: int) -> frozenset[str]:
-        names = frozenset(self.of(stage, 0).names) if microbatches else frozenset()
-        for microbatch in range(1, microbatches):
-            if not names:
-                break
-            names &= frozenset(self.of(stage, microbatch).names)
-        return names
+    def _frozen_by_all(self, stage: int) -> frozenset[str]:
+        masks = self._of_stage(stage)
+        return frozenset(masks[0].names).intersection(*(mask.names for mask in masks[1:])) if masks else frozenset()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tf_adapters.selection.masks import Mask
 from tf_adapters.timing.phase import Phase
@@ -19,20 +19,20 @@ class MaskTally:
 
     def __init__(self) -> None:
         self._shares: dict[int, list[float]] = defaultdict(list)
-        self._frozen: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._frozen: dict[int, Counter[str]] = defaultdict(Counter)
         self._microbatches: Counter[int] = Counter()
 
-    def add(self, step: int, phase: Phase, drawn: Mapping[tuple[int, int], Mask]) -> None:
-        """Count the masks of a step, by (stage, microbatch)."""
-        if step <= _MOST_STEPS:
-            for stage in {stage for stage, _ in drawn}:
-                of_stage = [mask.share for (other, _), mask in drawn.items() if other == stage]
+    def add(self, step: int, phase: Phase, drawn: Mapping[int, Sequence[Mask]]) -> None:
+        """Count the masks of a step: by stage, one for each microbatch."""
+        for stage, masks in drawn.items():
+            if step <= _MOST_STEPS:
                 shares = self._shares[stage]
                 shares += [0.0] * (step - 1 - len(shares))  # steps before a resume
-                shares.append(sum(of_stage) / len(of_stage))
-        if phase is Phase.STABLE:
-            for (stage, _), mask in drawn.items():
-                self._count(stage, mask)
+                shares.append(sum(mask.share for mask in masks) / len(masks))
+            if phase is Phase.STABLE:
+                self._microbatches[stage] += len(masks)
+                for mask in masks:
+                    self._frozen[stage].update(mask.names)
 
     def frozen_share(self) -> dict[int, tuple[float, ...]]:
         """By stage, the mean over microbatches of the work frozen, as a share of the freezable, in steps 1, 2, ..."""
@@ -44,12 +44,3 @@ class MaskTally:
             stage: {name: count / self._microbatches[stage] for name, count in sorted(counts.items())}
             for stage, counts in self._frozen.items()
         }
-
-    def _count(self, stage: int, mask: Mask) -> None:
-        self._microbatches[stage] += 1
-        counts = self._frozen[stage]
-        for name in mask.names:
-            counts[name] += 1
-        for rows in mask.rows:
-            for name in rows.names:
-                counts[name] += rows.count / rows.total
