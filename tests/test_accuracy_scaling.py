@@ -10,7 +10,7 @@ import torch
 from rank_pools import fork_ranks
 
 BENCHMARKS = str(Path(__file__).resolve().parents[1] / "benchmarks")
-pytestmark = [pytest.mark.distributed, pytest.mark.own_ranks]
+pytestmark = pytest.mark.distributed
 MICROBATCHES, STEPS = 4, 200
 
 
