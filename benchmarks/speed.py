@@ -125,7 +125,9 @@ def measure(host: str) -> Row:
     freezing = replace(FREEZING, output_dir=f"runs/bench/{host}")
     with RankPool(RANKS, join) as ranks:
         outcome: Outcome = ranks.run(with_and_without, host, freezing, timeout_s=1800)[0]
-        idle: float = ranks.run(not_freezing_ratio, host, replace(freezing, warmup=NEVER), timeout_s=1800)[0]
+        # In a folder of its own: at its end it leaves a report, too.
+        waits = replace(freezing, warmup=NEVER, output_dir=f"runs/bench/{host}/waits")
+        idle: float = ranks.run(not_freezing_ratio, host, waits, timeout_s=1800)[0]
     short = replace(freezing, warmup=3, monitoring=6, progressive=0, output_dir=f"runs/bench/{host}/memory")
     peaks = {alone: peak_memory(RANKS, join, peak_of_rank, host, short, alone) for alone in (True, False)}
     return Row(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -13,12 +14,32 @@ from hosts import setup, teardown
 from tf_adapters.testing import RankPool
 
 GetPool = Callable[[int], RankPool]
+PRELOAD = (  # most of what each rank would import for four seconds; torch imports the first with the first step
+    *("torch._dynamo", "torch.distributed.pipelining", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
+    *("numpy.random", "scipy.optimize", "einops", "setuptools", "transformers", "deepspeed.runtime.pipe.engine"),
+    *("tf_adapters.torch_pipelining", "tf_adapters.deepspeed"),
+)
+os.environ["DS_ACCELERATOR"] = "cpu"  # before the process from which ranks are forked imports DeepSpeed
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def fork_ranks(
+    size: int, setup: Callable[[], None] | None = None, teardown: Callable[[], None] | None = None
+) -> RankPool:
+    """``size`` ranks that start in less than a second."""
+    return RankPool(size, setup, teardown, preload=PRELOAD)
 
 
 @cache
 def rank_pool(host: str, size: int) -> RankPool:
-    """``size`` ranks that have imported one of ``HOSTS``, which takes longer than most tests; they end with pytest."""
-    return RankPool(size, partial(setup, host), partial(teardown, host))
+    """``size`` ranks that have imported one of ``HOSTS``; they end with pytest."""
+    return fork_ranks(size, partial(prepare, host), partial(teardown, host))
+
+
+def prepare(host: str) -> None:
+    setup(host)
+    gc.collect()
+    gc.freeze()  # what has been imported stays: every collection would go through it
 
 
 def destroy_groups(destroy: Callable[[Any], None] = dist.destroy_process_group) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from tf_adapters.testing import RankPool
+from rank_pools import fork_ranks
 
 BENCHMARKS = str(Path(__file__).resolve().parents[1] / "benchmarks")
 pytestmark = [pytest.mark.distributed, pytest.mark.own_ranks]
@@ -17,7 +16,7 @@ MICROBATCHES, STEPS = 4, 200
 
 def test_the_mean_gradient_is_the_whole_one() -> None:
     """And half of it without the scale: every parameter is frozen in half of the microbatches."""
-    with RankPool(2) as ranks:
+    with fork_ranks(2) as ranks:
         scaled, plain = (ranks.run(mean_share, inverse, timeout_s=120) for inverse in (True, False))
     assert scaled == pytest.approx([1.0, 1.0], abs=0.08)
     assert plain == pytest.approx([0.5, 0.5], abs=0.04)

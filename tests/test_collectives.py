@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from rank_pools import fork_ranks
 
 from tf_adapters.collectives import ProcessGroupCollectives, RemoteError, SingleProcess, on_all_ranks, on_one_rank
 from tf_adapters.errors import ConfigError, UnsupportedError
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(2) as started:
+    with fork_ranks(2) as started:
         yield started
 
 

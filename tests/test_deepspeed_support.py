@@ -11,6 +11,7 @@ import torch
 from deepspeed.runtime.pipe import schedule as host
 from deepspeed_ranks import Block, Case, Embed, Head, build_engine, loss_fn
 from logged import Lines
+from rank_pools import fork_ranks
 from schedules import gpipe, one_f_one_b
 from torch import nn
 
@@ -227,7 +228,7 @@ def test_an_engine_is_refused_with_the_same_line_on_all_ranks(pools: Any, build:
 @pytest.fixture(scope="module")
 def fresh_pool() -> Iterator[RankPool]:
     """Processes for engines that leave process-wide state behind or do not build after another one."""
-    with RankPool(2, deepspeed_ranks.setup) as started:
+    with fork_ranks(2, deepspeed_ranks.setup) as started:
         yield started
 
 

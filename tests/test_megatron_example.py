@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from launching import ROOT, torchrun
+from rank_pools import fork_ranks
 
 from tf_adapters.testing import RankPool
 
@@ -98,7 +99,7 @@ def test_a_bad_argument_ends_the_job_before_it_trains() -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    with RankPool(2, prepare_rank) as pool:
+    with fork_ranks(2, prepare_rank) as pool:
         yield pool
 
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rank_pools import fork_ranks
 
-from tf_adapters.testing import RankPool
 from tf_adapters.testing.paired import Pairs, in_turn, on_and_off, time_masks, timed_step
 
 
@@ -86,7 +86,7 @@ def test_masks_are_timed_on_every_stage_of_the_rank_for_forward_and_backward():
 
 @pytest.mark.distributed
 def test_a_step_lasts_until_the_slowest_rank_is_done():
-    with RankPool(2) as ranks:
+    with fork_ranks(2) as ranks:
         assert all(took >= 200 for took in ranks.run(one_slow_rank))
 
 

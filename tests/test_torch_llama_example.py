@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from launching import ROOT, torchrun
+from rank_pools import fork_ranks
 
 from tf_adapters.testing import RankPool
 
@@ -193,7 +194,7 @@ def held_out(output: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    with RankPool(2, prepare_rank) as pool:
+    with fork_ranks(2, prepare_rank) as pool:
         yield pool
 
 

@@ -53,6 +53,7 @@ class Case:
     csv: str = ""  # a file that the schedule is loaded from
     output_dir: str = "runs/tests"
     recorded: bool = True  # keep what the oracle needs of every step
+    state: bool = False  # and the optimizer's state before and after it
 
     @property
     def stages(self) -> int:
@@ -297,28 +298,44 @@ class GradientRecorder:
 
     def _record(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for name, p in self._run.named.items():
-            if id(p) in mine:
-                self.latest[name] = torch.zeros(p.shape) if p.grad is None else whole(p.grad).clone()
+        of_mine = {name: p for name, p in self._run.named.items() if id(p) in mine}
+        self.latest |= {name: torch.zeros(p.shape) for name, p in of_mine.items() if p.grad is None}
+        self.latest |= whole({name: p.grad for name, p in of_mine.items() if p.grad is not None})
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, wherever FSDP has put the rest of it."""
+def whole(tensors: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+    """Copies of all of each tensor, wherever FSDP has put the rest: one exchange, where torch makes two for each."""
+    import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    copies = {key: t.detach().clone() for key, t in tensors.items() if not isinstance(t, DTensor)}
+    spread = {key: t for key, t in tensors.items() if isinstance(t, DTensor)}
+    if spread:
+        (mesh,) = {t.device_mesh for t in spread.values()}
+        local = {key: t.detach().to_local().clone() for key, t in spread.items()}
+        parts: list[Any] = [None] * mesh.size()
+        dist.all_gather_object(parts, local, mesh.get_group())
+        for key, t in spread.items():
+            (placement,) = t.placements
+            pieces = [part[key] for part in parts]
+            copies[key] = torch.cat(pieces, placement.dim) if placement.is_shard() else pieces[0]
+            assert copies[key].shape == t.shape
+    return copies
 
 
 def values(run: Run) -> dict[str, torch.Tensor]:
-    return {name: whole(p.detach()).clone() for name, p in run.named.items()}
+    return whole(run.named)
 
 
 def optimizer_state(run: Run) -> dict[str, dict[str, torch.Tensor]]:
     """Parameter and optimizer state by name, whole."""
     by_parameter = {p: s for optimizer in run.optimizers for p, s in optimizer.state.items()}
-    found = {name: {"value": whole(p.detach()).clone()} for name, p in run.named.items()}
+    tensors = {(name, "value"): p for name, p in run.named.items()}
     for name, p in run.named.items():
-        found[name] |= {k: whole(v).clone() for k, v in by_parameter.get(p, {}).items() if torch.is_tensor(v)}
+        tensors |= {(name, kind): v for kind, v in by_parameter.get(p, {}).items() if torch.is_tensor(v)}
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for (name, kind), value in whole(tensors).items():
+        found.setdefault(name, {})[kind] = value
     return found
 
 
@@ -326,11 +343,7 @@ def train(case: Case) -> dict[str, Any]:
     """Train; with ``recorded``, keep for every step what the oracle needs."""
     run = attached(case)
     recorder = GradientRecorder(run) if case.recorded else None
-    steps: list[dict[str, Any]] = []
-    state = None
-    for step in range(case.steps):
-        steps.append(_step(run, recorder, step, state))
-        state = steps[-1].get("state_after")
+    steps = [_step(run, recorder, step) for step in range(case.steps)]
     result: dict[str, Any] = {"replica": run.replica, "steps": steps, "parameters": values(run)}
     if run.adapter is not None:
         controller = run.adapter.controller
@@ -343,23 +356,23 @@ def train(case: Case) -> dict[str, Any]:
     return result
 
 
-def _step(run: Run, recorder: GradientRecorder | None, step: int, state: dict[str, Any] | None) -> dict[str, Any]:
-    """One step, and what the oracle needs of it; ``state`` is the optimizer's since the step before."""
+def _step(run: Run, recorder: GradientRecorder | None, step: int) -> dict[str, Any]:
+    """One step, and what the oracle needs of it."""
     run.force_plan(step)
     phase = run.adapter.controller.phase.value if run.adapter is not None else None
     if recorder is None:
         return {"phase": phase, "loss": run.train_step(step)}
-    state_before, masks = state or optimizer_state(run), masks_of(run)
-    trained = trained_names(run)
+    before, masks, trained = values(run), masks_of(run), trained_names(run)
+    state_before = optimizer_state(run) if run.case.state else {}
     loss = run.train_step(step)
     return {
         "phase": phase,
         "loss": loss,
-        "before": {name: found["value"] for name, found in state_before.items()},
+        "before": before,
         "gradients": dict(recorder.latest),
         "masks": masks,
         "state_before": state_before,
-        "state_after": optimizer_state(run),
+        "state_after": optimizer_state(run) if run.case.state else {},
         "trained": trained,
         "still_trained": trained_names(run),
     }

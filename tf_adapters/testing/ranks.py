@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -26,13 +26,20 @@ class RankPool:
     """``size`` processes with a gloo process group, kept alive between calls because start-up dominates small tests.
 
     After a failure the processes are killed, and the next call starts fresh ones: a hang ends with the timeout.
-    ``setup`` runs first in every process, ``teardown`` after every call.
+    ``setup`` runs first in every process, ``teardown`` after every call. The modules of ``preload`` are imported once,
+    in a server process that every rank is forked from: the first pool's list holds for all of this process.
     """
 
     def __init__(
-        self, size: int, setup: Callable[[], None] | None = None, teardown: Callable[[], None] | None = None
+        self,
+        size: int,
+        setup: Callable[[], None] | None = None,
+        teardown: Callable[[], None] | None = None,
+        *,
+        preload: Sequence[str] = (),
     ) -> None:
         self.size = size
+        self._preload = list(preload)
         self._hooks = (setup, teardown)
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
@@ -68,7 +75,9 @@ class RankPool:
         self.close()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver" if self._preload else "spawn")
+        if self._preload:
+            context.set_forkserver_preload(self._preload)
         port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
