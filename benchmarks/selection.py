@@ -5,7 +5,7 @@ A small decoder learns the bytes of a text; every few steps its updates are judg
 from two more full copies of the model, as the formulas are written. ::
 
     python benchmarks/selection.py                      # under three minutes on one core
-    python benchmarks/selection.py --draws              # the draws only, half a minute; the rest of the file stays
+    python benchmarks/selection.py --draws              # only draws and what masks cost, half a minute; all else stays
 """
 
 from __future__ import annotations
@@ -335,20 +335,19 @@ def draws(steps: int = 400) -> dict[str, dict[str, dict[str, float]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--draws", action="store_true", help="measure the draws only")
+    parser.add_argument("--draws", action="store_true", help="draws and what masks cost only")
     args = parser.parse_args()
-    if args.draws:
-        result = {**json.loads(RESULT.read_text()), "draws": draws()}
-    else:
-        result = {**stability(args.steps), "draws": draws()}
+    torch.set_num_threads(1)
+    result = json.loads(RESULT.read_text()) if args.draws else stability(args.steps)
+    llamas = {"1B": LLAMA_1B, "8B": LLAMA_8B, "13B": LLAMA_13B}
+    result |= {"llama": {name: llama_costs(shape) for name, shape in llamas.items()}, "draws": draws()}
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
 
 def stability(steps: int) -> dict[str, Any]:
-    """Everything about the stability metrics, and what masks cost."""
+    """What the stability metrics are worth, and what a check takes."""
     torch.manual_seed(0)
-    torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     model = Decoder()
     sampled = errors(model, steps)
@@ -361,13 +360,11 @@ def stability(steps: int) -> dict[str, Any]:
         }.items()
     }
     interval = TimelyFreezeConfig().stability_check_interval
-    llamas = {"1B": LLAMA_1B, "8B": LLAMA_8B, "13B": LLAMA_13B}
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         **sampled,
         "check_ms": checks,
         "checks_share_of_training": {name: ms / interval / sampled["step_ms"] for name, ms in checks.items()},
-        "llama": {name: llama_costs(shape) for name, shape in llamas.items()},
     }
 
 
