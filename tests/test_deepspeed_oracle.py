@@ -168,6 +168,27 @@ def test_four_stages(pools):
     check_oracle(case, pools(4).run(train, case))
 
 
+MEANS = {"gradient_scale": "computed_mean"}
+SCALED = {
+    "clipped": (2, Case(config={**ZERO1, "gradient_clipping": 0.1})),
+    "tied": (2, Case(tied=True)),
+    "bf16": (2, Case(config={**BF16, **ZERO1})),
+    "bf16, tied": (2, Case(config={**BF16, **ZERO1}, tied=True)),
+    "dualpipev": (2, Case(dualpipev=True)),
+    "replicas": (4, Case()),
+    "zero1, tied, replicas": (4, Case(config=ZERO1, tied=True)),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_gradients_that_are_means_over_what_was_computed(pools, name):
+    size, case = SCALED[name]
+    if case.dualpipev and not HAS_DUALPIPEV:
+        pytest.skip("this DeepSpeed has it not")
+    case = replace(case, section=MEANS, ratios=0.6, steps=3)
+    check_oracle(case, pools(size).run(train, case))
+
+
 def test_the_oracle_can_fail(pools):
     ranks = pools(2).run(train, Case(ratios=0.5, steps=1))
     shifted = {key: ranks[0]["steps"][0]["masks"][key[0], (key[1] + 1) % 4] for key in ranks[0]["steps"][0]["masks"]}
@@ -211,9 +232,11 @@ def expected_gradients(case: Case, ranks: list[dict], number: int) -> dict[str, 
     def frozen(microbatch: int) -> set[str]:
         return {ordinary.rename(n, s) for (s, m), names in masks.items() if m == microbatch for n in names}
 
+    scale = (case.section or {}).get("gradient_scale", "skipped_as_zero")
     replicas = sorted({rank["replica"] for rank in ranks})
     per_replica = [
-        masked_gradients(ordinary, batch(number, replica, case.microbatches), loss_fn, frozen) for replica in replicas
+        masked_gradients(ordinary, batch(number, replica, case.microbatches), loss_fn, frozen, scale)
+        for replica in replicas
     ]
     expected: dict[str, torch.Tensor] = {}
     for stage, values in sorted(state.items()):

@@ -72,6 +72,19 @@ def test_attaching_again_with_other_settings_is_refused(tmp_path: Path) -> None:
         attach(model, tmp_path, seed=2)
 
 
+def test_a_parameter_that_two_stages_of_a_rank_share_cannot_have_a_mean_of_its_own(tmp_path: Path) -> None:
+    class Shared(ToyAdapter):
+        def _describe(self) -> HostPipeline:
+            parameters = dict(self.model.named_parameters())
+            units = units_of(self.model)
+            both = PipelineSchedule.from_text([["0F0", "1F0", "1B0", "0B0"]])
+            return HostPipeline(HOST, both, {0: units, 1: units}, {0: parameters, 1: parameters})
+
+    with pytest.raises(ConfigError, match=r'gradient_scale is "computed_mean".*stages 0 and 1.*embedding\.weight'):
+        Shared(Model(), TimelyFreezeConfig(output_dir=str(tmp_path), gradient_scale="computed_mean"))
+    Shared(Model(), TimelyFreezeConfig(output_dir=str(tmp_path)))
+
+
 def test_leaving_the_context_detaches(tmp_path: Path) -> None:
     model = Model()
     with attach(model, tmp_path):

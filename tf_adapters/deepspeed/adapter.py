@@ -22,6 +22,7 @@ from tf_adapters.deepspeed.optimizers import (
     fill_missing_gradients,
     fill_missing_tied_gradients,
     held_values,
+    scale_gradients,
 )
 from tf_adapters.deepspeed.schedules import SCHEDULES, MicrobatchTracker, translate
 from tf_adapters.deepspeed.stages import (
@@ -173,6 +174,8 @@ class DeepSpeedAdapter(HostAdapter):
             buffers["inputs"][buffer_id] = buffers["grads"][buffer_id] = None
 
     def _reduce_tied_gradients(self, engine: Any, **kwargs: Any) -> None:
+        for scales in self.controller.gradient_scales().values():
+            scale_gradients(engine.optimizer, scales)
         fill_missing_tied_gradients(engine)
         self._host_instructions[host.ReduceTiedGrads](engine, **kwargs)
 

@@ -53,6 +53,7 @@ class HostAdapter(ABC):
 
         def local_units() -> Mapping[int, Any]:
             described.append(describe())
+            _check_scaled(config, described[0])
             return described[0].units
 
         units = gather_units(collectives, local_units)
@@ -114,6 +115,20 @@ class HostAdapter(ABC):
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a model (a moving average of its weights, say) is not attached to anything."""
         return
+
+
+def _check_scaled(config: TimelyFreezeConfig, pipeline: HostPipeline) -> None:
+    """Raise ConfigError where a parameter's gradient is a sum over stages that computed different microbatches."""
+    if config.gradient_scale == "skipped_as_zero":
+        return
+    stages: dict[int, int] = {}
+    for stage, of_stage in pipeline.parameters.items():
+        for name, parameter in of_stage.items():
+            if stages.setdefault(id(parameter), stage) != stage:
+                raise ConfigError(
+                    f'{SECTION}.gradient_scale is "{config.gradient_scale}": allowed is "skipped_as_zero" here, since '
+                    f"stages {stages[id(parameter)]} and {stage} of one rank share the parameter {name}"
+                )
 
 
 A = TypeVar("A", bound=HostAdapter)

@@ -18,6 +18,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 
 from tf_adapters.masking.kept import Kept
 from tf_adapters.selection.sampling import HeldValues, Piece
+from tf_adapters.training.step_masks import Scale
 
 
 class HeldParameters:
@@ -63,6 +64,14 @@ class Keeper:
                 state["step"] += 1
         self._counted.clear()
         self._kept.put_back()
+
+
+def scale_gradients(scales: Iterable[Scale]) -> None:
+    """Multiply what a batch has left in the parameters' gradients."""
+    for parameter, scale in scales:
+        gradient = vars(parameter).get("main_grad", parameter.grad)
+        if gradient is not None:
+            gradient.mul_(scale)
 
 
 def _drop_gradient(tensor: torch.Tensor) -> None:
