@@ -85,7 +85,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """A setting and its value, which is JSON or else a text: ``gradient_scale=inverse``."""
+    """A setting and its value, which is JSON or else a text: ``gradient_scale=computed_mean``."""
     name, _, value = text.partition("=")
     try:
         return name, json.loads(value)

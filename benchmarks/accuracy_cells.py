@@ -14,8 +14,6 @@ from accuracy_tasks import Task
 BASELINE = "none"  # the host alone: nothing is attached
 METHODS = (BASELINE, "timely", "timely+apf", "timely+autofreeze", "apf", "autofreeze")
 SCHEDULES = ("gpipe", "1f1b")
-GRADIENT_SCALE = "gradient_scale"
-"""Set in the study (``accuracy_scaling``), no setting of the package."""
 
 SENSITIVITY: dict[str, tuple[str, tuple[float, ...], tuple[str, ...]]] = {
     "r_max": ("max_freeze_ratio", (0.2, 0.4, 0.6, 0.8), ("timely",)),
@@ -91,7 +89,7 @@ def section(task: Task, cell: Cell, output_dir: str) -> dict[str, Any]:
         "plan_wait": True,
         "on_error": "raise",
         "output_dir": output_dir,
-        **{name: value for name, value in cell.settings.items() if name != GRADIENT_SCALE},
+        **cell.settings,
     }
 
 

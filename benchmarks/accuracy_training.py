@@ -13,10 +13,9 @@ from typing import Any
 import accuracy_tasks
 import torch
 import torch.distributed as dist
-from accuracy_cells import BASELINE, GRADIENT_SCALE, Cell, Record, section
+from accuracy_cells import BASELINE, Cell, Record, section
 from accuracy_figures import clock
 from accuracy_pipeline import STAGES, Pipeline
-from accuracy_scaling import INVERSE, InverseScale
 from accuracy_tasks import Data, Task
 
 from tf_adapters.report.schema import Report
@@ -43,9 +42,6 @@ class Run:
             self.twin = Pipeline(task, cell.schedule, cell.seed)
             settings = section(task, cell, output_dir)
             self.adapter = attach(self.trained.schedule, settings, optimizer=self.trained.optimizer)
-            if cell.settings.get(GRADIENT_SCALE) == INVERSE:
-                trained = self.trained.optimizer.param_groups[0]["params"]
-                InverseScale(self.trained.schedule._stage, trained, self.adapter)
         parameters = self.trained.module.named_parameters()
         self.sizes = {name: parameter.numel() for name, parameter in parameters if parameter.requires_grad}
         self.steps: list[tuple[str, float]] = []  # phase, and the share of this stage's elements that is frozen

@@ -1,9 +1,11 @@
-"""What the sampled stability metrics are worth and cost: their error against every element, time and memory.
+"""What masks and the sampled stability metrics are worth and cost: how near draws come to the planned work; the
+metrics' error against every element; time and memory.
 
 A small decoder learns the bytes of a text; every few steps its updates are judged from samples, as a run does, and
 from two more full copies of the model, as the formulas are written. ::
 
-    python benchmarks/selection.py                      # under two minutes on one core
+    python benchmarks/selection.py                      # under three minutes on one core
+    python benchmarks/selection.py --draws              # only draws and what masks cost, half a minute; all else stays
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,6 +49,7 @@ PAPERS_THRESHOLD, PAPERS_PERCENTILE = 0.01, 80.0  # LLaMA-3.2-1B's
 SAMPLES = (1024, 4096, 16384)
 RESULT = ROOT / "benchmarks" / "results" / "selection.json"
 STAGES, MICROBATCHES = 4, 8  # of the paper's runs
+UNEVEN = [0.0, 0.35, 0.9, 1.0, 1.0, 0.62, 0.99, 0.4]
 
 
 class Decoder(nn.Module):
@@ -280,12 +283,71 @@ def llama_costs(shape: LlamaShape) -> dict[str, float]:
     }
 
 
+# --- draws ---------------------------------------------------------------------------------------------------
+
+
+def transformer(blocks: int, width: int, inner: int, matrices: int) -> list[FreezeUnit]:
+    """A stage of equal blocks with norms: four attention matrices, or one of three and one, and the MLP's."""
+    attention = [(3 * width, width), (width, width)] if matrices == 2 else [(width, width)] * 4
+    mlp = [(inner, width)] * (matrices - 1) + [(width, inner)]
+    sizes = [*attention, *mlp, (width,), (width,)]
+    return [unit(f"{block}.{place}", size) for block in range(blocks) for place, size in enumerate(sizes)]
+
+
+def drawn_stages() -> dict[str, list[FreezeUnit]]:
+    """Stages such as the examples' and those of LLaMA-3-8B."""
+    llama = llama_units(LLAMA_8B)
+    return {
+        "GPT, 4 blocks of width 256": transformer(4, 256, 1024, 2),
+        "Llama, 4 blocks of width 256": transformer(4, 256, 682, 3),
+        "LLaMA-3-8B, 8 blocks": llama[1],
+        "LLaMA-3-8B, 8 blocks and head": llama[STAGES - 1],
+    }
+
+
+def draw_errors(units: list[FreezeUnit], ratios: Sequence[float], steps: int) -> dict[str, float]:
+    """Of draws for a whole step, and of draws for each microbatch by itself.
+
+    The standard deviation of a microbatch's frozen share of the work, and how often a unit is left out of a step.
+    """
+    masks = StageMasks({0: units}, seed=0)
+    number = itertools.count()
+    together = [masks.draw(next(number), 0, ratios) for _ in range(steps)]
+    alone = [tuple(masks.draw(next(number), 0, [ratio])[0] for ratio in ratios) for _ in range(steps)]
+    found = {}
+    for name, drawn in (("together", together), ("each for itself", alone)):
+        missed = [mask.share - ratio for of_step in drawn for mask, ratio in zip(of_step, ratios, strict=True)]
+        left_out = [len(set.intersection(*(set(mask.names) for mask in of_step))) for of_step in drawn]
+        found[f"deviation, {name}"] = float(np.std(missed))
+        found[f"left out, {name}"] = statistics.mean(left_out) / len(units)
+    return found
+
+
+def draws(steps: int = 400) -> dict[str, dict[str, dict[str, float]]]:
+    """By stage and plan."""
+    plans = {"0.57": [0.57] * MICROBATCHES, "0.8": [0.8] * MICROBATCHES, "uneven": UNEVEN}
+    return {
+        stage: {plan: draw_errors(units, ratios, steps) for plan, ratios in plans.items()}
+        for stage, units in drawn_stages().items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=80)
-    steps = parser.parse_args().steps
-    torch.manual_seed(0)
+    parser.add_argument("--draws", action="store_true", help="draws and what masks cost only")
+    args = parser.parse_args()
     torch.set_num_threads(1)
+    result = json.loads(RESULT.read_text()) if args.draws else stability(args.steps)
+    llamas = {"1B": LLAMA_1B, "8B": LLAMA_8B, "13B": LLAMA_13B}
+    result |= {"llama": {name: llama_costs(shape) for name, shape in llamas.items()}, "draws": draws()}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+def stability(steps: int) -> dict[str, Any]:
+    """What the stability metrics are worth, and what a check takes."""
+    torch.manual_seed(0)
     torch.set_flush_denormal(True)
     model = Decoder()
     sampled = errors(model, steps)
@@ -298,16 +360,12 @@ def main() -> None:
         }.items()
     }
     interval = TimelyFreezeConfig().stability_check_interval
-    llamas = {"1B": LLAMA_1B, "8B": LLAMA_8B, "13B": LLAMA_13B}
-    result = {
+    return {
         "parameters": sum(p.numel() for p in model.parameters()),
         **sampled,
         "check_ms": checks,
         "checks_share_of_training": {name: ms / interval / sampled["step_ms"] for name, ms in checks.items()},
-        "llama": {name: llama_costs(shape) for name, shape in llamas.items()},
     }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,9 @@ GOOD = {
         ("[a=]?=0.8", {"[a=]?": 0.8}),
     ],
     "granularity": [("tensor", "tensor")],
+    "weight_gradients": [("in_place", "in_place"), ("deferred", "deferred")],
+    "extra_microbatches": [("0", 0), ("4", 4)],
+    "gradient_scale": [("skipped_as_zero", "skipped_as_zero"), ("computed_mean", "computed_mean")],
     "warmup_steps": [("auto", "auto"), ("0", 0), ("300", 300)],
     "monitoring": [("mixed", "mixed"), ("halves", "halves")],
     "monitoring_steps": [("2", 2), ("80", 80)],
@@ -46,7 +49,7 @@ GOOD = {
     "report_every": [("1", 1)],
     "output_dir": [("runs/a b", "runs/a b"), ("2024", "2024"), ("0.5", "0.5")],
 }
-NEEDS = {"monitoring_masks": {"method": "none"}}
+NEEDS = {"monitoring_masks": {"method": "none"}, "extra_microbatches": {"weight_gradients": "deferred"}}
 """What another setting has to be for some value of a setting to be allowed."""
 BAD = {
     "method": ["APF", "apf+timely", "timely+", "Timely", "1", ""],
@@ -65,6 +68,9 @@ BAD = {
         "a=nan",
     ],
     "granularity": ["row", "1", ""],
+    "weight_gradients": ["later", "True", ""],
+    "extra_microbatches": ["-1", "1.5", "auto"],
+    "gradient_scale": ["inverse", "mean", "0.5"],
     "warmup_steps": ["-1", "2.5", "automatic", "None", ""],
     "monitoring": ["Mixed", "paper", "0.5"],
     "monitoring_steps": ["1", "-4", "2.0", "many"],

@@ -284,6 +284,10 @@ def test_the_gradients_under_limits_are_those_of_the_masks(ranks, host):
     check_gradients(ranks(STAGES).run(masked, host, {"freeze_limits": {LIMITED_NAMES: 0.2}}))
 
 
+def test_the_gradients_are_means_over_the_microbatches_that_computed_them(ranks, host):
+    check_gradients(ranks(STAGES).run(masked, host, {"gradient_scale": "computed_mean"}))
+
+
 def check_gradients(outcomes: list) -> None:
     assert all(masks == outcomes[0][1] for _, masks in outcomes)
     assert any(outcomes[0][1].values())
@@ -303,6 +307,9 @@ def masked(host: str, section: dict | None = None) -> tuple[dict[str, float], di
         for (stage, name), actual in training.gradients().items():
             kept = [g[stage, name] * (name not in masks[stage, m]) for m, g in enumerate(full)]
             expected = torch.stack(kept).mean(0)
+            computed = sum(name not in masks[stage, m] for m in range(len(full)))
+            if training.controller.config.gradient_scale == "computed_mean":
+                expected *= len(full) / max(1, computed)
             errors[f"{number} {stage} {name}"] = relative_error(actual, expected)
         everything |= {(number, *key): names for key, names in masks.items()}
     training.detach()

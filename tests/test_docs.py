@@ -325,6 +325,13 @@ def test_the_study_shows_its_committed_runs() -> None:
     assert f"held in {sum(held):.0f} of {len(held)} runs" in (ROOT / "README.md").read_text().replace("\n  ", " ")
 
 
+def test_the_page_on_the_algorithm_shows_the_committed_draws() -> None:
+    page = (ROOT / "docs" / "algorithm.md").read_text()
+    for stage, plans in json.loads((BENCHMARKS / "results" / "selection.json").read_text())["draws"].items():
+        cells = [found[f"deviation, {how}"] for found in plans.values() for how in ("together", "each for itself")]
+        assert f"| {stage} | {' | '.join(f'{cell:.2%}' for cell in cells)} |" in page
+
+
 def test_the_page_on_selection_shows_its_committed_figures() -> None:
     page = (ROOT / "docs" / "selection.md").read_text()
     selection = json.loads((BENCHMARKS / "results" / "selection.json").read_text())

@@ -184,6 +184,25 @@ def test_masked_gradients_reach_the_optimizer_on_four_ranks(megatron, name):
             assert step["masks"] == other["masks"]
 
 
+MEANS = {"gradient_scale": "computed_mean"}
+SCALED = {
+    "interleaved": Case(vp=2, ratios=0.6),
+    "tied": Case(tied=True, ratios=0.7),
+    "replicas, overlap": Case(pp=1, layers=2, ratios=0.6, ddp=OVERLAP),
+    "replicas, gather": Case(pp=1, layers=2, ratios=0.6, ddp=GATHER, optimizer=GATHER_OPTIMIZER),
+    "fused gradients": Case(ratios=0.3, model=FUSED),
+    "bf16, sequence parallel": Case(
+        pp=1, tp=2, layers=2, ratios=0.6, model={**BF16, "sequence_parallel": True}, optimizer=BF16_OPTIMIZER
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_gradients_that_are_means_over_what_was_computed(megatron, name):
+    case = replace(SCALED[name], section=MEANS, steps=3 if SCALED[name].ddp else 2)
+    check_oracle(case, megatron(2).run(train, case))
+
+
 def test_the_oracle_can_fail(megatron):
     case = Case(ratios=0.5, steps=1)
     ranks = megatron(2).run(train, case)
@@ -241,4 +260,5 @@ def expected_gradient(case: Case, ranks: list[dict], rank: dict, number: int, ke
 def masked_mean(step: dict, key: tuple[int, str], masked_as: tuple[int, str]) -> torch.Tensor:
     stage, name = masked_as
     kept = [full[key] * (name not in step["masks"][stage, m]) for m, full in enumerate(step["full"])]
-    return torch.stack(kept).mean(0)
+    computed = sum(name not in step["masks"][stage, m] for m in range(len(kept)))
+    return torch.stack(kept).sum(0) / (max(1, computed) if step["computed_mean"] else len(kept))

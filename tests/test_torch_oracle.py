@@ -146,6 +146,22 @@ def check_partly_frozen(case: Case, size: int) -> None:
             assert torch.equal(value, rank["steps"][0]["before"][name]) != ("lora" in name), name
 
 
+MEANS = {"gradient_scale": "computed_mean"}
+SCALED = {
+    "1f1b, three batches": Case(batches=3),
+    "zero bubble": Case(schedule="ScheduleInterleavedZeroBubble"),
+    "ddp, two batches": Case(replicas="ddp", batches=2),
+    "tp": Case(replicas="tp"),
+    "fsdp zbv, two batches": Case(replicas="fsdp", schedule="ScheduleZBVZeroBubble", batches=2),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_gradients_that_are_means_over_what_was_computed(name: str) -> None:
+    case = replace(SCALED[name], section=MEANS, ratios=PLANS)
+    check_oracle(case, pool(4 if case.replicas else 2).run(train, case))
+
+
 def test_the_oracle_can_fail() -> None:
     case = Case(ratios=0.5, steps=1)
     ranks = pool(2).run(train, case)
@@ -187,11 +203,12 @@ def expected_gradients(case: Case, ranks: list[dict[str, Any]], number: int) -> 
         return {name for (_, m), names in masks.items() if m == microbatch for name in names}
 
     totals: dict[str, torch.Tensor] = {}
+    scale = (case.section or {}).get("gradient_scale", "skipped_as_zero")
     replicas = sorted({rank["replica"] for rank in ranks})
     for replica in replicas:
         for part in range(case.batches):
             tensors = batch(case, number, replica, part)
             microbatches = zip(*(tensor.chunk(case.microbatches) for tensor in tensors), strict=True)
-            for name, gradient in masked_gradients(ordinary, microbatches, loss_fn, frozen).items():
+            for name, gradient in masked_gradients(ordinary, microbatches, loss_fn, frozen, scale).items():
                 totals[name] = totals.get(name, 0) + gradient / (len(replicas) * case.batches)
     return totals

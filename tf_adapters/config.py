@@ -64,6 +64,11 @@ class TimelyFreezeConfig(BaseModel):
     extra_microbatches: int = Field(
         0, ge=0, description="deferred: how many microbatches more than the host's fullest rank a rank may hold"
     )
+    gradient_scale: Literal["skipped_as_zero", "computed_mean"] = Field(
+        "skipped_as_zero",
+        description="skipped_as_zero: a skipped gradient counts as zero in the mean over microbatches, the paper's; "
+        "computed_mean: a gradient is the mean over the microbatches that computed it",
+    )
     warmup_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         "auto", description='T_w; "auto" takes the learning-rate warm-up of the host\'s scheduler'
     )

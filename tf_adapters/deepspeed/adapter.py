@@ -31,6 +31,7 @@ from tf_adapters.deepspeed.optimizers import (
     fill_missing_gradients,
     fill_missing_tied_gradients,
     held_values,
+    scale_gradients,
 )
 from tf_adapters.deepspeed.schedules import SCHEDULES, MicrobatchTracker, translate
 from tf_adapters.deepspeed.stages import (
@@ -113,9 +114,8 @@ class DeepSpeedAdapter(HostAdapter):
 
     def install(self) -> None:
         """Replace instructions of the engine by ours, which call the engine's own."""
-        self._holder.install()
-        self.on_detach(self._holder.remove)
         engine, overrides = self.engine, self.overrides
+        self.around_steps(engine.basic_optimizer, self._holder.before_step, self._holder.after_step)
         wrapped = {
             host.ForwardPass: self._forward,
             host.BackwardPass: self._backward,
@@ -224,6 +224,8 @@ class DeepSpeedAdapter(HostAdapter):
             buffers["inputs"][buffer_id] = buffers["grads"][buffer_id] = None
 
     def _reduce_tied_gradients(self, engine: Any, **kwargs: Any) -> None:
+        for scales in self.controller.gradient_scales().values():
+            scale_gradients(engine.optimizer, scales)
         fill_missing_tied_gradients(engine)
         self._host_instructions[host.ReduceTiedGrads](engine, **kwargs)
 

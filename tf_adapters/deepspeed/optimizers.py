@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from tf_adapters.masking.kept import Kept, updated_with
 from tf_adapters.selection.sampling import HeldValues, Piece
+from tf_adapters.training.step_masks import Scale
 
 
 class HeldParameters:
@@ -31,25 +32,13 @@ class HeldParameters:
         self._inner: torch.optim.Optimizer = engine.basic_optimizer
         self._held: tuple[torch.nn.Parameter, ...] = ()
         self._kept = Kept()
-        self._hooks: list[Any] = []
-
-    def install(self) -> None:
-        """Put our hooks on the optimizer."""
-        self._hooks = [
-            self._inner.register_step_pre_hook(self._before_step),
-            self._inner.register_step_post_hook(self._after_step),
-        ]
 
     def hold(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Hold these parameters in the steps from now on, instead of the ones before."""
         self._held = tuple(parameters)
 
-    def remove(self) -> None:
-        """Take the hooks off the optimizer."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _before_step(self, *_: Any) -> None:
+    def before_step(self, *_: Any) -> None:
+        """Keep what is held from the inner optimizer's step that follows."""
         self._kept = Kept()
         for parameter in self._held:
             if self._outer is self._inner:
@@ -57,7 +46,8 @@ class HeldParameters:
             else:
                 self._kept.keep(self._slices(parameter))
 
-    def _after_step(self, *_: Any) -> None:
+    def after_step(self, *_: Any) -> None:
+        """Put back what that step changed."""
         self._kept.put_back()
 
     def _slices(self, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
@@ -115,12 +105,29 @@ def fill_missing_gradients(optimizer: Any, parameters: Iterable[torch.nn.Paramet
                 # norm while the others wait for it.
                 optimizer.fp32_groups_has_gradients[group][index] = True
         return
-    attribute = "grad"
-    if isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.use_grad_accum_attribute:
-        attribute = "grad_accum"
+    attribute = _gradient_attribute(optimizer)
     for parameter in parameters:
         if getattr(parameter, attribute, None) is None:
             setattr(parameter, attribute, torch.zeros_like(parameter, requires_grad=False))
+
+
+def scale_gradients(optimizer: Any, scales: Iterable[Scale]) -> None:
+    """Multiply what a batch has left in the parameters' gradients, before they are reduced."""
+    if isinstance(optimizer, BF16_Optimizer):
+        buffers = {id(p): optimizer.fp32_groups_gradients[group][i] for group, i, p in _accumulated(optimizer)}
+        found = ((buffers.get(id(parameter)), scale) for parameter, scale in scales)
+    else:
+        attribute = _gradient_attribute(optimizer)
+        found = ((getattr(parameter, attribute, None), scale) for parameter, scale in scales)
+    for gradient, scale in found:
+        if gradient is not None:
+            gradient.mul_(scale)
+
+
+def _gradient_attribute(optimizer: Any) -> str:
+    """Where a parameter's gradients are added up, if not in a buffer of BF16_Optimizer."""
+    accumulates_apart = isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.use_grad_accum_attribute
+    return "grad_accum" if accumulates_apart else "grad"
 
 
 def fill_missing_tied_gradients(engine: Any) -> None:

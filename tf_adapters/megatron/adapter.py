@@ -7,6 +7,7 @@ Source: megatron/core/pipeline_parallel/schedules.py.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 
 from tf_adapters.collectives import Collectives, holds_first_rank, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
@@ -25,7 +27,7 @@ from tf_adapters.masking.taps import StageTaps
 from tf_adapters.megatron.chunks import Chunk
 from tf_adapters.megatron.execution import WaitingWeights, before_reduction
 from tf_adapters.megatron.linear import tapped_layer
-from tf_adapters.megatron.optimizers import HeldParameters, held_values
+from tf_adapters.megatron.optimizers import HeldParameters, held_values, scale_gradients
 from tf_adapters.megatron.schedules import PipelinePosition, translate
 from tf_adapters.megatron.units import tied_places, unit_rules
 from tf_adapters.report.observer import MetricSink
@@ -78,6 +80,7 @@ class MegatronAdapter(HostAdapter):
         self._in_batch = False
         self._batch_seen = False
         self._waiting: WaitingWeights | None = None
+        self._unscaled: set[int] = set()  # stages whose gradients of this step are still to be scaled
         self.collectives = collectives
         self._schedule = self._translate(model.num_microbatches)
         super().__init__(config, collectives, self._describe, metrics)
@@ -86,11 +89,14 @@ class MegatronAdapter(HostAdapter):
         """Hook the chunks, and take the place of the optimizer's step."""
         model = self._model
         self._holder = HeldParameters(model.optimizer)
-        self.on_detach(self._holder.remove)
+        for keeper in self._holder.keepers.values():
+            self.around_steps(keeper.inner, keeper.before, keeper.after)
         self._host_step: Callable[..., Any] = model.optimizer.step
         self.overrides.set(model.optimizer, "step", self._step)
         for wrapped in model.chunks:
             self.overrides.set(wrapped, ATTRIBUTE, self)
+            if self.config.gradient_scale != "skipped_as_zero" and isinstance(wrapped, DistributedDataParallel):
+                self.overrides.set(wrapped, "finish_grad_sync", self._finishing(wrapped))
         for chunk in self._chunks.values():
             chunk.hook(model.config)
             self.on_detach(chunk.close)
@@ -129,6 +135,7 @@ class MegatronAdapter(HostAdapter):
         self.controller.begin_step()
         self._in_batch = self._batch_seen = True
         self._waiting = self._waiting_weights()
+        self._unscaled = {chunk.stage for chunk in self._chunks.values()}
         try:
             with before_reduction(self._model.config, self._finish_weight_gradients):
                 yield
@@ -196,6 +203,8 @@ class MegatronAdapter(HostAdapter):
             self._warn_unseen()
             return self._host_step(*args, **kwargs)
         with self._timed():
+            for stage in tuple(self._unscaled):  # without DistributedDataParallel
+                self._scale(stage)
             self._holder.hold(self.controller.held_parameters())
         try:
             result = self._host_step(*args, **kwargs)
@@ -204,6 +213,22 @@ class MegatronAdapter(HostAdapter):
         with self._timed():
             self.controller.end_step()
         return result
+
+    def _finishing(self, chunk: DistributedDataParallel) -> Callable[..., None]:
+        run, stage = chunk.finish_grad_sync, self._chunks[id(chunk)].stage
+
+        @functools.wraps(run)
+        def finish_grad_sync(*args: Any, **kwargs: Any) -> None:
+            run(*args, **kwargs)
+            self._scale(stage)  # an embedding's gradients, before those of its other stage are added
+
+        return finish_grad_sync
+
+    def _scale(self, stage: int) -> None:
+        """Scale a chunk's gradients, once a step."""
+        if self.controller.in_step and stage in self._unscaled:
+            self._unscaled.discard(stage)
+            scale_gradients(self.controller.gradient_scales().get(stage, ()))
 
     # --- details ---------------------------------------------------------------------------------------------
 

@@ -88,7 +88,8 @@ def _rewritten(problem: PlanProblem, times: dict[Action, Bounds], last: FreezePl
             DeferralTimes(durations, communication, overhead),
             extra_microbatches=problem.extra_microbatches,
             moves_forwards=problem.moves_forwards,
-        )
+        ),
+        problem.times,
     )
     actions = frozenset(order.actions)
 

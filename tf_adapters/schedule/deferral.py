@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -205,11 +205,12 @@ class _Simulation:
         return math.inf if end is None else end + self._n.delay[action]
 
 
-def joined(order: PipelineSchedule) -> PipelineSchedule:
-    """The same with stage 0's W that follow their own I at once as B again: nobody waits for these I."""
+def joined(order: PipelineSchedule, host: Container[Action]) -> PipelineSchedule:
+    """The same with stage 0's W that follow their own I at once as the ``host``'s B again: nobody waits for these I."""
     rows = []
     for row in order.ranks:
-        together = {i for i, w in pairwise(row) if i.stage == 0 and i.kind is Kind.INPUT_GRAD and w == second_half(i)}
+        halves = {i for i, w in pairwise(row) if i.stage == 0 and i.kind is Kind.INPUT_GRAD and w == second_half(i)}
+        together = {i for i in halves if backward_of(i) in host}
         after = {second_half(i) for i in together}
         rows.append(tuple(backward_of(a) if a in together else a for a in row if a not in after))
     return PipelineSchedule(tuple(rows))

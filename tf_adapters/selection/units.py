@@ -17,7 +17,7 @@ class FreezeUnit:
     """Parameters that are frozen together: usually one tensor, where a host needs it a weight with its bias.
 
     ``work`` is the unit's weight-gradient work in arbitrary but common units (elements: a weight gradient
-    costs as many multiply-adds per token as the tensor has elements). ``shape`` is the stratum it is drawn in.
+    costs as many multiply-adds per token as the tensor has elements). Units of one work and ``shape`` are drawn alike.
     ``cap``, in (0, 1], is its chance to be frozen at a freeze ratio of 1; at a ratio r it is r times that.
     """
 

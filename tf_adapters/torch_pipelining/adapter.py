@@ -27,7 +27,7 @@ from tf_adapters.torch_pipelining.optimizers import Updates
 from tf_adapters.torch_pipelining.replicas import frozen_replica, report_to_reducer
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
 from tf_adapters.torch_pipelining.support import refuse_grad_scaler
-from tf_adapters.torch_pipelining.units import held_values, shared_parameters
+from tf_adapters.torch_pipelining.units import held_values, local_gradient, shared_parameters
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
@@ -61,6 +61,7 @@ class TorchPipeliningAdapter(HostAdapter):
         self._training = False
         self._scaler_checked = False
         self._ran_backward: set[int] = set()  # stages, in this batch
+        self._scaled: list[tuple[torch.Tensor, float]] = []  # gradients, by what
 
         def describe() -> HostPipeline:
             parameters = {stage.stage_index: dict(stage.submod.named_parameters()) for stage in self._stages}
@@ -84,8 +85,9 @@ class TorchPipeliningAdapter(HostAdapter):
 
     def install(self) -> None:
         """Watch the optimizers; mask and time the stages' own computations."""
-        if self._optimizers:
-            self.on_detach(Updates(self._optimizers, self.controller).remove)
+        updates = Updates(self._optimizers, self.controller)
+        for optimizer in self._optimizers:
+            self.around_steps(optimizer, updates.before_step, updates.after_step)
         overrides = self.overrides
         overrides.set(self.schedule, "step", self._stepping(self.schedule.step))
         overrides.set(self.schedule, ATTRIBUTE, self)
@@ -108,6 +110,7 @@ class TorchPipeliningAdapter(HostAdapter):
             if not self._scaler_checked:  # one may have been made after attaching; the same on every rank
                 refuse_grad_scaler()
                 self._scaler_checked = True
+            self._unscale()
             self.controller.begin_step()
             self._training = True
             self._ran_backward.clear()
@@ -115,6 +118,7 @@ class TorchPipeliningAdapter(HostAdapter):
                 result = run(*args, **kwargs)
             finally:
                 self._training = False
+            self._scale()
             if not self._optimizers:
                 self.controller.end_step()
             return result
@@ -133,6 +137,19 @@ class TorchPipeliningAdapter(HostAdapter):
             return rewritten.run(order, *args, **kwargs)
 
         return step_microbatches
+
+    def _scale(self) -> None:
+        """After a batch: its gradients have been reduced, and the user may clip them before the update."""
+        scales = (scale for of_stage in self.controller.gradient_scales().values() for scale in of_stage)
+        self._scaled = [(gradient, factor) for p, factor in scales if (gradient := local_gradient(p)) is not None]
+        for gradient, factor in self._scaled:
+            gradient.mul_(factor)
+
+    def _unscale(self) -> None:
+        """Before another batch of the same step, whose gradients are added to the last one's."""
+        for gradient, factor in self._scaled if self.controller.in_step else ():
+            gradient.div_(factor)
+        self._scaled = []
 
     # --- a stage's computations ------------------------------------------------------------------------------
 

@@ -20,6 +20,12 @@ def shared_parameters(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]
     return tuple(tuple(held) for held in places.values() if len(held) > 1)
 
 
+def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of a parameter's gradient, if there is one."""
+    gradient = parameter.grad
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
 def held_values(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> HeldValues:
     """This rank's values of parameters, by stage and name: whole, or its shard where FSDP2 or tensor parallelism cut.
 

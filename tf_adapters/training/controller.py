@@ -6,7 +6,7 @@ A host adapter translates its schedule, then calls ``begin_step``, wraps every a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from tf_adapters.training.freeze_ratios import FreezeRatios
 from tf_adapters.training.observer import Observer, RunSnapshot
 from tf_adapters.training.pipeline import HostPipeline
 from tf_adapters.training.state import RunState, compatible_state
-from tf_adapters.training.step_masks import StepMasks
+from tf_adapters.training.step_masks import Scale, StepMasks
 from tf_adapters.training.tally import MaskTally
 
 __all__ = ["Controller"]
@@ -149,6 +149,14 @@ class Controller:
         """
         return self._step_masks.held_parameters()
 
+    def gradient_scales(self) -> Mapping[int, Sequence[Scale]]:
+        """By stage of this rank, what the current step's gradients are multiplied by: before they are clipped, once.
+
+        Nothing with ``gradient_scale`` "skipped_as_zero". The gradient is the mean over all microbatches, on this
+        stage: of a weight that several stages hold, before their gradients are added up.
+        """
+        return self._step_masks.scales() if self.config.gradient_scale == "computed_mean" else {}
+
     def end_step(self) -> None:
         """The host has updated the weights. Decides, on all ranks at once, what the next step does.
 
@@ -208,6 +216,7 @@ class Controller:
             timer=self.timer,
             memory=self.memory,
             tally=self._tally,
+            traced=self.pipeline.traced,
         )
 
     def announce_start(self) -> None:

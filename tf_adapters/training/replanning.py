@@ -1,8 +1,8 @@
-"""Plans that stay true: when actions no longer take as long as the plan says, it is made anew from what they take now.
+"""Plan again when actions no longer take as long as the plan says: a slower node, other sequence lengths, a curriculum.
 
-A slower node, other sequence lengths, a curriculum: stable freezing goes on being timed, and every so many steps the
-times are held against the plan's. What freezing saves is in proportion to what an action takes, so the new bounds are
-the old ones times what changed: nothing is monitored again, and until the new plan is there the old one is in force.
+Stable freezing is timed, and every ``replan_interval`` steps the times are compared with the plan's. What freezing
+saves is in proportion to what an action takes, so the new bounds are the old ones times what changed. Nothing is
+monitored again, and until the new plan is there the old one is in force.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tf_adapters.collectives import Collectives, on_all_ranks, on_one_rank
+from tf_adapters.collectives import Collectives, decide_from_all
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.planner.forecast import durations_under, planned_dag, stable_durations
@@ -20,6 +20,7 @@ from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
+from tf_adapters.timing.compact import PackedBounds, PackedTraces
 from tf_adapters.timing.estimates import median
 from tf_adapters.timing.freeze_response import Group
 from tf_adapters.timing.phase import Phase
@@ -35,7 +36,7 @@ _NEWEST = 64
 """Samples of an action that are looked at, at most."""
 
 _IN_A_ROW = 2
-"""Looks that must find a change: one may meet a neighbour's short job."""
+"""Looks in a row that must find a change: one may see a short disturbance."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class _Local:
 
     changes: Mapping[Group, float]
     step_ms: float
-    traces: Sequence[tuple[int, Trace]]
+    traces: PackedTraces
 
 
 class PlanWatch:
-    """Holds measured times against the plan's. Every method is called on all ranks at the same point.
+    """Compares measured times with the plan's. Every method is called on all ranks at the same point.
 
     Args:
         config: the settings.
@@ -60,7 +61,7 @@ class PlanWatch:
     def __init__(self, config: TimelyFreezeConfig, collectives: Collectives, traced: bool, masks: StageMasks) -> None:
         self._config, self._collectives, self._traced = config, collectives, traced
         self._stage_0_vanishes = masks.can_freeze_all(0)
-        self._found = 0  # looks in a row that found a change
+        self._changes_in_a_row = 0  # looks that found a change
 
     def due(self, step: int, settled: int) -> bool:
         """Whether to look after ``step``; stable freezing began after step ``settled``."""
@@ -69,7 +70,7 @@ class PlanWatch:
 
     def forget(self) -> None:
         """Begin anew: the pipeline runs something else now."""
-        self._found = 0
+        self._changes_in_a_row = 0
 
     def look(
         self, schedule: PipelineSchedule, timer: ActionTimer, measured: Measured, plan: FreezePlan
@@ -78,28 +79,30 @@ class PlanWatch:
 
         Raises TimelyFreezeError, the same on every rank.
         """
-        local = on_all_ranks(self._collectives, lambda: self._local(timer, measured.bounds))
 
-        def judge() -> Measured | None:
-            slowest = _slowest([rank.changes for rank in local])
+        ran = plan.schedule or schedule
+
+        def judge(ranks: Sequence[_Local]) -> tuple[PackedBounds, Measured] | None:
+            slowest = _slowest([rank.changes for rank in ranks])
             away = max((max(factor, 1.0 / factor) - 1.0 for factor in slowest.values()), default=0.0)
             if away <= self._config.replan_threshold:
                 return None
-            gaps = _gaps(schedule, plan, [rank.traces for rank in local]) or measured.gaps
+            gaps = _gaps(schedule, plan, [rank.traces.unpack(ran) for rank in ranks]) or measured.gaps
             bounds = {a: _times(b, slowest.get((a.stage, a.kind), 1.0)) for a, b in measured.bounds.items()}
-            step_ms = max(rank.step_ms for rank in local) + self._saved(schedule, plan, bounds, gaps)
-            return Measured(bounds, gaps, step_ms, (messages.changed(slowest),))
+            step_ms = max(rank.step_ms for rank in ranks) + self._saved(schedule, plan, bounds, gaps)
+            return PackedBounds.of(schedule, bounds), Measured({}, gaps, step_ms, (messages.changed(slowest),))
 
-        fresh = on_one_rank(self._collectives, judge)
-        self._found = self._found + 1 if fresh else 0
-        if self._found < _IN_A_ROW:
+        fresh = decide_from_all(self._collectives, lambda: self._local(ran, timer, measured.bounds), judge)
+        self._changes_in_a_row = self._changes_in_a_row + 1 if fresh else 0
+        if fresh is None or self._changes_in_a_row < _IN_A_ROW:
             return None
-        self._found = 0
-        return fresh
+        self._changes_in_a_row = 0
+        packed, changed = fresh
+        return replace(changed, bounds=packed.unpack(schedule))
 
-    def _local(self, timer: ActionTimer, bounds: Mapping[Action, Bounds]) -> _Local:
+    def _local(self, ran: PipelineSchedule, timer: ActionTimer, bounds: Mapping[Action, Bounds]) -> _Local:
         timer.drain()
-        traces = local_traces(timer, Phase.STABLE) if self._traced else ()
+        traces = PackedTraces.of(ran, local_traces(timer, Phase.STABLE) if self._traced else ())
         newest = min(self._config.replan_interval, _NEWEST)
         return _Local(changes(timer, bounds, newest), timer.step_ms(Phase.STABLE) or 0.0, traces)
 

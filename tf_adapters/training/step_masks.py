@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -10,7 +11,10 @@ from tf_adapters.selection.masks import NOTHING_FROZEN, Mask
 from tf_adapters.selection.units import Tie
 from tf_adapters.training.pipeline import ParametersByStage
 
-__all__ = ["StepMasks"]
+__all__ = ["Scale", "StepMasks"]
+
+Scale = tuple[torch.nn.Parameter, float]
+"""A parameter, and what its gradient is multiplied by."""
 
 
 class StepMasks:
@@ -50,6 +54,20 @@ class StepMasks:
             for name in sorted(self._frozen_by_all(stage))
             if all(held in self._frozen_by_all(other) for other, held in self._ties.get((stage, name), ()))
         )
+
+    def scales(self) -> dict[int, list[Scale]]:
+        """By stage of this rank, what makes a gradient the mean over the microbatches that computed it.
+
+        Only of parameters that some of the microbatches froze, and not all of them.
+        """
+        return {stage: list(self._scales_of(stage)) for stage in self._parameters}
+
+    def _scales_of(self, stage: int) -> Iterator[Scale]:
+        masks = self._of_stage(stage)
+        frozen = Counter(name for mask in masks for name in mask.names)
+        for name in sorted(frozen):
+            if frozen[name] < len(masks):
+                yield self._parameters[stage][name], len(masks) / (len(masks) - frozen[name])
 
     def _of_stage(self, stage: int) -> Sequence[Mask]:
         if stage not in self._drawn:
