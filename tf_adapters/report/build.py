@@ -137,7 +137,7 @@ def _points(timer: ActionTimer, phase: Phase) -> dict[Action, Points]:
     found: dict[Action, Points] = {}
     for action in timer.actions(phase):
         samples = timer.samples(phase, action)
-        if not action.freezable:
+        if action.kind is Kind.FORWARD:
             continue
         if phase is Phase.MONITORING_MIXED:
             found[action] = tuple((sample.share, sample.ms) for sample in samples[-_SINGLE_SAMPLES:])
@@ -158,7 +158,9 @@ def _measured(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Measured:
         forward_pace=_pace(run, ranks),
         planned_step_ms=expected.planned_ms if expected else None,
         planned_ratio=expected.ratio if expected else None,
-        mean_afr=_mean_by_stage({action: points[0][0] for action, points in backwards[Phase.STABLE].items()}),
+        mean_afr=_mean_by_stage(
+            {action: points[0][0] for action, points in backwards[Phase.STABLE].items() if action.freezable}
+        ),
         backward_ms=tuple(
             BackwardSample(action=str(action), afr=share, ms=ms, phase=phase.value)
             for phase, of_phase in backwards.items()

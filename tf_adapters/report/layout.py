@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tf_adapters.errors import ConfigError
+from tf_adapters.planner.forecast import durations_under, planned_dag
 from tf_adapters.report.measured import stable_samples
 from tf_adapters.report.schema import Report
 from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 
-__all__ = ["Block", "Panel", "after", "before", "measured", "panels_of", "timeline"]
+__all__ = ["Block", "Panel", "after", "before", "exact", "measured", "panels_of", "planned_order", "timeline"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +78,23 @@ def before(report: Report) -> Panel:
     return timeline("before: nothing frozen", schedule, dag, durations)
 
 
+def exact(report: Report) -> Panel | None:
+    """The batch with weight gradients deferred and nothing frozen; None where the host's order stays."""
+    plan, schedule = report.plan, report.schedule.parse()
+    if plan is None or plan.schedule in (None, schedule):
+        return None
+    order = planned_order(report)
+    durations = durations_under(replace(plan, freeze_ratio={}), _bounds(report))
+    dag = planned_dag(schedule, plan, report.gaps())
+    return timeline("exact: weight gradients deferred, nothing frozen", order, dag, durations)
+
+
 def after(report: Report) -> Panel | None:
     """The batch as planned, or None without a plan. Raises ConfigError when the plan lacks an action."""
     plan = report.plan
     if plan is None:
         return None
-    schedule = report.schedule.parse()
+    schedule = planned_order(report)
     for name, given in (("start_ms", plan.start_ms), ("duration_ms", plan.duration_ms)):
         missing = next((action for action in schedule.actions if action not in given), None)
         if missing is not None:
@@ -102,22 +115,43 @@ def measured(report: Report) -> Panel | None:
     Actions that freezing does not change keep the time that they had with nothing frozen.
     """
     samples = stable_samples(report)
-    schedule = report.schedule.parse()
-    if not samples or any(action.freezable and str(action) not in samples for action in schedule.actions):
+    schedule, times = planned_order(report), report.times
+    if not samples or any(str(action) not in samples for action in schedule.actions if _changes(action, times)):
         return None
-    found = {action: samples[str(action)] for action in schedule.actions if action.freezable}
-    durations = {**_unfrozen(report, schedule), **{action: sample.ms for action, sample in found.items()}}
-    ratios = {action: sample.afr for action, sample in found.items()}
+    durations = {
+        action: samples[str(action)].ms if _changes(action, times) else times[str(action)][1]
+        for action in schedule.actions
+    }
+    ratios = {action: samples[str(action)].afr for action in schedule.actions if action.freezable}
     mean = sum(ratios.values()) / len(ratios)
     title = f"measured: medians of stable freezing ({mean:.0%} skipped) put through the schedule's graph"
-    return timeline(
-        title, schedule, dag=PipelineDag.from_schedule(schedule, *report.gaps()), durations=durations, frozen=ratios
+    host = report.schedule.parse()
+    dag = (
+        planned_dag(host, report.plan, report.gaps())
+        if report.plan
+        else PipelineDag.from_schedule(host, *report.gaps())
     )
+    return timeline(title, schedule, dag, durations=durations, frozen=ratios)
+
+
+def planned_order(report: Report) -> PipelineSchedule:
+    """What the ranks run under the plan: its own order where weight gradients are deferred, else the host's."""
+    return (report.plan.schedule if report.plan else None) or report.schedule.parse()
+
+
+def _changes(action: Action, times: Mapping[str, tuple[float, float]]) -> bool:
+    """Whether an action takes another time under a plan than what monitoring has measured of it."""
+    return action.freezable or str(action) not in times
+
+
+def _bounds(report: Report) -> dict[Action, Bounds]:
+    return {Action.parse(text): Bounds(*pair) for text, pair in report.times.items()}
 
 
 def panels_of(report: Report) -> tuple[Panel, ...]:
-    """What there is of ``before``, ``after`` and ``measured``. Raises ConfigError, ScheduleError as they do."""
-    return tuple(panel for panel in (before(report), after(report), measured(report)) if panel is not None)
+    """What there is of ``before``, ``exact``, ``after`` and ``measured``. Raises ConfigError, ScheduleError as they do."""
+    made = (before(report), exact(report), after(report), measured(report))
+    return tuple(panel for panel in made if panel is not None)
 
 
 def timeline(

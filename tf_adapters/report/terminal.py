@@ -8,7 +8,8 @@ from tf_adapters.report.layout import Panel
 from tf_adapters.report.measured import stable_samples
 from tf_adapters.report.page import Page, Table, as_text
 from tf_adapters.report.schema import Report
-from tf_adapters.schedule.ir import Kind, PipelineSchedule
+from tf_adapters.schedule.deferral import backward_of
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
 __all__ = ["page", "summary"]
 
@@ -87,10 +88,14 @@ def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[st
         yield "plan", "none yet" if report.status in ("warmup", "monitoring") else "none"
     else:
         spans = plan.makespan_ms
+        deferred = spans.host is not None and plan.schedule != schedule
+        unfrozen = f"{_ms(spans.unfrozen)} nothing frozen"
+        if deferred and spans.host:
+            unfrozen = f"{_ms(spans.host)} in the host's order, {_ms(spans.unfrozen)} with weight gradients deferred"
         yield (
             "batch",
             (
-                f"pipeline computation {_ms(spans.unfrozen)} nothing frozen, {_ms(spans.planned)} planned,"
+                f"pipeline computation {unfrozen}, {_ms(spans.planned)} planned,"
                 f" {_ms(spans.fully_frozen)} everything frozen"
             ),
         )
@@ -125,7 +130,7 @@ def _phase_ends(report: Report) -> str:
 def _rows(report: Report, schedule: PipelineSchedule) -> tuple[tuple[str, ...], ...]:
     if not report.times and report.plan is None:
         return ()
-    stable = {action: sample.ms for action, sample in stable_samples(report).items()}
+    stable = _whole_backwards(report)
     upper = {action: bounds[1] for action, bounds in report.times.items()}
     planned = {str(stage): ratio for stage, ratio in report.plan.stage_freeze_ratio.items()} if report.plan else {}
     rows = []
@@ -147,6 +152,16 @@ def _rows(report: Report, schedule: PipelineSchedule) -> tuple[tuple[str, ...], 
             )
         )
     return tuple(rows)
+
+
+def _whole_backwards(report: Report) -> dict[str, float]:
+    """Measured ms of the backwards that the report has times of: both halves together where they are deferred."""
+    measured: dict[str, float] = {}
+    for text, sample in stable_samples(report).items():
+        action = Action.parse(text)
+        name = text if text in report.times else str(backward_of(action))
+        measured[name] = measured.get(name, 0.0) + sample.ms
+    return measured
 
 
 def _per_microbatch(actions: list[str], times: dict[str, float], microbatches: int) -> str:
