@@ -29,6 +29,7 @@ check: $(VENV)/ready
 bench: $(VENV)/ready
 	$(RUN) benchmarks/speed.py
 	$(RUN) benchmarks/planner.py
+	$(RUN) benchmarks/deferral.py
 	$(RUN) benchmarks/plan_command.py
 	$(RUN) benchmarks/selection.py
 	$(RUN) benchmarks/monitoring.py

@@ -11,6 +11,8 @@ import torch
 from test_torch_oracle import PLANS, check_oracle
 from torch_ranks import Case, pool, train
 
+from tf_adapters.testing.ranks import RanksFailed
+
 pytestmark = pytest.mark.distributed
 
 DEFERRED = {"weight_gradients": "deferred"}
@@ -62,3 +64,11 @@ def test_a_run_is_monitored_without_masks_and_then_planned(tmp_path: Path) -> No
     assert any("W" in action for row in plan["ranks"] for action in row)
     assert plan["makespan_ms"]["unfrozen"] <= plan["makespan_ms"]["host"]
     assert plan["mean_freeze_ratio"] <= 0.4
+
+
+@pytest.mark.parametrize("replicas", ["ddp", "fsdp"])
+def test_replicas_that_reduce_in_the_backward_are_refused_in_one_line_on_all_ranks(replicas: str) -> None:
+    case = Case(ranks=1, replicas=replicas, section=DEFERRED)
+    with pytest.raises(RanksFailed) as failed:
+        pool(2).run(train, case)
+    assert str(failed.value).count('use weight_gradients "in_place" with it') == 2

@@ -16,6 +16,7 @@ from tf_adapters.deepspeed.stages import is_dualpipev
 from tf_adapters.deepspeed.support import check, warnings
 from tf_adapters.hosts.adapter import attach_once
 from tf_adapters.hosts.agreement import GivenConfig, read_settings, refuse_other_schedules
+from tf_adapters.hosts.support import refuse
 from tf_adapters.log import announce
 from tf_adapters.report.observer import MetricSink
 
@@ -87,6 +88,8 @@ def _settings(engine: Any, config: GivenConfig) -> TimelyFreezeConfig | None:
 
     def check_engine(settings: TimelyFreezeConfig) -> None:
         check(engine)
+        if settings.defers and is_dualpipev(engine):
+            refuse('DualPipeV overlaps two stages of a rank; use weight_gradients "in_place" with it')
         if is_dualpipev(engine):
             refuse_other_schedules(settings, "DeepSpeed's DualPipeV engine runs its own")
 

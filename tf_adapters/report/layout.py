@@ -149,7 +149,7 @@ def _bounds(report: Report) -> dict[Action, Bounds]:
 
 
 def panels_of(report: Report) -> tuple[Panel, ...]:
-    """What there is of ``before``, ``exact``, ``after`` and ``measured``. Raises ConfigError, ScheduleError as they do."""
+    """What there is of the batches above, in their order. Raises ConfigError, ScheduleError as they do."""
     made = (before(report), exact(report), after(report), measured(report))
     return tuple(panel for panel in made if panel is not None)
 

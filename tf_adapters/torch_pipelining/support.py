@@ -42,6 +42,16 @@ def check(schedule: Any, optimizers: Sequence[Any]) -> None:
     refuse(_optimizer_problem(schedule, optimizers))
 
 
+def check_deferral(schedule: Any) -> None:
+    """Raise UnsupportedError where weight gradients cannot wait: reducers look for them in the backward."""
+    for stage in stages_of(schedule):
+        if isinstance(stage.submod, (DistributedDataParallel, FSDPModule)):
+            refuse(
+                f"stage {stage.stage_index} is wrapped in {type(stage.submod).__name__}, which reduces gradients in "
+                'the backward; use weight_gradients "in_place" with it'
+            )
+
+
 def refuse_grad_scaler() -> None:
     """Raise UnsupportedError where a GradScaler is in use: it skips an update on the rank that met an infinity only.
 
