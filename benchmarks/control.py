@@ -2,8 +2,8 @@
 
 Real ranks over gloo on this machine run our own collectives on synthetic steps of a realistic size: 1F1B, 64
 microbatches, 32 traced steps. Bytes for 1,024 and 8,192 ranks (64 stages) follow from the measured messages, whose
-number and sizes are known. Times are extrapolated along a plane in the numbers of ranks and of stages; all ranks share
-this machine's cores here, so real machines are faster.
+number and sizes are known. Of times, each rank's processor time is extrapolated, along a plane in the numbers of ranks
+and of stages: the ranks share this machine's cores, so their wall-clock times (in the JSON) say little of a cluster.
 
 Prints a table, writes results/control.json beside this file and the table into docs/algorithm.md.
 """
@@ -92,12 +92,13 @@ class CountedCollectives(ProcessGroupCollectives):
 
 @dataclass(frozen=True)
 class OfRank:
-    """One event on one rank: bytes as ``CountedCollectives`` counts them, median ms."""
+    """One event on one rank: bytes as ``CountedCollectives`` counts them, median ms of wall clock and of processor."""
 
     gathered: int
     sent: int
     broadcasts: int
-    ms: float
+    wall_ms: float
+    cpu_ms: float
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ class Row:
         of_others: most bytes that another rank sends.
         received_by_first: bytes that rank 0 receives.
         received: bytes that each other rank receives.
-        ms: the slowest rank's median.
+        cpu_ms: median processor time of the rank that takes most.
+        wall_ms: the slowest rank's median on this machine; None where extrapolated.
         extrapolated: whether it follows from smaller numbers of ranks.
     """
 
@@ -120,8 +122,8 @@ class Row:
     of_others: int
     received_by_first: int
     received: int
-    ms: float
-    extrapolated: bool = False
+    cpu_ms: float
+    wall_ms: float | None = None
 
 
 def main() -> None:
@@ -152,7 +154,8 @@ def row_of(event: str, stages: int, measured: list[OfRank]) -> Row:
         of_others=max(sent[stages:], default=0),
         received_by_first=gathered + sum(rank.sent for rank in measured),
         received=gathered + measured[0].broadcasts,
-        ms=max(rank.ms for rank in measured),
+        cpu_ms=max(rank.cpu_ms for rank in measured),
+        wall_ms=max(rank.wall_ms for rank in measured),
     )
 
 
@@ -163,7 +166,7 @@ def extrapolated(measured: list[Row], ranks: int) -> Row:
     own = largest.received_by_first - largest.ranks * gathered
     long = largest.received - largest.ranks * gathered - FIRST_BROADCAST
     cases = np.array([[1.0, row.ranks, row.stages] for row in measured])
-    start, of_rank, of_stage = np.linalg.lstsq(cases, np.array([row.ms for row in measured]))[0].tolist()
+    start, of_rank, of_stage = np.linalg.lstsq(cases, np.array([row.cpu_ms for row in measured]))[0].tolist()
     return Row(
         event=largest.event,
         ranks=ranks,
@@ -172,21 +175,20 @@ def extrapolated(measured: list[Row], ranks: int) -> Row:
         of_others=gathered,
         received_by_first=round(ranks * gathered + own * (STAGES_OF_LARGE - 1) / (largest.stages - 1)),
         received=round(ranks * gathered + FIRST_BROADCAST + max(0, long) * STAGES_OF_LARGE / largest.stages),
-        ms=max(largest.ms, start + max(0.0, of_rank) * ranks + max(0.0, of_stage) * STAGES_OF_LARGE),
-        extrapolated=True,
+        cpu_ms=max(largest.cpu_ms, start + max(0.0, of_rank) * ranks + max(0.0, of_stage) * STAGES_OF_LARGE),
     )
 
 
 def table_of(events: list[str], rows: list[Row]) -> str:
     """Bytes and times, one line for each event."""
     sizes = (CASES[0][0], CASES[-1][0], *LARGE)
-    head = ["sent by a rank of one replica", "by another", *(f"{n:,} ranks: rank 0 gets, time" for n in sizes)]
+    head = ["sent by a rank of one replica", "by another", *(f"{n:,} ranks: rank 0 gets, processor" for n in sizes)]
     lines = [f"| | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
     for event in events:
         by_size = {row.ranks: row for row in rows if row.event == event}
         largest = by_size[CASES[-1][0]]
         cells = [kilobytes(largest.of_first_replica), f"{largest.of_others} B"]
-        cells += [f"{kilobytes(by_size[n].received_by_first)}, {by_size[n].ms:,.0f} ms" for n in sizes]
+        cells += [f"{kilobytes(by_size[n].received_by_first)}, {by_size[n].cpu_ms:,.0f} ms" for n in sizes]
         lines.append(f"| {event} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -209,16 +211,17 @@ def measure(folder: str, stages: int) -> dict[str, OfRank]:
 
 def cost(collectives: CountedCollectives, event: Callable[[], Any]) -> OfRank:
     """Bytes of the first time, median ms of all."""
-    times = []
+    wall, cpu = [], []
     for repeat in range(REPEATS + 1):
         dist.barrier()
         collectives.clear()
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.process_time()
         event()
-        times.append((time.perf_counter() - start) * 1e3)
+        wall.append((time.perf_counter() - start) * 1e3)
+        cpu.append((time.process_time() - start_cpu) * 1e3)
         if repeat == 0:
             counted = collectives.gathered, collectives.sent, collectives.broadcasts
-    return OfRank(*counted, ms=statistics.median(times[1:]))
+    return OfRank(*counted, wall_ms=statistics.median(wall[1:]), cpu_ms=statistics.median(cpu[1:]))
 
 
 def trained(collectives: CountedCollectives, folder: str, stages: int) -> Controller:

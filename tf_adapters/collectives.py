@@ -23,6 +23,9 @@ R = TypeVar("R")
 _SHORT = 512
 """Bytes of a message up to which padding costs less than another collective."""
 
+_TAG = 7_411
+"""Of our sends, so that no receive of the host takes them, where the backend knows tags."""
+
 
 class RemoteError(TimelyFreezeError, RuntimeError):
     """A rank failed; every rank raises this with the same text."""
@@ -113,9 +116,9 @@ class ProcessGroupCollectives:
             return content if self.rank == source else b""
         tensor = self._tensor(content if self.rank == source else b"", length)
         if self.rank == source:
-            dist.send(tensor, dst=self._global(0), group=self._group)
+            dist.send(tensor, dst=self._global(0), group=self._group, tag=_TAG)
             return b""
-        dist.recv(tensor, src=self._global(source), group=self._group)
+        dist.recv(tensor, src=self._global(source), group=self._group, tag=_TAG)
         return tensor.cpu().numpy().tobytes()
 
     def _tensor(self, content: bytes, width: int) -> torch.Tensor:
