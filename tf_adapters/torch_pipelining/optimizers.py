@@ -15,8 +15,7 @@ class Updates:
 
     A parameter that every microbatch froze gets no gradient, so the optimizer passes it by: its value, momentum and
     step count stay. Without this ``zero_grad(set_to_none=False)`` or a reducer would leave it a zero gradient, and
-    zeros still move a parameter by momentum and decay. The step ends when every
-    optimizer has stepped.
+    zeros still move a parameter by momentum and decay. The step ends when every optimizer has stepped.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], controller: Controller) -> None:
