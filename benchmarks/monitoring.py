@@ -28,7 +28,6 @@ from tf_adapters.schedule.ir import Action
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.paired import Freezing, in_rotation
 from tf_adapters.timing.freeze_response import StageTimes, measured_times
-from tf_adapters.timing.step_speed import PacedSamples
 from tf_adapters.timing.timer import ActionTimer, HostClock, Sample
 
 STEPS = 80
@@ -167,14 +166,14 @@ def measure(host: str) -> OfRank:
         in_rotation(steps, number)
     timers = {name: training.adapter.controller.timer for name, training in trainings.items()}
     ours = timers["ours"]
-    found = OfRank(
-        paper=Fit.of(measured_times(PacedSamples(timers["paper"]), first_stage=0)),
+    of_rank = OfRank(
+        paper=Fit.of(measured_times(timers["paper"], first_stage=0)),
         ours={n: [fitted(ours, window) for window in windows(n)] for n in LENGTHS},
         errors={n: fitted(ours, slice(0, n // 2)).error for n in range(10, STEPS + 1, 2)},
     )
     for training in trainings.values():
         training.adapter.detach()
-    return found
+    return of_rank
 
 
 def windows(steps: int) -> list[slice]:
@@ -184,7 +183,7 @@ def windows(steps: int) -> list[slice]:
 
 
 def fitted(timer: ActionTimer, steps: slice) -> Fit:
-    return Fit.of(measured_times(PacedSamples(Window(timer, steps)), first_stage=0))
+    return Fit.of(measured_times(Window(timer, steps), first_stage=0))
 
 
 if __name__ == "__main__":

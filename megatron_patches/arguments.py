@@ -9,7 +9,6 @@ Versions: run on Megatron-LM 0.16.1; read in 0.19.0 and main, the same name and 
 
 from __future__ import annotations
 
-import functools
 from argparse import ArgumentParser
 from collections.abc import Callable
 from typing import Any
@@ -22,16 +21,12 @@ PATCH = Patch("megatron.training.arguments", "add_megatron_arguments")
 def apply(add: Callable[[ArgumentParser], Any]) -> None:
     """Let ``add`` put arguments of its own into the parser, after Megatron's."""
 
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def add_megatron_arguments(parser: ArgumentParser) -> Any:
-            result = original(parser)
-            add(result)
-            return result
+    def add_ours(run: Callable[[], ArgumentParser]) -> ArgumentParser:
+        parser = run()
+        add(parser)
+        return parser
 
-        return add_megatron_arguments
-
-    PATCH.apply(wrapper)
+    PATCH.handle(add_ours)
 
 
 revert = PATCH.revert

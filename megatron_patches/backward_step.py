@@ -9,31 +9,11 @@ Versions: run on 0.16.1 (with ``model_type``) and 0.19.2 (without); read in 0.17
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
-from megatron_patches.patch import Patch, argument
+from megatron_patches.patch import Patch
 
 PATCH = Patch("megatron.core.pipeline_parallel.schedules", "backward_step", "output_tensor")
 
-Handler = Callable[[Callable[[], Any], Any], Any]
-"""Called with the host's backward (no arguments) and the forward's output; returns the host's result."""
-
-
-def apply(handler: Handler) -> None:
-    """Let ``handler`` run each backward."""
-
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        output = argument(original, "output_tensor")
-
-        @functools.wraps(original)
-        def backward_step(*args: Any, **kwargs: Any) -> Any:
-            return handler(functools.partial(original, *args, **kwargs), output(args, kwargs))
-
-        return backward_step
-
-    PATCH.apply(wrapper)
-
+apply = PATCH.handle
+"""``apply(handler)``: ``handler(run, output)`` runs each backward and returns the host's result."""
 
 revert = PATCH.revert

@@ -10,11 +10,10 @@ Versions: run on Megatron-LM 0.16.1; read in 0.19.0 and main, the same names.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_patches.patch import Patch, argument
+from megatron_patches.patch import Patch
 
 _MODULE = "megatron.training.checkpointing"
 SAVE = Patch(_MODULE, "generate_state_dict")
@@ -27,33 +26,22 @@ def apply(key: str, to_save: Callable[[], Any], loaded: Callable[[Any], None]) -
     ``loaded`` is not called for reads that only look at a checkpoint's arguments.
     """
 
-    def saving(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def generate_state_dict(*args: Any, **kwargs: Any) -> Any:
-            state_dict = original(*args, **kwargs)
-            ours = to_save()
-            if ours is not None:
-                state_dict[key] = ours
-            return state_dict
+    def save(run: Callable[[], Any]) -> Any:
+        state_dict, ours = run(), to_save()
+        if ours is not None:
+            state_dict[key] = ours
+        return state_dict
 
-        return generate_state_dict
-
-    def loading(original: Callable[..., Any]) -> Callable[..., Any]:
-        rank0 = argument(original, "rank0")
-
-        @functools.wraps(original)
-        def load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            if not rank0(args, kwargs) and result[0] is not None:
-                loaded(result[0].get(key))
-            return result
-
-        return load_base_checkpoint
+    def load(run: Callable[[], Any], rank0: bool) -> Any:
+        result = run()
+        if not rank0 and result[0] is not None:
+            loaded(result[0].get(key))
+        return result
 
     SAVE.check()
     LOAD.check()
-    SAVE.apply(saving)
-    LOAD.apply(loading)
+    SAVE.handle(save)
+    LOAD.handle(load)
 
 
 def revert() -> None:

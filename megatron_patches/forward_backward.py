@@ -10,11 +10,10 @@ Versions: run on 0.16.1 and 0.19.2; read in 0.17.1 and 0.18.1, the same keyword 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_patches.patch import Patch, argument
+from megatron_patches.patch import Patch
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _ARGUMENTS = ("model", "num_microbatches", "forward_only")
@@ -24,28 +23,13 @@ PATCHES = (
     Patch(_SCHEDULES, "forward_backward_pipelining_with_interleaving", *_ARGUMENTS),
 )
 
-Handler = Callable[[Callable[[], Any], Any, int, bool], Any]
-"""Called with the host's schedule (no arguments), the model, the number of microbatches and ``forward_only``."""
 
-
-def apply(handler: Handler) -> None:
-    """Let ``handler`` run each batch."""
-
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        model, microbatches = argument(original, "model"), argument(original, "num_microbatches")
-        forward_only = argument(original, "forward_only")
-
-        @functools.wraps(original)
-        def forward_backward(*args: Any, **kwargs: Any) -> Any:
-            run = functools.partial(original, *args, **kwargs)
-            return handler(run, model(args, kwargs), microbatches(args, kwargs), bool(forward_only(args, kwargs)))
-
-        return forward_backward
-
+def apply(handler: Callable[..., Any]) -> None:
+    """Let ``handler(run, model, number of microbatches, forward_only)`` run each batch."""
     for patch in PATCHES:
         patch.check()
     for patch in PATCHES:
-        patch.apply(wrapper)
+        patch.handle(handler)
 
 
 def revert() -> None:

@@ -9,7 +9,6 @@ Versions: run on Megatron-LM 0.16.1; read in 0.19.0 and main: other arguments, t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,16 +20,12 @@ PATCH = Patch("megatron.training.training", "setup_model_and_optimizer")
 def apply(after: Callable[[Any, Any, Any], None]) -> None:
     """Call ``after(model chunks, optimizer, learning-rate scheduler)`` when they are ready to train."""
 
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            after(*result[:3])
-            return result
+    def set_up(run: Callable[[], Any]) -> Any:
+        result = run()
+        after(*result[:3])
+        return result
 
-        return setup_model_and_optimizer
-
-    PATCH.apply(wrapper)
+    PATCH.handle(set_up)
 
 
 revert = PATCH.revert

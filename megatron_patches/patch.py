@@ -1,7 +1,8 @@
-"""One replaced symbol of a module, with a way back."""
+"""A function of a module that is replaced, with a way back."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable
@@ -13,16 +14,14 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """A getter of one argument of calls to ``function``, by position or by name; None where it is not given.
+    """Return a getter of one argument of calls to ``function``, by position or by name, or else its default.
 
     Cheaper than binding the signature in every call: these functions are called for every microbatch.
     """
-    position = list(inspect.signature(function).parameters).index(name)
-
-    def get(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args[position] if position < len(args) else kwargs.get(name)
-
-    return get
+    parameters = inspect.signature(function).parameters
+    position, default = list(parameters).index(name), parameters[name].default
+    default = None if default is inspect.Parameter.empty else default
+    return lambda args, kwargs: args[position] if position < len(args) else kwargs.get(name, default)
 
 
 class Patch:
@@ -51,45 +50,57 @@ class Patch:
         return self._original is not None
 
     def apply(self, wrapper: Wrapper) -> None:
-        """Replace the symbol by ``wrapper(original)``; nothing where it is replaced already.
+        """Replace the symbol by ``wrapper(original)``. Do nothing if it is replaced already.
 
         Raises UnsupportedError, naming the path, where there is no such module or symbol.
         """
         if self.applied:
             return
-        module = self._import()
         original = self.check()
-        replacement = wrapper(original)
-        replacement.__wrapped__ = original  # type: ignore[attr-defined]
-        setattr(module, self.symbol, replacement)
+        replacement = functools.update_wrapper(wrapper(original), original)
+        setattr(self._import(), self.symbol, replacement)
         self._original, self._replacement = original, replacement
 
+    def handle(self, handler: Callable[..., Any]) -> None:
+        """Let ``handler(run, *arguments)`` answer every call.
+
+        ``run()`` makes the host's own call; ``arguments`` are the values of the patch's ``arguments`` in this call.
+        """
+
+        def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+            getters = [argument(original, name) for name in self.arguments]
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                run = functools.partial(original, *args, **kwargs)
+                return handler(run, *(get(args, kwargs) for get in getters))
+
+            return call
+
+        self.apply(wrapper)
+
     def check(self) -> Callable[..., Any]:
-        """The symbol as it is now. Raises UnsupportedError, naming what is missing: the symbol or an argument."""
-        found = getattr(self._import(), self.symbol, None)
-        if not callable(found):
+        """Return the symbol as it is now. Raises UnsupportedError, naming the symbol or argument that is missing."""
+        function: Any = getattr(self._import(), self.symbol, None)
+        problem = None
+        if not callable(function):
+            problem = f"this Megatron has no {self.path}"
+        elif missing := [name for name in self.arguments if name not in inspect.signature(function).parameters]:
+            problem = f"this Megatron's {self.path} has no argument {missing[0]}"
+        if problem:
             raise UnsupportedError(
-                f"timely_freeze cannot run here: this Megatron has no {self.path}; "
-                "run `tf-adapters doctor` for the versions that work"
+                f"timely_freeze cannot run here: {problem}; run `tf-adapters doctor` for the versions that work"
             )
-        known = inspect.signature(found).parameters
-        for name in self.arguments:
-            if name not in known:
-                raise UnsupportedError(
-                    f"timely_freeze cannot run here: this Megatron's {self.path} has no argument {name}; "
-                    "run `tf-adapters doctor` for the versions that work"
-                )
-        return found  # type: ignore[no-any-return]
+        return function  # type: ignore[no-any-return]
 
     def check_revert(self) -> None:
-        """Raise UnsupportedError where somebody else has wrapped the symbol since: putting back would undo theirs."""
+        """Raise UnsupportedError if other code has wrapped the symbol since: putting it back would undo theirs."""
         if self.applied and getattr(self._import(), self.symbol, None) is not self._replacement:
             raise UnsupportedError(
                 f"timely_freeze cannot be taken back: {self.path} was replaced by other code; take that back first"
             )
 
     def revert(self) -> None:
-        """Put the original back; nothing where the symbol is not replaced. Raises UnsupportedError as the check."""
+        """Put the original back, if the symbol is replaced. Raises UnsupportedError as ``check_revert``."""
         self.check_revert()
         if self._original is not None:
             setattr(self._import(), self.symbol, self._original)

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 from rank_pools import GetPool, rank_pool
+
+BUFFERS = pytest.StashKey[set[Path]]()
 
 
 @pytest.fixture(scope="session")
@@ -21,13 +22,14 @@ def megatron() -> GetPool:
     return partial(rank_pool, "megatron")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_shared_buffers_left() -> Iterator[None]:
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[BUFFERS] = shared_buffers()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
     """DeepSpeed's CPU backend leaves 69 MB of shared memory behind for each rank."""
-    before = shared_buffers()
-    yield
     if "PYTEST_XDIST_WORKER" not in os.environ:  # there another worker's ranks may still use theirs
-        for buffer in shared_buffers() - before:
+        for buffer in shared_buffers() - session.config.stash[BUFFERS]:
             buffer.unlink(missing_ok=True)
 
 

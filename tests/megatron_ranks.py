@@ -363,7 +363,7 @@ def full_gradients(case: Case, chunks: list[Any], step: int) -> list[dict[tuple[
         for name, parameter in innermost(copy).named_parameters():
             parameter.data.copy_(own.get(name, own.get("embedding.word_embeddings.weight")).data)
     # Interleaving needs a whole group of microbatches: several of the same have the same mean.
-    at_least = max(case.pp, case.model.get("microbatch_group_size_per_vp_stage", 1))
+    at_least = max(case.pp, case.model.get("microbatch_group_size_per_vp_stage", 1)) if case.vp else 1
     found = []
     for microbatch in range(case.microbatches):
         for copy in copies:

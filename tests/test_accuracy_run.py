@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-pytestmark = [pytest.mark.distributed, pytest.mark.own_ranks]
+pytestmark = pytest.mark.distributed
 
 
 def study(folder: Path, *arguments: str) -> str:

@@ -7,7 +7,7 @@ from schedules import gpipe
 
 from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.schedule.durations import Bounds
-from tf_adapters.schedule.ir import Action
+from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.timing.replicas import MeasurementError, merge_bounds
 
 SCHEDULE = gpipe(2, 1)
@@ -28,6 +28,18 @@ def test_a_stage_takes_as_long_as_its_slowest_replica() -> None:
     assert merged[F0] == Bounds(2.0, 2.0)
     assert merged[B0] == Bounds(3.5, 6.0)
     assert merged[B1] == Bounds(4.0, 8.0)
+    assert notes == ()
+
+
+def test_a_replica_that_sends_means_only_makes_its_stage_longer_by_as_much() -> None:
+    two = gpipe(1, 2)
+    detailed = {Action.parse(text): Bounds(*pair) for text, pair in {"0B0": (2, 4), "0B1": (4, 8)}.items()}
+    detailed |= {Action.parse(text): Bounds(1, 1) for text in ("0F0", "0F1")}
+    slower = {(0, Kind.BACKWARD): Bounds(3.0, 9.0), (0, Kind.FORWARD): Bounds(0.5, 0.5)}
+    merged, notes = merge_bounds(two, [detailed], [slower])
+    assert merged[Action.parse("0B0")] == Bounds(2.0, 6.0)
+    assert merged[Action.parse("0B1")] == Bounds(4.0, 12.0)
+    assert merged[Action.parse("0F0")] == Bounds(1.0, 1.0)
     assert notes == ()
 
 

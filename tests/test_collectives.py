@@ -9,7 +9,14 @@ import pytest
 import torch.distributed as dist
 from rank_pools import fork_ranks
 
-from tf_adapters.collectives import ProcessGroupCollectives, RemoteError, SingleProcess, on_all_ranks, on_one_rank
+from tf_adapters.collectives import (
+    ProcessGroupCollectives,
+    RemoteError,
+    SingleProcess,
+    decide_from_all,
+    on_all_ranks,
+    on_one_rank,
+)
 from tf_adapters.errors import ConfigError, UnsupportedError
 from tf_adapters.testing import RankPool
 
@@ -94,6 +101,50 @@ def test_a_value_of_none_is_a_value(pool: RankPool) -> None:
     assert pool.run(outcome, on_all_ranks, None, None) == [[None, None]] * 2
 
 
+# --- from all ranks, on one --------------------------------------------------------------------------------------
+
+LONG = [list(range(1000)), "x" * 600 + "y" * 600, b"short"]
+"""Messages of different lengths, two of which do not travel at once."""
+
+
+@pytest.mark.parametrize("first", LONG, ids=["list", "text", "short"])
+@pytest.mark.parametrize("second", LONG, ids=["list", "text", "short"])
+def test_values_of_any_length_arrive(pool: RankPool, first: Any, second: Any) -> None:
+    assert pool.run(outcome, on_all_ranks, first, second) == [[first, second]] * 2
+    assert pool.run(outcome, decided, first, second) == [(first, second)] * 2
+
+
+def decided(collectives: Any, local: Any) -> Any:
+    return decide_from_all(collectives, local, tuple)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_has_nothing_to_decide_from_is_an_error_on_both(pool: RankPool, failing: int) -> None:
+    what: list[Any] = [LONG[0], LONG[0]]
+    what[failing] = ConfigError("x is 3")
+    assert pool.run(outcome, decided, *what) == [("ConfigError", f"rank {failing}: x is 3")] * 2
+
+
+def test_an_error_of_the_decision_is_raised_on_both(pool: RankPool) -> None:
+    assert pool.run(outcome, refused, 1, 2) == [("UnsupportedError", "1 and 2 differ")] * 2
+
+
+def refused(collectives: Any, local: Any) -> Any:
+    def refuse(values: list[int]) -> None:
+        raise UnsupportedError(f"{values[0]} and {values[1]} differ")
+
+    return decide_from_all(collectives, local, refuse)
+
+
+def test_only_rank_0_collects(pool: RankPool) -> None:
+    assert pool.run(collected) == [[0, 1], None]
+
+
+def collected() -> Any:
+    collectives = ProcessGroupCollectives()
+    return collectives.collect(collectives.rank)
+
+
 # --- groups --------------------------------------------------------------------------------------------------
 
 
@@ -112,6 +163,7 @@ def in_a_group_of_the_last_rank() -> Any:
     if dist.get_rank() != 1:
         return None
     collectives = ProcessGroupCollectives(group)
+    assert collectives.collect(LONG[0]) == [LONG[0]]
     return collectives.rank, collectives.gather("mine"), collectives.broadcast("mine")
 
 

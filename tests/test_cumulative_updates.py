@@ -193,7 +193,7 @@ def torch_pipelining(settings: dict[str, Any]) -> tuple[Reading, Reading, dict]:
     readings = []
     for step in range(3):
         run.train_step(step)
-        copies = {key: whole(p.detach()).clone() for key, p in parameters.items()}
+        copies = whole(parameters)
 
         def where(stage: int, name: str, part: tuple[int, ...], numel: int, copies: dict = copies) -> torch.Tensor:
             parameter, copy = parameters[stage, name], copies[stage, name]

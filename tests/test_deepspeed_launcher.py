@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from deepspeed_ranks import PLAIN
-from launching import BIN, deepspeed
+from launching import BIN, deepspeed, forked_deepspeed
 
 from tf_adapters.deepspeed.__main__ import main, split_arguments
 
@@ -20,12 +20,14 @@ SECTION = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2}
 STEPS = 17  # the report says "stable" from the tenth stable step on
 
 
-def launch(tmp_path: Path, script: str = "examples/deepspeed_gpt/train.py", **config: Any) -> tuple[int, str]:
-    """Run a script under the launcher, on two ranks; its exit code, and all that it said."""
+def launch(
+    tmp_path: Path, script: str = "examples/deepspeed_gpt/train.py", start: Any = forked_deepspeed, **config: Any
+) -> tuple[int, str]:
+    """Run a script on two ranks; its exit code, and all that it said."""
     settings = tmp_path / "ds_config.json"
     settings.write_text(json.dumps({**PLAIN, "steps_per_print": 1, **config}))
     sizes = ("--steps", STEPS, "--width", 16, "--blocks", 2, "--context", 8)
-    return deepspeed(script, settings, *sizes, timeout_s=120)
+    return start(script, settings, *sizes, timeout_s=120)
 
 
 def said(output: str) -> list[str]:
@@ -41,9 +43,8 @@ def steps_run(output: str) -> int:
 
 
 @pytest.mark.distributed
-@pytest.mark.own_ranks
 def test_an_unmodified_script_trains_through_all_phases(tmp_path: Path) -> None:
-    code, output = launch(tmp_path, timely_freeze={**SECTION, "output_dir": str(tmp_path)})
+    code, output = launch(tmp_path, start=deepspeed, timely_freeze={**SECTION, "output_dir": str(tmp_path)})
     assert code == 0, output
     lines = said(output)
     assert sum(line.startswith("enabled: deepspeed ") for line in lines) == 1
@@ -65,7 +66,6 @@ def test_an_unmodified_script_trains_through_all_phases(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.own_ranks
 def test_without_a_section_the_script_trains_as_ever(tmp_path: Path) -> None:
     code, output = launch(tmp_path)
     assert code == 0, output
@@ -74,23 +74,26 @@ def test_without_a_section_the_script_trains_as_ever(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.own_ranks
 @pytest.mark.parametrize(
-    ("config", "text"),
+    ("start", "config", "text"),
     [
         (
+            forked_deepspeed,
             {"timely_freeze": {**SECTION, "max_freeze_ratio": 1.5}},
             "tf_adapters.deepspeed: error: timely_freeze.max_freeze_ratio is 1.5: allowed is a number from 0 to 1",
         ),
         (
+            deepspeed,
             {"timelyfreeze": SECTION},
             'tf_adapters.deepspeed: error: unknown section "timelyfreeze" in the config: did you mean "timely_freeze"?',
         ),
     ],
     ids=["value", "section"],
 )
-def test_a_wrong_config_ends_the_job_before_it_trains(tmp_path: Path, config: dict[str, Any], text: str) -> None:
-    code, output = launch(tmp_path, **config)
+def test_a_wrong_config_ends_the_job_before_it_trains(
+    tmp_path: Path, start: Any, config: dict[str, Any], text: str
+) -> None:
+    code, output = launch(tmp_path, start=start, **config)
     assert code not in (0, -signal.SIGKILL)
     assert [line for line in output.splitlines() if line.endswith(text)] == [text], output
     assert "Traceback" not in output
@@ -99,7 +102,6 @@ def test_a_wrong_config_ends_the_job_before_it_trains(tmp_path: Path, config: di
 
 
 @pytest.mark.distributed
-@pytest.mark.own_ranks
 def test_a_script_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
     code, output = launch(tmp_path, script="examples/no_such_script.py")
     assert code not in (0, -signal.SIGKILL)

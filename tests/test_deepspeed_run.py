@@ -153,7 +153,7 @@ def after(engine: Any, case: Case) -> dict:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_evaluation_between_training_batches_changes_nothing(pools, path):
-    case = replace(PATHS[path], ratios=0.5)
+    case = replace(PATHS[path], ratios=0.5, steps=3)
     with_evaluation = pools(2).run(evaluated, case)
     without = pools(2).run(train, case)
     for ours, theirs in zip(with_evaluation, without, strict=True):

@@ -163,7 +163,7 @@ def engine_without_a_symbol() -> Any:
     """A stand-in for another version of DeepSpeed."""
     from tf_adapters.deepspeed import support
 
-    support._ENGINE_SYMBOLS = (*support._ENGINE_SYMBOLS, "_gone")  # type: ignore[assignment]
+    support.ENGINE_NAMES = (*support.ENGINE_NAMES, "_gone")  # type: ignore[assignment]
     return initialize()
 
 
@@ -249,7 +249,7 @@ def test_mixture_of_experts_is_refused(fresh_pool: RankPool) -> None:
 
 @distributed
 def test_another_version_of_deepspeed_is_refused_by_the_symbol_that_it_lacks(fresh_pool: RankPool) -> None:
-    text = f"{PREFIX}this DeepSpeed has no PipelineEngine._gone; run `tf-adapters doctor` for the versions that work"
+    text = f"{PREFIX}this version of the host has no PipelineEngine._gone; run `tf-adapters doctor` for those that work"
     assert fresh_pool.run(attach_to, engine_without_a_symbol) == [("UnsupportedError", text, True)] * 2
 
 
@@ -453,7 +453,7 @@ def misspelt_engine() -> Any:
 @distributed
 def test_a_schedule_setting_is_refused_with_dualpipev(pools: Any) -> None:
     pytest.importorskip("deepspeed.runtime.pipe.dualpipev")
-    text = 'timely_freeze.schedule is "gpipe": DeepSpeed\'s DualPipeV engine runs its own; allowed is "host"'
+    text = 'timely_freeze.schedule is "gpipe": allowed is "host"; DeepSpeed\'s DualPipeV engine runs its own'
     assert pools(2).run(attach_dualpipev_with_gpipe) == [("ConfigError", text)] * 2
 
 

@@ -241,6 +241,39 @@ def test_muon_is_refused() -> None:
         check([model], TensorParallelMuon(model.parameters(), lr=0.1), SimpleNamespace())
 
 
+@pytest.mark.parametrize("name", ["ddp.param_to_bucket_group", "config.overlap_grad_reduce", "group.finish_param_sync"])
+def test_a_renamed_private_name_of_megatrons_ddp_is_refused(name: str) -> None:
+    from megatron.core.distributed import DistributedDataParallel
+
+    from tf_adapters.megatron import support
+
+    ddp: Any = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(ddp)
+    ddp.module = nn.Linear(2, 2)
+    group = SimpleNamespace(**dict.fromkeys(support.BUCKET_GROUP_NAMES))
+    config = SimpleNamespace(**dict.fromkeys(support.DDP_CONFIG_NAMES))
+    for known in support.DDP_NAMES:
+        setattr(ddp, known, {"parameter": group} if known == "param_to_bucket_group" else config)
+    assert support.missing_ddp_name(ddp) is None
+    owner, _, private = name.partition(".")
+    delattr({"ddp": ddp, "config": config, "group": group}[owner], private)
+    with pytest.raises(UnsupportedError, match=f"this version of the host has no .*{private}; run `tf-adapters doctor"):
+        support.check([ddp], torch.optim.SGD(ddp.parameters(), lr=0.1), SimpleNamespace())
+
+
+def test_a_half_parameter_without_its_main_copy_is_refused() -> None:
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+    from tf_adapters.megatron.support import missing_optimizer_name
+
+    optimizer = Float16OptimizerWithFloat16Params.__new__(Float16OptimizerWithFloat16Params)
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer.float16_groups = [[parameter]]
+    assert "has no Parameter.main_param;" in str(missing_optimizer_name(optimizer))
+    parameter.main_param = parameter.detach().float()
+    assert missing_optimizer_name(optimizer) is None
+
+
 def test_a_renamed_argument_is_one_line_and_nothing_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.pipeline_parallel import schedules
 
@@ -281,14 +314,15 @@ def test_a_patch_that_others_have_wrapped_is_not_taken_back(monkeypatch: pytest.
 def test_a_renamed_mapping_of_deepspeeds_flat_partitions_is_refused() -> None:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    from tf_adapters.deepspeed.support import _missing_private_name
+    from tf_adapters.deepspeed.support import missing_partition_name
 
     outer = DeepSpeedZeroOptimizer.__new__(DeepSpeedZeroOptimizer)
     parameter = nn.Parameter(torch.ones(2))
     outer.bit16_groups, outer.single_partition_of_fp32_groups = [[parameter]], [parameter]
-    assert _missing_private_name(None, outer, object()) == "Parameter._hp_mapping"
+    outer.use_grad_accum_attribute = False
+    assert "has no Parameter._hp_mapping;" in str(missing_partition_name(outer))
     parameter._hp_mapping = None  # all of it is another rank's
-    assert _missing_private_name(None, outer, object()) is None
+    assert missing_partition_name(outer) is None
 
 
 # --- launchers -----------------------------------------------------------------------------------------------

@@ -62,19 +62,6 @@ def test_the_error_is_about_what_it_says(steps: int) -> None:
     assert fitted(noisy(steps, 0.45, of_steps=0.2, of_samples=0.01)).error < found.error
 
 
-@pytest.mark.parametrize("bend", [0.1, -0.1])
-def test_a_bend_comes_with_its_own_error(bend: float) -> None:
-    steps = [[Point(p.share, p.left - 4 * bend * p.share * (1 - p.share)) for p in points] for points in
-             noisy(20, 0.45, of_steps=0.02, of_samples=0.01)]  # fmt: skip
-    found = fitted(steps).bend
-    assert found is not None
-    assert found.value == pytest.approx(bend, abs=0.02)
-    assert 3.0 * found.error < abs(bend)
-    straight = fitted(noisy(20, 0.45, of_steps=0.2, of_samples=0.05)).bend
-    assert straight is not None
-    assert abs(straight.value) < 3.0 * straight.error
-
-
 def test_steps_of_many_microbatches_take_no_longer_than_they_must() -> None:
     """512 microbatches have 130,816 pairs."""
     rng = np.random.default_rng(2)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, torchrun
+from launching import ROOT, forked, torchrun
 from rank_pools import fork_ranks
 
 from tf_adapters.testing import RankPool
@@ -31,8 +31,8 @@ PHASES = [
 ]
 
 
-def train(*arguments: object) -> tuple[int, str]:
-    return torchrun("examples/megatron_gpt/train.py", *TINY, *arguments)
+def train(*arguments: object, start: Any = forked) -> tuple[int, str]:
+    return start("examples/megatron_gpt/train.py", *TINY, *arguments)
 
 
 def freezing(tmp_path: Path, **more: object) -> list[str]:
@@ -54,7 +54,6 @@ def held_out(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"held-out loss ([\d.]+)$", output, re.MULTILINE)]
 
 
-@pytest.mark.own_ranks
 def test_it_trains_through_all_phases_and_resumes_with_the_same_losses(tmp_path: Path) -> None:
     arguments = ("--virtual-pipeline", 2, "--steps", STEPS, *freezing(tmp_path))
     code, output = train(*arguments, "--save-dir", tmp_path, "--save-every", SAVED_AT)
@@ -66,14 +65,13 @@ def test_it_trains_through_all_phases_and_resumes_with_the_same_losses(tmp_path:
     assert set(report["measured"]["mean_afr"]) == {"0", "1", "2", "3"}
     assert sorted(losses(output)) == list(range(1, STEPS + 1))
 
-    code, resumed = train(*arguments, "--load-dir", tmp_path / f"step_{SAVED_AT}")
+    code, resumed = train(*arguments, "--load-dir", tmp_path / f"step_{SAVED_AT}", start=torchrun)
     assert code == 0, resumed
     assert f"resumed after step {SAVED_AT}: stable freezing" in said(resumed)
     assert losses(resumed) == {step: loss for step, loss in losses(output).items() if step > SAVED_AT}
     assert held_out(resumed) == held_out(output)
 
 
-@pytest.mark.own_ranks
 def test_it_learns_without_freezing(tmp_path: Path) -> None:
     code, output = train("--steps", 40, "--lr", "0.01", "--eval-every", 20)
     assert code == 0, output
@@ -84,7 +82,6 @@ def test_it_learns_without_freezing(tmp_path: Path) -> None:
     assert whole < half
 
 
-@pytest.mark.own_ranks
 def test_a_bad_argument_ends_the_job_before_it_trains() -> None:
     code, output = train("--timely-freeze", "--timely-freeze-max-freeze-ratio", "1.5")
     assert code not in (0, -signal.SIGKILL)

@@ -15,7 +15,6 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from typing import Any
 
 import pytest
@@ -771,14 +770,3 @@ def test_megatrons_schedule_tables_are_asked_with_its_own_arguments(
             "schedule_table": "the table",
         },
     }
-
-
-@pytest.mark.parametrize("path", [path for path in PARAMETERS if path.startswith("megatron.core")])
-def test_the_table_says_what_the_installed_megatron_has(path: str) -> None:
-    version = metadata.version("megatron-core")
-    if version not in VERSIONS:
-        pytest.skip(f"megatron-core {version} is not in the table")
-    signature = inspect.signature(symbol(path))
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    installed = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
-    assert installed == f"({parameters_of(path, version)})"

@@ -62,6 +62,7 @@ def megatrons(kind: type[MegatronOptimizer], inner: Any) -> Any:
     made = kind.__new__(kind)
     made.optimizer = inner
     made.config = OptimizerConfig(optimizer="sgd", lr=0.1)
+    made.model_param_group_index_map, made.float16_groups = {}, []
     return made
 
 
@@ -315,8 +316,8 @@ def attach_refusal(error: type[TimelyFreezeError], *given: Any, **named: Any) ->
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_schedule_cannot_be_chosen(schedule: str) -> None:
     assert attach_refusal(ConfigError, {"schedule": schedule}) == (
-        f'timely_freeze.schedule is "{schedule}": with Megatron-Core the schedule follows from the pipeline\'s sizes; '
-        'allowed is "host"'
+        f'timely_freeze.schedule is "{schedule}": allowed is "host"; with Megatron-Core the schedule follows from '
+        "the pipeline's sizes"
     )
 
 

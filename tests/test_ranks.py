@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pools import destroy_groups
+from rank_pools import destroy_groups, fork_ranks
 
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.ranks import RanksFailed
 
-pytestmark = [pytest.mark.distributed, pytest.mark.own_ranks]
+pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(2) as started:
+    with fork_ranks(2) as started:
         yield started
 
 
@@ -121,7 +121,7 @@ def failing_setup() -> None:
 
 
 def test_a_setup_that_fails_ends_the_call() -> None:
-    with RankPool(2, failing_setup) as pool, pytest.raises(RanksFailed, match="the setup broke"):
+    with fork_ranks(2, failing_setup) as pool, pytest.raises(RanksFailed, match="the setup broke"):
         pool.run(total, 1.0)
 
 
@@ -131,12 +131,12 @@ def groups() -> int:
 
 
 def test_a_teardown_runs_after_every_call() -> None:
-    with RankPool(2, teardown=destroy_groups) as pool:
+    with fork_ranks(2, teardown=destroy_groups) as pool:
         assert [pool.run(groups) for _ in range(3)] == [[2, 2]] * 3
 
 
 def test_a_teardown_that_fails_is_a_failure_of_the_call() -> None:
-    with RankPool(2, teardown=failing_setup) as pool, pytest.raises(RanksFailed, match="the setup broke"):
+    with fork_ranks(2, teardown=failing_setup) as pool, pytest.raises(RanksFailed, match="the setup broke"):
         pool.run(groups)
 
 

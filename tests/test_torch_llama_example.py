@@ -132,7 +132,6 @@ def test_batches_depend_on_seed_and_number_only() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.own_ranks
 def test_it_learns_through_all_phases_and_its_model_can_be_loaded_again(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     more = ("--steps", STEPS, "--lr", 0.02, "--eval-every", 7, "--save", folder)

@@ -196,7 +196,7 @@ def test_what_is_wrong_on_one_rank_only_is_raised_on_all() -> None:
 
 @distributed
 def test_an_optimizer_on_some_ranks_only_is_an_error_on_all() -> None:
-    text = "optimizer is given on rank 0 but not on rank 1: give it on all ranks or on none"
+    text = "the optimizers differ between ranks: rank 0 has some, rank 1 has none; every rank needs the same"
     assert pool(2).run(outcome, Case(), no_optimizer_on_the_last_rank) == [("ConfigError", text)] * 2
 
 

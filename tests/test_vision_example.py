@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import deepspeed
+from launching import forked_deepspeed
 from torch import nn
 
 pytest.importorskip("sklearn")
@@ -292,15 +292,14 @@ SECTION = {"warmup_steps": 2, "monitoring_steps": 6, "progressive_steps": 4, "ma
 
 
 def launch(tmp_path: Path, *arguments: str) -> tuple[int, str]:
-    """Run the example under DeepSpeed's launcher on two ranks; its exit code, and all that it said."""
+    """Run the example on two ranks; its exit code, and all that it said."""
     settings = tmp_path / "ds_config.json"
     section = {**SECTION, "output_dir": str(tmp_path), "on_error": "raise"}
     settings.write_text(json.dumps({**DS_CONFIG, "timely_freeze": section}))
-    return deepspeed(VISION / "train.py", settings, "--steps", STEPS, *arguments)
+    return forked_deepspeed(VISION / "train.py", settings, "--steps", STEPS, *arguments)
 
 
 @pytest.mark.distributed
-@pytest.mark.own_ranks
 @pytest.mark.parametrize(
     ("model", "heuristic", "sizes"),
     [

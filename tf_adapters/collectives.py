@@ -6,14 +6,22 @@ rank learns of them at the same point.
 
 from __future__ import annotations
 
+import hashlib
+import pickle
+import zlib
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from tf_adapters.errors import TimelyFreezeError
 
 T = TypeVar("T")
+R = TypeVar("R")
+
+_SHORT = 512
+"""Bytes of a message up to which padding costs less than another collective."""
 
 
 class RemoteError(TimelyFreezeError, RuntimeError):
@@ -21,19 +29,30 @@ class RemoteError(TimelyFreezeError, RuntimeError):
 
 
 class Collectives(Protocol):
-    """What the controller needs of a process group. Every method is called on all ranks at the same point."""
+    """What the controller needs of a process group. Every method is called on all ranks at the same point.
+
+    Values are pickled, so floats stay float64. Equal values of several ranks may arrive as one object: do not change
+    what you are given.
+    """
 
     rank: int
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, on every rank."""
 
+    def collect(self, value: Any) -> list[Any] | None:
+        """Every rank's value, by rank, on rank 0; None on the others."""
+
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
 
 
 class ProcessGroupCollectives:
-    """Collectives over a torch process group (all ranks by default); values are pickled, so floats stay float64."""
+    """Collectives over a torch process group (all ranks by default).
+
+    Ranks first compare digests: of equal values, as replicas have them, one is sent. Short values then go to all ranks
+    at once, padded to the longest; each long one is sent by itself in its own length, compressed.
+    """
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
@@ -41,15 +60,78 @@ class ProcessGroupCollectives:
         self._size = dist.get_world_size(group)
 
     def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self._size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return self._exchange(value, self._broadcast_bytes)
+
+    def collect(self, value: Any) -> list[Any] | None:
+        values = self._exchange(value, self._send_to_first)
+        return values if self.rank == 0 else None
 
     def broadcast(self, value: Any) -> Any:
-        box = [value]
-        source = dist.get_global_rank(self._group, 0) if self._group is not None else 0
-        dist.broadcast_object_list(box, src=source, group=self._group)
-        return box[0]
+        message = _packed(value) if self.rank == 0 else b""
+        first = len(message).to_bytes(8, "little") + message[:_SHORT]
+        first = self._broadcast_bytes(first, length=8 + _SHORT, source=0)
+        length = int.from_bytes(first[:8], "little")
+        if length <= _SHORT:
+            return _unpacked(first[8 : 8 + length])
+        return _unpacked(self._broadcast_bytes(message, length, source=0))
+
+    def _exchange(self, value: Any, transfer: Callable[[bytes, int, int], bytes]) -> list[Any]:
+        """``transfer(message, length, source)`` brings one long message to the ranks that need it."""
+        message = _packed(value)
+        header = len(message).to_bytes(8, "little") + hashlib.blake2b(message, digest_size=16).digest()
+        headers = self._gather_bytes(header, len(header))
+        sources: dict[bytes, int] = {}
+        for rank, of_rank in enumerate(headers):
+            sources.setdefault(of_rank, rank)
+        lengths = {of_rank: int.from_bytes(of_rank[:8], "little") for of_rank in sources}
+        messages = {header: message}
+        if len(sources) > 1:
+            width = max((length for length in lengths.values() if length <= _SHORT), default=0)
+            short = self._gather_bytes(message if len(message) <= width else b"", width) if width else []
+            for of_rank, source in sources.items():
+                length = lengths[of_rank]
+                messages[of_rank] = short[source][:length] if length <= _SHORT else transfer(message, length, source)
+        values = {of_rank: _unpacked(content) for of_rank, content in messages.items() if content}
+        return [values.get(of_rank) for of_rank in headers]
+
+    def _gather_bytes(self, content: bytes, width: int) -> list[bytes]:
+        """Every rank's content, padded to ``width`` bytes."""
+        received = torch.empty(self._size, width, dtype=torch.uint8, device=self._device())
+        dist.all_gather(list(received.unbind()), self._tensor(content, width), group=self._group)
+        data = received.cpu().numpy().tobytes()
+        return [data[start : start + width] for start in range(0, len(data), width)]
+
+    def _broadcast_bytes(self, content: bytes, length: int, source: int) -> bytes:
+        """``length`` bytes of rank ``source``, on all ranks."""
+        tensor = self._tensor(content if self.rank == source else b"", length)
+        dist.broadcast(tensor, src=self._global(source), group=self._group)
+        return tensor.cpu().numpy().tobytes()
+
+    def _send_to_first(self, content: bytes, length: int, source: int) -> bytes:
+        """``length`` bytes of rank ``source``, on rank 0; nothing on the others."""
+        if source == 0 or self.rank not in (0, source):
+            return content if self.rank == source else b""
+        tensor = self._tensor(content if self.rank == source else b"", length)
+        if self.rank == source:
+            dist.send(tensor, dst=self._global(0), group=self._group)
+            return b""
+        dist.recv(tensor, src=self._global(source), group=self._group)
+        return tensor.cpu().numpy().tobytes()
+
+    def _tensor(self, content: bytes, width: int) -> torch.Tensor:
+        padded = bytearray(content.ljust(width, b"\0"))
+        return torch.frombuffer(padded, dtype=torch.uint8).to(self._device())
+
+    def _device(self) -> torch.device:
+        """A device that the group's backend sends from; the CPU where it can."""
+        backends = dict(pair.split(":") for pair in dist.get_backend_config(self._group).split(","))
+        if "cpu" in backends:
+            return torch.device("cpu")
+        kind = next(iter(backends))
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+
+    def _global(self, rank: int) -> int:
+        return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
 
 def holds_first_rank(group: Any = None) -> bool:
@@ -65,29 +147,35 @@ class SingleProcess:
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
+    def collect(self, value: Any) -> list[Any] | None:
+        return [value]
+
     def broadcast(self, value: Any) -> Any:
         return value
 
 
 def on_all_ranks(collectives: Collectives, function: Callable[[], T]) -> list[T]:
     """Run ``function`` on every rank and return every rank's value; if it fails on any, raise the same on all."""
-    value, failure = _attempt(function)
-    outcomes = collectives.gather((value, failure))
-    failures = {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure is not None}
-    if failures:
-        raise _together(failures, len(outcomes))
-    return [value for value, _ in outcomes]
+    return _values(collectives.gather(_attempt(function)))
+
+
+def decide_from_all(collectives: Collectives, local: Callable[[], T], decide: Callable[[list[T]], R]) -> R:
+    """Run ``local`` on every rank and ``decide`` with all their values on rank 0; return what it decides on every rank.
+
+    If anything fails, raise the same error on all. Costs less than ``on_all_ranks``: values travel to one rank only.
+    """
+    outcomes = collectives.collect(_attempt(local))
+    decided = None if outcomes is None else _attempt(lambda: decide(_values(outcomes)))
+    return _value_of(collectives.broadcast(decided))  # type: ignore[no-any-return]
 
 
 def on_one_rank(collectives: Collectives, function: Callable[[], T]) -> T:
     """Run ``function`` on rank 0 and broadcast its value, or raise the same error on every rank."""
-    value, failure = collectives.broadcast(_attempt(function) if collectives.rank == 0 else None)
-    if failure is not None:
-        raise _together({0: failure}, 1)
-    return value  # type: ignore[no-any-return]
+    return _value_of(collectives.broadcast(_attempt(function) if collectives.rank == 0 else None))  # type: ignore[no-any-return]
 
 
 _Failure = tuple[type[TimelyFreezeError], str]
+_Outcome = tuple[Any, _Failure | None]
 
 
 def _attempt(function: Callable[[], T]) -> tuple[T | None, _Failure | None]:
@@ -100,6 +188,22 @@ def _attempt(function: Callable[[], T]) -> tuple[T | None, _Failure | None]:
         return None, (RemoteError, f"{type(error).__name__}: {error}")
 
 
+def _value_of(outcome: _Outcome) -> Any:
+    value, failure = outcome
+    if failure is not None:
+        kind, text = failure
+        raise kind(text)
+    return value
+
+
+def _values(outcomes: list[_Outcome]) -> list[Any]:
+    """The values of all ranks, or one error for what failed on some."""
+    failures = {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure is not None}
+    if failures:
+        raise _together(failures, len(outcomes))
+    return [value for value, _ in outcomes]
+
+
 def _together(failures: dict[int, _Failure], size: int) -> TimelyFreezeError:
     """One error for what failed on some ranks: the common text if all say the same, else each rank's own."""
     if len(failures) == size and len(set(failures.values())) == 1:
@@ -108,3 +212,14 @@ def _together(failures: dict[int, _Failure], size: int) -> TimelyFreezeError:
     kinds = {kind for kind, _ in failures.values()}
     kind = kinds.pop() if len(kinds) == 1 else RemoteError
     return kind("; ".join(f"rank {rank}: {text}" for rank, (_, text) in failures.items()))
+
+
+def _packed(value: Any) -> bytes:
+    """The pickled value; compressed, where it is long. The first byte says which."""
+    data = pickle.dumps(value)
+    return b"p" + data if len(data) < _SHORT else b"z" + zlib.compress(data, 1)
+
+
+def _unpacked(message: bytes) -> Any:
+    data = message[1:]
+    return pickle.loads(data if message[:1] == b"p" else zlib.decompress(data))

@@ -11,13 +11,14 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import device  # isort: split
 
 import torch
+from commandline import Parser, is_due, positive
 from megatron.core import parallel_state
 from model import Sizes
 from text import TEXTS, ByteDataset, load_text, split
@@ -38,13 +39,6 @@ HELP = {
     "recompute": "less memory: every layer is recomputed in the backward",
     "tied": "share the token embedding with the output layer",
 }
-
-
-class Parser(argparse.ArgumentParser):
-    """One line says what is wrong; torchrun has enough to add, once for each rank."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def parse_args() -> argparse.Namespace:
@@ -70,13 +64,6 @@ def parse_args() -> argparse.Namespace:
     except (ValueError, TimelyFreezeError) as error:
         parser.error(str(error))
     return args
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number
 
 
 def sizes_of(args: argparse.Namespace) -> Sizes:
@@ -127,10 +114,6 @@ def train(trainer: Trainer, adapter: Any, args: argparse.Namespace) -> None:
             trainer.save(args.save_dir / f"step_{step}", freezing=state)
         if step % args.log_every == 0:
             since = time.perf_counter()
-
-
-def is_due(step: int, every: int, last: int) -> bool:
-    return step == last or (every > 0 and step % every == 0)
 
 
 def say(step: int, name: str, loss: torch.Tensor | None, more: str = "") -> None:

@@ -56,9 +56,9 @@ def load(folder: Path, trainer: Trainer, freezing: Any) -> None:
     saved = metadata(folder)
     state: dict[str, Any] = {"training": TrainingState(trainer)}
     for name, tensor in state["training"].state_dict()["model"].items():
-        found = getattr(saved.get(f"training.model.{name}"), "size", None)
-        if found != tensor.shape:
-            there, here = shape(found), shape(tensor.shape)
+        saved_size = getattr(saved.get(f"training.model.{name}"), "size", None)
+        if saved_size != tensor.shape:
+            there, here = shape(saved_size), shape(tensor.shape)
             raise SystemExit(f"the training in {folder} is of another model: {name} is {there} there, {here} here")
     if freezing and any(name.startswith("freezing.") for name in saved):
         state["freezing"] = freezing  # TimelyFreeze: a training that had none begins with it now

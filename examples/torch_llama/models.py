@@ -75,11 +75,11 @@ def gather(mine: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         for tensor in mine.values():
             dist.send(tensor.contiguous(), 0)
         return None
-    found = {name: tensor.cpu() for name, tensor in mine.items()}
+    whole = {name: tensor.cpu() for name, tensor in mine.items()}
     like = next(iter(mine.values()))
     for source, of_source in enumerate(shapes[1:], 1):
         for name, shape in of_source.items():
             received = like.new_empty(shape)
             dist.recv(received, source)
-            found[name] = received.cpu()
-    return found
+            whole[name] = received.cpu()
+    return whole

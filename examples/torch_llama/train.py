@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -18,6 +18,7 @@ import checkpoints
 import models
 import torch
 import torch.distributed as dist
+from commandline import Parser, is_due, positive
 from data import BYTES, Batches, encode, tokenizer_in
 from layout import CLASSES, Layout
 from pipeline import Trainer
@@ -29,20 +30,6 @@ from tf_adapters.torch_pipelining import attach
 
 SIZES = {"layers": 8, "width": 256, "heads": 4}
 """Of a new model; a checkpoint has its own."""
-
-
-class Parser(argparse.ArgumentParser):
-    """One line says what is wrong; torchrun has enough to add, once for each rank."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -153,10 +140,6 @@ def train(trainer: Trainer, training: Batches, held_out: Batches, args: argparse
             checkpoints.save(args.save_state / f"step_{step}", trainer, freezing)
         if logged:
             since = time.perf_counter()
-
-
-def is_due(step: int, every: int, last: int) -> bool:
-    return step == last or (every > 0 and step % every == 0)
 
 
 def main() -> None:

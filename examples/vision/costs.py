@@ -71,9 +71,9 @@ def _forward_and_backward(functions: Sequence[Callable[[Tensor], Tensor]], x: Te
 
 
 def _median_ms(timer: ActionTimer, kind: Kind, index: int) -> float:
-    found = median(sample.ms for sample in timer.samples(_PHASE, Action(index, kind, 0)))
-    assert found is not None
-    return found
+    ms = median(sample.ms for sample in timer.samples(_PHASE, Action(index, kind, 0)))
+    assert ms is not None
+    return ms
 
 
 def _activation_bytes(

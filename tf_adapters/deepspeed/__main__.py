@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-from tf_adapters.hosts.launcher import run_script
+from tf_adapters.hosts.launcher import check_script, run_script
 
 _USAGE = "usage: deepspeed --module tf_adapters.deepspeed SCRIPT.py [its arguments]"
 _LOCAL_RANK = ("--local_rank=", "--local-rank=")  # DeepSpeed's launcher, torch's older one
@@ -16,21 +15,14 @@ def main() -> None:
     script, arguments = split_arguments(sys.argv[1:])
     import deepspeed
 
-    from tf_adapters.deepspeed import attach
+    from tf_adapters.deepspeed.entry import attaching
 
-    host_initialize = deepspeed.initialize
-
-    def initialize(*args: object, **kwargs: object) -> object:
-        result = host_initialize(*args, **kwargs)
-        attach(result[0])
-        return result
-
-    deepspeed.initialize = initialize
+    deepspeed.initialize = attaching(deepspeed.initialize)
     run_script("tf_adapters.deepspeed", script, arguments)
 
 
 def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
-    """The script, and what it is to see: the launcher puts ``--local_rank=N`` before the script's name.
+    """Return the script and what it is to see: the launcher puts ``--local_rank=N`` before the script's name.
 
     Raises SystemExit with one line where there is no such script.
     """
@@ -38,13 +30,8 @@ def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
     if not before:
         raise SystemExit(_USAGE)
     position = before[0]
-    script = arguments[position]
-    if script in ("-h", "--help"):
-        print(_USAGE)
-        raise SystemExit(0)
-    if not Path(script).is_file():  # before the host is imported, which takes seconds
-        raise SystemExit(f"tf_adapters.deepspeed: no such script: {script}")
-    return script, arguments[:position] + arguments[position + 1 :]
+    check_script("tf_adapters.deepspeed", arguments[position], _USAGE)
+    return arguments[position], arguments[:position] + arguments[position + 1 :]
 
 
 if __name__ == "__main__":

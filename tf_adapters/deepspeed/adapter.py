@@ -100,9 +100,8 @@ class DeepSpeedAdapter(HostAdapter):
 
     def install(self) -> None:
         """Replace instructions of the engine by ours, which call the engine's own."""
-        self._holder.install()
-        self.on_detach(self._holder.remove)
         engine, overrides = self.engine, self.overrides
+        self.around_steps(engine.basic_optimizer, self._holder.before_step, self._holder.after_step)
         wrapped = {
             host.ForwardPass: self._forward,
             host.BackwardPass: self._backward,

@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
+
+import deepspeed
 
 from tf_adapters.collectives import ProcessGroupCollectives
 from tf_adapters.config import TimelyFreezeConfig, find_section
 from tf_adapters.deepspeed.adapter import ATTRIBUTE, DeepSpeedAdapter, host_info
 from tf_adapters.deepspeed.stages import is_dualpipev
 from tf_adapters.deepspeed.support import check, warnings
-from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.adapter import attach_once
+from tf_adapters.hosts.agreement import GivenConfig, read_settings, refuse_other_schedules
 from tf_adapters.log import announce
 from tf_adapters.report.observer import MetricSink
+
+__all__ = ["attach", "attaching", "initialize"]
 
 
 def attach(
     engine: Any,
-    config: TimelyFreezeConfig | Mapping[str, Any] | None,
+    config: GivenConfig = None,
+    *,
     metrics: MetricSink | None = None,
     warmup_steps: int | None = None,
 ) -> DeepSpeedAdapter | None:
-    """See ``tf_adapters.deepspeed.attach``."""
+    """Freeze in this engine's training from here on. Call it on all ranks, before the first ``train_batch``.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned for a ``PipelineModule``.
+        config: the settings; by default the ``timely_freeze`` section of the engine's JSON config.
+        metrics: called on this rank after each step with named figures (ratios in [0, 1], ms).
+        warmup_steps: what ``warmup_steps: "auto"`` stands for; by default what is left of the scheduler's warm-up.
+
+    Returns:
+        The adapter, with ``controller`` and ``detach()``; also to be had as ``engine.timely_freeze``. None where
+        freezing is not asked for. Attaching twice returns the first adapter; with other
+        settings it is refused.
+
+    Raises:
+        ConfigError: a setting is wrong. UnsupportedError: freezing cannot be right with this engine. On all ranks.
+    """
     existing: DeepSpeedAdapter | None = vars(engine).get(ATTRIBUTE)
     collectives = ProcessGroupCollectives()
     adapter = attach_once(
@@ -41,17 +62,32 @@ def attach(
     return adapter
 
 
-def _settings(engine: Any, config: TimelyFreezeConfig | Mapping[str, Any] | None) -> TimelyFreezeConfig | None:
+def attaching(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``deepspeed.initialize`` followed by ``attach``, with the same arguments and result."""
+
+    @functools.wraps(initialize)
+    def initialize_and_attach(*args: Any, **kwargs: Any) -> Any:
+        result = initialize(*args, **kwargs)
+        attach(result[0])
+        return result
+
+    return initialize_and_attach
+
+
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """``deepspeed.initialize`` with the same arguments and result, followed by ``attach``."""
+    return attaching(deepspeed.initialize)(*args, **kwargs)
+
+
+def _settings(engine: Any, config: GivenConfig) -> TimelyFreezeConfig | None:
     if config is None:
         config = find_section(engine._config._param_dict)
         if config is None:
             return None
-    settings = TimelyFreezeConfig.parse(config)
-    if settings.enabled:
+
+    def check_engine(settings: TimelyFreezeConfig) -> None:
         check(engine)
-        if settings.schedule != "host" and is_dualpipev(engine):
-            raise ConfigError(
-                f'timely_freeze.schedule is "{settings.schedule}": DeepSpeed\'s DualPipeV engine runs its own; '
-                'allowed is "host"'
-            )
-    return settings
+        if is_dualpipev(engine):
+            refuse_other_schedules(settings, "DeepSpeed's DualPipeV engine runs its own")
+
+    return read_settings(config, check_engine)

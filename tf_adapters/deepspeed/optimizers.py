@@ -31,25 +31,13 @@ class HeldParameters:
         self._inner: torch.optim.Optimizer = engine.basic_optimizer
         self._held: tuple[torch.nn.Parameter, ...] = ()
         self._kept = Kept()
-        self._hooks: list[Any] = []
-
-    def install(self) -> None:
-        """Put our hooks on the optimizer."""
-        self._hooks = [
-            self._inner.register_step_pre_hook(self._before_step),
-            self._inner.register_step_post_hook(self._after_step),
-        ]
 
     def hold(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Hold these parameters in the steps from now on, instead of the ones before."""
         self._held = tuple(parameters)
 
-    def remove(self) -> None:
-        """Take the hooks off the optimizer."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _before_step(self, *_: Any) -> None:
+    def before_step(self, *_: Any) -> None:
+        """Keep what is held from the inner optimizer's step that follows."""
         self._kept = Kept()
         for parameter in self._held:
             if self._outer is self._inner:
@@ -57,7 +45,8 @@ class HeldParameters:
             else:
                 self._kept.keep(self._slices(parameter))
 
-    def _after_step(self, *_: Any) -> None:
+    def after_step(self, *_: Any) -> None:
+        """Put back what that step changed."""
         self._kept.put_back()
 
     def _slices(self, parameter: torch.nn.Parameter) -> list[torch.Tensor]:

@@ -9,16 +9,20 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
+
 from tf_adapters.collectives import Collectives, on_all_ranks
 from tf_adapters.config import SECTION, TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
-from tf_adapters.hosts.agreement import agree_on_settings, gather_units
+from tf_adapters.hosts.agreement import GivenConfig, agree_on_settings, gather_units
 from tf_adapters.overrides import Overrides
 from tf_adapters.report.observer import MetricSink, RunReporter
 from tf_adapters.training.controller import Controller
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
 __all__ = ["HostAdapter", "attach_once"]
+
+StepHook = Callable[[torch.optim.Optimizer], None]
 
 
 class HostAdapter(ABC):
@@ -68,6 +72,11 @@ class HostAdapter(ABC):
     def ties(self, pipeline: HostPipeline) -> tuple[Any, ...]:
         """Weights that several stages hold, told from all stages' units. Called on all ranks."""
         return ()
+
+    def around_steps(self, optimizer: torch.optim.Optimizer, before: StepHook, after: StepHook) -> None:
+        """Call ``before`` and ``after`` with the optimizer around each of its steps, until detached."""
+        self.on_detach(optimizer.register_step_pre_hook(lambda given, *_: before(given)).remove)
+        self.on_detach(optimizer.register_step_post_hook(lambda given, *_: after(given)).remove)
 
     def on_detach(self, undo: Callable[[], None]) -> None:
         """Call ``undo`` when the adapter is detached; the last one first."""
@@ -129,11 +138,11 @@ def attach_once(
     collectives: Collectives,
     host: HostInfo,
     existing: A | None,
-    given: TimelyFreezeConfig | Mapping[str, Any] | None,
+    given: GivenConfig,
     read: Callable[[], TimelyFreezeConfig | None],
     make: Callable[[TimelyFreezeConfig], A],
 ) -> A | None:
-    """The adapter to use: the one that is attached already, a new one, or None where freezing is not asked for.
+    """Return the adapter to use: the attached one, a new one, or None where freezing is not asked for.
 
     ``given`` are the settings in the call, if any; ``read`` gives this rank's settings and checks that the host can be
     frozen. Called on all ranks.
@@ -154,6 +163,6 @@ def attach_once(
     return adapter
 
 
-def _check_same(attached: TimelyFreezeConfig, given: TimelyFreezeConfig | Mapping[str, Any] | None) -> None:
+def _check_same(attached: TimelyFreezeConfig, given: GivenConfig) -> None:
     if given is not None and TimelyFreezeConfig.parse(given) != attached:
         raise ConfigError("timely_freeze is attached already, with other settings: detach() it first")

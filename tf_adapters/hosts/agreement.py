@@ -3,15 +3,51 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from tf_adapters.collectives import Collectives, on_all_ranks, on_one_rank
+from tf_adapters.collectives import Collectives, decide_from_all, on_all_ranks, on_one_rank
 from tf_adapters.config import SECTION, TimelyFreezeConfig
 from tf_adapters.errors import ConfigError, UnsupportedError
 from tf_adapters.log import announce
 from tf_adapters.report.build import disabled_report
 from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.training.pipeline import HostInfo
+
+T = TypeVar("T")
+GivenConfig = TimelyFreezeConfig | Mapping[str, Any] | None
+
+
+def same_on_all_ranks(
+    collectives: Collectives, name: str, read: Callable[[], T], shown: Callable[[T], object] = repr
+) -> T:
+    """Return what ``read`` returns on every rank. Called on all ranks.
+
+    Raises on all of them what ``read`` raises on one, or ConfigError, which names the values as ``shown``, if they
+    differ.
+    """
+    values = on_all_ranks(collectives, read)
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise ConfigError(
+                f"the {name} differ between ranks: rank 0 has {shown(values[0])}, rank {rank} has {shown(value)}; "
+                "every rank needs the same"
+            )
+    return values[0]
+
+
+def read_settings(config: GivenConfig, check: Callable[[TimelyFreezeConfig], None]) -> TimelyFreezeConfig:
+    """Return this rank's settings. Where they are enabled, ``check`` raises if the host cannot be frozen."""
+    settings = TimelyFreezeConfig.parse(config)
+    if settings.enabled:
+        check(settings)
+    return settings
+
+
+def refuse_other_schedules(settings: TimelyFreezeConfig, why: str) -> None:
+    """Raise ConfigError if the settings choose a schedule; ``why`` says what the host runs instead."""
+    if settings.schedule != "host":
+        raise ConfigError(f'timely_freeze.schedule is "{settings.schedule}": allowed is "host"; {why}')
 
 
 def agree_on_settings(
@@ -23,7 +59,7 @@ def agree_on_settings(
     the ranks' settings differ or rank 0 cannot write the report, on all of them. Where ``enabled`` is false, a
     report says so.
     """
-    settings = _same_everywhere(on_all_ranks(collectives, read))
+    settings = same_on_all_ranks(collectives, "timely_freeze settings", read, shown=_shown)
     if settings is None:
         announce(collectives.rank, f'disabled: the config has no "{SECTION}" section')
         return None
@@ -58,24 +94,18 @@ def gather_units(
     Raises on all of them what ``local`` raises on one, or UnsupportedError if replicas of a stage would freeze
     different things.
     """
-    everywhere: dict[int, tuple[FreezeUnit, ...]] = {}
-    for of_rank in on_all_ranks(collectives, lambda: dict(local())):
-        for stage, units in of_rank.items():
-            if everywhere.setdefault(stage, units) != units:
-                raise UnsupportedError(
-                    f"timely_freeze cannot run here: the replicas of stage {stage} train different parameters"
-                )
-    return everywhere
 
+    def merge(ranks: Sequence[Mapping[int, tuple[FreezeUnit, ...]]]) -> dict[int, tuple[FreezeUnit, ...]]:
+        everywhere: dict[int, tuple[FreezeUnit, ...]] = {}
+        for of_rank in ranks:
+            for stage, units in of_rank.items():
+                if everywhere.setdefault(stage, units) != units:
+                    raise UnsupportedError(
+                        f"timely_freeze cannot run here: the replicas of stage {stage} train different parameters"
+                    )
+        return everywhere
 
-def _same_everywhere(settings: list[TimelyFreezeConfig | None]) -> TimelyFreezeConfig | None:
-    different = next((rank for rank, given in enumerate(settings) if given != settings[0]), None)
-    if different is None:
-        return settings[0]
-    raise ConfigError(
-        f"the timely_freeze settings differ between ranks: rank 0 has {_shown(settings[0])}, "
-        f"rank {different} has {_shown(settings[different])}; every rank needs the same"
-    )
+    return decide_from_all(collectives, lambda: dict(local()), merge)
 
 
 def _shown(settings: TimelyFreezeConfig | None) -> str:

@@ -5,26 +5,38 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from tf_adapters.errors import TimelyFreezeError
 
-__all__ = ["run_script"]
+__all__ = ["check_script", "run_script"]
 
 
-def run_script(module: str, script: str, arguments: list[str]) -> None:
-    """Run ``script`` as ``__main__``, as ``python script arguments`` would.
+def check_script(module: str, script: str, usage: str) -> Path:
+    """Return the script's path. Call it before importing the host, which takes seconds.
 
-    An error of ours becomes one line on rank 0's stderr and exit status 2 on every rank. Raises SystemExit with one
-    line where there is no such script.
+    Raises SystemExit: with status 0 after printing ``usage`` where it was asked for, or with one line where there is
+    no such script.
     """
-    path = Path(script)
-    if not path.is_file():
+    if script in ("-h", "--help"):
+        print(usage)
+        raise SystemExit(0)
+    if not Path(script).is_file():
         raise SystemExit(f"{module}: no such script: {script}")
+    return Path(script)
+
+
+def run_script(module: str, script: str, arguments: list[str], prepare: Callable[[], object] = lambda: None) -> None:
+    """Call ``prepare``, then run ``script`` as ``__main__``, as ``python script arguments`` would.
+
+    An error of ours becomes one line on rank 0's stderr and exit status 2 on every rank.
+    """
     sys.argv = [script, *arguments]
-    sys.path[0] = str(path.resolve().parent)  # it imports its neighbours
+    sys.path[0] = str(Path(script).resolve().parent)  # it imports its neighbours
     try:
-        runpy.run_path(str(path), run_name="__main__")
+        prepare()
+        runpy.run_path(script, run_name="__main__")
     except TimelyFreezeError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"{module}: error: {' '.join(str(error).split())}", file=sys.stderr)

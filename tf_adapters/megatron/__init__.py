@@ -9,61 +9,15 @@ Three ways in, the same result:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tf_adapters.arguments import add_arguments
-from tf_adapters.config import TimelyFreezeConfig
 
 if TYPE_CHECKING:
-    import torch
-
-    from tf_adapters.megatron.adapter import MegatronAdapter
+    from tf_adapters.megatron.entry import attach
     from tf_adapters.megatron.training import TrainingScript
-    from tf_adapters.report.observer import MetricSink
 
 __all__ = ["add_arguments", "attach", "install", "revert"]
-
-
-def attach(
-    model: torch.nn.Module | Sequence[torch.nn.Module],
-    optimizer: Any,
-    config: TimelyFreezeConfig | Mapping[str, Any] | None = None,
-    *,
-    num_microbatches: int | None = None,
-    pp_group: Any = None,
-    warmup_steps: int | None = None,
-    metrics: MetricSink | None = None,
-) -> MegatronAdapter | None:
-    """Freeze in this model's training from here on. Call it on all ranks, before the first training batch.
-
-    Args:
-        model: the model chunks of this rank, as they are given to Megatron's forward-backward function.
-        optimizer: what ``get_megatron_optimizer`` returned, or a torch optimizer.
-        config: the settings; by default all defaults.
-        num_microbatches: of a training batch; by default what Megatron's num_microbatches_calculator says.
-        pp_group: the pipeline's process group; by default that of ``parallel_state``.
-        warmup_steps: what ``warmup_steps: "auto"`` stands for: the length of the learning-rate warm-up; by default 10.
-        metrics: called on this rank after each step with named figures (ratios in [0, 1], ms).
-
-    Returns:
-        The adapter, with ``controller`` and ``detach()``; None where ``enabled`` is false. Attaching twice returns
-        the first adapter; with other settings it is refused.
-
-    Raises:
-        ConfigError: a setting is wrong. UnsupportedError: freezing cannot be right with this model. On all ranks.
-    """
-    from tf_adapters.megatron.entry import attach as attach_model
-
-    return attach_model(
-        model,
-        optimizer,
-        config,
-        num_microbatches=num_microbatches,
-        pp_group=pp_group,
-        warmup_steps=warmup_steps,
-        metrics=metrics,
-    )
 
 
 def install() -> TrainingScript:
@@ -85,3 +39,12 @@ def revert() -> None:
     import megatron_patches
 
     megatron_patches.revert_all()
+
+
+def __getattr__(name: str) -> Any:
+    """Import the host when it is needed: that takes seconds."""
+    if name == "attach":
+        from tf_adapters.megatron import entry
+
+        return entry.attach
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

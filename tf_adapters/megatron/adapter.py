@@ -85,7 +85,8 @@ class MegatronAdapter(HostAdapter):
         """Hook the chunks, and take the place of the optimizer's step."""
         model = self._model
         self._holder = HeldParameters(model.optimizer)
-        self.on_detach(self._holder.remove)
+        for keeper in self._holder.keepers.values():
+            self.around_steps(keeper.inner, keeper.before, keeper.after)
         self._host_step: Callable[..., Any] = model.optimizer.step
         self.overrides.set(model.optimizer, "step", self._step)
         for wrapped in model.chunks:

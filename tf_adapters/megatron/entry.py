@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,38 +17,58 @@ from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.adapter import attach_once
+from tf_adapters.hosts.agreement import GivenConfig, read_settings, refuse_other_schedules, same_on_all_ranks
 from tf_adapters.megatron.adapter import MegatronAdapter, MegatronModel, adapter_of, host_info, tagged
 from tf_adapters.megatron.support import check
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
-Config = TimelyFreezeConfig | Mapping[str, Any] | None
+__all__ = ["attach", "patch_schedules"]
 
 
 def attach(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     optimizer: Any,
-    config: Config,
+    config: GivenConfig = None,
     *,
     num_microbatches: int | None = None,
     pp_group: Any = None,
     warmup_steps: int | None = None,
     metrics: MetricSink | None = None,
 ) -> MegatronAdapter | None:
-    """See ``tf_adapters.megatron.attach``."""
+    """Freeze in this model's training from here on. Call it on all ranks, before the first training batch.
+
+    Args:
+        model: the model chunks of this rank, as they are given to Megatron's forward-backward function.
+        optimizer: what ``get_megatron_optimizer`` returned, or a torch optimizer.
+        config: the settings; by default all defaults.
+        num_microbatches: of a training batch; by default what Megatron's num_microbatches_calculator says.
+        pp_group: the pipeline's process group; by default that of ``parallel_state``.
+        warmup_steps: what ``warmup_steps: "auto"`` stands for: the length of the learning-rate warm-up; by default 10.
+        metrics: called on this rank after each step with named figures (ratios in [0, 1], ms).
+
+    Returns:
+        The adapter, with ``controller`` and ``detach()``; None where ``enabled`` is false. Attaching twice returns
+        the first adapter; with other settings it is refused.
+
+    Raises:
+        ConfigError: a setting is wrong. UnsupportedError: freezing cannot be right with this model. On all ranks.
+    """
     chunks = list(model) if isinstance(model, Sequence) else [model]
     collectives = ProcessGroupCollectives()
 
     def make(settings: TimelyFreezeConfig) -> MegatronAdapter:
-        counts = on_all_ranks(collectives, lambda: num_microbatches or _microbatches_of_the_run())
+        microbatches = same_on_all_ranks(
+            collectives, "numbers of microbatches", lambda: num_microbatches or _microbatches_of_the_run()
+        )
         on_all_ranks(collectives, patch_schedules)
         described = MegatronModel(
             chunks=chunks,
             optimizer=optimizer,
             config=get_model_config(chunks[0]),
-            num_microbatches=_same_number(counts),
+            num_microbatches=microbatches,
             pp_group=pp_group or parallel_state.get_pipeline_model_parallel_group(),
-            expert_parallel_size=_expert_parallel_size(),
+            expert_parallel_size=max(1, int(parallel_state.get_expert_model_parallel_world_size())),
         )
         warmup = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
         return MegatronAdapter(described, settings, collectives, metrics=metrics, warmup_steps=warmup)
@@ -68,12 +88,12 @@ def patch_schedules() -> None:
 
     Raises UnsupportedError where Megatron lacks a symbol, with none of them replaced.
     """
-    for patch in (*megatron_patches.forward_backward.PATCHES, megatron_patches.forward_step.PATCH):
+    forward, backward = megatron_patches.forward_step, megatron_patches.backward_step
+    for patch in (*megatron_patches.forward_backward.PATCHES, forward.PATCH, backward.PATCH):
         patch.check()
-    megatron_patches.backward_step.PATCH.check()
     megatron_patches.forward_backward.apply(_on_batch)
-    megatron_patches.forward_step.apply(_on_forward)
-    megatron_patches.backward_step.apply(_on_backward)
+    forward.apply(_on_forward)
+    backward.apply(_on_backward)
 
 
 def _on_batch(run: Any, model: Any, num_microbatches: int, forward_only: bool) -> Any:
@@ -97,17 +117,12 @@ def _on_backward(run: Any, output: Any) -> Any:
     return adapter.backward(run, chunk, microbatch)
 
 
-def _settings(chunks: Sequence[Any], optimizer: Any, config: Config) -> TimelyFreezeConfig:
-    settings = TimelyFreezeConfig.parse(config)
-    if not settings.enabled:
-        return settings
-    if settings.schedule != "host":
-        raise ConfigError(
-            f'timely_freeze.schedule is "{settings.schedule}": with Megatron-Core the schedule follows from the '
-            'pipeline\'s sizes; allowed is "host"'
-        )
-    check(chunks, optimizer)
-    return settings
+def _settings(chunks: Sequence[Any], optimizer: Any, config: GivenConfig) -> TimelyFreezeConfig:
+    def check_model(settings: TimelyFreezeConfig) -> None:
+        refuse_other_schedules(settings, "with Megatron-Core the schedule follows from the pipeline's sizes")
+        check(chunks, optimizer)
+
+    return read_settings(config, check_model)
 
 
 def _microbatches_of_the_run() -> int:
@@ -118,17 +133,3 @@ def _microbatches_of_the_run() -> int:
             "num_microbatches is None, and Megatron's num_microbatches_calculator is not initialized: "
             "pass the number of microbatches of a batch, an integer of at least 1"
         ) from None
-
-
-def _same_number(given: list[int]) -> int:
-    different = next((rank for rank, number in enumerate(given) if number != given[0]), None)
-    if different is not None:
-        raise ConfigError(
-            f"num_microbatches is {given[0]} on rank 0 and {given[different]} on rank {different}: "
-            "every rank needs the same"
-        )
-    return given[0]
-
-
-def _expert_parallel_size() -> int:
-    return max(1, int(parallel_state.get_expert_model_parallel_world_size()))

@@ -26,42 +26,32 @@ class HeldParameters:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizers = leaves(optimizer)
-        self._keepers: dict[int, _Keeper] = {}  # by inner optimizer
-        self._hooks: list[Any] = []
-        for inner in map(inner_of, self._optimizers):
-            keeper = _Keeper(inner)
-            self._keepers[id(inner)] = keeper
-            self._hooks += [inner.register_step_pre_hook(keeper.before), inner.register_step_post_hook(keeper.after)]
+        self.keepers = {id(inner): Keeper(inner) for inner in map(inner_of, self._optimizers)}
 
     def hold(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Hold these model parameters from now on, instead of the ones before."""
         chosen = tuple(parameters)
         for optimizer in self._optimizers:
-            keeper = self._keepers[id(inner_of(optimizer))]
+            keeper = self.keepers[id(inner_of(optimizer))]
             keeper.held = [main for parameter in chosen for main in _updated(optimizer, parameter)]
 
-    def remove(self) -> None:
-        """Take the hooks off the optimizers."""
-        for hook in self._hooks:
-            hook.remove()
 
-
-class _Keeper:
+class Keeper:
     """Holds tensors of one inner optimizer through each of its steps."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self._inner = inner
+        self.inner = inner
         self.held: list[torch.Tensor] = []
         self._counted: list[torch.Tensor] = []
         self._kept = Kept()
 
     def before(self, *_: Any) -> None:
         self._kept = Kept()
-        own = {id(p) for group in self._inner.param_groups for p in group["params"]}
+        own = {id(p) for group in self.inner.param_groups for p in group["params"]}
         for tensor in self.held:
             if id(tensor) not in own:
                 continue
-            if self._inner.state.get(tensor):
+            if self.inner.state.get(tensor):
                 _drop_gradient(tensor)
                 self._counted.append(tensor)
             else:  # a first step makes its state, out of zeros, and that must not wait
@@ -69,7 +59,7 @@ class _Keeper:
 
     def after(self, *_: Any) -> None:
         for tensor in self._counted:
-            state = self._inner.state[tensor]
+            state = self.inner.state[tensor]
             if "step" in state:
                 state["step"] += 1
         self._counted.clear()

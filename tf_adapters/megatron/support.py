@@ -1,4 +1,4 @@
-"""What freezing can be right under in Megatron-Core, checked before any training starts."""
+"""What freezing cannot be right under in Megatron-Core, checked before any training starts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_model_config
 
-from tf_adapters.errors import UnsupportedError
-from tf_adapters.masking.compiled import COMPILED, is_compiled
+from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, missing_name, refuse
 from tf_adapters.megatron.optimizers import inner_of, leaves
 
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -27,8 +28,18 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("fine_grained_activation_offloading", bool, "it keeps count of activations that freezing does not keep"),
     ("mtp_num_layers", bool, "multi-token prediction uses the embedding on two stages in one microbatch"),
 )
-_DISTRIBUTED = ("_get_model_param_range_map",)
 _OPTIMIZERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
+DDP_NAMES = (
+    "ddp_config",
+    "force_all_reduce",
+    "overlap_param_gather_with_optimizer_step",
+    "param_to_bucket_group",
+    "remove_forward_pre_hook_handles",
+    "use_forward_hook",
+)
+DDP_CONFIG_NAMES = ("align_param_gather", "overlap_grad_reduce")
+BUCKET_GROUP_NAMES = ("finish_param_sync", "is_last_microbatch", "register_grad_ready")
+DISTRIBUTED_OPTIMIZER_NAMES = ("_get_model_param_range_map", "model_param_group_index_map")
 
 
 def check(chunks: Sequence[Any], optimizer: Any, config: Any = None) -> None:
@@ -36,53 +47,70 @@ def check(chunks: Sequence[Any], optimizer: Any, config: Any = None) -> None:
 
     ``config`` is the model's TransformerConfig; by default the first chunk's own.
     """
-    problem = _model_problem(chunks)
-    if problem is None:
-        problem = _config_problem(config or get_model_config(chunks[0])) or _optimizer_problem(optimizer)
-    if problem:
-        raise UnsupportedError(f"timely_freeze cannot run here: {problem}")
+    if not chunks:
+        refuse("there is no model chunk; it needs the list of modules that the schedule gets")
+    for chunk in chunks:
+        refuse(_chunk_problem(chunk) or missing_ddp_name(chunk))
+    config = config or get_model_config(chunks[0])
+    refuse(_config_problem(config))
+    if optimizer is None:
+        refuse("the optimizer is None; pass the one that get_megatron_optimizer returned, or a torch optimizer")
+    for leaf in leaves(optimizer):
+        refuse(_optimizer_problem(leaf) or missing_optimizer_name(leaf))
 
 
-def _config_problem(config: Any) -> str | None:
+def _config_problem(config: Any) -> Problem:
     for field, wrong, why in _REFUSED:
         value = getattr(config, field, None)  # a field that this version does not have asks for nothing
         if wrong(value):
             return f"{field} is {value!r}, and {why}"
+    if getattr(config, "recompute_granularity", None) is not None:
+        return missing_name(TransformerBlock, ("_checkpointed_forward",), called="TransformerBlock")
     return None
 
 
-def _model_problem(chunks: Sequence[Any]) -> str | None:
-    if not chunks:
-        return "there is no model chunk; it needs the list of modules that the schedule gets"
-    for chunk in chunks:
-        if not isinstance(chunk, torch.nn.Module):
-            return f"a model chunk is a {type(chunk).__name__}; it needs the list of modules that the schedule gets"
-        wrapper = type(chunk).__name__
-        if "FullyShardedDataParallel" in wrapper:
-            return f"the model is wrapped in {wrapper}; use Megatron's DistributedDataParallel"
-        if any(map(is_compiled, chunk.modules())):
-            return COMPILED
-    return None
+def _chunk_problem(chunk: Any) -> Problem:
+    wrapper = type(chunk).__name__
+    if not isinstance(chunk, torch.nn.Module):
+        return f"a model chunk is a {wrapper}; it needs the list of modules that the schedule gets"
+    if "FullyShardedDataParallel" in wrapper:
+        return f"the model is wrapped in {wrapper}; use Megatron's DistributedDataParallel"
+    return compiled_problem(chunk)
 
 
-def _optimizer_problem(optimizer: Any) -> str | None:
-    if optimizer is None:
-        return "the optimizer is None; pass the one that get_megatron_optimizer returned, or a torch optimizer"
-    for leaf in leaves(optimizer):
-        inner = inner_of(leaf)
-        if not isinstance(leaf, (*_OPTIMIZERS, torch.optim.Optimizer)):
-            return (
-                f"the optimizer {type(leaf).__name__} is not supported; use Megatron's FP32, float16 or distributed one"
-            )
-        if getattr(getattr(leaf, "config", None), "optimizer_cuda_graph", False):  # from 0.19 on
-            return "optimizer_cuda_graph is True, and a CUDA graph would update frozen parameters too"
-        if type(inner).__name__ == "HybridDeviceOptimizer":
-            return "the optimizer's offload to the CPU (optimizer_cpu_offload) is not supported"
-        missing = [name for name in _DISTRIBUTED if isinstance(leaf, DistributedOptimizer) and not hasattr(leaf, name)]
-        if missing:
-            return f"this Megatron's DistributedOptimizer has no {missing[0]}; see docs/megatron.md"
-        if "muon" in type(inner).__name__.lower():
-            return f"the optimizer {type(inner).__name__} mixes all rows of an update, frozen ones too; use Adam or SGD"
-        if not isinstance(inner, torch.optim.Optimizer):
-            return f"the optimizer {type(inner).__name__} is no torch.optim.Optimizer"
-    return None
+def missing_ddp_name(chunk: Any) -> Problem:
+    """Return a problem if this version's DistributedDataParallel, where there is one, lacks a name that we use."""
+    if not isinstance(chunk, DistributedDataParallel):
+        return None
+    problem = missing_name(chunk, DDP_NAMES) or missing_name(chunk.ddp_config, DDP_CONFIG_NAMES)
+    groups = () if problem else tuple(chunk.param_to_bucket_group.values())
+    return problem or (missing_name(groups[0], BUCKET_GROUP_NAMES) if groups else None)
+
+
+def _optimizer_problem(leaf: Any) -> Problem:
+    inner = inner_of(leaf)
+    outer_name, name = type(leaf).__name__, type(inner).__name__
+    unknown = not isinstance(leaf, (*_OPTIMIZERS, torch.optim.Optimizer))
+    graphed = getattr(getattr(leaf, "config", None), "optimizer_cuda_graph", False)  # from 0.19 on
+    offloads, is_muon = name == "HybridDeviceOptimizer", "muon" in name.lower()
+    foreign = not isinstance(inner, torch.optim.Optimizer)
+    return first_problem(
+        {
+            f"the optimizer {outer_name} is not supported; use Megatron's FP32, float16 or distributed one": unknown,
+            "optimizer_cuda_graph is True, and a CUDA graph would update frozen parameters too": graphed,
+            "the optimizer's offload to the CPU (optimizer_cpu_offload) is not supported": offloads,
+            f"the optimizer {name} mixes all rows of an update, frozen ones too; use Adam or SGD": is_muon,
+            f"the optimizer {name} is no torch.optim.Optimizer": foreign,
+        }
+    )
+
+
+def missing_optimizer_name(leaf: Any) -> Problem:
+    """Return a problem if an optimizer of Megatron's lacks a name by which we tell what it updates."""
+    if isinstance(leaf, DistributedOptimizer):
+        return missing_name(leaf, DISTRIBUTED_OPTIMIZER_NAMES)
+    if not isinstance(leaf, Float16OptimizerWithFloat16Params):
+        return None
+    problem = missing_name(leaf, ("float16_groups",))
+    parameters = () if problem else [p for group in leaf.float16_groups for p in group]
+    return problem or next((m for p in parameters if (m := missing_name(p, ("main_param",)))), None)

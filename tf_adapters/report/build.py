@@ -39,6 +39,7 @@ _STATUS: dict[Phase, Status] = {
 class LocalMeasurements:
     """What one rank has, by phase: median steps in ms, and the points of each freezable action.
 
+    Only ranks of the one replica that is traced have more than steps and memory: the others would say the same.
     ``forward_ms`` holds the medians of stable freezing's forwards.
     ``peak_bytes`` by phase, and ``stage``, any one of the rank's, are where it is in the pipeline and what it held.
     """
@@ -59,11 +60,11 @@ def local_measurements(run: RunSnapshot) -> LocalMeasurements:
     return LocalMeasurements(
         stage=run.stages[0],
         steps={phase.value: timer.step_ms(phase) for phase in _REPORTED},
-        actions={phase.value: _points(timer, phase) for phase in _REPORTED},
-        forward_ms=_forwards(timer),
+        actions={phase.value: _points(timer, phase) if run.traced else {} for phase in _REPORTED},
+        forward_ms=_forwards(timer) if run.traced else {},
         peak_bytes={phase.value: run.memory.peak_bytes(phase) for phase in _REPORTED},
-        frozen_share=run.tally.frozen_share(),
-        parameter_freeze_ratio=run.tally.parameter_freeze_ratio(),
+        frozen_share=run.tally.frozen_share() if run.traced else {},
+        parameter_freeze_ratio=run.tally.parameter_freeze_ratio() if run.traced else {},
     )
 
 

@@ -6,7 +6,7 @@ import atexit
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from tf_adapters.collectives import Collectives, on_all_ranks, on_one_rank
+from tf_adapters.collectives import Collectives, decide_from_all
 from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.log import announce
 from tf_adapters.report.build import LocalMeasurements, build_report, local_measurements, result_line
@@ -56,8 +56,7 @@ class RunReporter:
         """Write the report. Called on all ranks. A disk that is full is no reason to stop freezing."""
         self._run = run
         try:
-            self._gathered = on_all_ranks(self._collectives, lambda: local_measurements(run))
-            on_one_rank(self._collectives, lambda: self._write(run, self._gathered))
+            decide_from_all(self._collectives, lambda: local_measurements(run), lambda ranks: self._write(run, ranks))
         except TimelyFreezeError as error:
             announce(self._collectives.rank, f"the report could not be written: {error}", logging.WARNING)
 
@@ -68,6 +67,7 @@ class RunReporter:
         atexit.unregister(self._at_exit)
 
     def _write(self, run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> None:
+        self._gathered = ranks
         report = build_report(run, ranks)
         report.write(run.config.report_path)
         line = None if self._said_result else result_line(report, run.timer.steps_ms(Phase.STABLE))

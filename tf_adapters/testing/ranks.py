@@ -27,7 +27,8 @@ class RankPool:
 
     After a failure the processes are killed, and the next call starts fresh ones: a hang ends with the timeout.
     ``setup`` runs first in every process, ``teardown`` after every call. The modules of ``preload`` are imported once,
-    in a server process that every rank is forked from: the first pool's list holds for all of this process.
+    in a server process that every rank is forked from: the first pool's list holds for all of this process, and none of
+    them may start CUDA or a thread.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class RankPool:
         self.close()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver" if self._preload else "spawn")
+        context: Any = multiprocessing.get_context("forkserver" if self._preload else "spawn")
         if self._preload:
             context.set_forkserver_preload(self._preload)
         port = free_port()

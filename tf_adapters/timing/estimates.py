@@ -1,4 +1,4 @@
-"""Estimates that a busy machine does not throw off."""
+"""Robust estimates: medians, their standard errors, shrinkage."""
 
 from __future__ import annotations
 

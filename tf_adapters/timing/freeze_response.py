@@ -1,15 +1,15 @@
 """How long the backwards of a stage take under freezing: a straight line in the frozen share, fitted to samples.
 
 A weight gradient costs the same whatever else is frozen, so what freezing saves of a backward is in proportion to the
-frozen share of the stage's work (paper section 3.2.1). One slope (``line``) serves all microbatches of a stage: they
-run the same kernels. Samples are taken at the usual pace (``pace``).
+frozen share of the stage's work (paper section 3.2.1). One slope (``theil_sen``) serves all microbatches of a stage:
+they run the same kernels.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -17,9 +17,8 @@ from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.timing.estimates import estimate, shrink
 from tf_adapters.timing.phase import Phase
-from tf_adapters.timing.step_speed import PacedSamples
 from tf_adapters.timing.theil_sen import Line, Point, fit
-from tf_adapters.timing.timer import Sample
+from tf_adapters.timing.timer import ActionTimer, Sample
 
 _T = TypeVar("_T")
 Group = tuple[int, Kind]
@@ -27,10 +26,7 @@ Group = tuple[int, Kind]
 
 _FREEZING = (Phase.MONITORING_LOWER, Phase.MONITORING_MIXED)
 _SAME_WORK = 1.25
-"""The longest of a stage's backwards over the shortest, up to which they do the same work: caches, not lengths."""
-
-_STRAIGHT = 0.05
-"""Departure from the line, as a share of the unfrozen time, up to which nothing is said."""
+"""Up to this ratio of the longest of a stage's backwards to the shortest, all do the same work: caches differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,51 +47,51 @@ class StageTimes:
     def bounds(self) -> dict[Action, Bounds]:
         """Bounds in ms. Forwards do not change with freezing (paper section 3.2.1), so their two bounds are equal.
 
-        Where a stage's backwards take about as long, freezing is taken to save the same ms of each: they skip the same
-        weight gradients. Small measured differences would have the plan freeze the same microbatches whole in every
-        step, and nothing would be learned from their samples.
+        Where a stage's backwards take about as long, freezing saves the same ms of each: they skip the same weight
+        gradients. With savings that differ by noise, the linear program would freeze the same microbatches whole in
+        every step, and nothing would be learned from their samples.
         """
-        found = {action: Bounds(ms, ms) for action, ms in self.unfrozen_ms.items()}
+        bounds = {action: Bounds(ms, ms) for action, ms in self.unfrozen_ms.items()}
         groups = _by_group(self.unfrozen_ms)
         for group, response in self.responses.items():
             upper = groups[group]
             alike = max(upper.values()) <= _SAME_WORK * min(upper.values())
             mean = statistics.fmean(upper.values())
             for action, ms in upper.items():
-                found[action] = Bounds(max(0.0, ms - response.saved * (mean if alike else ms)), ms)
-        return found
+                bounds[action] = Bounds(max(0.0, ms - response.saved * (mean if alike else ms)), ms)
+        return bounds
 
-    def notes(self) -> tuple[str, ...]:
-        """A sentence for each stage whose line is not straight."""
-        return tuple(
-            f"stage {stage}: masks of half of the work save {bend.value:+.0%} of a backward more than the straight "
-            "line between the bounds"
-            for (stage, _), response in sorted(self.responses.items())
-            if (bend := response.bend) is not None and abs(bend.value) > max(_STRAIGHT, 3.0 * bend.error)
-        )
+    def means(self) -> dict[Group, Bounds]:
+        """Mean bounds of each stage's actions of one kind, in ms."""
+        return {group: mean_bounds(of_group.values()) for group, of_group in _by_group(self.bounds()).items()}
 
 
-def measured_times(paced: PacedSamples, first_stage: int | None) -> StageTimes:
+def mean_bounds(bounds: Collection[Bounds]) -> Bounds:
+    """The mean of each of the two bounds, in ms."""
+    return Bounds(statistics.fmean(b.lower for b in bounds), statistics.fmean(b.upper for b in bounds))
+
+
+def measured_times(timer: ActionTimer, first_stage: int | None) -> StageTimes:
     """Fit the lines to what monitoring has measured on this rank so far.
 
-    ``first_stage`` is the first one that trains anything: frozen whole, nothing is left of its backwards.
+    ``first_stage`` is the first stage that trains anything: its backwards vanish when all of it is frozen.
     """
-    unfrozen = _unfrozen_ms(paced)
+    unfrozen = _unfrozen_ms(timer)
     upper = {action: ms for group in unfrozen.values() for action, ms in group.items()}
-    found = {
+    responses = {
         group: response
         for group, of_group in unfrozen.items()
-        if group[1].freezable and (response := _fit(paced, of_group, group[0] == first_stage)) is not None
+        if group[1].freezable and (response := _fit(timer, of_group, group[0] == first_stage)) is not None
     }
-    return StageTimes(upper, found)
+    return StageTimes(upper, responses)
 
 
-def _unfrozen_ms(paced: PacedSamples) -> dict[Group, dict[Action, float]]:
+def _unfrozen_ms(timer: ActionTimer) -> dict[Group, dict[Action, float]]:
     """The microbatches of a stage do the same work: their differences count as far as noise does not explain them."""
     estimates = {
-        action: found
-        for action in paced.actions(Phase.MONITORING_UPPER)
-        if (found := estimate(sample.ms for sample in paced.samples(Phase.MONITORING_UPPER, action))) is not None
+        action: of_action
+        for action in timer.actions(Phase.MONITORING_UPPER)
+        if (of_action := estimate(sample.ms for sample in timer.samples(Phase.MONITORING_UPPER, action))) is not None
     }
     return {group: shrink(of_group) for group, of_group in _by_group(estimates).items()}
 
@@ -107,17 +103,17 @@ def _by_group(of: Mapping[Action, _T]) -> dict[Group, dict[Action, _T]]:
     return groups
 
 
-def _fit(paced: PacedSamples, upper: Mapping[Action, float], vanishes: bool) -> Line | None:
+def _fit(timer: ActionTimer, upper: Mapping[Action, float], vanishes: bool) -> Line | None:
     """The response of one group, given its unfrozen times; None where nothing was frozen in any sample."""
-    line = fit(_points(paced, upper, vanishes))
+    line = fit(_points(timer, upper, vanishes))
     if line is None:
         return None
-    return replace(line, error=math.hypot(_unfrozen_error(paced, upper), line.error))
+    return replace(line, error=math.hypot(_unfrozen_error(timer, upper), line.error))
 
 
-def _points(paced: PacedSamples, upper: Mapping[Action, float], vanishes: bool) -> list[list[Point]]:
+def _points(timer: ActionTimer, upper: Mapping[Action, float], vanishes: bool) -> list[list[Point]]:
     """By step. Where a backward ``vanishes`` when it is frozen whole, such samples are no part of the line."""
-    sampled = {a: [sample for phase in _FREEZING for sample in paced.samples(phase, a)] for a in upper}
+    sampled = {a: [sample for phase in _FREEZING for sample in timer.samples(phase, a)] for a in upper}
     limit = 1.0 if vanishes and _has_partial(sampled) else math.inf
     steps: list[list[Point]] = [[] for _ in range(max(map(len, sampled.values())))]
     for action, samples in sampled.items():
@@ -131,10 +127,10 @@ def _has_partial(sampled: Mapping[Action, Sequence[Sample]]) -> bool:
     return any(0.0 < sample.share < 1.0 for samples in sampled.values() for sample in samples)
 
 
-def _unfrozen_error(paced: PacedSamples, upper: Mapping[Action, float]) -> float:
+def _unfrozen_error(timer: ActionTimer, upper: Mapping[Action, float]) -> float:
     """Relative standard error of a group's unfrozen time: from step to step, and from sample to sample."""
     ratios = [
-        [sample.ms / ms for sample in paced.samples(Phase.MONITORING_UPPER, action)]
+        [sample.ms / ms for sample in timer.samples(Phase.MONITORING_UPPER, action)]
         for action, ms in upper.items()
         if ms > 0.0
     ]

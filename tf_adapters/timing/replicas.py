@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TypeVar
 
 from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.timing.freeze_response import Group, mean_bounds
+
+_K = TypeVar("_K", bound=Hashable)
 
 
 class MeasurementError(TimelyFreezeError, RuntimeError):
@@ -14,22 +18,53 @@ class MeasurementError(TimelyFreezeError, RuntimeError):
 
 
 def merge_bounds(
-    schedule: PipelineSchedule, per_rank: Iterable[Mapping[Action, Bounds]]
+    schedule: PipelineSchedule,
+    per_rank: Iterable[Mapping[Action, Bounds]],
+    means: Iterable[Mapping[Group, Bounds]] = (),
 ) -> tuple[dict[Action, Bounds], tuple[str, ...]]:
     """One bound for each action, and a sentence for each that noise had crossed and that was clamped.
 
-    A stage takes as long as its slowest replica. Raises MeasurementError for an action that nobody measured.
+    A stage takes as long as its slowest replica. ``per_rank`` has the bounds of each action, from the ranks of at least
+    one replica; ``means`` has the mean bounds of each stage and kind on ranks that sent no more. Raises
+    MeasurementError for an action that nobody measured.
     """
-    replicas = list(per_rank)
+    slowest = _slowest(per_rank)
+    for action in schedule.actions:
+        if action not in slowest:
+            raise MeasurementError(f"{action} was never measured during monitoring")
+    scale = _scales(slowest, _slowest(means))
     merged: dict[Action, Bounds] = {}
     notes = []
     for action in schedule.actions:
-        measured = [bounds[action] for bounds in replicas if action in bounds]
-        if not measured:
-            raise MeasurementError(f"{action} was never measured during monitoring")
-        upper = max(bounds.upper for bounds in measured)
-        lower = max(bounds.lower for bounds in measured)
+        of_lower, of_upper = scale.get((action.stage, action.kind), (1.0, 1.0))
+        lower, upper = slowest[action].lower * of_lower, slowest[action].upper * of_upper
         if lower > upper:
             notes.append(f"{action}: measured {lower:.3f} ms frozen, {upper:.3f} ms unfrozen; taken as not freezable")
         merged[action] = Bounds(min(max(lower, 0.0), upper), upper)
     return merged, tuple(notes)
+
+
+def _slowest(replicas: Iterable[Mapping[_K, Bounds]]) -> dict[_K, Bounds]:
+    """Each of the two bounds at the replica where it is longest."""
+    slowest: dict[_K, Bounds] = {}
+    for replica in replicas:
+        for key, bounds in replica.items():
+            other = slowest.get(key, bounds)
+            slowest[key] = Bounds(max(bounds.lower, other.lower), max(bounds.upper, other.upper))
+    return slowest
+
+
+def _scales(known: Mapping[Action, Bounds], means: Mapping[Group, Bounds]) -> dict[Group, tuple[float, float]]:
+    """By how much lower and upper bounds of a group grow, so that their means are those of the slowest replica."""
+    groups: dict[Group, list[Bounds]] = {}
+    for action, bounds in known.items():
+        groups.setdefault((action.stage, action.kind), []).append(bounds)
+    own = {group: mean_bounds(of_group) for group, of_group in groups.items() if group in means}
+    return {
+        group: (_growth(mean.lower, means[group].lower), _growth(mean.upper, means[group].upper))
+        for group, mean in own.items()
+    }
+
+
+def _growth(own: float, other: float) -> float:
+    return max(1.0, other / own) if own > 0.0 else 1.0

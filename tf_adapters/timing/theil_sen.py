@@ -1,7 +1,7 @@
 """A straight line from nothing frozen to everything frozen, fitted to steps of a busy machine.
 
-What disturbs a step often disturbs all of it: a neighbour's load, the clock rate. Where the microbatches of one step
-have different frozen shares, their quotients tell the slope, and what they have in common cancels: with
+Most disturbances (another process, the clock rate) slow a whole step down. Where the microbatches of one step have
+different frozen shares, the quotients of their times give the slope, and the step's speed cancels: with
 ``left(x) = pace * (1 - saved * x)``, two of them give ``saved`` whatever the pace. The weighted median over all pairs
 (Theil and Sen's, weighted by how far apart the shares are) is the fit. Where all microbatches of a step have about the
 same share, the unfrozen steps are what they are compared with.
@@ -14,16 +14,16 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tf_adapters.timing.estimates import Estimate, estimate, weighted_median
+from tf_adapters.timing.estimates import estimate, weighted_median
 
 _APART = 0.1
-"""Shares that differ by less tell little of the slope."""
+"""The least difference of two shares that a slope is computed from."""
 
 _FEW = 16
 """Points of a step of which all pairs are taken."""
 
 _LEFT = 0.2
-"""Of the unfrozen time: a point of which less is left says little about its step's pace."""
+"""Share of the unfrozen time that a point needs to count for its step's pace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +40,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Shares of the unfrozen time.
-
-    Attributes:
-        saved: what freezing everything saves.
-        error: its standard error.
-        bend: what a mask of half of the work saves beyond half of ``saved``, with its standard error; None where that
-            was not measured.
-    """
+    """What freezing everything saves, as a share of the unfrozen time, and its standard error."""
 
     saved: float
     error: float
-    bend: Estimate | None = None
 
 
 def fit(steps: Iterable[Sequence[Point]]) -> Line | None:
@@ -59,9 +51,9 @@ def fit(steps: Iterable[Sequence[Point]]) -> Line | None:
     chosen = [points for points in steps if any(point.share > 0.0 for point in points)]
     if not chosen:
         return None
-    pairs = [found for points in chosen if (found := _pairs(points))]
+    pairs = [of_step for points in chosen if (of_step := _pairs(points))]
     saved, error = _within(chosen, pairs) if pairs else _between(chosen)
-    return Line(saved, error, _bend(chosen))
+    return Line(saved, error)
 
 
 _Slope = tuple[float, float]
@@ -69,13 +61,13 @@ _Slope = tuple[float, float]
 
 
 def _pairs(points: Sequence[Point]) -> list[_Slope]:
-    found = []
+    slopes = []
     for one, other in _far_apart(sorted(points, key=lambda point: point.share)):
         apart = other.share - one.share
         common = one.left * other.share - other.left * one.share
         if apart >= _APART and common:
-            found.append(((one.left - other.left) / common, apart))
-    return found
+            slopes.append(((one.left - other.left) / common, apart))
+    return slopes
 
 
 def _far_apart(points: Sequence[Point]) -> Iterator[tuple[Point, Point]]:
@@ -120,26 +112,10 @@ def _quotient(points: Sequence[Point]) -> float:
 
 
 def _error(values: Iterable[float]) -> float:
-    found = estimate(values)
-    return found.error if found else math.inf
+    of_values = estimate(values)
+    return of_values.error if of_values else math.inf
 
 
 def _scaled(off: Sequence[float], squares: Sequence[float]) -> float:
     """The error of a slope whose points are ``off`` a line, from the squared distances of their shares."""
     return _error(off) / math.sqrt(statistics.fmean(squares)) if any(squares) else math.inf
-
-
-def _bend(steps: Sequence[Sequence[Point]]) -> Estimate | None:
-    of_all = _departure([point for points in steps for point in points])
-    of_steps = [found for points in steps if (found := _departure(points)) is not None]
-    return None if of_all is None or not of_steps else Estimate(of_all, _error(of_steps))
-
-
-def _departure(points: Sequence[Point]) -> float | None:
-    """saved(x) = c x + q x (1 - x) has its quotients saved / x on a line in x: q/4 is its departure at a half."""
-    frozen = [point for point in points if point.share > 0.0]
-    halves = [[p for p in frozen if p.share < 0.5], [p for p in frozen if p.share >= 0.5]]
-    if not all(halves):
-        return None
-    middle = [sum(p.share**2 for p in half) / sum(p.share for p in half) for half in halves]
-    return (_quotient(halves[0]) - _quotient(halves[1])) / (middle[1] - middle[0]) / 4.0

@@ -1,9 +1,8 @@
-"""The time between actions: what a transfer takes, and what a rank spends on an action besides computing.
+"""The time between actions: transfers between stages, and a rank's overhead before an action.
 
-Both come from the traces of monitored steps, so nothing is sent or timed for them. Every rank has its own clock and
-its own idea of when a step began. Two ranks that send each other something bound the difference of their clocks from
-both sides, as in the Network Time Protocol (RFC 5905, section 8): the shortest way there and the shortest way back
-are taken to last equally long.
+Both are computed from the traces of monitored steps. Every rank has its own clock and its own start of a step. Two
+ranks that send each other something bound the difference of their clocks from both sides, as in the Network Time
+Protocol (RFC 5905, section 8): the shortest way there and the shortest way back are taken to last equally long.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tf_adapters.timing.timer import ActionTimer, Interval, Trace
 __all__ = ["NO_GAPS", "Gaps", "complete_steps", "local_traces", "measure_gaps"]
 
 _MOST_INTERVALS = 4_096
-"""Of a rank: what travels to the others stays below 100 KB, whatever the number of microbatches."""
+"""Of a rank: 32 KB of what it sends, unless a single step has more."""
 
 
 class Gaps(NamedTuple):

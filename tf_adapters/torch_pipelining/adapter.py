@@ -80,8 +80,9 @@ class TorchPipeliningAdapter(HostAdapter):
 
     def install(self) -> None:
         """Watch the optimizers; mask and time the stages' own computations."""
-        if self._optimizers:
-            self.on_detach(Updates(self._optimizers, self.controller).remove)
+        updates = Updates(self._optimizers, self.controller)
+        for optimizer in self._optimizers:
+            self.around_steps(optimizer, updates.before_step, updates.after_step)
         overrides = self.overrides
         overrides.set(self.schedule, "step", self._stepping(self.schedule.step))
         overrides.set(self.schedule, ATTRIBUTE, self)

@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
+from tf_adapters.collectives import ProcessGroupCollectives
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.adapter import attach_once
+from tf_adapters.hosts.agreement import GivenConfig, read_settings, refuse_other_schedules, same_on_all_ranks
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.torch_pipelining.adapter import ATTRIBUTE, TorchPipeliningAdapter, host_info
 from tf_adapters.torch_pipelining.support import check
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+__all__ = ["attach"]
 
 
 def attach(
     schedule: Any,
-    config: TimelyFreezeConfig | Mapping[str, Any] | None,
-    optimizer: Optimizers,
+    config: GivenConfig = None,
     *,
-    metrics: MetricSink | None,
-    warmup_steps: int | None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    metrics: MetricSink | None = None,
+    warmup_steps: int | None = None,
 ) -> TorchPipeliningAdapter | None:
-    """See ``tf_adapters.torch_pipelining.attach``."""
-    optimizers = _as_tuple(optimizer)
+    """Freeze in this schedule's training from here on. Call it on all ranks, before the first training step.
+
+    Args:
+        schedule: a schedule of torch.distributed.pipelining, made with a ``loss_fn``.
+        config: the settings; by default all defaults.
+        optimizer: what updates this rank's stages, one or several. A step ends when all of them have stepped, so
+            several ``schedule.step()`` calls may accumulate gradients for one update. Without it every
+            ``schedule.step()`` is a step.
+        metrics: called after each step, on each rank that passes it, with named figures (ratios in [0, 1], ms).
+        warmup_steps: what ``warmup_steps: "auto"`` stands for: the length of the learning-rate warm-up; by default 10.
+
+    Returns:
+        The adapter, with ``controller``, ``detach()``, ``state_dict()`` and ``load_state_dict()``; also to be had as
+        ``schedule.timely_freeze``. None where ``enabled`` is false. Attaching twice returns the first
+        adapter; with other settings it is refused.
+
+    Raises:
+        ConfigError: a setting is wrong. UnsupportedError: freezing cannot be right here. On all ranks.
+    """
+    if optimizer is None:
+        optimizers: tuple[Any, ...] = ()
+    else:
+        optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
     collectives = ProcessGroupCollectives()
 
     def make(settings: TimelyFreezeConfig) -> TorchPipeliningAdapter:
-        _agree_on_the_step(on_all_ranks(collectives, lambda: bool(optimizers)))
+        same_on_all_ranks(collectives, "optimizers", lambda: "some" if optimizers else "none", shown=str)
         warmup = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
         return TorchPipeliningAdapter(schedule, settings, collectives, optimizers, metrics=metrics, warmup_steps=warmup)
 
@@ -47,30 +68,9 @@ def attach(
     )
 
 
-def _as_tuple(optimizer: Optimizers) -> tuple[Any, ...]:
-    if optimizer is None:
-        return ()
-    return tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
-
-
-def _settings(
-    schedule: Any, config: TimelyFreezeConfig | Mapping[str, Any] | None, optimizers: tuple[Any, ...]
-) -> TimelyFreezeConfig:
-    settings = TimelyFreezeConfig.parse(config)
-    if settings.schedule != "host":
-        raise ConfigError(
-            f'timely_freeze.schedule is "{settings.schedule}": allowed is "host"; with torch.distributed.pipelining '
-            "the schedule is the object that you pass"
-        )
-    if settings.enabled:
+def _settings(schedule: Any, config: GivenConfig, optimizers: tuple[Any, ...]) -> TimelyFreezeConfig:
+    def check_schedule(settings: TimelyFreezeConfig) -> None:
+        refuse_other_schedules(settings, "with torch.distributed.pipelining the schedule is the object that you pass")
         check(schedule, optimizers)
-    return settings
 
-
-def _agree_on_the_step(given: list[bool]) -> None:
-    """Raise ConfigError where some ranks end a step with their optimizer and others with the pipeline's."""
-    if any(given) and not all(given):
-        raise ConfigError(
-            f"optimizer is given on rank {given.index(True)} but not on rank {given.index(False)}: "
-            "give it on all ranks or on none"
-        )
+    return read_settings(config, check_schedule)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -22,25 +21,15 @@ class Updates:
         self._controller = controller
         self._optimizers = tuple(optimizers)
         self._stepped: set[int] = set()
-        self._hooks = [hook for optimizer in optimizers for hook in self._watch(optimizer)]
 
-    def remove(self) -> None:
-        """Take the hooks off the optimizers."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _watch(self, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-        return (
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        )
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the gradients of held parameters away."""
         if self._controller.in_step:
             for parameter in self._controller.held_parameters():
                 parameter.grad = None
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """End the step if this optimizer was the last."""
         if not self._controller.in_step:  # an update that no pipeline batch came before
             return
         self._stepped.add(id(optimizer))

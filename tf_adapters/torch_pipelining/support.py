@@ -1,4 +1,4 @@
-"""What freezing can be right under in torch.distributed.pipelining, checked before any training starts."""
+"""What freezing cannot be right under in torch.distributed.pipelining, checked before any training starts."""
 
 from __future__ import annotations
 
@@ -11,28 +11,35 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.pipelining import schedules as host
 from torch.nn.parallel import DistributedDataParallel
 
-from tf_adapters.errors import UnsupportedError
-from tf_adapters.masking.compiled import COMPILED, is_compiled
+from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, missing_name, refuse
 from tf_adapters.schedule.ir import Kind, PipelineSchedule
 from tf_adapters.torch_pipelining.replicas import reshards_after_forward
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
 
-_SCHEDULE_SYMBOLS = ("_PipelineSchedule", "_PipelineScheduleRuntime", "PipelineScheduleSingle", "Schedule1F1B")
-_STAGE_SYMBOLS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+SCHEDULE_CLASSES = ("_PipelineSchedule", "_PipelineScheduleRuntime", "PipelineScheduleSingle", "Schedule1F1B")
+STAGE_NAMES = (
+    "forward_one_chunk",
+    "backward_one_chunk",
+    "backward_weight_one_chunk",
+    "device",
+    "dw_builder",
+    "group",
+    "is_first",
+    "submod",
+)
+FSDP_NAMES = ("_get_fsdp_state",)
+FSDP_STATE_NAMES = ("_auto_reshard_after_forward", "_fsdp_param_groups")
+_COMPUTATIONS = {*(kind.value for kind in Kind), "OVERLAP_F_B"}
 
 
 def check(schedule: Any, optimizers: Sequence[Any]) -> None:
     """Raise UnsupportedError, one line, if freezing with this schedule could be wrong."""
     refuse_grad_scaler()
-    problem = _schedule_problem(schedule)
-    if problem is None:
-        translated = translate(schedule)
-        problem = _first(
-            *(_stage_problem(stage, translated, bool(optimizers)) for stage in stages_of(schedule)),
-            _optimizer_problem(schedule, optimizers),
-        )
-    if problem:
-        raise UnsupportedError(f"timely_freeze cannot run here: {problem}")
+    refuse(_schedule_problem(schedule))
+    translated = translate(schedule)
+    for stage in stages_of(schedule):
+        refuse(_stage_problem(stage, translated, bool(optimizers)))
+    refuse(_optimizer_problem(schedule, optimizers))
 
 
 def refuse_grad_scaler() -> None:
@@ -41,36 +48,32 @@ def refuse_grad_scaler() -> None:
     The ranks' step counts would then differ, and they would wait for each other for ever.
     """
     if any(scaler.is_enabled() for scaler in _grad_scalers()):
-        raise UnsupportedError(
-            "timely_freeze cannot run here: a torch.amp.GradScaler is enabled, which skips updates on single ranks of "
-            "a pipeline; use bfloat16 autocast, or GradScaler(enabled=False)"
+        refuse(
+            "a torch.amp.GradScaler is enabled, which skips updates on single ranks of a pipeline; "
+            "use bfloat16 autocast, or GradScaler(enabled=False)"
         )
 
 
 def _grad_scalers() -> list[torch.amp.GradScaler]:
-    """Every GradScaler of this process. An instance refers to its class; asking each object takes a quarter second."""
+    """Return every GradScaler of this process. An instance refers to its class; asking each object is slow."""
     classes: list[type] = [torch.amp.GradScaler]
     for known in classes:
         classes.extend(known.__subclasses__())
     return [thing for thing in gc.get_referrers(*classes) if type(thing) in classes]
 
 
-def _first(*problems: str | None) -> str | None:
-    return next((problem for problem in problems if problem), None)
-
-
-def _schedule_problem(schedule: Any) -> str | None:
-    missing = [symbol for symbol in _SCHEDULE_SYMBOLS if not hasattr(host, symbol)]
-    if missing:
-        symbol = f"torch.distributed.pipelining.schedules.{missing[0]}"
-        return f"torch {torch.__version__} has no {symbol}; 2.13 to 2.15 have it"
+def _schedule_problem(schedule: Any) -> Problem:
+    problem = missing_name(host, SCHEDULE_CLASSES, called="torch.distributed.pipelining.schedules")
+    if problem:
+        return problem
     if not isinstance(schedule, host._PipelineSchedule):
         return f"the schedule is a {type(schedule).__name__}; it needs one of torch.distributed.pipelining"
-    single = isinstance(schedule, host.PipelineScheduleSingle)
-    wanted = ("_has_backward", "_n_microbatches", *(("_stage", "_num_stages") if single else ("_stages",)))
-    missing = [name for name in wanted if not hasattr(schedule, name)]
-    if missing:
-        return f"torch {torch.__version__}'s {type(schedule).__name__} has no {missing[0]}; 2.13 to 2.15 have it"
+    names = ("_stage", "_num_stages") if isinstance(schedule, host.PipelineScheduleSingle) else ("_stages",)
+    if isinstance(schedule, host._PipelineScheduleRuntime):
+        names = (*names, "_comp_type_to_function_map")
+    problem = missing_name(schedule, ("_has_backward", "_n_microbatches", *names))
+    if problem:
+        return problem
     if not schedule._has_backward:
         return "the schedule has no loss_fn, so it runs forwards only"
     if isinstance(schedule, host._PipelineScheduleRuntime):
@@ -80,17 +83,15 @@ def _schedule_problem(schedule: Any) -> str | None:
     return None
 
 
-_COMPUTATIONS = {*(kind.value for kind in Kind), "OVERLAP_F_B"}
-
-
-def _stage_problem(stage: Any, schedule: PipelineSchedule, has_optimizer: bool) -> str | None:
-    missing = [symbol for symbol in _STAGE_SYMBOLS if not hasattr(stage, symbol)]
-    if missing:
-        return f"stage {stage.stage_index} is a {type(stage).__name__}, which has no {missing[0]}"
+def _stage_problem(stage: Any, schedule: PipelineSchedule, has_optimizer: bool) -> Problem:
+    problem = missing_name(stage, STAGE_NAMES)
+    if problem:
+        return problem
     if stage.dw_builder is not None:
         return f"stage {stage.stage_index} has a dw_builder, which computes weight gradients outside of autograd"
-    if any(map(is_compiled, stage.submod.modules())):
-        return COMPILED
+    problem = compiled_problem(stage.submod)
+    if problem:
+        return problem
     splits = any(a.stage == stage.stage_index and a.kind is Kind.WEIGHT_GRAD for a in schedule.actions)
     if splits and stage.is_first and not any(p.requires_grad for p in stage.submod.parameters()):
         return (
@@ -101,7 +102,7 @@ def _stage_problem(stage: Any, schedule: PipelineSchedule, has_optimizer: bool) 
     return f"stage {stage.stage_index} {replica}" if replica else None
 
 
-def _replica_problem(module: Any, splits: bool, has_optimizer: bool) -> str | None:
+def _replica_problem(module: Any, splits: bool, has_optimizer: bool) -> Problem:
     parts = list(module.modules())
     if any(isinstance(part, FullyShardedDataParallel) for part in parts):
         return "is wrapped in FullyShardedDataParallel, whose flat parameters cannot be masked; use fully_shard"
@@ -112,7 +113,11 @@ def _replica_problem(module: Any, splits: bool, has_optimizer: bool) -> str | No
     if not isinstance(module, FSDPModule):
         if any(isinstance(part, FSDPModule) for part in parts):
             return "has fully_shard on a part only; apply it to the whole stage too"
-    elif splits and reshards_after_forward(module):
+        return None
+    problem = missing_name(module, FSDP_NAMES) or missing_name(module._get_fsdp_state(), FSDP_STATE_NAMES)
+    if problem:
+        return problem
+    if splits and reshards_after_forward(module):
         return (
             "has fully_shard with reshard_after_forward, with which torch computes wrong gradients in split backwards "
             "(I and W), with or without freezing; apply it with reshard_after_forward=False"
@@ -120,22 +125,21 @@ def _replica_problem(module: Any, splits: bool, has_optimizer: bool) -> str | No
     return None
 
 
-def _reducer_problem(module: DistributedDataParallel, splits: bool, has_optimizer: bool) -> str | None:
-    problem = None
-    if splits:
-        problem = (
-            "and split backwards (I and W): torch then reduces no gradients, with or without freezing; use fully_shard"
-        )
-    elif module.static_graph:
-        problem = "with static_graph=True, but every mask is another graph; leave it off"
-    elif module.find_unused_parameters:
-        problem = "with find_unused_parameters=True, which counts frozen parameters a second time; leave it off"
-    elif not has_optimizer:
-        problem = "which leaves zero gradients for the optimizer: pass it, attach(..., optimizer=optimizer)"
+def _reducer_problem(module: DistributedDataParallel, splits: bool, has_optimizer: bool) -> Problem:
+    static, unused, ends_alone = module.static_graph, module.find_unused_parameters, not has_optimizer
+    problem = first_problem(
+        {
+            "and split backwards (I and W): torch then reduces no gradients, with or without freezing; "
+            "use fully_shard": splits,
+            "with static_graph=True, but every mask is another graph; leave it off": static,
+            "with find_unused_parameters=True, which counts frozen parameters a second time; leave it off": unused,
+            "which leaves zero gradients for the optimizer: pass it, attach(..., optimizer=optimizer)": ends_alone,
+        }
+    )
     return problem and f"is wrapped in DistributedDataParallel {problem}"
 
 
-def _optimizer_problem(schedule: Any, optimizers: Sequence[Any]) -> str | None:
+def _optimizer_problem(schedule: Any, optimizers: Sequence[Any]) -> Problem:
     wrong = [optimizer for optimizer in optimizers if not isinstance(optimizer, torch.optim.Optimizer)]
     if wrong:
         return f"optimizer is a {type(wrong[0]).__name__}: allowed is a torch.optim.Optimizer, or several in a list"

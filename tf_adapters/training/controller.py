@@ -195,6 +195,7 @@ class Controller:
             timer=self.timer,
             memory=self.memory,
             tally=self._tally,
+            traced=self.pipeline.traced,
         )
 
     def announce_start(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from tf_adapters.collectives import Collectives, on_all_ranks
+from tf_adapters.collectives import Collectives, decide_from_all
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ScheduleError, TimelyFreezeError
 from tf_adapters.log import announce
@@ -166,7 +166,7 @@ class Decisions:
             timer.drain()
             return timer.step_ms(Phase.MONITORING_UPPER) or 0.0
 
-        return max(on_all_ranks(self._collectives, median_ms))
+        return decide_from_all(self._collectives, median_ms, lambda steps_ms: max(steps_ms))
 
     def _report_due(self, run: RunSnapshot) -> bool:
         stable = run.state.completed_steps - run.state.phases.progressive_end
@@ -191,12 +191,20 @@ class Decisions:
 
 def verify_schedule(collectives: Collectives, schedule: PipelineSchedule, executed: Sequence[Action]) -> None:
     """Raise ScheduleError, on all ranks, where what a rank ran in a step is not what the schedule says."""
-    by_rank = on_all_ranks(collectives, lambda: tuple(executed))
-    if all(actions and actions in schedule.ranks for actions in by_rank):
-        return
-    ran = {schedule.rank_of(actions[0].stage): actions for actions in by_rank if actions}
-    rows = PipelineSchedule(tuple(ran.get(rank, ()) for rank in range(len(schedule.ranks))))
-    raise ScheduleError(
-        "what the ranks ran is not the schedule that they were to run. They ran:\n"
-        f"{rows.grid()}\nThe schedule is:\n{schedule.grid()}"
-    )
+
+    def local() -> int | tuple[Action, ...]:
+        """The row of the schedule that this rank ran, or what it ran instead."""
+        actions = tuple(executed)
+        return schedule.ranks.index(actions) if actions and actions in schedule.ranks else actions
+
+    def check(ranks: Sequence[int | tuple[Action, ...]]) -> None:
+        if all(isinstance(row, int) for row in ranks):
+            return
+        by_rank = [schedule.ranks[row] if isinstance(row, int) else row for row in ranks]
+        ran = {schedule.rank_of(actions[0].stage): actions for actions in by_rank if actions}
+        rows = PipelineSchedule(tuple(ran.get(rank, ()) for rank in range(len(schedule.ranks))))
+        raise ScheduleError(
+            f"the ranks did not run the schedule. They ran:\n{rows.grid()}\nThe schedule is:\n{schedule.grid()}"
+        )
+
+    decide_from_all(collectives, local, check)

@@ -11,7 +11,6 @@ from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.masks import NONE_PREFERRED, Mask, StageMasks
 from tf_adapters.timing.phase import Phase
-from tf_adapters.training.monitoring import drawn_ratio
 from tf_adapters.training.state import RunState
 
 _FIRST_STAGE_MONITORING_RATIO = 0.8  # far along the line, yet short of its end
@@ -81,4 +80,14 @@ class FreezeRatios:
         if not state.phases.mixed:
             return most
         turn = state.phases.mixed_turn(step)
-        return most * drawn_ratio(turn, action.stage, action.microbatch, self._microbatches)
+        return most * mixed_ratio(turn, action.stage, action.microbatch, self._microbatches)
+
+
+def mixed_ratio(turn: int, stage: int, microbatch: int, microbatches: int) -> float:
+    """The freeze ratio in [0, 1] of a microbatch in the ``turn``-th step (from 0) of mixed monitoring that freezes.
+
+    The microbatches of a stage take ratios from 0 to 1 in equal distances, each another one in the next turn: every
+    step shows the whole line and updates every parameter. A single microbatch takes a half, so that each parameter
+    misses every second of these steps.
+    """
+    return 0.5 if microbatches == 1 else (microbatch + turn + stage) % microbatches / (microbatches - 1)

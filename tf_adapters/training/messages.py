@@ -63,12 +63,12 @@ def checking(config: TimelyFreezeConfig) -> str:
 def checked(state: StabilityState, config: TimelyFreezeConfig, shares: Mapping[int, float]) -> str:
     """The outcome of a stability check: the share of each stage's work that is stable, and where the scores lie."""
     stages = ", ".join(f"stage {stage}: {share:.2f}" for stage, share in sorted(shares.items()))
-    found = f"stability check {state.checks}: {config.stability_metric} finds stable, by work, {stages}"
+    stable = f"stability check {state.checks}: {config.stability_metric} finds stable, by work, {stages}"
     scores = state.memory["scores"]
     if not len(scores):
-        return f"{found}; scores follow with the next"
+        return f"{stable}; scores follow with the next"
     low, middle, high = scores.min(), np.median(scores), scores.max()
-    return f"{found}; scores from {low:.2g} to {high:.2g}, median {middle:.2g}"
+    return f"{stable}; scores from {low:.2g} to {high:.2g}, median {middle:.2g}"
 
 
 def monitoring(done: int, length: int, step_ms: float | None) -> str:

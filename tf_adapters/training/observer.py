@@ -23,7 +23,8 @@ __all__ = ["Observer", "RunSnapshot"]
 class RunSnapshot:
     """One run as one rank sees it. Observers read it and change nothing.
 
-    ``stages`` are this rank's, ascending. ``tally`` counts what the masks drawn on this rank froze.
+    ``stages`` are this rank's, ascending. ``tally`` counts what the masks drawn on this rank froze. ``traced``: whether
+    this rank is in the one replica of the pipeline that is reported in detail.
     """
 
     config: TimelyFreezeConfig
@@ -36,6 +37,7 @@ class RunSnapshot:
     timer: ActionTimer
     memory: MemoryMeter
     tally: MaskTally
+    traced: bool = True
 
 
 class Observer(Protocol):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from tf_adapters.timing.phase import Phase
 
-LEAST_MIXED_STEPS = 10  # five of each kind: fewer do not tell how much they differ
+LEAST_MIXED_STEPS = 10  # five of each kind: an error cannot be estimated from fewer
 DEFAULT_WARMUP_STEPS = 10  # enough for kernels and allocators to settle where no scheduler names a warm-up
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from tf_adapters.collectives import Collectives, on_all_ranks, on_one_rank
+from tf_adapters.collectives import Collectives, decide_from_all, on_one_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.planner.forecast import forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
@@ -16,10 +16,10 @@ from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
-from tf_adapters.timing.freeze_response import measured_times
+from tf_adapters.timing.compact import PackedBounds, PackedTraces
+from tf_adapters.timing.freeze_response import Group, measured_times
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.replicas import merge_bounds
-from tf_adapters.timing.step_speed import PacedSamples
 from tf_adapters.timing.timer import ActionTimer, Trace
 from tf_adapters.timing.transfers import Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.training import messages
@@ -30,12 +30,12 @@ _SOLVED_AT_ONCE = 1_000
 """Actions up to which planning takes about a second, no more than starting a process for it."""
 
 _NEARLY = 1.01
-"""A promise that misses its target by less has reached it: that is what measurements are good for."""
+"""Up to this ratio to its target a promised step has reached it: measurements are no more precise."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a plan is made from; times in ms. ``notes`` say what noise has made of them."""
+    """What a plan is made from; times in ms. ``notes`` name bounds that noise had crossed and that were clamped."""
 
     bounds: Mapping[Action, Bounds]
     gaps: Gaps
@@ -54,12 +54,15 @@ class Planned:
 
 @dataclass(frozen=True)
 class _Local:
-    """One rank's part."""
+    """What one rank sends of its monitored steps.
 
-    bounds: Mapping[Action, Bounds]
+    A rank of the traced pipeline sends bounds and traces of each action, any other the mean bounds of its groups.
+    """
+
     step_ms: float
-    traces: tuple[tuple[int, Trace], ...]
-    notes: tuple[str, ...]
+    means: Mapping[Group, Bounds] = field(default_factory=dict)
+    bounds: PackedBounds | None = None
+    traces: PackedTraces | None = None
 
 
 class PlanMaker:
@@ -84,22 +87,23 @@ class PlanMaker:
 
         def local() -> float:
             timer.drain(wait=True)
-            return measured_times(PacedSamples(timer), self._first_stage).error
+            return measured_times(timer, self._first_stage).error
 
-        return max(on_all_ranks(self._collectives, local))
+        return decide_from_all(self._collectives, local, lambda errors: max(errors))
 
     def measure(self, schedule: PipelineSchedule, timer: ActionTimer) -> Measured:
         """What the monitored steps of all ranks say. Raises TimelyFreezeError, the same on every rank."""
-        local = on_all_ranks(self._collectives, lambda: self._local(timer))
 
-        def merge() -> Measured:
-            bounds, notes = merge_bounds(schedule, [rank.bounds for rank in local])
-            self._steps = complete_steps(schedule, [rank.traces for rank in local])
+        def merge(ranks: Sequence[_Local]) -> tuple[PackedBounds, Measured]:
+            detailed = [rank.bounds.unpack(schedule) for rank in ranks if rank.bounds]
+            bounds, notes = merge_bounds(schedule, detailed, [rank.means for rank in ranks])
+            self._steps = complete_steps(schedule, [rank.traces.unpack(schedule) for rank in ranks if rank.traces])
             gaps = measure_gaps(schedule, self._steps)
-            bent = dict.fromkeys(note for rank in local for note in rank.notes)
-            return Measured(bounds, gaps, max(rank.step_ms for rank in local), (*notes, *bent))
+            step_ms = max(rank.step_ms for rank in ranks)
+            return PackedBounds.of(schedule, bounds), Measured({}, gaps, step_ms, notes)
 
-        return on_one_rank(self._collectives, merge)
+        packed, measured = decide_from_all(self._collectives, lambda: self._local(schedule, timer), merge)
+        return replace(measured, bounds=packed.unpack(schedule))
 
     def start(self, schedule: PipelineSchedule, measured: Measured) -> Planned | None:
         """Make the plan, or begin to: None where it is made beside training. Raises TimelyFreezeError on all ranks."""
@@ -108,8 +112,8 @@ class PlanMaker:
         if self._config.plan_wait == "auto" and len(schedule.actions) <= _SOLVED_AT_ONCE:
 
             def solve_here() -> Planned:
-                found = solve(self._problem(schedule, measured), self._config.solver_time_limit_s)
-                return self._promise(schedule, measured, found)
+                plan = solve(self._problem(schedule, measured), self._config.solver_time_limit_s)
+                return self._promise(schedule, measured, plan)
 
             return on_one_rank(self._collectives, solve_here)
 
@@ -134,18 +138,23 @@ class PlanMaker:
             self._worker.close()
             self._worker = None
 
-    def _local(self, timer: ActionTimer) -> _Local:
+    def _local(self, schedule: PipelineSchedule, timer: ActionTimer) -> _Local:
         timer.drain(wait=True)
-        paced = PacedSamples(timer)
-        times = measured_times(paced, self._first_stage)
-        traces = local_traces(timer, Phase.MONITORING_UPPER) if self._traced else ()
-        return _Local(times.bounds(), paced.step_ms(Phase.MONITORING_UPPER) or 0.0, traces, times.notes())
+        times = measured_times(timer, self._first_stage)
+        step_ms = timer.step_ms(Phase.MONITORING_UPPER) or 0.0
+        if not self._traced:
+            return _Local(step_ms, means=times.means())
+        return _Local(
+            step_ms,
+            bounds=PackedBounds.of(schedule, times.bounds()),
+            traces=PackedTraces.of(schedule, local_traces(timer, Phase.MONITORING_UPPER)),
+        )
 
     def _arrived(self, schedule: PipelineSchedule, measured: Measured, wait: bool) -> Planned | None:
         def ask() -> Planned | None:
             assert self._worker is not None
-            found = self._worker.wait() if wait else self._worker.poll()
-            return None if found is None else self._promise(schedule, measured, found)
+            plan = self._worker.wait() if wait else self._worker.poll()
+            return None if plan is None else self._promise(schedule, measured, plan)
 
         return on_one_rank(self._collectives, ask)
 
@@ -169,11 +178,11 @@ class PlanMaker:
         unfrozen = dag.makespan({action: bounds.upper for action, bounds in measured.bounds.items()})
         return max(0.0, unfrozen - (step_ms - target))
 
-    def _promise(self, schedule: PipelineSchedule, measured: Measured, found: FreezePlan) -> Planned:
+    def _promise(self, schedule: PipelineSchedule, measured: Measured, plan: FreezePlan) -> Planned:
         step_ms = measured.unfrozen_step_ms
         promised = forecast(
             schedule,
-            found,
+            plan,
             bounds=measured.bounds,
             unfrozen_step_ms=step_ms,
             gaps=measured.gaps,
@@ -183,6 +192,6 @@ class PlanMaker:
         self._steps = ()
         target = self._config.target_ms(step_ms)
         if promised.planned_ms <= target * _NEARLY or not target:
-            return Planned(found, promised.planned_ms)
+            return Planned(plan, promised.planned_ms)
         note = messages.out_of_reach(target, promised, self._config.max_freeze_ratio)
-        return Planned(found, promised.planned_ms, (note,))
+        return Planned(plan, promised.planned_ms, (note,))

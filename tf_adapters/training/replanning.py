@@ -1,16 +1,16 @@
-"""Plans that stay true: when actions no longer take as long as the plan says, it is made anew from what they take now.
+"""Plan again when actions no longer take as long as the plan says: a slower node, other sequence lengths, a curriculum.
 
-A slower node, other sequence lengths, a curriculum: stable freezing goes on being timed, and every so many steps the
-times are held against the plan's. What freezing saves is in proportion to what an action takes, so the new bounds are
-the old ones times what changed: nothing is monitored again, and until the new plan is there the old one is in force.
+Stable freezing is timed, and every ``replan_interval`` steps the times are compared with the plan's. What freezing
+saves is in proportion to what an action takes, so the new bounds are the old ones times what changed. Nothing is
+monitored again, and until the new plan is there the old one is in force.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tf_adapters.collectives import Collectives, on_all_ranks, on_one_rank
+from tf_adapters.collectives import Collectives, decide_from_all
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.planner.forecast import stable_durations
@@ -19,10 +19,11 @@ from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
+from tf_adapters.timing.compact import PackedBounds, PackedTraces
 from tf_adapters.timing.estimates import median
 from tf_adapters.timing.freeze_response import Group
 from tf_adapters.timing.phase import Phase
-from tf_adapters.timing.timer import ActionTimer, Trace
+from tf_adapters.timing.timer import ActionTimer
 from tf_adapters.timing.transfers import complete_steps, local_traces, measure_gaps
 from tf_adapters.training import messages
 from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned
@@ -34,7 +35,7 @@ _NEWEST = 64
 """Samples of an action that are looked at, at most."""
 
 _IN_A_ROW = 2
-"""Looks that must find a change: one may meet a neighbour's short job."""
+"""Looks in a row that must find a change: one may see a short disturbance."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,11 @@ class _Local:
 
     changes: Mapping[Group, float]
     step_ms: float
-    traces: Sequence[tuple[int, Trace]]
+    traces: PackedTraces
 
 
 class PlanWatch:
-    """Holds measured times against the plan's. Every method is called on all ranks at the same point.
+    """Compares measured times with the plan's. Every method is called on all ranks at the same point.
 
     Args:
         config: the settings.
@@ -59,7 +60,7 @@ class PlanWatch:
     def __init__(self, config: TimelyFreezeConfig, collectives: Collectives, traced: bool, masks: StageMasks) -> None:
         self._config, self._collectives, self._traced = config, collectives, traced
         self._stage_0_vanishes = masks.can_freeze_all(0)
-        self._found = 0  # looks in a row that found a change
+        self._changes_in_a_row = 0  # looks that found a change
 
     def due(self, step: int, settled: int) -> bool:
         """Whether to look after ``step``; stable freezing began after step ``settled``."""
@@ -68,7 +69,7 @@ class PlanWatch:
 
     def forget(self) -> None:
         """Begin anew: the pipeline runs something else now."""
-        self._found = 0
+        self._changes_in_a_row = 0
 
     def look(
         self, schedule: PipelineSchedule, timer: ActionTimer, measured: Measured, plan: FreezePlan
@@ -77,30 +78,30 @@ class PlanWatch:
 
         Raises TimelyFreezeError, the same on every rank.
         """
-        local = on_all_ranks(self._collectives, lambda: self._local(timer, measured.bounds))
 
-        def judge() -> Measured | None:
-            slowest = _slowest([rank.changes for rank in local])
+        def judge(ranks: Sequence[_Local]) -> tuple[PackedBounds, Measured] | None:
+            slowest = _slowest([rank.changes for rank in ranks])
             away = max((max(factor, 1.0 / factor) - 1.0 for factor in slowest.values()), default=0.0)
             if away <= self._config.replan_threshold:
                 return None
-            steps = complete_steps(schedule, [rank.traces for rank in local])
+            steps = complete_steps(schedule, [rank.traces.unpack(schedule) for rank in ranks])
             gaps = measure_gaps(schedule, steps) if steps else measured.gaps
             bounds = {a: _times(b, slowest.get((a.stage, a.kind), 1.0)) for a, b in measured.bounds.items()}
             saved = self._saved(PipelineDag.from_schedule(schedule, *gaps), bounds, plan)
-            step_ms = max(rank.step_ms for rank in local) + saved
-            return Measured(bounds, gaps, step_ms, (messages.changed(slowest),))
+            step_ms = max(rank.step_ms for rank in ranks) + saved
+            return PackedBounds.of(schedule, bounds), Measured({}, gaps, step_ms, (messages.changed(slowest),))
 
-        fresh = on_one_rank(self._collectives, judge)
-        self._found = self._found + 1 if fresh else 0
-        if self._found < _IN_A_ROW:
+        fresh = decide_from_all(self._collectives, lambda: self._local(schedule, timer, measured.bounds), judge)
+        self._changes_in_a_row = self._changes_in_a_row + 1 if fresh else 0
+        if fresh is None or self._changes_in_a_row < _IN_A_ROW:
             return None
-        self._found = 0
-        return fresh
+        self._changes_in_a_row = 0
+        packed, changed = fresh
+        return replace(changed, bounds=packed.unpack(schedule))
 
-    def _local(self, timer: ActionTimer, bounds: Mapping[Action, Bounds]) -> _Local:
+    def _local(self, schedule: PipelineSchedule, timer: ActionTimer, bounds: Mapping[Action, Bounds]) -> _Local:
         timer.drain()
-        traces = local_traces(timer, Phase.STABLE) if self._traced else ()
+        traces = PackedTraces.of(schedule, local_traces(timer, Phase.STABLE) if self._traced else ())
         newest = min(self._config.replan_interval, _NEWEST)
         return _Local(changes(timer, bounds, newest), timer.step_ms(Phase.STABLE) or 0.0, traces)
 
@@ -169,14 +170,14 @@ class Replanning:
 
 def changes(timer: ActionTimer, bounds: Mapping[Action, Bounds], newest: int) -> dict[Group, float]:
     """How many times as long this rank's actions took, in their ``newest`` stable samples, as bounds and masks say."""
-    found: dict[Group, list[float]] = {}
+    ratios: dict[Group, list[float]] = {}
     for action in timer.actions(Phase.STABLE):
         bound = bounds[action]
         for sample in timer.samples(Phase.STABLE, action)[-newest:]:
             expected = bound.upper - sample.share * (bound.upper - bound.lower)
             if expected > 0.0 and sample.share < 1.0 and sample.ms > 0.0:  # frozen whole, little or nothing is left
-                found.setdefault((action.stage, action.kind), []).append(sample.ms / expected)
-    return {group: median(ratios) or 1.0 for group, ratios in found.items()}
+                ratios.setdefault((action.stage, action.kind), []).append(sample.ms / expected)
+    return {group: median(of_group) or 1.0 for group, of_group in ratios.items()}
 
 
 def _slowest(ranks: Sequence[Mapping[Group, float]]) -> dict[Group, float]:
