@@ -124,7 +124,7 @@ def _check_scaled(config: TimelyFreezeConfig, pipeline: HostPipeline) -> None:
     stages: dict[int, int] = {}
     for stage, of_stage in pipeline.parameters.items():
         for name, parameter in of_stage.items():
-            if stages.setdefault(id(parameter), stage) != stage:
+            if parameter.requires_grad and stages.setdefault(id(parameter), stage) != stage:
                 raise ConfigError(
                     f'{SECTION}.gradient_scale is "{config.gradient_scale}": allowed is "skipped_as_zero" here, since '
                     f"stages {stages[id(parameter)]} and {stage} of one rank share the parameter {name}"

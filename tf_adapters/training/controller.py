@@ -186,7 +186,8 @@ class Controller:
 
     def frozen_parameters(self, step: int, stage: int, microbatch: int) -> tuple[str, ...]:
         """Names frozen on ``stage`` for ``microbatch`` at ``step``: the same on every replica and after a restart."""
-        return self._ratios.masks(self.state, step, stage)[microbatch].names
+        masks = self._ratios.masks(self.state, step, stage)
+        return masks[microbatch].names if microbatch < len(masks) else ()
 
     @property
     def forecast(self) -> Forecast | None:
