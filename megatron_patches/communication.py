@@ -9,11 +9,10 @@ Versions: run on 0.16.1 and 0.19.2, the same arguments.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_patches.patch import Patch, argument
+from megatron_patches.patch import Patch
 
 _COMMUNICATION = "megatron.core.pipeline_parallel.p2p_communication"
 _ARGUMENTS = ("tensor_recv_prev", "tensor_recv_next")
@@ -22,29 +21,13 @@ PATCHES = (
     Patch(_COMMUNICATION, "_p2p_ops", *_ARGUMENTS),
 )
 
-Handler = Callable[[], None]
-"""Called after a receive has begun and before anything waits for it."""
 
-
-def apply(handler: Handler) -> None:
-    """Let ``handler`` run while receives are under way."""
-
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        received = [argument(original, name) for name in _ARGUMENTS]
-
-        @functools.wraps(original)
-        def p2p_ops(*args: Any, **kwargs: Any) -> Any:
-            requests = original(*args, **kwargs)
-            if any(tensor(args, kwargs) is not None for tensor in received):
-                handler()
-            return requests
-
-        return p2p_ops
-
+def apply(handler: Callable[..., Any]) -> None:
+    """Let ``handler(run, tensor from the previous rank or None, tensor from the next or None)`` start transfers."""
     for patch in PATCHES:
         patch.check()
     for patch in PATCHES:
-        patch.apply(wrapper)
+        patch.handle(handler)
 
 
 def revert() -> None:

@@ -21,7 +21,15 @@ import pytest
 import torch
 
 import megatron_patches
-from megatron_patches import arguments, backward_step, checkpointing, forward_backward, forward_step, model_setup
+from megatron_patches import (
+    arguments,
+    backward_step,
+    checkpointing,
+    communication,
+    forward_backward,
+    forward_step,
+    model_setup,
+)
 from megatron_patches.patch import Patch
 from tf_adapters.errors import UnsupportedError
 from tf_adapters.megatron import adapter as adapters
@@ -353,7 +361,26 @@ def test_all_patches_can_be_taken_back_at_once() -> None:
     assert all(symbol(path).__wrapped__ is original for path, original in originals.items())
     megatron_patches.revert_all()
     assert all(symbol(path) is original for path, original in originals.items())
-    assert set(UNCHANGED) == set(megatron_patches.ALL)
+    assert {*UNCHANGED, communication} == set(megatron_patches.ALL)
+
+
+def test_transfers_tell_what_they_receive(monkeypatch: pytest.MonkeyPatch) -> None:
+    p2p = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
+    for name in ("_batched_p2p_ops", "_p2p_ops"):
+        monkeypatch.setattr(p2p, name, lambda *, tensor_recv_prev, tensor_recv_next, group: [group])
+    seen: list[Any] = []
+
+    def handler(run: Callable[[], Any], previous: Any, following: Any) -> Any:
+        seen.append((previous, following))
+        return run()
+
+    communication.apply(handler)
+    try:
+        assert p2p._p2p_ops(tensor_recv_prev=1, tensor_recv_next=None, group=7) == [7]
+        assert p2p._batched_p2p_ops(tensor_recv_prev=None, tensor_recv_next=2, group=8) == [8]
+    finally:
+        communication.revert()
+    assert seen == [(1, None), (None, 2)]
 
 
 # --- what is not there -----------------------------------------------------------------------------------------

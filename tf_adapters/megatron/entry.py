@@ -99,7 +99,7 @@ def patch_schedules() -> None:
     megatron_patches.forward_backward.apply(_on_batch)
     forward.apply(_on_forward)
     backward.apply(_on_backward)
-    communication.apply(_on_receive)
+    communication.apply(_on_communication)
 
 
 def _on_batch(run: Any, model: Any, num_microbatches: int, forward_only: bool) -> Any:
@@ -115,9 +115,12 @@ def _on_batch(run: Any, model: Any, num_microbatches: int, forward_only: bool) -
         _running = None
 
 
-def _on_receive() -> None:
-    if _running is not None:
+def _on_communication(run: Any, *received: Any) -> Any:
+    """What is computed after a receive has begun is computed while the rank would wait for it."""
+    requests = run()
+    if _running is not None and any(tensor is not None for tensor in received):
         _running.compute_waiting()
+    return requests
 
 
 def _on_forward(run: Any, model: Any, microbatch: int | None) -> Any:
