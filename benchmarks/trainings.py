@@ -1,6 +1,6 @@
 """The examples' trainings behind one interface, for benchmarks that run on every host.
 
-Two pipeline ranks, 1F1B, 8 microbatches. A training has the same weights and data each time it is built.
+1F1B, 8 microbatches. A training has the same weights and data each time it is built.
 """
 
 from __future__ import annotations
@@ -20,6 +20,18 @@ HOSTS = {"deepspeed": "DeepSpeed", "megatron-core": "Megatron-Core", "torch": "t
 RANKS = 2
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = {"deepspeed": "deepspeed_gpt", "megatron-core": "megatron_gpt", "torch": "torch_llama"}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and its pipeline: ``ranks`` stages of ``layers`` in all, microbatches of ``micro_batch`` rows."""
+
+    ranks: int = RANKS
+    layers: int = 8
+    width: int = 256
+    context: int = 64
+    micro_batch: int = 4
+    microbatches: int = 8
 
 
 @dataclass
@@ -59,20 +71,27 @@ def setup(host: str) -> None:
         train.join_ranks()
 
 
-def start(host: str, freezing: Freezing, *, alone: bool = False) -> Training:
+def start(host: str, freezing: Freezing, *, alone: bool = False, size: Size = Size()) -> Training:
     """A training on a fresh model, frozen as the settings say, or of the host alone. Called on all ranks at once."""
-    training = {"deepspeed": _deepspeed, "megatron-core": _megatron, "torch": _torch}[host](freezing, alone)
+    training = {"deepspeed": _deepspeed, "megatron-core": _megatron, "torch": _torch}[host](freezing, alone, size)
     if not alone and training.adapter is None:
         training.adapter = training.attach()
     return training
 
 
-def _deepspeed(freezing: Freezing, alone: bool) -> Training:
+def _deepspeed(freezing: Freezing, alone: bool, size: Size) -> Training:
     import paired
 
     import tf_adapters.deepspeed
 
-    options = paired.Options(**vars(freezing))
+    options = paired.Options(
+        **vars(freezing),
+        stages=size.ranks,
+        width=size.width,
+        blocks=size.layers,
+        context=size.context,
+        microbatches=size.microbatches,
+    )
     engine, adapter = paired.build_engine(options, freezing=not alone)
     return Training(
         step=paired.training_step(engine, options),
@@ -83,20 +102,30 @@ def _deepspeed(freezing: Freezing, alone: bool) -> Training:
     )
 
 
-def _megatron(freezing: Freezing, alone: bool) -> Training:
+def _megatron(freezing: Freezing, alone: bool, size: Size) -> Training:
     from model import Sizes
     from text import ByteDataset, load_text, split
     from trainer import Trainer
 
     import tf_adapters.megatron
 
-    trainer = Trainer(Sizes())
+    sizes = Sizes(
+        pipeline=size.ranks,
+        layers=size.layers,
+        hidden=size.width,
+        context=size.context,
+        micro_batch=size.micro_batch,
+        microbatches=size.microbatches,
+    )
+    trainer = Trainer(sizes)
     train, held_out = (ByteDataset(part, trainer.sizes.context) for part in split(load_text("topics")))
     adapters: list[Any] = []
 
     def attach() -> Any:
         section = freezing.section()
-        adapter = tf_adapters.megatron.attach(trainer.chunks, trainer.optimizer, section, num_microbatches=8)
+        adapter = tf_adapters.megatron.attach(
+            trainer.chunks, trainer.optimizer, section, num_microbatches=size.microbatches
+        )
         adapters.append(adapter)
         return adapter
 
@@ -112,7 +141,7 @@ def _megatron(freezing: Freezing, alone: bool) -> Training:
     )
 
 
-def _torch(freezing: Freezing, alone: bool) -> Training:
+def _torch(freezing: Freezing, alone: bool, size: Size) -> Training:
     import models
     import torch
     from data import Batches, encode
@@ -122,12 +151,11 @@ def _torch(freezing: Freezing, alone: bool) -> Training:
 
     import tf_adapters.torch_pipelining
 
-    context, microbatches, micro_batch = 64, 8, 4
-    config = models.new_config(layers=8, width=256, heads=4, context=context, vocabulary=256)
-    layout = Layout("1f1b", RANKS, config.num_hidden_layers, microbatches)
+    config = models.new_config(layers=size.layers, width=size.width, heads=4, context=size.context, vocabulary=256)
+    layout = Layout("1f1b", size.ranks, config.num_hidden_layers, size.microbatches)
     trainer = Trainer(layout, models.build(config), torch.device("cpu"), lr=1e-3, bf16=False)
     train, held_out = (
-        Batches(encode(part), context, microbatches * micro_batch) for part in split(load_text("topics"))
+        Batches(encode(part), size.context, size.microbatches * size.micro_batch) for part in split(load_text("topics"))
     )
     adapters: list[Any] = []
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_torch_oracle import PLANS, check_oracle
-from torch_ranks import Case, pool, train
+from torch_ranks import Case, attached, pool, train
 
 from tf_adapters.testing.ranks import RanksFailed
 
@@ -72,3 +72,23 @@ def test_replicas_that_reduce_in_the_backward_are_refused_in_one_line_on_all_ran
     with pytest.raises(RanksFailed) as failed:
         pool(2).run(train, case)
     assert str(failed.value).count('use weight_gradients "in_place" with it') == 2
+
+
+def evaluated_and_detached(case: Case) -> list[float]:
+    run = attached(case)
+    losses = []
+    for step in range(6):
+        if step == 3 and run.adapter is not None:
+            run.adapter.detach()
+        losses += [run.train_step(step), run.evaluate(step)]
+    assert not any("forward" in vars(module) for stage in run.stages for module in stage.submod.modules())
+    assert all(parameter.requires_grad for parameter in run.named.values())
+    return losses
+
+
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleInterleaved1F1B"])
+def test_evaluation_and_detaching_leave_the_host_as_it_was(schedule: str) -> None:
+    case = Case(schedule=schedule, section=DEFERRED, ratios=0.0)
+    ours = pool(2).run(evaluated_and_detached, case)
+    assert ours == pool(2).run(evaluated_and_detached, replace(case, section=None, ratios=None))
+    assert any(ours[-1])

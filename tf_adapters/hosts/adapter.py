@@ -64,6 +64,7 @@ class HostAdapter(ABC):
             collectives,
             RunReporter(collectives, metrics),
         )
+        self._on_detach += [taps.remove for taps in pipeline.taps.values()]
 
     @abstractmethod
     def install(self) -> None:

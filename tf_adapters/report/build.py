@@ -12,6 +12,7 @@ from tf_adapters import __version__
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.report.schema import BackwardSample, Host, Measured, PeakMemory, Phases, Report, Schedule, Status
 from tf_adapters.schedule.ir import Action, Kind
+from tf_adapters.timing.device import EMULATED
 from tf_adapters.timing.estimates import estimate, median
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.timer import ActionTimer
@@ -116,8 +117,9 @@ def result_line(report: Report, stable_steps_ms: Sequence[float]) -> str | None:
     if report.config.get("method") == "none":
         return f"method none: {stable:.1f} ms a step, nothing frozen; planned {measured.planned_step_ms:.1f} ms"
     error = step.error / step.value if step.value else 0.0
+    where = "emulated device, " if report.host.device == EMULATED else ""
     return (
-        f"stable freezing: {stable:.1f} ms a step over {len(stable_steps_ms)} steps, {unfrozen / stable:.2f}x "
+        f"{where}stable freezing: {stable:.1f} ms a step over {len(stable_steps_ms)} steps, {unfrozen / stable:.2f}x "
         f"(+-{error:.1%}) of {unfrozen:.1f} ms with nothing frozen; "
         f"planned {measured.planned_step_ms:.1f} ms, {unfrozen / measured.planned_step_ms:.2f}x"
     )

@@ -13,6 +13,7 @@ from tf_adapters.report.schema import Report
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.timing.device import EMULATED
 
 __all__ = ["Block", "Panel", "after", "before", "exact", "measured", "panels_of", "planned_order", "timeline"]
 
@@ -151,7 +152,8 @@ def _bounds(report: Report) -> dict[Action, Bounds]:
 def panels_of(report: Report) -> tuple[Panel, ...]:
     """What there is of the batches above, in their order. Raises ConfigError, ScheduleError as they do."""
     made = (before(report), exact(report), after(report), measured(report))
-    return tuple(panel for panel in made if panel is not None)
+    where = "emulated devices; " if report.host.device == EMULATED else ""
+    return tuple(replace(panel, title=where + panel.title) for panel in made if panel is not None)
 
 
 def timeline(

@@ -10,6 +10,7 @@ from tf_adapters.report.page import Page, Table, as_text
 from tf_adapters.report.schema import Report
 from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.timing.device import EMULATED
 
 __all__ = ["page", "summary"]
 
@@ -76,10 +77,11 @@ def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[st
     status = "freezing what is stable, without a plan" if unplanned else _STATUS[report.status]
     yield "status", f"{status} (step {report.step}{_phase_ends(report)})"
     ranks, microbatches = len(schedule.ranks), schedule.num_microbatches
+    device = " on emulated devices" if report.host.device == EMULATED else ""
     yield (
         "pipeline",
         (
-            f"{report.host.name} {report.host.version}: {schedule.num_stages} stages on {ranks} ranks,"
+            f"{report.host.name} {report.host.version}{device}: {schedule.num_stages} stages on {ranks} ranks,"
             f" {microbatches} microbatches"
         ),
     )
@@ -112,7 +114,7 @@ def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[st
     memory = report.measured.peak_memory_bytes
     if memory.unfrozen:
         peaks = [memory.unfrozen, *([memory.stable] if memory.stable else [])]
-        counted = "of the process" if report.host.device == "cpu" else "of tensors"
+        counted = "of the process" if report.host.device in ("cpu", EMULATED) else "of tensors"
         yield "memory", f"peak {counted} on the fullest rank {' -> '.join(_gib(max(ranks_)) for ranks_ in peaks)}"
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tf_adapters.timing.device import device_name
+
 if TYPE_CHECKING:
     import torch
 
@@ -31,7 +33,7 @@ class MemoryMeter:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device_type = device.type
+        self.device_type = device_name(device)
         self._held = _reader(device)
         self._peaks: dict[str, int] = {}
         self._steps: dict[str, int] = defaultdict(int)

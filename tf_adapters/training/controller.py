@@ -106,6 +106,8 @@ class Controller:
         """The host starts a training step."""
         self._executed.clear()
         self._step_masks.clear()
+        for taps in self.pipeline.taps.values():
+            taps.clear()
         self.timer.drain()
         self._step_start = self.timer.start_step()
 

@@ -1,0 +1,130 @@
+"""Speed with deferred weight gradients and with freezing, on every host's real engine, measured on emulated devices.
+
+Four pipeline ranks, 1F1B, 8 microbatches, tiny layers. Every operation sleeps as long as a slow device would compute:
+order, communication and waiting are the engine's own, durations are emulated, and no figure says anything about a GPU.
+Each training runs by itself, one after the other; times are medians over steps.
+
+Writes results/emulated.json beside this file, host by host, and the table into docs/deferral.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from measuring import machine, put_table
+from trainings import HOSTS, ROOT, Size, setup, start
+
+from tf_adapters.testing import RankPool
+from tf_adapters.testing.emulated_device import EmulatedDevice
+from tf_adapters.testing.paired import Freezing, timed_step
+
+RESULTS = Path(__file__).with_name("results") / "emulated.json"
+PAGE = ROOT / "docs" / "deferral.md"
+SIZE = Size(ranks=4, layers=16, width=64, context=16, micro_batch=2)
+RATE = 3e8
+"""FLOP/s, at which a forward of a stage takes about 40 ms."""
+
+ALONE_STEPS, SETTLE = 14, 4
+DEFERRED: dict[str, Any] = {"weight_gradients": "deferred"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "in place, r_max 0.8": {"max_freeze_ratio": 0.8},
+    "deferred, exact": {**DEFERRED, "max_freeze_ratio": 0.0},
+    "deferred, exact, 4 more microbatches": {**DEFERRED, "max_freeze_ratio": 0.0, "extra_microbatches": 4},
+    "deferred, r_max 0.3, 4 more microbatches": {**DEFERRED, "max_freeze_ratio": 0.3, "extra_microbatches": 4},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
+    args = parser.parse_args()
+    for host in args.hosts:
+        keep(host, measure(host))
+    text = table(json.loads(RESULTS.read_text())["hosts"])
+    put_table(PAGE, "emulated", text)
+    print(text)
+
+
+def keep(host: str, row: dict[str, Any]) -> None:
+    """Write a host's figures in the place of its old ones."""
+    old = json.loads(RESULTS.read_text())["hosts"] if RESULTS.exists() else {}
+    hosts = {name: {**old, host: row}[name] for name in HOSTS if name in {**old, host: row}}
+    record = {"machine": machine(*HOSTS), "device": "emulated", "rate": RATE, "size": vars(SIZE), "hosts": hosts}
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def measure(host: str) -> dict[str, Any]:
+    with RankPool(SIZE.ranks, functools.partial(setup, host)) as ranks:
+        alone = ranks.run(run_alone, host, timeout_s=600)[0]
+        row: dict[str, Any] = {"alone": alone}
+        for name, settings in VARIANTS.items():
+            row[name] = ranks.run(run_variant, host, settings, timeout_s=900)[0]
+            row[name]["speedup"] = alone["step_ms"] / row[name]["step_ms"]
+            row[name]["same_loss"] = row[name].pop("losses") == alone["losses"][: row[name]["compared"]]
+            print(host, name, {k: v for k, v in row[name].items() if not isinstance(v, list)}, flush=True)
+    return row
+
+
+def run_alone(host: str) -> dict[str, Any]:
+    """The host's step in ms, its losses, and how far the emulation was off. Called on all ranks at once."""
+    with EmulatedDevice(RATE) as device:
+        training = start(host, Freezing(), alone=True, size=SIZE)
+        times = [timed_step(training.step) for _ in range(ALONE_STEPS)]
+        return {
+            "step_ms": statistics.median(times[SETTLE:]),
+            "losses": [training.held_out_loss()],
+            "emulation_error": device.error,
+        }
+
+
+def run_variant(host: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The step in stable freezing beside the plan's. Called on all ranks at once."""
+    section = {"monitoring_precision": 0.02, "replan_threshold": 0.0, **settings}
+    freezing = Freezing(
+        warmup=2, monitoring=12, progressive=0, stable=12, output_dir=f"runs/bench/emulated/{host}", settings=section
+    )
+    with EmulatedDevice(RATE) as device:
+        training = start(host, freezing, size=SIZE)
+        controller = training.adapter.controller
+        times: dict[str, list[float]] = {}
+        losses: list[float] = []
+        for number in range(freezing.steps):
+            phase = controller.phase.value
+            times.setdefault(phase, []).append(timed_step(training.step))
+            if number == ALONE_STEPS - 1:
+                losses = [training.held_out_loss()]
+        plan, forecast = controller.state.plan, controller.forecast
+        training.detach()
+    stable = statistics.median(times["stable"][1:])
+    return {
+        "step_ms": stable,
+        "planned_ms": forecast.planned_ms,
+        "measured_over_planned": stable / forecast.planned_ms,
+        "mean_freeze_ratio": plan.mean_freeze_ratio,
+        "losses": losses,
+        "compared": 1,
+        "emulation_error": device.error,
+    }
+
+
+def table(hosts: dict[str, Any]) -> str:
+    lines: list[Sequence[str]] = [["", *(HOSTS[host] for host in hosts)], ["---"] * (len(hosts) + 1)]
+    for name in VARIANTS:
+        lines.append([name, *(cell(row[name]) for row in hosts.values())])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace("|  |", "| |")
+
+
+def cell(of: dict[str, Any]) -> str:
+    frozen = f", {of['mean_freeze_ratio']:.2f} frozen" if of["mean_freeze_ratio"] else ""
+    same = ", same loss" if of["same_loss"] else ""
+    return f"{of['speedup']:.3f}x{frozen}, {of['measured_over_planned']:.3f} of the planned step{same}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""A device that is not there: each operation lasts as long as its FLOPs would take, and the process sleeps for it.
+
+A pipeline's makespan depends on how long actions last, not on what they compute. With tiny layers and a low rate the
+real engine, its order, its communication and its waiting run with many more ranks than the machine has cores::
+
+    torchrun --nproc-per-node 4 -m tf_adapters.testing.emulated_device --rate 2e8 -m my_package.train --layers 8
+
+Counted are the operations that torch's FLOP counter knows (matrix products, convolutions, attention), forward and
+backward. Everything else takes the time that it takes here. Reports call the device "emulated".
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import runpy
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from tf_adapters.errors import ConfigError
+from tf_adapters.log import announce
+from tf_adapters.timing.device import emulated
+
+__all__ = ["EmulatedDevice", "main"]
+
+_MOST_OVERSLEPT_S = 2e-3
+"""Of what an operation took too long, what the next one makes up for."""
+
+_KEEPS_UP = 0.05
+"""Share of the emulated time by which operations may be late in all before it is said."""
+
+
+class EmulatedDevice(TorchDispatchMode):
+    """While it is active on a thread, the thread's operations last ``FLOPs / rate`` seconds, or longer.
+
+    Args:
+        rate: FLOP/s, above 0.
+        jitter: standard deviation of an operation's duration, as a share of it, in [0, 1).
+        seed: of the jitter.
+        clock, sleep: seconds, and how to wait for some.
+
+    Attributes:
+        asked_s: how long all operations were to last.
+        late_s: by how much they lasted longer: the processor was slower than the device, or woke up late.
+        operations: how many were counted.
+    """
+
+    def __init__(
+        self,
+        rate: float,
+        *,
+        jitter: float = 0.0,
+        seed: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        if not rate > 0.0:
+            raise ConfigError(f"rate is {rate}: allowed is a number of FLOP/s above 0")
+        if not 0.0 <= jitter < 1.0:
+            raise ConfigError(f"jitter is {jitter}: allowed is a number from 0 to below 1")
+        self.rate, self.jitter = rate, jitter
+        self.asked_s = self.late_s = 0.0
+        self.operations = 0
+        self._random = random.Random(seed)
+        self._clock, self._sleep = clock, sleep
+        self._overslept = 0.0
+        self._active = ExitStack()
+
+    def __enter__(self) -> EmulatedDevice:
+        self._active.enter_context(emulated())
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        super().__exit__(kind, error, at)  # type: ignore[no-untyped-call]
+        self._active.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flops = flop_registry.get(func._overloadpacket)
+        if flops is None:
+            return func(*args, **(kwargs or {}))
+        began = self._clock()
+        out = func(*args, **(kwargs or {}))
+        self._wait(began, flops(*args, **(kwargs or {}), out_val=out) / self.rate)
+        return out
+
+    @property
+    def error(self) -> float:
+        """By what share of the emulated time operations lasted longer than asked."""
+        return self.late_s / self.asked_s if self.asked_s else 0.0
+
+    def summary(self) -> str:
+        """How well the emulation kept its times, in a line."""
+        line = (
+            f"emulated device: {self.operations:,} operations of {self.asked_s:.2f} s at {self.rate:.3g} FLOP/s, "
+            f"{self.error:+.2%} off"
+        )
+        return line if self.error <= _KEEPS_UP else f"{line}: this machine could not keep up; take a lower rate"
+
+    def _wait(self, began: float, duration: float) -> None:
+        """Sleep for the rest of an operation. What the last one overslept is made up for, within limits."""
+        if self.jitter:
+            duration *= max(0.0, self._random.gauss(1.0, self.jitter))
+        until = began + duration - self._overslept
+        left = until - self._clock()
+        if left > 0.0:
+            self._sleep(left)
+        overslept = self._clock() - until
+        carried = min(overslept, _MOST_OVERSLEPT_S)
+        self.asked_s += duration
+        self.late_s += overslept - carried
+        self.operations += 1
+        self._overslept = carried
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a script or module, unmodified, on an emulated device."""
+    options, command = _parse(sys.argv[1:] if arguments is None else list(arguments))
+    rank = int(os.environ.get("RANK", "0"))
+    rates = options.rate
+    device = EmulatedDevice(rates[rank % len(rates)], jitter=options.jitter, seed=options.seed + rank)
+    try:
+        with device:
+            _run(command)
+    finally:
+        announce(rank, device.summary())
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m tf_adapters.testing.emulated_device",
+        usage="%(prog)s --rate FLOPS [--jitter SHARE] [--seed N] (-m MODULE | SCRIPT) ...",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rate", type=_rates, required=True, help="FLOP/s; several with commas, one for each rank")
+    parser.add_argument("--jitter", type=float, default=0.0, help="standard deviation of durations, as a share (0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the jitter (0)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-m MODULE or SCRIPT, and its arguments")
+    options = parser.parse_args(arguments)
+    if not options.command or options.command == ["-m"]:
+        parser.error("there is nothing to run: name a script, or -m and a module")
+    try:
+        EmulatedDevice(options.rate[0], jitter=options.jitter)
+    except ConfigError as error:
+        parser.error(str(error))
+    return options, options.command
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        rates = ()
+    if not rates or not all(rate > 0.0 for rate in rates):
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed are numbers of FLOP/s above 0, with commas between them")
+    return rates
+
+
+def _run(command: list[str]) -> None:
+    """What ``python`` does with ``-m MODULE ...`` or ``SCRIPT ...``."""
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = command
+    sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
+    runpy.run_path(command[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
