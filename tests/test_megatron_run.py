@@ -354,7 +354,7 @@ def test_a_schedule_that_the_host_does_not_run_is_shown_with_both_grids(megatron
     with pytest.raises(RanksFailed) as failure:
         megatron(2).run(wrong_schedule, Case(steps=3))
     text = str(failure.value)
-    assert text.count("ScheduleError: what the ranks ran is not the schedule") == 2
+    assert text.count("ScheduleError: the ranks did not run the schedule") == 2
     assert "They ran:" in text
     assert "The schedule is:" in text
 

@@ -246,7 +246,7 @@ def test_a_schedule_that_runs_otherwise_is_found_in_the_first_monitored_step() -
     texts = pool(2).run(with_another_schedule, Case(), "gpipe")
     assert texts[0] == texts[1]
     ran, expected = (" ".join(text.split()) for text in texts[0].split("The schedule is:"))
-    assert ran.startswith("ScheduleError: what the ranks ran is not the schedule")
+    assert ran.startswith("ScheduleError: the ranks did not run the schedule")
     assert "1F0 1B0 1F1 1B1 1F2 1B2" in ran
     assert "1F0 1F1 1F2 1F3 1F4 1F5 1F6 1F7 1B0" in expected
 
