@@ -194,7 +194,8 @@ class StageTaps:
         gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
         for layer, parameters, inputs, gradient in self._pending.pop(microbatch, ()):
             choose = all_rows if sampler is None else partial(sampler.rows, self._weights[layer])
-            of_layer = layer.gradients(parameters, inputs, gradient, choose)
+            with torch.no_grad():  # a host may receive gradients into tensors that require gradients
+                of_layer = layer.gradients(parameters, inputs, gradient, choose)
             for parameter, of_call in zip(parameters, of_layer, strict=True):
                 before = gradients.get(parameter)
                 # Of several calls the host adds up first what one backward makes, too.
