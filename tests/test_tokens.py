@@ -13,8 +13,8 @@ from tf_adapters.masking.tokens import TokenSampler, draw, inclusion_chances
 from tf_adapters.schedule.ir import Action
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.units import FreezeUnit
-from tf_adapters.timing.token_cost import TokenCost, measured_token_cost, slowest_costs
 from tf_adapters.timing.timer import ActionTimer
+from tf_adapters.timing.token_cost import TokenCost, measured_token_cost, slowest_costs
 
 SIZES = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1e6)), min_size=2, max_size=40)
 

@@ -8,7 +8,7 @@ gradients under recomputation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -23,11 +23,20 @@ class ParameterMask:
     @contextmanager
     def frozen(self, names: Iterable[str]) -> Iterator[None]:
         """Freeze ``names`` inside the block. Parameters that the user froze already are left alone."""
-        held = [p for p in map(self._parameters.__getitem__, names) if p.requires_grad]
-        for parameter in held:
-            parameter.requires_grad_(False)
-        try:
+        with without_gradients([p for p in map(self._parameters.__getitem__, names) if p.requires_grad]):
             yield
-        finally:
-            for parameter in held:
-                parameter.requires_grad_(True)
+
+
+class without_gradients:  # noqa: N801 - it reads as a function, and is one that every layer calls
+    """``requires_grad=False`` for some parameters inside the block."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+
+    def __enter__(self) -> None:
+        for parameter in self._parameters:
+            parameter.requires_grad = False
+
+    def __exit__(self, *_: object) -> None:
+        for parameter in self._parameters:
+            parameter.requires_grad = True

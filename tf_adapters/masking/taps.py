@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from tf_adapters.masking.parameters import ParameterMask
+from tf_adapters.masking.parameters import without_gradients
 from tf_adapters.masking.tokens import Rows, TokenSampler
 from tf_adapters.overrides import Overrides
 
@@ -30,36 +29,25 @@ Choose = Callable[[torch.Tensor, torch.Tensor], Rows]
 """Of inputs ``[tokens, inputs]`` and output gradients ``[tokens, outputs]``, the rows to make a gradient from."""
 
 
-class _Join(torch.autograd.Function):
-    """A layer's output again, after which its gradient goes to the layer and to ``_Keep``."""
+class _Tap(torch.autograd.Function):
+    """A layer's output again. Its gradient is handed down, and kept with the layer's input for ``StageTaps.compute``.
 
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        return output.detach()  # no view of it: the host may change its layers' outputs in place
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return gradient, gradient
-
-
-class _Keep(torch.autograd.Function):
-    """Keeps a layer's input and the gradient of its output for ``StageTaps.compute``."""
+    ``anchor`` requires gradients, so that the backward runs whether or not the layer's input does.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, keep: Callable[..., None], inputs: torch.Tensor, output: torch.Tensor, _: Any
+        ctx: Any, keep: Callable[..., None], inputs: torch.Tensor, output: torch.Tensor, anchor: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(inputs)
         ctx.keep = keep
-        return output.detach()
+        return output.detach()  # no view of it: the host may change its layers' outputs in place
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor, None]:
         (inputs,) = ctx.saved_tensors
         ctx.keep(inputs, gradient)
-        return None, None, None, None
+        return None, None, gradient, None
 
 
 class _Pending(NamedTuple):
@@ -110,18 +98,12 @@ class TappedLayer(ABC):
         if taps is None or taps.microbatch is None or not torch.is_grad_enabled():
             return self._run(*args, **kwargs)
         # Looked up now: FSDP puts others into the parameters' place while the module computes.
-        parameters = {name: self.module.get_parameter(name) for name in self.names}
-        training = {name: p for name, p in parameters.items() if p.requires_grad}
+        training = tuple(p for name in self.names if (p := getattr(self.module, name)).requires_grad)
         if not training:
             return self._run(*args, **kwargs)
-        with ParameterMask(training).frozen(tuple(training)):
-            result = self._run(*args, **kwargs)
-        return self.tapped(result, args[0] if args else kwargs[self._input], tuple(training.values()))
-
-    def tapped(self, result: Any, inputs: torch.Tensor, parameters: tuple[torch.nn.Parameter, ...]) -> Any:
-        """What the module's forward returned, with the tap on its output."""
-        assert self._taps is not None
-        return self._taps.tap(self, result, inputs, parameters)
+        with without_gradients(training):
+            output = self._run(*args, **kwargs)
+        return taps.tap(self, output, inputs=args[0] if args else kwargs[self._input], parameters=training)
 
 
 class LinearTap(TappedLayer):
@@ -158,8 +140,8 @@ class StageTaps:
         self.names = frozenset(self._layers)
         self._weights = {layer: name for name, layer in reversed(self._layers.items())}  # the first of its names
         self.microbatch: int | None = None  # whose forward or backward runs
-        self._pending: dict[int, list[_Pending]] = {}
-        self._anchor = torch.zeros(0, requires_grad=True)  # a tap's node runs whether or not the input needs gradients
+        self._pending: dict[int, deque[_Pending]] = {}
+        self._anchor = torch.zeros(0, requires_grad=True)
         for layer in dict.fromkeys(self._layers.values()):
             layer.install(self)
 
@@ -186,22 +168,29 @@ class StageTaps:
         """Forget what waits: its step has failed."""
         self._pending.clear()
 
+    @torch.no_grad()  # a host may receive gradients into tensors that require gradients
     def compute(self, microbatch: int, sampler: TokenSampler | None = None) -> None:
         """Compute and accumulate the weight gradients of a microbatch, through the hooks on their parameters.
 
         With a ``sampler`` from the tokens that it draws.
         """
-        gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
-        for layer, parameters, inputs, gradient in self._pending.pop(microbatch, ()):
-            choose = all_rows if sampler is None else partial(sampler.rows, self._weights[layer])
-            with torch.no_grad():  # a host may receive gradients into tensors that require gradients
-                of_layer = layer.gradients(parameters, inputs, gradient, choose)
-            for parameter, of_call in zip(parameters, of_layer, strict=True):
-                before = gradients.get(parameter)
+        pending = self._pending.pop(microbatch, deque())
+        calls = Counter(parameter for call in pending for parameter in call.parameters)
+        sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        while pending:
+            call = pending.popleft()
+            for parameter, gradient in zip(call.parameters, self._gradients(call, sampler), strict=True):
                 # Of several calls the host adds up first what one backward makes, too.
-                gradients[parameter] = of_call if before is None else before + of_call
-        for parameter, total in gradients.items():
-            torch.autograd.backward([parameter], [total])
+                calls[parameter] -= 1
+                total = sums.pop(parameter) + gradient if parameter in sums else gradient
+                if calls[parameter]:
+                    sums[parameter] = total
+                else:
+                    torch.autograd.backward([parameter], [total])
+
+    def _gradients(self, call: _Pending, sampler: TokenSampler | None) -> tuple[torch.Tensor, ...]:
+        choose = all_rows if sampler is None else partial(sampler.rows, self._weights[call.layer])
+        return call.layer.gradients(call.parameters, call.inputs, call.gradient, choose)
 
     def tap(
         self,
@@ -215,11 +204,11 @@ class StageTaps:
         assert microbatch is not None
 
         def keep(inputs: torch.Tensor, gradient: torch.Tensor) -> None:
-            pending = self._pending.setdefault(microbatch, [])
+            pending = self._pending.setdefault(microbatch, deque())
             pending.append(_Pending(layer, parameters, inputs, gradient))
 
-        kept = _Keep.apply(keep, inputs.detach(), output.detach(), self._anchor)  # type: ignore[no-untyped-call]
-        return _Join.apply(output, kept)  # type: ignore[no-any-return, no-untyped-call]
+        tapped: torch.Tensor = _Tap.apply(keep, inputs.detach(), output, self._anchor)  # type: ignore[no-untyped-call]
+        return tapped
 
 
 def _layers(model: torch.nn.Module, make: Callable[[torch.nn.Module], TappedLayer | None]) -> dict[str, TappedLayer]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-from tf_adapters.masking.parameters import ParameterMask
+from tf_adapters.masking.parameters import without_gradients
 from tf_adapters.masking.taps import Choose, TappedLayer, linear_gradient, plain_layer
 
 __all__ = ["ParallelLinearTap", "tapped_layer"]
@@ -43,16 +43,13 @@ class ParallelLinearTap(TappedLayer):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The layer's product, with the tap on its output while a microbatch is recorded."""
         taps, weight, bias = self._taps, kwargs.get("weight"), kwargs.get("bias")
-        own = weight is self.module.weight
+        own = weight is not None and weight is self.module.weight and weight.requires_grad
         if taps is None or taps.microbatch is None or not own or not torch.is_grad_enabled():
             return self._run(*args, **kwargs)  # type: ignore[no-any-return]
-        named = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-        training = {name: p for name, p in named.items() if p is not None and p.requires_grad}
-        if "weight" not in training:
-            return self._run(*args, **kwargs)  # type: ignore[no-any-return]
-        with ParameterMask(training).frozen(tuple(training)):
+        training = tuple(p for p in (weight, bias) if p is not None and p.requires_grad)
+        with without_gradients(training):
             output = self._run(*args, **kwargs)
-        return taps.tap(self, output, inputs=kwargs["input"], parameters=tuple(training.values()))
+        return taps.tap(self, output, inputs=kwargs["input"], parameters=training)
 
     def gradients(
         self, parameters: tuple[torch.nn.Parameter, ...], inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose

@@ -14,7 +14,9 @@ from tf_adapters.errors import PlanInputError, ScheduleError
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 
-__all__ = ["PlanProblem"]
+__all__ = ["PlanProblem", "most_of_a_backward"]
+
+_MOST_FROZEN = 0.9
 
 _REQUIRED = ("ranks", "times", "max_freeze_ratio")
 _DEFERRAL = ("defer", "extra_microbatches", "moves_forwards")
@@ -103,6 +105,14 @@ class PlanProblem:
             overhead={_read_action(key, "overhead"): value for key, value in _object(data, "overhead").items()},
             **{name: data[name] for name in (*_LIMITS, *_DEFERRAL) if name in data},
         ).validate()
+
+
+def most_of_a_backward(max_freeze_ratio: float) -> float:
+    """The freeze ratio that training lets no backward exceed: each microbatch teaches each stage something.
+
+    Where a stage's mean may be above it, so may each backward.
+    """
+    return max(_MOST_FROZEN, max_freeze_ratio)
 
 
 def _check_ratio(value: object, field: str) -> float:

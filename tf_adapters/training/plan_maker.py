@@ -9,7 +9,7 @@ from tf_adapters.collectives import Collectives, decide_from_all, on_one_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.planner.forecast import forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.planner.problem import PlanProblem
+from tf_adapters.planner.problem import PlanProblem, most_of_a_backward
 from tf_adapters.planner.solve import solve
 from tf_adapters.planner.worker import BackgroundPlan
 from tf_adapters.schedule.dag import PipelineDag
@@ -186,7 +186,11 @@ class PlanMaker:
             communication=measured.gaps.communication,
             overhead=measured.gaps.overhead,
             target_makespan_ms=self._target_makespan(schedule, measured),
-            max_action_freeze_ratio=min((cost.most_frozen for cost in measured.token_costs.values()), default=1.0),
+            max_action_freeze_ratio=min(
+                most_of_a_backward(self._config.max_freeze_ratio),
+                *(cost.most_frozen for cost in measured.token_costs.values()),
+                1.0,
+            ),
             defer=self._config.defers,
             extra_microbatches=self._config.extra_microbatches,
             moves_forwards=self._moves_forwards,
