@@ -70,7 +70,9 @@ class _Model:
         self._statuses = {getattr(pywraplp.Solver, s.value): s for s in SolverStatus if s.value != "NOT_NEEDED"}
         infinity = self._solver.infinity()
         self._starts = [self._solver.NumVar(0.0, infinity, "") for _ in program.dag.actions]
-        self._ratios = {int(i): self._solver.NumVar(0.0, 1.0, "") for i in np.flatnonzero(program.ranges > 0.0)}
+        self._ratios = {
+            int(i): self._solver.NumVar(0.0, float(program.most[i]), "") for i in np.flatnonzero(program.ranges > 0.0)
+        }
         self._end = self._solver.NumVar(0.0, infinity, "")
         self._latest = float("inf")  # the batch's end that later solves keep
         iterations = _ITERATIONS + _ITERATIONS_PER_ACTION * len(program.dag.actions)
@@ -185,4 +187,4 @@ class _Model:
         ratios = np.zeros(len(self._starts))
         for position, variable in self._ratios.items():
             ratios[position] = variable.solution_value()
-        return np.clip(ratios, 0.0, 1.0)
+        return np.clip(ratios, 0.0, self._program.most)

@@ -92,7 +92,7 @@ class StandardForm:
     def of(cls, program: FreezeProgram, latest_end: float | None = None) -> StandardForm:
         """The form of ``program``, with a batch that ends by ``latest_end``, if given."""
         dag, actions = program.dag, len(program.upper)
-        freezable = np.flatnonzero(program.ranges > 0.0)
+        freezable = np.flatnonzero(program.ranges * program.most > 0.0)
         ratios = len(freezable)
         first = np.setdiff1d(np.arange(actions), dag.edges.targets)
         ends = np.full(0 if latest_end is None else 1, actions)
@@ -118,7 +118,7 @@ class StandardForm:
             np.zeros(len(first)),
             np.full(len(ends), 0.0 if latest_end is None else -latest_end),
             np.zeros(ratios),
-            -np.ones(ratios),
+            -program.most[freezable],
             -budgets,
         ]
         return cls(
@@ -143,6 +143,7 @@ class StandardForm:
         """An x with slack in every row: half of every budget used, every action a little late."""
         program = self.program
         half = (np.minimum(0.5, 0.5 * self.budgets / np.maximum(1.0, self.members.sum(axis=1)))) @ self.members
+        half = np.minimum(half, 0.5 * program.most[self.freezable])
         durations = program.upper.copy()
         durations[self.freezable] -= half * program.ranges[self.freezable]
         late = 1.02 * durations + 0.01
@@ -152,7 +153,7 @@ class StandardForm:
     def ratios(self, x: Floats) -> Floats:
         """Freeze ratios in the order of the DAG's actions."""
         ratios = np.zeros_like(self.program.upper)
-        ratios[self.freezable] = np.clip(x[len(ratios) + 1 :], 0.0, 1.0)
+        ratios[self.freezable] = np.clip(x[len(ratios) + 1 :], 0.0, self.program.most[self.freezable])
         return ratios
 
     def flow(self, z: Floats) -> Flow:

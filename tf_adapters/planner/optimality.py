@@ -24,20 +24,23 @@ def lower_bound(program: FreezeProgram, optimum: Optimum) -> float:
     One unit of flow from the batch's start to its end is a weighted mean of paths, so the batch takes at
     least the flow's length: sum of flow * (upper + delay) less what freezing can save on it. A stage saves
     at most u * budget + sum of max(0, range * throughflow - u) for every u >= 0. The flow follows the
-    solver's dual values but is made to conserve exactly, so the bound holds however rough they are.
+    solver's dual values but is made to conserve exactly, so the bound holds however rough they are. No action freezes
+    more than its ``most``, so what it saves counts in that proportion.
     """
     edges, through = program.dag.edges, _throughflow(program, optimum)
     length = float(through.nodes @ program.upper + through.edges @ edges.delay)
     saving = through.nodes * program.ranges
-    most_saved = sum(_most_saved(saving[p], program.budgets[stage]) for stage, p in program.stages.items())
-    return max(length - most_saved, program.end(np.ones_like(program.upper)), 0.0)
+    most_saved = sum(
+        _most_saved(saving[p], program.most[p], program.budgets[stage]) for stage, p in program.stages.items()
+    )
+    return max(length - most_saved, program.end(program.most), 0.0)
 
 
-def _most_saved(saving: Floats, budget: float) -> float:
-    descending = np.sort(saving)[::-1]
-    whole = int(budget)
-    multiplier = float(descending[whole]) if whole < len(descending) else 0.0
-    return multiplier * budget + float(np.maximum(saving - multiplier, 0.0).sum())
+def _most_saved(saving: Floats, most: Floats, budget: float) -> float:
+    descending = np.argsort(-saving, kind="stable")
+    whole = int(np.searchsorted(np.cumsum(most[descending]), budget, side="right"))
+    multiplier = float(saving[descending[whole]]) if whole < len(descending) else 0.0
+    return multiplier * budget + float((most * np.maximum(saving - multiplier, 0.0)).sum())
 
 
 class _Throughflow(NamedTuple):

@@ -14,13 +14,14 @@ from tf_adapters.errors import PlanInputError, ScheduleError
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 
-__all__ = ["PlanProblem", "most_of_a_backward"]
+__all__ = ["PlanProblem", "most_of_a_microbatch"]
 
 _MOST_FROZEN = 0.9
 
 _REQUIRED = ("ranks", "times", "max_freeze_ratio")
 _DEFERRAL = ("defer", "extra_microbatches", "moves_forwards")
-_LIMITS = ("target_makespan_ms", "max_action_freeze_ratio")
+_RATIOS = ("max_freeze_ratio", "max_action_freeze_ratio", "max_microbatch_freeze_ratio")
+_LIMITS = ("target_makespan_ms", *_RATIOS[1:])
 _FIELDS = (*_REQUIRED, "communication", "overhead", *_LIMITS, *_DEFERRAL)
 
 
@@ -37,6 +38,7 @@ class PlanProblem:
         overhead: ms that an action's rank spends before it, besides waiting for its input; 0 where absent.
         target_makespan_ms: a batch that ends by then is early enough; 0 asks for the earliest end.
         max_action_freeze_ratio: the largest freeze ratio of any one B or W action, in [0, 1].
+        max_microbatch_freeze_ratio: the largest mean freeze ratio of a microbatch over the stages, in [0, 1].
         defer: let weight gradients wait: a B becomes an I, its lower bound, and a W, what full freezing saves.
         extra_microbatches: how many microbatches more than the host's fullest rank a rank may then hold.
         moves_forwards: whether forwards and input gradients may then stand in another order, too.
@@ -49,6 +51,7 @@ class PlanProblem:
     overhead: Mapping[Action, float] = field(default_factory=dict)
     target_makespan_ms: float = 0.0
     max_action_freeze_ratio: float = 1.0
+    max_microbatch_freeze_ratio: float = 1.0
     defer: bool = False
     extra_microbatches: int = 0
     moves_forwards: bool = True
@@ -63,8 +66,7 @@ class PlanProblem:
         return PlanProblem(
             schedule=self.schedule,
             times=_check_times(self.schedule, actions, self.times),
-            max_freeze_ratio=_check_ratio(self.max_freeze_ratio, "max_freeze_ratio"),
-            max_action_freeze_ratio=_check_ratio(self.max_action_freeze_ratio, "max_action_freeze_ratio"),
+            **{name: _check_ratio(getattr(self, name), name) for name in _RATIOS},
             communication=_check_communication(self.schedule, self.communication),
             overhead=_check_overhead(actions, self.overhead),
             target_makespan_ms=_check_time(self.target_makespan_ms, "target_makespan_ms"),
@@ -83,6 +85,7 @@ class PlanProblem:
             "max_freeze_ratio": self.max_freeze_ratio,
             "target_makespan_ms": self.target_makespan_ms,
             "max_action_freeze_ratio": self.max_action_freeze_ratio,
+            "max_microbatch_freeze_ratio": self.max_microbatch_freeze_ratio,
             **{name: getattr(self, name) for name in _DEFERRAL if self.defer},
         }
 
@@ -107,10 +110,10 @@ class PlanProblem:
         ).validate()
 
 
-def most_of_a_backward(max_freeze_ratio: float) -> float:
-    """The freeze ratio that training lets no backward exceed: each microbatch teaches each stage something.
+def most_of_a_microbatch(max_freeze_ratio: float) -> float:
+    """The mean freeze ratio over the stages that training lets no microbatch exceed: each one teaches something.
 
-    Where a stage's mean may be above it, so may each backward.
+    Where a stage's mean may be above it, so may a microbatch's.
     """
     return max(_MOST_FROZEN, max_freeze_ratio)
 

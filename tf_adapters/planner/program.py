@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ Progress = Callable[[str], None]
 """Told, in words, how far a solve has come."""
 
 _GRID = 2.0**-34
+_TOLERANCE = 1e-6
 
 
 class SolverStatus(str, Enum):
@@ -43,7 +44,8 @@ class FreezeProgram:
     """A DAG with durations in any unit, in the order of ``dag.actions``.
 
     ``ranges`` is how much of ``upper`` full freezing saves, 0 where nothing can be frozen. ``stages`` maps
-    a stage to the positions of its B and W actions, ``budgets`` to the largest sum of their ratios.
+    a stage to the positions of its B and W actions, ``budgets`` to the largest sum of their ratios; ``most`` is the
+    largest ratio of each action, in [0, 1].
     """
 
     dag: PipelineDag
@@ -51,6 +53,7 @@ class FreezeProgram:
     ranges: Floats
     stages: Mapping[int, NDArray[np.int64]]
     budgets: Mapping[int, float]
+    most: Floats
 
     @classmethod
     def of(cls, problem: PlanProblem) -> FreezeProgram:
@@ -70,7 +73,21 @@ class FreezeProgram:
             ranges=upper - lower,
             stages={stage: np.array(positions) for stage, positions in sorted(members.items())},
             budgets={stage: problem.max_freeze_ratio * len(positions) for stage, positions in members.items()},
+            most=np.full(len(upper), problem.max_action_freeze_ratio),
         )
+
+    def frozen_microbatches(self, ratios: Floats, limit: float) -> list[int]:
+        """The microbatches whose mean ratio over the stages exceeds ``limit``."""
+        of_microbatch: dict[int, list[float]] = {}
+        for positions in self.stages.values():
+            for position in positions.tolist():
+                of_microbatch.setdefault(self.dag.actions[position].microbatch, []).append(float(ratios[position]))
+        return [m for m, values in of_microbatch.items() if sum(values) > (limit + _TOLERANCE) * len(values)]
+
+    def limited(self, microbatches: Collection[int], limit: float) -> FreezeProgram:
+        """The same program with no ratio of these microbatches above ``limit``."""
+        among = np.array([action.microbatch in microbatches for action in self.dag.actions])
+        return replace(self, most=np.where(among, np.minimum(self.most, limit), self.most))
 
     def end(self, ratios: Floats) -> float:
         """Makespan under ``ratios``, in the program's unit."""
@@ -98,6 +115,7 @@ class FreezeProgram:
             ranges=upper - rescale(self.upper - self.ranges),
             stages=self.stages,
             budgets=self.budgets,
+            most=self.most,
         )
 
 

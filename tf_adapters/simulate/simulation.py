@@ -8,7 +8,7 @@ from typing import Any
 
 from tf_adapters.planner.forecast import stable_durations
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.planner.problem import PlanProblem, most_of_a_backward
+from tf_adapters.planner.problem import PlanProblem, most_of_a_microbatch
 from tf_adapters.planner.program import Progress
 from tf_adapters.planner.solve import solve
 from tf_adapters.report.layout import Panel, timeline
@@ -137,7 +137,7 @@ def _plan(pipeline: Pipeline, ratio: float, progress: Progress | None) -> Freeze
         max_freeze_ratio=ratio,
         communication=pipeline.gaps.communication,
         overhead=pipeline.gaps.overhead,
-        max_action_freeze_ratio=most_of_a_backward(ratio),
+        max_microbatch_freeze_ratio=most_of_a_microbatch(ratio),
     )
     tell = progress and (lambda text: progress(f"{pipeline.name} at r_max {ratio:g}: {text}"))
     return solve(problem, progress=tell)

@@ -9,7 +9,7 @@ from tf_adapters.collectives import Collectives, decide_from_all, on_one_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.planner.forecast import forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.planner.problem import PlanProblem, most_of_a_backward
+from tf_adapters.planner.problem import PlanProblem, most_of_a_microbatch
 from tf_adapters.planner.solve import solve
 from tf_adapters.planner.worker import BackgroundPlan
 from tf_adapters.schedule.dag import PipelineDag
@@ -116,7 +116,7 @@ class PlanMaker:
             gaps = measure_gaps(schedule, self._steps)
             step_ms = max(rank.step_ms for rank in ranks)
             costs = slowest_costs([rank.token_costs for rank in ranks])
-            return PackedBounds.of(schedule, bounds), Measured({}, gaps, step_ms, notes, costs)
+            return PackedBounds.of(schedule, bounds), Measured({}, gaps, step_ms, notes=notes, token_costs=costs)
 
         packed, measured = decide_from_all(self._collectives, lambda: self._local(schedule, timer), merge)
         return replace(measured, bounds=packed.unpack(schedule))
@@ -186,11 +186,8 @@ class PlanMaker:
             communication=measured.gaps.communication,
             overhead=measured.gaps.overhead,
             target_makespan_ms=self._target_makespan(schedule, measured),
-            max_action_freeze_ratio=min(
-                most_of_a_backward(self._config.max_freeze_ratio),
-                *(cost.most_frozen for cost in measured.token_costs.values()),
-                1.0,
-            ),
+            max_action_freeze_ratio=min((cost.most_frozen for cost in measured.token_costs.values()), default=1.0),
+            max_microbatch_freeze_ratio=most_of_a_microbatch(self._config.max_freeze_ratio),
             defer=self._config.defers,
             extra_microbatches=self._config.extra_microbatches,
             moves_forwards=self._moves_forwards,

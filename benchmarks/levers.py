@@ -1,0 +1,127 @@
+"""The three levers side by side on two real CPU ranks: deferred weight gradients, sampled tokens, frozen tensors.
+
+1F1B on every host, the examples' models, one thread a rank, nothing emulated. All trainings of a host run step by step
+in turn in the same processes; speedups are medians over rounds, each to the host alone in the same round. Losses are
+held-out ones after equal steps, from scratch.
+
+Writes results/levers.json beside this file, host by host, and the table into docs/deferral.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from measuring import machine, put_table
+from trainings import HOSTS, RANKS, ROOT, Size, Training, setup, start
+
+from tf_adapters.testing import RankPool
+from tf_adapters.testing.paired import Freezing, in_rotation
+
+RESULTS = Path(__file__).with_name("results") / "levers.json"
+PAGE = ROOT / "docs" / "deferral.md"
+FREEZING = {"warmup": 4, "monitoring": 24, "progressive": 0, "stable": 24}
+DEFERRED: dict[str, Any] = {"weight_gradients": "deferred"}
+TOKENS: dict[str, Any] = {"granularity": "token"}
+ALONE = "host alone"
+
+
+@dataclass(frozen=True)
+class Round:
+    """Trainings that run in turn: by name their settings."""
+
+    size: Size
+    ways: dict[str, dict[str, Any]]
+
+
+ROUNDS = (
+    Round(
+        Size(microbatches=8, width=512, layers=4),
+        {
+            "deferred, exact": {**DEFERRED, "max_freeze_ratio": 0.0},
+            "tensors frozen, in place": {},
+            "tokens sampled, in place": TOKENS,
+            "tokens sampled, deferred": {**DEFERRED, **TOKENS, "max_freeze_ratio": 0.5},
+        },
+    ),
+    Round(Size(microbatches=4, width=512, layers=4), {"deferred, exact": {**DEFERRED, "max_freeze_ratio": 0.0}}),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
+    args = parser.parse_args()
+    for host in args.hosts:
+        with RankPool(RANKS, functools.partial(setup, host)) as ranks:
+            rows = [row for each in ROUNDS for row in ranks.run(in_turn, host, each, timeout_s=1800)[0]]
+        keep(host, rows)
+        print(table(json.loads(RESULTS.read_text())["hosts"]), flush=True)
+    put_table(PAGE, "levers", table(json.loads(RESULTS.read_text())["hosts"]))
+
+
+def keep(host: str, rows: list[dict[str, Any]]) -> None:
+    """Write a host's rows in the place of its old ones."""
+    old = json.loads(RESULTS.read_text())["hosts"] if RESULTS.exists() else {}
+    hosts = {name: {**old, host: rows}[name] for name in HOSTS if name in {**old, host: rows}}
+    RESULTS.write_text(json.dumps({"machine": machine(*HOSTS), "freezing": FREEZING, "hosts": hosts}, indent=1) + "\n")
+
+
+def in_turn(host: str, each: Round) -> list[dict[str, Any]]:
+    """A row for each way. Called on all ranks at once."""
+    folder = f"runs/bench/levers/{host}"
+    freezing = {
+        name: Freezing(**FREEZING, output_dir=f"{folder}/{number}", settings={"replan_threshold": 0.0, **settings})
+        for number, (name, settings) in enumerate(each.ways.items())
+    }
+    trainings = {ALONE: start(host, Freezing(**FREEZING), alone=True, size=each.size)}
+    trainings |= {name: start(host, of_way, size=each.size) for name, of_way in freezing.items()}
+    rounds: list[dict[str, float]] = []
+    for number in range(Freezing(**FREEZING).steps):
+        times = in_rotation({name: training.step for name, training in trainings.items()}, number)
+        if number >= FREEZING["warmup"] + FREEZING["monitoring"] + FREEZING["progressive"]:
+            rounds.append(times)
+    rows = [row(name, trainings[name], each.size, rounds) for name in each.ways]
+    for of_way, name in zip(rows, each.ways, strict=True):
+        trainings[name].detach()
+        of_way["loss"], of_way["loss_alone"] = trainings[name].held_out_loss(), trainings[ALONE].held_out_loss()
+    return rows
+
+
+def row(name: str, training: Training, size: Size, rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
+    controller = training.adapter.controller
+    forecast, plan = controller.forecast, controller.state.plan
+    return {
+        "way": name,
+        "microbatches": size.microbatches,
+        "speedup": statistics.median(times[ALONE] / times[name] for times in rounds),
+        "planned": forecast.unfrozen_ms / forecast.planned_ms,
+        "mean_freeze_ratio": plan.mean_freeze_ratio,
+        "token_costs": {stage: cost.to_json() for stage, cost in controller.state.token_costs.items()},
+        "failure": controller.state.failure,
+    }
+
+
+def table(hosts: dict[str, list[dict[str, Any]]]) -> str:
+    """Ways down, hosts across."""
+    lines = [["", *(HOSTS[host] for host in hosts)], ["---"] * (len(hosts) + 1)]
+    for of_way in zip(*hosts.values(), strict=True):
+        lines.append([f"2 x {of_way[0]['microbatches']}, {of_way[0]['way']}", *map(cell, of_way)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace("|  |", "| |")
+
+
+def cell(of: dict[str, Any]) -> str:
+    frozen = f", {of['mean_freeze_ratio']:.2f} frozen" if of["mean_freeze_ratio"] else ""
+    same = of["loss"] == of["loss_alone"]
+    loss = ", same loss" if same else f", loss {of['loss']:.3f} (alone {of['loss_alone']:.3f})"
+    return f"**{of['speedup']:.2f}x** (planned {of['planned']:.2f}x){frozen}{loss}"
+
+
+if __name__ == "__main__":
+    main()
