@@ -18,6 +18,7 @@ from tf_adapters.schedule.deferral import DeferralTimes, backward_of, defer, mos
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.schedule.orders import NAMES, named_schedule, one_forward_one_backward
+from tf_adapters.training import messages
 
 EQUAL = {Kind.FORWARD: Bounds(1.0, 1.0), Kind.BACKWARD: Bounds(1.2, 2.2)}
 
@@ -184,3 +185,16 @@ def test_wrong_options_are_one_line(tmp_path, capsys, options, words):
         status = error.code
     assert status == 2
     assert words in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_plan_says_what_can_wait_and_what_it_holds():
+    schedule = one_forward_one_backward(2, 4)
+    times = {a: Bounds(10.0, 10.0 if a.kind is Kind.FORWARD else 20.0 + 20.0 * a.stage) for a in schedule.actions}
+    plan = solve(PlanProblem(schedule, times, max_freeze_ratio=0.0, defer=True))
+    assert plan.deferrable_share == pytest.approx({0: 0.5, 1: 0.75})
+    assert FreezePlan.from_json(json.loads(json.dumps(plan.to_json()))).deferrable_share == plan.deferrable_share
+    line = messages.deferred(plan, schedule)
+    assert "50% to 75% of a stage's backwards" in line
+    assert f"a rank holds {most_in_flight(plan.schedule)} microbatches at most, in the host's order 2" in line
+    in_place = solve(PlanProblem(schedule, times, max_freeze_ratio=0.0))
+    assert "deferrable_share" not in in_place.to_json()

@@ -29,7 +29,7 @@ def plan_deferred(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePla
 
     A B's lower bound is its I; what full freezing saves of it is its W. Freezing shortens W, which changes the best
     order, so order and ratios are made in turn. ``solve`` plans for one order. In the plan ``schedule`` is the order,
-    ``makespan_ms.host`` is the host's order with nothing frozen.
+    ``makespan_ms.host`` is the host's order with nothing frozen, ``deferrable_share`` is set.
     """
     host = PipelineDag.from_schedule(problem.schedule, problem.communication, problem.overhead).makespan(
         {action: bounds.upper for action, bounds in problem.times.items()}
@@ -44,15 +44,30 @@ def plan_deferred(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePla
             break
         best = _named(last, rewritten, host)
     assert best is not None
+    best = replace(best, deferrable_share=_deferrable_share(problem))
     if few or best.makespan_ms.unfrozen >= host * (1.0 - _SAME):
         in_place = replace(problem, defer=False, extra_microbatches=0)
         own = _named(solve(in_place), in_place, host)
-        return best if _is_better(best, own, problem.target_makespan_ms) else own
+        if not _is_better(best, own, problem.target_makespan_ms):
+            return replace(own, deferrable_share=best.deferrable_share)
     return best
 
 
 def _named(plan: FreezePlan, problem: PlanProblem, host: float) -> FreezePlan:
     return replace(plan, schedule=problem.schedule, makespan_ms=replace(plan.makespan_ms, host=host))
+
+
+def _deferrable_share(problem: PlanProblem) -> dict[int, float]:
+    """The share of each stage's backwards, by time, that is weight gradients which can wait."""
+    backwards: dict[int, list[Bounds]] = {}
+    for action, bounds in problem.times.items():
+        if action.kind is Kind.BACKWARD:
+            backwards.setdefault(action.stage, []).append(bounds)
+    whole = {stage: sum(bounds.upper for bounds in of_stage) for stage, of_stage in backwards.items()}
+    return {
+        stage: 1.0 - sum(bounds.lower for bounds in of_stage) / whole[stage] if whole[stage] else 0.0
+        for stage, of_stage in sorted(backwards.items())
+    }
 
 
 def _is_better(plan: FreezePlan, best: FreezePlan, target: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -45,7 +45,9 @@ class FreezePlan:
     """What to freeze, and the batch that follows. Times in ms from the batch's start, ratios in [0, 1].
 
     ``freeze_ratio`` has the actions that compute weight gradients (B and W), ``start_ms`` and
-    ``duration_ms`` have every action. The means are over B and W actions, of all stages or of one.
+    ``duration_ms`` have every action. The means are over B and W actions, of all stages or of one. Where weight
+    gradients may wait, ``schedule`` is the order to run and ``deferrable_share`` the share of a stage's backwards that
+    can wait.
     """
 
     makespan_ms: Makespan
@@ -57,6 +59,7 @@ class FreezePlan:
     critical_path: tuple[Action, ...]
     solver: SolverReport
     schedule: PipelineSchedule | None = None
+    deferrable_share: Mapping[int, float] = field(default_factory=dict)
 
     @cached_property
     def ratio_of_microbatch(self) -> Mapping[tuple[int, int], float]:
@@ -73,6 +76,7 @@ class FreezePlan:
             "duration_ms": _text_keys(self.duration_ms),
             "mean_freeze_ratio": self.mean_freeze_ratio,
             "stage_freeze_ratio": _text_keys(self.stage_freeze_ratio),
+            **({"deferrable_share": _text_keys(self.deferrable_share)} if self.deferrable_share else {}),
             "critical_path": [str(action) for action in self.critical_path],
             "solver": {**asdict(self.solver), "status": self.solver.status.value},
         }
@@ -88,9 +92,8 @@ class FreezePlan:
             start_ms=_read(data, "start_ms", _action_keys),
             duration_ms=_read(data, "duration_ms", _action_keys),
             mean_freeze_ratio=_read(data, "mean_freeze_ratio", float),
-            stage_freeze_ratio=_read(
-                data, "stage_freeze_ratio", lambda value: {int(k): float(v) for k, v in value.items()}
-            ),
+            stage_freeze_ratio=_read(data, "stage_freeze_ratio", _stage_keys),
+            deferrable_share=_read(data, "deferrable_share", _stage_keys) if "deferrable_share" in data else {},
             critical_path=_read(data, "critical_path", lambda value: tuple(map(Action.parse, value))),
             solver=_read(
                 data,
@@ -106,6 +109,10 @@ def _text_keys(values: Mapping[Any, float]) -> dict[str, float]:
 
 def _action_keys(values: Mapping[str, float]) -> dict[Action, float]:
     return {Action.parse(key): float(value) for key, value in values.items()}
+
+
+def _stage_keys(values: Mapping[str, float]) -> dict[int, float]:
+    return {int(key): float(value) for key, value in values.items()}
 
 
 def _read(data: Mapping[str, Any], field: str, convert: Callable[[Any], _T]) -> _T:

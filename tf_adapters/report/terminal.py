@@ -11,6 +11,7 @@ from tf_adapters.report.schema import Report
 from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.timing.device import EMULATED
+from tf_adapters.training.messages import deferred
 
 __all__ = ["page", "summary"]
 
@@ -90,9 +91,9 @@ def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[st
         yield "plan", "none yet" if report.status in ("warmup", "monitoring") else "none"
     else:
         spans = plan.makespan_ms
-        deferred = spans.host is not None and plan.schedule != schedule
+        rewritten = spans.host is not None and plan.schedule != schedule
         unfrozen = f"{_ms(spans.unfrozen)} nothing frozen"
-        if deferred and spans.host:
+        if rewritten and spans.host:
             unfrozen = f"{_ms(spans.host)} in the host's order, {_ms(spans.unfrozen)} with weight gradients deferred"
         yield (
             "batch",
@@ -101,6 +102,8 @@ def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[st
                 f" {_ms(spans.fully_frozen)} everything frozen"
             ),
         )
+        if plan.deferrable_share:
+            yield "deferral", deferred(plan, schedule)
         limit = report.config.get("max_freeze_ratio")
         bound = f", limit {limit:.0%} per stage" if isinstance(limit, (int, float)) else ""
         yield "plan", f"skip {plan.mean_freeze_ratio:.0%} of the weight gradients on average{bound}"

@@ -142,6 +142,8 @@ class Decisions:
     def _adopt(self, run: RunSnapshot, planned: Planned) -> None:
         state = run.state
         state.adopt(planned)
+        if planned.plan.deferrable_share:
+            self.say(f"deferral: {messages.deferred(planned.plan, run.schedule)}")
         for line in (messages.planned(planned.plan, Forecast(state.unfrozen_step_ms, planned.step_ms)), *planned.notes):
             self.say(line)
         self._report(run)
