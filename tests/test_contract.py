@@ -29,6 +29,14 @@ each_method = pytest.mark.parametrize("method", METHODS)
 FROZEN = {**{f"0B{m}": 1.0 for m in range(MICROBATCHES)}, **{f"1B{m}": 0.75 for m in range(MICROBATCHES)}}
 
 
+LEVERS: dict[str, dict] = {
+    "deferred": {"weight_gradients": "deferred"},
+    "tokens": {"granularity": "token"},
+    "deferred tokens": {"weight_gradients": "deferred", "granularity": "token"},
+}
+each_lever = pytest.mark.parametrize("section", LEVERS.values(), ids=LEVERS)
+
+
 @pytest.fixture(scope="module", params=HOSTS)
 def host(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -368,8 +376,10 @@ def held_and_still(host: str) -> tuple[set, set]:
         {"max_freeze_ratio": 0.0},
         {"method": "none", "monitoring_masks": False},
         {**STABILITY, "method": "apf", "max_freeze_ratio": 0.0},
+        {**LEVERS["deferred"], "max_freeze_ratio": 0.0},
+        {**LEVERS["tokens"], "max_freeze_ratio": 0.0},
     ],
-    ids=["ratio 0", "method none", "apf at ratio 0"],
+    ids=["ratio 0", "method none", "apf at ratio 0", "deferred at ratio 0", "tokens at ratio 0"],
 )
 def test_without_freezing_a_run_is_bit_identical_to_the_host_alone(ranks, host, section):
     ours, alone = (ranks(STAGES).run(losses_and_weights, host, chosen) for chosen in (section, None))
@@ -386,8 +396,14 @@ def test_after_detach_a_run_is_bit_identical_to_the_host_alone(ranks, host, tmp_
     assert_same(ours, alone)
 
 
-def frozen_then_left(host: str, folder: str) -> tuple[Any, Any]:
-    training = start(host, {})
+@each_lever
+def test_after_detach_nothing_of_a_lever_remains(ranks, host, tmp_path, section):
+    ours, alone = zip(*ranks(STAGES).run(frozen_then_left, host, str(tmp_path), section), strict=True)
+    assert_same(ours, alone)
+
+
+def frozen_then_left(host: str, folder: str, section: dict | None = None) -> tuple[Any, Any]:
+    training = start(host, section or {})
     force_plan(training.controller, 0.6)
     for number in range(2):
         training.step(number)
@@ -411,6 +427,12 @@ def assert_same(ours: Any, alone: Any) -> None:
 
 def test_a_resumed_run_repeats_the_uninterrupted_one(ranks, host, tmp_path):
     for uninterrupted, resumed in ranks(STAGES).run(interrupted, host, str(tmp_path)):
+        assert uninterrupted == resumed
+
+
+@each_lever
+def test_a_resumed_run_defers_and_draws_as_the_uninterrupted_one(ranks, host, tmp_path, section):
+    for uninterrupted, resumed in ranks(STAGES).run(interrupted, host, str(tmp_path), section):
         assert uninterrupted == resumed
 
 
