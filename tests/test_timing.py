@@ -171,6 +171,7 @@ class Accelerator:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.streams = {torch.device("cuda", index): f"stream of {index}" for index in range(4)}
+        self.Event = self.event
         monkeypatch.setattr(torch, "get_device_module", lambda device: self)
 
     def current_device(self) -> int:
@@ -182,7 +183,7 @@ class Accelerator:
     def synchronize(self, device: Any = None) -> None:
         self.calls.append(("synchronize", device))
 
-    def Event(self, enable_timing: bool) -> Any:
+    def event(self, enable_timing: bool) -> Any:
         assert enable_timing
         return self
 
