@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed_ranks
@@ -40,6 +41,13 @@ class OnebitAdam(torch.optim.SGD):
 
 class MuonWithAuxAdam(torch.optim.SGD):
     """Bears the name of an optimizer whose kernels take minutes to compile on CPU."""
+
+
+class AdamW8bit(torch.optim.SGD):
+    """Bears the name of an optimizer of bitsandbytes and of torchao."""
+
+
+FLAT: dict[str, Any] = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
 
 
 class Experts(nn.Module):
@@ -141,6 +149,35 @@ def fp16_engine() -> Any:
     return engine
 
 
+def engine_with_fp16_autocast() -> Any:
+    """The engine makes a GradScaler, which warns and does nothing on a CPU."""
+    return initialize(config={"torch_autocast": {"enabled": True, "dtype": "float16"}})
+
+
+def engine_with_fp16_autocast_and_zero() -> Any:
+    autocast = {"enabled": True, "dtype": "float16"}
+    return initialize(config={"torch_autocast": autocast, "zero_optimization": {"stage": 1}})
+
+
+def engine_with_scaled_moments() -> Any:
+    """A stand-in: the real ones need CUDA."""
+    return initialize(optimizer=lambda p: AdamW8bit(p, lr=0.1), config=FLAT)
+
+
+def engine_with_moments_of_8_bits() -> Any:
+    """A stand-in for one of bitsandbytes."""
+    engine = initialize(config=FLAT)
+    engine.basic_optimizer.args = SimpleNamespace(optim_bits=8)
+    return engine
+
+
+def engine_with_moments_of_16_bits() -> Any:
+    """A stand-in for Transformer Engine's FusedAdam."""
+    engine = initialize(config=FLAT)
+    engine.basic_optimizer.exp_avg_dtype, engine.basic_optimizer.exp_avg_sq_dtype = torch.bfloat16, torch.float16
+    return engine
+
+
 def apex_engine() -> Any:
     """A stand-in: Apex needs CUDA, and a DeepSpeed before 0.19.8."""
     engine = initialize()
@@ -171,6 +208,14 @@ COMPILED = (
     "the model or a part of it is compiled with torch.compile, which would recompile for every mask; "
     "train without compiling"
 )
+FP16_AUTOCAST = (
+    "torch_autocast in fp16 is not supported: each stage scales the loss by itself and skips updates alone; "
+    'use "dtype": "bfloat16"'
+)
+SCALED = (
+    "scales its moments by blocks, and a block of a flat partition is frozen in part only; "
+    "use fp32 or bf16 moments, or ZeRO stage 0 in fp32"
+)
 REFUSED = {
     engine_with_model_parallelism: "model parallelism of size 2 inside pipeline stages is not supported",
     dualpipev_on_one_rank: (
@@ -187,6 +232,11 @@ REFUSED = {
     engine_with_onebit_adam: ("the optimizer OnebitAdam is not supported; use Adam, AdamW, SGD or another plain one"),
     engine_with_muon: ("the optimizer MuonWithAuxAdam is not supported; use Adam, AdamW, SGD or another plain one"),
     fp16_engine: "fp16 is not supported; use bf16 or fp32",
+    engine_with_fp16_autocast: FP16_AUTOCAST,
+    engine_with_fp16_autocast_and_zero: FP16_AUTOCAST,
+    engine_with_scaled_moments: f"the optimizer AdamW8bit {SCALED}",
+    engine_with_moments_of_8_bits: f"the optimizer AdamW {SCALED}",
+    engine_with_moments_of_16_bits: f"the optimizer AdamW {SCALED}",
     apex_engine: 'mixed precision by NVIDIA Apex ("amp") is not supported; use bf16 or fp32',
     engine_with_another_wrapper: (
         "the optimizer wrapper FP16Optimizer is not supported; use ZeRO stage 0 or 1, fp32 or bf16"

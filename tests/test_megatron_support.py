@@ -80,6 +80,8 @@ def refusal(chunks: Any = None, optimizer: Any = None, config: Any = PLAIN) -> s
 
 GRAPH = "a CUDA graph would replay one mask for ever"
 APART = "weight gradients are computed apart from the backward that is masked"
+REMATERIALIZED = "the weight gradient of one layer finishes that of another, which a frozen weight would leave undone"
+VARYING = "the number of microbatches varies from batch to batch, but a plan is for one number"
 REFUSED: dict[str, tuple[Any, Any, str]] = {  # what is refused, what is not, and why
     "cuda_graph_impl": ("local", "none", GRAPH),
     "enable_cuda_graph": (True, False, GRAPH),
@@ -96,6 +98,10 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {  # what is refused, what is not, an
     "moe_paged_stash": (True, False, "it keeps count of activations that freezing does not keep"),
     "fine_grained_activation_offloading": (True, False, "it keeps count of activations that freezing does not keep"),
     "mtp_num_layers": (1, None, "multi-token prediction uses the embedding on two stages in one microbatch"),
+    "gtp_weight_remat_size": (2, 1, REMATERIALIZED),
+    "expert_gtp_weight_remat_size": (4, 1, REMATERIALIZED),
+    "sequence_packing_scheduler": ("dp_balanced", None, VARYING),
+    "dynamic_context_parallel": (True, False, VARYING),
 }
 
 
@@ -117,14 +123,49 @@ def test_every_refused_setting_is_tested_here() -> None:
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_every_refused_setting_is_one_that_megatron_has(field: str) -> None:
-    """A misspelt one would be looked for in vain. All versions from 0.16.1 to 0.20.0 have them, but for two."""
+    """A misspelt one would be looked for in vain. All versions from 0.16.1 to 0.20.0 have them, but for these."""
     from_0_18 = ("overlap_dispatch_backward_with_experts_wgrad", "moe_paged_stash")
-    assert field in TransformerConfig.__dataclass_fields__ or field in from_0_18
+    from_0_19 = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+    of_dev = ("sequence_packing_scheduler", "dynamic_context_parallel")
+    assert field in TransformerConfig.__dataclass_fields__ or field in (*from_0_18, *from_0_19, *of_dev)
 
 
 @pytest.mark.parametrize("graph", ["transformer_engine", "full_iteration"])
 def test_every_kind_of_cuda_graph_is_refused(graph: str) -> None:
     assert refusal(config=SimpleNamespace(cuda_graph_impl=graph)) == f"cuda_graph_impl is {graph!r}, and {GRAPH}"
+
+
+OVERLAPPED = (
+    "tp_comm_overlap with tp_comm_bulk_wgrad reduces input gradients while weight gradients are computed, and those of "
+    "frozen weights are not; set tp_comm_bulk_wgrad to False"
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({"tp_comm_overlap": False}, False),
+        ({"tp_comm_overlap": True}, True),  # tp_comm_bulk_wgrad is on by default
+        ({"tp_comm_overlap": True, "tp_comm_bulk_wgrad": False}, False),
+        ({"tp_comm_overlap": True, "tp_comm_overlap_rs_dgrad": True}, False),
+        ({"tp_comm_overlap": True, "tp_comm_overlap_rs_dgrad": True, "tp_comm_overlap_disable_qkv": True}, True),
+        ({"tp_comm_overlap": True, "tp_comm_overlap_rs_dgrad": True, "tp_comm_overlap_disable_fc1": True}, True),
+        ({"tp_comm_overlap": True, "tp_comm_bulk_wgrad": False, "tp_comm_overlap_disable_fc1": True}, False),
+    ],
+    ids=str,
+)
+def test_input_gradients_that_are_reduced_with_weight_gradients_are_refused(settings: Any, refused: bool) -> None:
+    """Transformer Engine then hands an unreduced input gradient on below a frozen weight."""
+    config = TransformerConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=4, tensor_model_parallel_size=2, sequence_parallel=True
+    )
+    for field, value in settings.items():
+        assert hasattr(config, field)
+        setattr(config, field, value)
+    if refused:
+        assert refusal(config=config) == OVERLAPPED
+    else:
+        check([Chunk(config)], sgd(Chunk()), config)
 
 
 # --- the model -------------------------------------------------------------------------------------------------

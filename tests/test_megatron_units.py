@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tf_adapters.hosts.units import units_of
-from tf_adapters.megatron.units import tied_places, unit_rules
+from tf_adapters.megatron.units import chunk_units, tied_places, unit_rules
 from tf_adapters.selection.units import FreezeUnit
 
 DENSE: Any = SimpleNamespace(moe_router_topk=2, num_moe_experts=None)
@@ -96,6 +96,19 @@ def test_all_of_a_grouped_linear_is_one_unit(bias: bool) -> None:
         f"mlp.linear_fc1.{kind}{index}" for kind in ["weight", "bias"][: 1 + bias] for index in range(3)
     }
     assert (unit.work, unit.shape) == (3 * (16.0 if bias else 12.0), (4, 3))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_both_layers_of_fused_experts_are_one_unit(fused: bool) -> None:
+    """The fused kernel computes both weight gradients or none: a mask on one alone would change nothing."""
+    config: Any = SimpleNamespace(moe_router_topk=2, num_moe_experts=2, use_transformer_engine_op_fuser=fused)
+    mlp = Named(linear_fc1=GroupedLinear(2), linear_fc2=GroupedLinear(2), router=RowParallelLinear(bias=False))
+    model = nested("layer.experts", mlp)
+    first, second = ([f"layer.experts.linear_fc{n}.weight{i}" for i in range(2)] for n in (1, 2))
+    router = FreezeUnit(("layer.experts.router.weight",), 12.0, (4, 3))
+    apart = (FreezeUnit(tuple(first), 24.0, (4, 3)), FreezeUnit(tuple(second), 24.0, (4, 3)))
+    together = (FreezeUnit((*first, *second), 48.0, (4, 3)),)
+    assert chunk_units(model, config, 1) == (*(together if fused else apart), router)
 
 
 def test_a_bias_alone_and_a_parameter_of_the_model_itself_are_units() -> None:

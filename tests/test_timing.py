@@ -163,3 +163,48 @@ def test_the_median_ignores_an_outlier() -> None:
     assert median([3.0, 1000.0, 2.0]) == 3.0
     assert median([2.0, 4.0]) == 3.0
     assert median([]) is None
+
+
+class Accelerator:
+    """A device module with four devices, the first of them current; it records what happens on which."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.streams = {torch.device("cuda", index): f"stream of {index}" for index in range(4)}
+        self.Event = self.event
+        monkeypatch.setattr(torch, "get_device_module", lambda device: self)
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_stream(self, device: Any = None) -> str:
+        return self.streams[torch.device("cuda", 0) if device is None else device]
+
+    def synchronize(self, device: Any = None) -> None:
+        self.calls.append(("synchronize", device))
+
+    def event(self, enable_timing: bool) -> Any:
+        assert enable_timing
+        return self
+
+    def record(self, stream: Any = None) -> None:
+        self.calls.append(("record", self.current_stream() if stream is None else stream))
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda:3", 3), ("cuda", 0)])
+def test_a_device_clock_marks_and_waits_on_its_own_device_whichever_is_current(
+    device: str, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = Accelerator(monkeypatch)
+    clock = clock_for(torch.device(device))
+    clock.mark()
+    clock.synchronize()
+    assert accelerator.calls == [("record", f"stream of {index}"), ("synchronize", torch.device("cuda", index))]
+
+
+def test_a_device_clock_marks_in_the_stream_that_is_current_at_that_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(monkeypatch)
+    clock = clock_for(torch.device("cuda:1"))
+    accelerator.streams[torch.device("cuda", 1)] = "a side stream"
+    clock.mark()
+    assert accelerator.calls == [("record", "a side stream")]

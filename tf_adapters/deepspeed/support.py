@@ -20,6 +20,7 @@ ZERO_NAMES = ("single_partition_of_fp32_groups", "bit16_groups", "use_grad_accum
 BF16_NAMES = ("fp32_groups_flat_partition", "fp32_groups_gradients", "fp32_groups_has_gradients", "bf16_groups")
 MAPPING_NAMES = ("hp_fragment_address", "lp_fragment_address", "param_group_index")
 _FIRST_RIGHT_VERSION = (0, 19, 3)
+_SCALED = ("8bit", "4bit", "fp8")
 _UNTESTED_OPTIMIZERS = ("onebit", "zerooneadam", "muon")
 
 
@@ -70,9 +71,17 @@ def _setting_problem(engine: Any) -> Problem:
             f"model parallelism of size {size} inside pipeline stages is not supported": size > 1,
             "mixture-of-experts layers are not supported with DeepSpeed's pipeline": has_experts,
             "fp16 is not supported; use bf16 or fp32": engine.fp16_enabled(),
+            "torch_autocast in fp16 is not supported: each stage scales the loss by itself and skips updates alone; "
+            'use "dtype": "bfloat16"': _autocasts_to_fp16(engine),
             'mixed precision by NVIDIA Apex ("amp") is not supported; use bf16 or fp32': uses_apex,
         }
     )
+
+
+def _autocasts_to_fp16(engine: Any) -> bool:
+    """Whether a GradScaler, one for each rank, runs with the engine's own autocast."""
+    enabled = getattr(engine, "torch_autocast_enabled", lambda: False)()
+    return enabled and engine.torch_autocast_dtype() == torch.float16
 
 
 def _optimizer_problem(engine: Any) -> Problem:
@@ -92,7 +101,20 @@ def _optimizer_problem(engine: Any) -> Problem:
             "ZeRO's optimizer offload is not supported; remove zero_optimization.offload_optimizer": offloads,
         }
     )
-    return problem or (None if outer is inner else missing_partition_name(outer))
+    return problem or (None if outer is inner else _scaled_problem(inner) or missing_partition_name(outer))
+
+
+def _scaled_problem(inner: torch.optim.Optimizer) -> Problem:
+    """Return a problem if moments have scales that frozen elements of a flat partition would share with others."""
+    name = type(inner).__name__
+    dtypes = [getattr(inner, f"{moment}_dtype", None) for moment in ("exp_avg", "exp_avg_sq")]  # of FusedAdam
+    scaled = (
+        any(part in name.lower() for part in _SCALED)
+        or getattr(getattr(inner, "args", None), "optim_bits", 32) < 32  # of bitsandbytes
+        or any(dtype in (torch.float16, torch.uint8) for dtype in dtypes)
+    )
+    text = f"the optimizer {name} scales its moments by blocks, and a block of a flat partition is frozen in part only"
+    return f"{text}; use fp32 or bf16 moments, or ZeRO stage 0 in fp32" if scaled else None
 
 
 def missing_partition_name(outer: Any) -> Problem:

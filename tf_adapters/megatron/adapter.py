@@ -21,7 +21,6 @@ from megatron.core.distributed import DistributedDataParallel
 from tf_adapters.collectives import Collectives, holds_first_rank, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import HostAdapter
-from tf_adapters.hosts.units import units_of
 from tf_adapters.log import announce
 from tf_adapters.masking.taps import StageTaps
 from tf_adapters.megatron.chunks import Chunk
@@ -29,7 +28,7 @@ from tf_adapters.megatron.execution import WaitingWeights, before_reduction
 from tf_adapters.megatron.linear import tapped_layer
 from tf_adapters.megatron.optimizers import HeldParameters, held_values, scale_gradients
 from tf_adapters.megatron.schedules import PipelinePosition, translate
-from tf_adapters.megatron.units import tied_places, unit_rules
+from tf_adapters.megatron.units import chunk_units, tied_places
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.selection.units import Tie
@@ -104,13 +103,15 @@ class MegatronAdapter(HostAdapter):
     def _describe(self) -> HostPipeline:
         model, by_stage = self._model, {chunk.stage: chunk for chunk in self._chunks.values()}
         parameters = {stage: chunk.parameters for stage, chunk in by_stage.items()}
-        rules = unit_rules(model.config, model.expert_parallel_size)
         taps = {stage: StageTaps(chunk.model, tapped_layer) for stage, chunk in by_stage.items()}
         return HostPipeline(
             host=host_info(),
             taps=taps if self.config.splits_backwards else {},
             schedule=self._schedule,
-            units={stage: units_of(chunk.model, rules) for stage, chunk in by_stage.items()},
+            units={
+                stage: chunk_units(chunk.model, model.config, model.expert_parallel_size)
+                for stage, chunk in by_stage.items()
+            },
             parameters=parameters,
             held_values=held_values(model.optimizer, parameters),
             traced=holds_first_rank(model.pp_group),

@@ -1,7 +1,8 @@
 """Parameters that a whole step froze: no update, no decay, no change of optimizer state, in each Megatron optimizer.
 
 Megatron's gradient buffers hold zeros for them, and zeros still move a parameter by momentum and weight decay. An
-inner optimizer skips a parameter that has no gradient at all, so just before its step theirs are taken away. Only
+inner optimizer skips a parameter that has no gradient at all, so just before its step theirs are taken away: also
+moments of 8 or 16 bits, which have a scale for each parameter, stay as they are to the bit. Only
 the step counter goes on, as it does in optimizers that have one for a whole group: Megatron saves no checkpoint of
 an optimizer whose parameters count differently. Source: megatron/core/optimizer/optimizer.py, distrib_optimizer.py.
 """
@@ -54,6 +55,8 @@ class Keeper:
             if self.inner.state.get(tensor):
                 _drop_gradient(tensor)
                 self._counted.append(tensor)
+            elif hasattr(self.inner, "initialize_state"):  # Transformer Engine's makes state without a gradient too
+                _drop_gradient(tensor)
             else:  # a first step makes its state, out of zeros, and that must not wait
                 self._kept.keep([tensor])
 

@@ -15,8 +15,10 @@ from megatron.core.utils import get_model_config
 from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, missing_name, refuse
 from tf_adapters.megatron.optimizers import inner_of, leaves
 
+_REMATERIALIZED = "the weight gradient of one layer finishes that of another, which a frozen weight would leave undone"
+_VARYING = "the number of microbatches varies from batch to batch, but a plan is for one number"
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("cuda_graph_impl", lambda v: v not in (None, "none"), "a CUDA graph would replay one mask for ever"),
+    ("cuda_graph_impl", lambda v: v != "none", "a CUDA graph would replay one mask for ever"),
     ("enable_cuda_graph", bool, "a CUDA graph would replay one mask for ever"),
     ("external_cuda_graph", bool, "a CUDA graph would replay one mask for ever"),
     ("overlap_moe_expert_parallel_comm", bool, "the combined 1F1B schedule mixes two microbatches in one pass"),
@@ -27,6 +29,10 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("moe_paged_stash", bool, "it keeps count of activations that freezing does not keep"),
     ("fine_grained_activation_offloading", bool, "it keeps count of activations that freezing does not keep"),
     ("mtp_num_layers", bool, "multi-token prediction uses the embedding on two stages in one microbatch"),
+    ("gtp_weight_remat_size", lambda v: v > 1, _REMATERIALIZED),
+    ("expert_gtp_weight_remat_size", lambda v: v > 1, _REMATERIALIZED),
+    ("sequence_packing_scheduler", bool, _VARYING),
+    ("dynamic_context_parallel", bool, _VARYING),
 )
 _OPTIMIZERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
 DDP_NAMES = (
@@ -62,11 +68,29 @@ def check(chunks: Sequence[Any], optimizer: Any, config: Any = None) -> None:
 def _config_problem(config: Any) -> Problem:
     for field, wrong, why in _REFUSED:
         value = getattr(config, field, None)  # a field that this version does not have asks for nothing
-        if wrong(value):
+        if value is not None and wrong(value):
             return f"{field} is {value!r}, and {why}"
+    if _reduces_with_weight_gradients(config):
+        return (
+            "tp_comm_overlap with tp_comm_bulk_wgrad reduces input gradients while weight gradients are computed, and "
+            "those of frozen weights are not; set tp_comm_bulk_wgrad to False"
+        )
     if getattr(config, "recompute_granularity", None) is not None:
         return missing_name(TransformerBlock, ("_checkpointed_forward",), called="TransformerBlock")
     return None
+
+
+def _reduces_with_weight_gradients(config: Any) -> bool:
+    """Whether Transformer Engine reduce-scatters a layer's input gradient inside of its weight gradient's product.
+
+    ``tp_comm_overlap_rs_dgrad`` does it in the input gradient's own product, but not in layers where it is disabled.
+    Source: transformer_engine/pytorch/module/linear.py; megatron/core/extensions/transformer_engine.py.
+    """
+    if not (getattr(config, "tp_comm_overlap", False) and getattr(config, "tp_comm_bulk_wgrad", True)):
+        return False
+    exceptions = ("tp_comm_overlap_disable_qkv", "tp_comm_overlap_disable_fc1")
+    alone = getattr(config, "tp_comm_overlap_rs_dgrad", False)
+    return not alone or any(getattr(config, field, False) for field in exceptions)
 
 
 def _chunk_problem(chunk: Any) -> Problem:

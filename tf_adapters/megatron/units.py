@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from tf_adapters.hosts.units import UnitRules
-from tf_adapters.selection.units import Tie
+from tf_adapters.hosts.units import UnitRules, units_of
+from tf_adapters.selection.units import FreezeUnit, Tie
+
+_LAYERS = ("linear_fc1", "linear_fc2")
 
 
 def unit_rules(config: Any, expert_parallel_size: int) -> UnitRules:
@@ -23,6 +25,33 @@ def unit_rules(config: Any, expert_parallel_size: int) -> UnitRules:
         projects=lambda name, parameter: "zero_out_wgrad" in vars(parameter),  # tied to the stage's output layer
         token_share=lambda prefix: _token_share(prefix, config, expert_parallel_size),
     )
+
+
+def chunk_units(model: torch.nn.Module, config: Any, expert_parallel_size: int) -> tuple[FreezeUnit, ...]:
+    """The units of a model chunk.
+
+    Transformer Engine's fused experts have one flag for both of their layers: these two are then one unit.
+    Source: transformer_engine/pytorch/ops/fused/grouped_mlp.py.
+    """
+    units = units_of(model, unit_rules(config, expert_parallel_size))
+    if not getattr(config, "use_transformer_engine_op_fuser", False):  # from 0.17 on
+        return units
+    experts = [prefix for prefix, module in model.named_modules() if _is_grouped_mlp(module)]
+    mlps = {f"{prefix}.{layer}": prefix for prefix in experts for layer in _LAYERS}
+    joined: dict[str, list[FreezeUnit]] = {}
+    for unit in units:
+        name = unit.names[0]
+        joined.setdefault(mlps.get(name.rpartition(".")[0], name), []).append(unit)
+    return tuple(_joined(together) for together in joined.values())
+
+
+def _joined(units: Sequence[FreezeUnit]) -> FreezeUnit:
+    names = tuple(name for unit in units for name in unit.names)
+    return FreezeUnit(names, sum(unit.work for unit in units), units[0].shape)
+
+
+def _is_grouped_mlp(module: torch.nn.Module) -> bool:
+    return all(hasattr(getattr(module, layer, None), "num_gemms") for layer in _LAYERS)
 
 
 def tied_places(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> Tie:

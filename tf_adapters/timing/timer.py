@@ -46,23 +46,28 @@ class HostClock:
 
 
 class DeviceClock:
-    """Events in the current stream of an accelerator; recording one costs microseconds and waits for nothing."""
+    """Events in the current stream of one accelerator; recording one costs microseconds and waits for nothing.
+
+    The process's current device may be another one, where the host names the stage's device in every call.
+    """
 
     def __init__(self, device: torch.device) -> None:
         import torch  # the command line reads traces without it
 
         self._module = torch.get_device_module(device)
+        index = self._module.current_device() if device.index is None else device.index
+        self._device = torch.device(device.type, index)
 
     def mark(self) -> Any:
         event = self._module.Event(enable_timing=True)
-        event.record()
+        event.record(self._module.current_stream(self._device))
         return event
 
     def elapsed_ms(self, start: Any, stop: Any) -> float | None:
         return float(start.elapsed_time(stop)) if stop.query() else None
 
     def synchronize(self) -> None:
-        self._module.synchronize()
+        self._module.synchronize(self._device)
 
 
 def clock_for(device: torch.device) -> Clock:
