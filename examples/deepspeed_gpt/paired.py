@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import statistics
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from text import ByteDataset, load_text, split
 
-from tf_adapters.testing.paired import Freezing, Outcome, Pairs, Step, compare, on_and_off
+from tf_adapters.testing.paired import Freezing, Outcome, Pairs, Step, compare, in_rotation, on_and_off
 
+ALONE = "DeepSpeed alone"
 CONFIGS = Path(__file__).resolve().parents[2] / "deepspeed_configs"
 
 
@@ -62,6 +64,50 @@ def run(options: Options) -> Outcome:
         adapter,
         options.steps,
         lambda: (held_out_loss(alone, options), held_out_loss(attached, options)),
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training: median step in ms, measured and planned speedup over the host alone, what it froze, its loss."""
+
+    name: str
+    step_ms: float
+    speedup: float
+    planned: float
+    mean_freeze_ratio: float
+    held_out_loss: float
+    report: str = ""
+
+
+def side_by_side(options: Options, ways: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """The host alone and each way, settings by name, in turn, step by step. Called on all ranks at once."""
+    alone, _ = build_engine(options, freezing=False)
+    folders = {name: f"{options.output_dir}/{number}" for number, name in enumerate(ways, 1)}
+    chosen = {name: replace(options, settings=ways[name], output_dir=folder) for name, folder in folders.items()}
+    attached = {name: build_engine(of_way, freezing=True) for name, of_way in chosen.items()}
+    steps = {ALONE: training_step(alone, options)}
+    steps |= {name: training_step(engine, options) for name, (engine, _) in attached.items()}
+    rounds = [in_rotation(steps, number) for number in range(options.steps)][-options.stable :]
+    rows = [_row(ALONE, rounds, alone, options)]
+    for name, (engine, adapter) in attached.items():
+        controller = adapter.controller
+        report, planned = str(controller.report_path), 1.0 / controller.forecast.ratio
+        ratio = controller.state.plan.mean_freeze_ratio
+        adapter.detach()
+        row = _row(name, rounds, engine, options)
+        rows.append(replace(row, planned=planned, mean_freeze_ratio=ratio, report=report))
+    return rows
+
+
+def _row(name: str, rounds: Sequence[Mapping[str, float]], engine: Any, options: Options) -> Row:
+    return Row(
+        name=name,
+        step_ms=statistics.median(times[name] for times in rounds),
+        speedup=statistics.median(times[ALONE] / times[name] for times in rounds),
+        planned=1.0,
+        mean_freeze_ratio=0.0,
+        held_out_loss=held_out_loss(engine, options),
     )
 
 
