@@ -94,6 +94,8 @@ def test_a_run_is_monitored_with_draws_and_then_planned(tmp_path: Path, section:
     report = json.loads((tmp_path / "timely_freeze" / "report.json").read_text())
     assert report["config"]["granularity"] == "token"
     assert report["plan"]["mean_freeze_ratio"] <= 0.4
+    assert set(report["tokens"]) == {"0", "1"}
+    assert all(0.0 < of_stage["kept"] <= 1.0 and of_stage["fixed"] >= 0.0 for of_stage in report["tokens"].values())
     assert max(report["plan"]["freeze_ratio"].values()) < 1.0  # no microbatch is lost
 
 

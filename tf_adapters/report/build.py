@@ -7,15 +7,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from operator import itemgetter
+from statistics import fmean
 
 from tf_adapters import __version__
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.report.schema import BackwardSample, Host, Measured, PeakMemory, Phases, Report, Schedule, Status
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.report.schema import (
+    BackwardSample,
+    Host,
+    Measured,
+    PeakMemory,
+    Phases,
+    Report,
+    SampledTokens,
+    Schedule,
+    Status,
+)
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.timing.device import EMULATED
 from tf_adapters.timing.estimates import estimate, median
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.timer import ActionTimer
+from tf_adapters.timing.token_cost import TokenCost
 from tf_adapters.training.observer import RunSnapshot
 from tf_adapters.training.pipeline import HostInfo
 
@@ -92,7 +105,21 @@ def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report
         measured=_measured(run, ranks),
         frozen_share={str(s): shares for rank in ranks for s, shares in rank.frozen_share.items()},
         parameter_freeze_ratio={str(s): dict(of) for rank in ranks for s, of in rank.parameter_freeze_ratio.items()},
+        tokens=_tokens(state.plan, state.token_costs),
     )
+
+
+def _tokens(plan: FreezePlan | None, costs: Mapping[int, TokenCost]) -> dict[str, SampledTokens]:
+    if plan is None:
+        return {}
+    kept: dict[int, list[float]] = {}
+    for action, ratio in plan.freeze_ratio.items():
+        if action.stage in costs:
+            kept.setdefault(action.stage, []).append(costs[action.stage].kept(ratio))
+    return {
+        str(stage): SampledTokens(kept=fmean(shares), fixed=costs[stage].fixed, per_token=costs[stage].per_token)
+        for stage, shares in sorted(kept.items())
+    }
 
 
 def disabled_report(host: HostInfo, config: TimelyFreezeConfig, reason: str) -> Report:

@@ -121,6 +121,17 @@ class PeakMemory(_Model):
     stable: tuple[Bytes, ...] | None = None
 
 
+class SampledTokens(_Model):
+    """Of one stage: the mean share of the tokens that the plan keeps, and what weight gradients from a sample take.
+
+    Their time is ``fixed + per_token * kept`` of that of the whole product.
+    """
+
+    kept: Share
+    fixed: Quotient
+    per_token: Quotient
+
+
 class Measured(_Model):
     """What the run measured. None, or empty, means not measured yet.
 
@@ -145,7 +156,8 @@ class Report(_Model):
     """One run, as far as it has come. ``times`` holds [all frozen, nothing frozen] ms for each action.
 
     ``frozen_share`` holds, by stage, the mean share frozen in steps 1, 2, ...; ``parameter_freeze_ratio``, by stage and
-    name, the share of stable freezing's microbatches in which a parameter was frozen. Both may be left out.
+    name, the share of stable freezing's microbatches in which a parameter was frozen. ``tokens`` is by stage,
+    where they are sampled. All may be left out.
     """
 
     format: Literal[1] = FORMAT
@@ -164,6 +176,7 @@ class Report(_Model):
     measured: Measured = Measured()
     frozen_share: dict[str, tuple[Quotient, ...]] = Field(default_factory=dict)
     parameter_freeze_ratio: dict[str, dict[str, Share]] = Field(default_factory=dict)
+    tokens: dict[str, SampledTokens] = Field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values; the inverse of ``from_json``."""

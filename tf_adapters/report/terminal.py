@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from tf_adapters.report.layout import Panel
 from tf_adapters.report.measured import stable_samples
 from tf_adapters.report.page import Page, Table, as_text
-from tf_adapters.report.schema import Report
+from tf_adapters.report.schema import Report, SampledTokens
 from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.timing.device import EMULATED
@@ -107,6 +107,8 @@ def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[st
         limit = report.config.get("max_freeze_ratio")
         bound = f", limit {limit:.0%} per stage" if isinstance(limit, (int, float)) else ""
         yield "plan", f"skip {plan.mean_freeze_ratio:.0%} of the weight gradients on average{bound}"
+        if report.tokens:
+            yield "tokens", _tokens(report.tokens.values())
         solver = plan.solver
         gap = f"at most {solver.optimality_gap:.2%} from the best possible"
         yield "solver", f"{solver.name}, {solver.status.value.lower()} in {solver.seconds:.2f} s: {gap}"
@@ -119,6 +121,14 @@ def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[st
         peaks = [memory.unfrozen, *([memory.stable] if memory.stable else [])]
         counted = "of the process" if report.host.device in ("cpu", EMULATED) else "of tensors"
         yield "memory", f"peak {counted} on the fullest rank {' -> '.join(_gib(max(ranks_)) for ranks_ in peaks)}"
+
+
+def _tokens(stages: Collection[SampledTokens]) -> str:
+    kept, fixed = [stage.kept for stage in stages], [stage.fixed for stage in stages]
+    return (
+        f"weight gradients of {min(kept):.0%} to {max(kept):.0%} of a stage's tokens; drawing them takes "
+        f"{min(fixed):.0%} to {max(fixed):.0%} of the whole weight gradient's time"
+    )
 
 
 def _phase_ends(report: Report) -> str:
