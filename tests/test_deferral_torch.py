@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_torch_oracle import PLANS, check_oracle
+from test_torch_oracle import PLANS, REPLICATED, check_oracle
 from torch_ranks import Case, attached, pool, train
 
 from tf_adapters.testing.ranks import RanksFailed
@@ -66,7 +66,15 @@ def test_a_run_is_monitored_without_masks_and_then_planned(tmp_path: Path) -> No
     assert plan["mean_freeze_ratio"] <= 0.4
 
 
-@pytest.mark.parametrize("replicas", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", [name for name in REPLICATED if name.startswith(("fsdp", "tp"))])
+def test_masks_and_deferral_together_with_replicas(name: str) -> None:
+    case = replace(REPLICATED[name], section=DEFERRED, ratios=PLANS, steps=len(PLANS))
+    ranks = pool(4).run(train, case)
+    check_oracle(case, ranks)
+    assert all(rank["failure"] is None for rank in ranks)
+
+
+@pytest.mark.parametrize("replicas", ["ddp"])
 def test_replicas_that_reduce_in_the_backward_are_refused_in_one_line_on_all_ranks(replicas: str) -> None:
     case = Case(ranks=1, replicas=replicas, section=DEFERRED)
     with pytest.raises(RanksFailed) as failed:

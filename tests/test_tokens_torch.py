@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_torch_oracle import PLANS, check_oracle
+from test_torch_oracle import PLANS, REPLICATED, check_oracle
 from torch_ranks import Case, pool, train
 
 from tf_adapters.testing.ranks import RanksFailed
@@ -99,7 +99,18 @@ def test_a_run_is_monitored_with_draws_and_then_planned(tmp_path: Path, section:
     assert max(report["plan"]["freeze_ratio"].values()) < 1.0  # no microbatch is lost
 
 
-@pytest.mark.parametrize("replicas", ["ddp", "fsdp"])
+@pytest.mark.parametrize("section", [TOKENS, DEFERRED], ids=["in place", "deferred"])
+@pytest.mark.parametrize("name", [name for name in REPLICATED if name.startswith("fsdp")])
+def test_gradients_are_those_of_the_drawn_tokens_under_fsdp(name: str, section: dict[str, Any]) -> None:
+    case = replace(REPLICATED[name], section=section, ratios=PLANS, steps=2)
+    ranks = pool(4).run(train, case)
+    check_oracle(case, ranks)
+    drawn = {name for rank in ranks for of_action in rank["draws"].values() for name in of_action}
+    alone = {"layers.9.weight"} if "parts" in name else set()  # a linear layer that FSDP wraps by itself has no tap
+    assert drawn == of_linear_layers(ranks[0]["parameters"] | ranks[1]["parameters"]) - alone
+
+
+@pytest.mark.parametrize("replicas", ["ddp"])
 def test_replicas_that_reduce_in_the_backward_are_refused_in_one_line_on_all_ranks(replicas: str) -> None:
     case = Case(ranks=1, replicas=replicas, section=TOKENS)
     with pytest.raises(RanksFailed) as failed:

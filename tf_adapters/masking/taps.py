@@ -227,10 +227,12 @@ def _layers(model: torch.nn.Module, make: Callable[[torch.nn.Module], TappedLaye
     return layers
 
 
-def plain_layer(module: torch.nn.Module) -> TappedLayer | None:
-    """The tap of torch's own linear layer; None for others."""
+def plain_layer(module: torch.nn.Module, kind: type[torch.Tensor] = torch.nn.Parameter) -> TappedLayer | None:
+    """The tap of torch's own linear layer, if its weight is of this ``kind``; None for others.
+
+    Not of a DTensor, for one, with which the layer computes: a rank has its shard only.
+    """
     weight = vars(module)["_parameters"].get("weight")
-    # Not a DTensor, for one: a rank has its shard only.
-    if type(module) is not torch.nn.Linear or type(weight) is not torch.nn.Parameter or not weight.requires_grad:
+    if type(module) is not torch.nn.Linear or type(weight) is not kind or not weight.requires_grad:
         return None
     return LinearTap(module)

@@ -18,13 +18,13 @@ from tf_adapters.collectives import Collectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import HostAdapter
 from tf_adapters.hosts.units import units_of
-from tf_adapters.masking.taps import StageTaps, plain_layer
+from tf_adapters.masking.taps import StageTaps
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.timing.timer import clock_for
 from tf_adapters.torch_pipelining.execution import RewrittenOrder
 from tf_adapters.torch_pipelining.optimizers import Updates
-from tf_adapters.torch_pipelining.replicas import frozen_replica, report_to_reducer
+from tf_adapters.torch_pipelining.replicas import frozen_replica, linear_layer, report_to_reducer
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
 from tf_adapters.torch_pipelining.support import refuse_grad_scaler
 from tf_adapters.torch_pipelining.units import held_values, local_gradient, shared_parameters
@@ -73,7 +73,7 @@ class TorchPipeliningAdapter(HostAdapter):
                 parameters=parameters,
                 ties=shared_parameters(parameters),
                 held_values=held_values(parameters),
-                taps={stage.stage_index: StageTaps(stage.submod, plain_layer) for stage in tapped},
+                taps={stage.stage_index: StageTaps(stage.submod, linear_layer(stage.submod)) for stage in tapped},
                 moves_forwards=True,
                 traced=holds_first_rank(self._stages[0].group),
                 warmup_steps=warmup_steps,

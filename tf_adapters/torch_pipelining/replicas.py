@@ -7,13 +7,16 @@ torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+from tf_adapters.masking.taps import TappedLayer, plain_layer
 
 
 def frozen_replica(module: torch.nn.Module, names: Iterable[str]) -> AbstractContextManager[None]:
@@ -33,6 +36,21 @@ def _unsharded_frozen(module: torch.nn.Module, names: tuple[str, ...]) -> Iterat
         yield
     finally:
         _require_grad(module, names, True)
+
+
+def linear_layer(stage: torch.nn.Module) -> Callable[[torch.nn.Module], TappedLayer | None]:
+    """What finds the layers of a stage whose weight gradients can be computed apart.
+
+    FSDP holds a shard of a weight as a DTensor and has the layer compute with all of it. Tensor parallelism has a
+    layer compute with a DTensor, and so has both together, whose mesh has more dimensions: these have no tap.
+    """
+
+    def layer(module: torch.nn.Module) -> TappedLayer | None:
+        weight = getattr(module, "weight", None)
+        sharded = isinstance(stage, FSDPModule) and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1
+        return plain_layer(module, DTensor if sharded else torch.nn.Parameter)
+
+    return layer
 
 
 def reshards_after_forward(module: Any) -> bool:

@@ -45,7 +45,7 @@ def check(schedule: Any, optimizers: Sequence[Any]) -> None:
 def check_split_backwards(schedule: Any, advice: str) -> None:
     """Raise UnsupportedError, with an ``advice``, where reducers look for weight gradients in the host's backward."""
     for stage in stages_of(schedule):
-        if isinstance(stage.submod, (DistributedDataParallel, FSDPModule)):
+        if isinstance(stage.submod, DistributedDataParallel):
             refuse(
                 f"stage {stage.stage_index} is wrapped in {type(stage.submod).__name__}, which reduces gradients in "
                 f"the backward; use {advice} with it"
