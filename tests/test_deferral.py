@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tf_adapters.cli import main
+from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.planner.solve import solve
@@ -18,7 +19,6 @@ from tf_adapters.schedule.deferral import DeferralTimes, backward_of, defer, mos
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.schedule.orders import NAMES, named_schedule, one_forward_one_backward
-from tf_adapters.training import messages
 
 EQUAL = {Kind.FORWARD: Bounds(1.0, 1.0), Kind.BACKWARD: Bounds(1.2, 2.2)}
 
@@ -193,7 +193,7 @@ def test_a_plan_says_what_can_wait_and_what_it_holds():
     plan = solve(PlanProblem(schedule, times, max_freeze_ratio=0.0, defer=True))
     assert plan.deferrable_share == pytest.approx({0: 0.5, 1: 0.75})
     assert FreezePlan.from_json(json.loads(json.dumps(plan.to_json()))).deferrable_share == plan.deferrable_share
-    line = messages.deferred(plan, schedule)
+    line = describe_deferral(plan, schedule)
     assert "50% to 75% of a stage's backwards" in line
     assert f"a rank holds {most_in_flight(plan.schedule)} microbatches at most, in the host's order 2" in line
     in_place = solve(PlanProblem(schedule, times, max_freeze_ratio=0.0))

@@ -341,3 +341,50 @@ def test_the_command_line_starts_without_the_heavy_packages() -> None:
         " sys.exit(any(name in sys.modules for name in ('torch', 'matplotlib', 'ortools', 'rich')))"
     )
     assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0
+
+
+DEFERRED = ("--schedule", "1f1b", "--ranks", "4", "--microbatches", "8", "--forward-ms", "10", "--backward-ms", "22")
+SHARE = ("--weight-share", str(10 / 22), "--sweep", "none", "--max-freeze-ratio", "0.8")
+
+
+def test_deferral_shows_the_hosts_order_the_exact_one_and_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*DEFERRED, *SHARE, "--defer", "--extra-microbatches", "4") == 0
+    out = capsys.readouterr().out
+    assert "exact:        286.0 ms, +23.1% throughput" in out
+    rows = [line for line in out.splitlines() if ": " in line and ", bubble " in line and "ms" in line]
+    assert [line.split(":")[0] for line in rows if not line.startswith(("before", "planned:"))] == [
+        "nothing frozen",
+        "exact",
+        "planned at r_max 0.8, 40% of the weight gradients skipped",
+    ]
+    (found,) = simulated(capsys, *DEFERRED, *SHARE, "--defer", "--extra-microbatches", "4")
+    assert found["exact"]["gain"] == pytest.approx(352.0 / 286.0 - 1.0)
+    assert found["plan"]["makespan_ms"]["host"] == pytest.approx(352.0)
+    assert found["planned"]["ms"] == pytest.approx(found["plan"]["makespan_ms"]["planned"])
+    assert any("W" in action for row in found["plan"]["ranks"] for action in row)
+
+
+def test_without_deferral_there_is_no_exact_row(capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = simulated(capsys, *DEFERRED, *SHARE)
+    assert "exact" not in found
+
+
+def test_a_report_of_a_run_that_defers_is_simulated_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    report(config={"weight_gradients": "deferred", "extra_microbatches": 1}).write(path)
+    (found,) = simulated(capsys, str(path))
+    assert "exact" in found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--extra-microbatches", "2"), "--extra-microbatches 2: goes with --defer"),
+        (("--defer", "--extra-microbatches", "-1"), "--extra-microbatches '-1': expected a whole number"),
+    ],
+)
+def test_wrong_deferral_is_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str) -> None:
+    assert run(*DEFERRED, *arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1

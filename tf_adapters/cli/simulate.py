@@ -60,7 +60,14 @@ def run(args: argparse.Namespace) -> int:
             progress("orders of actions")
             request = read_request(options, load_json)
             simulations = [
-                simulate(each, request.max_freeze_ratio, options.sweep, progress) for each in request.pipelines
+                simulate(
+                    each,
+                    request.max_freeze_ratio,
+                    options.sweep,
+                    progress=progress,
+                    extra_microbatches=request.extra_microbatches,
+                )
+                for each in request.pipelines
             ]
         _output(args, request, simulations)
     except SolverError as error:
@@ -77,7 +84,7 @@ _DRAWN_TWICE = 3
 def _output(args: argparse.Namespace, request: Request, simulations: list[Simulation]) -> None:
     from tf_adapters.report.outputs import write_outputs
     from tf_adapters.report.page import print_page, terminal_width
-    from tf_adapters.simulate.page import chart_panels, comparison_page, simulation_page
+    from tf_adapters.simulate.page import chart_panels, comparison_page, planned_panels, simulation_page
 
     if len(simulations) == 1:
         page = simulation_page(
@@ -86,11 +93,12 @@ def _output(args: argparse.Namespace, request: Request, simulations: list[Simula
     else:
         page = comparison_page(simulations, request.source, request.notes)
     headline = "Simulated" if len(simulations) > 1 else f"Simulated, {simulations[0].pipeline.name}"
-    unfrozen = [each.unfrozen.end_ms for each in simulations for _ in each.panels]
-    # Before and after of many schedules would be a picture of several pages: there the end before is the dotted line.
-    drawn = slice(1, None, 2) if len(simulations) > _DRAWN_TWICE else slice(None)
     panels = chart_panels(simulations)
-    lines = write_outputs(args, panels, headline, compared_ms=unfrozen[drawn], drawn=panels[drawn])
+    # Before and after of many schedules would be a picture of several pages: there the end before is the dotted line.
+    many = len(simulations) > _DRAWN_TWICE
+    drawn = planned_panels(simulations) if many else panels
+    unfrozen = [each.unfrozen.end_ms for each in simulations for _ in ([each.planned] if many else each.panels)]
+    lines = write_outputs(args, panels, headline, compared_ms=unfrozen, drawn=drawn)
     if args.json:
         data = {
             "times": request.source,

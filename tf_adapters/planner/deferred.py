@@ -8,11 +8,19 @@ from dataclasses import replace
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.schedule.dag import PipelineDag
-from tf_adapters.schedule.deferral import DeferralTimes, backward_of, defer, first_half, joined, second_half
+from tf_adapters.schedule.deferral import (
+    DeferralTimes,
+    backward_of,
+    defer,
+    first_half,
+    joined,
+    most_in_flight,
+    second_half,
+)
 from tf_adapters.schedule.durations import Bounds
-from tf_adapters.schedule.ir import Action, Kind
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
-__all__ = ["plan_deferred"]
+__all__ = ["describe_deferral", "plan_deferred"]
 
 _ROUNDS = 4
 """Orders that are planned for at most: each is made for the weight gradients that the plan before it left."""
@@ -51,6 +59,18 @@ def plan_deferred(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePla
         if not _is_better(best, own, problem.target_makespan_ms):
             return replace(own, deferrable_share=best.deferrable_share)
     return best
+
+
+def describe_deferral(plan: FreezePlan, host: PipelineSchedule) -> str:
+    """What can wait, what that saves, and what it holds, in words. The plan has a ``deferrable_share``."""
+    shares = plan.deferrable_share.values()
+    spans, order = plan.makespan_ms, plan.schedule or host
+    saved = (spans.host or spans.unfrozen) - spans.unfrozen
+    return (
+        f"weight gradients that can wait are {min(shares):.0%} to {max(shares):.0%} of a stage's backwards; "
+        f"their order saves {saved:.1f} ms a step with nothing frozen; a rank holds {most_in_flight(order)} "
+        f"microbatches at most, in the host's order {most_in_flight(host)}"
+    )
 
 
 def _named(plan: FreezePlan, problem: PlanProblem, host: float) -> FreezePlan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.report.layout import Panel
 from tf_adapters.report.measured import stable_samples
 from tf_adapters.report.page import Page, Table, as_text
@@ -11,7 +12,6 @@ from tf_adapters.report.schema import Report, SampledTokens
 from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.timing.device import EMULATED
-from tf_adapters.training.messages import deferred
 
 __all__ = ["page", "summary"]
 
@@ -103,7 +103,7 @@ def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[st
             ),
         )
         if plan.deferrable_share:
-            yield "deferral", deferred(plan, schedule)
+            yield "deferral", describe_deferral(plan, schedule)
         limit = report.config.get("max_freeze_ratio")
         bound = f", limit {limit:.0%} per stage" if isinstance(limit, (int, float)) else ""
         yield "plan", f"skip {plan.mean_freeze_ratio:.0%} of the weight gradients on average{bound}"

@@ -53,6 +53,7 @@ class Options:
     communication_ms: float | None
     max_freeze_ratio: float | None
     sweep: tuple[float, ...]
+    extra_microbatches: int | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,6 +81,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     freezing.add_argument(
         "--sweep", metavar="RATIOS", default=_SWEEP, help=f"other r_max to compare, or none [{_SWEEP}]"
     )
+    freezing.add_argument(
+        "--defer",
+        action="store_true",
+        help="weight gradients wait until a rank would idle, and only what still does not fit is frozen",
+    )
+    freezing.add_argument(
+        "--extra-microbatches",
+        metavar="N",
+        help="with --defer: microbatches that a rank may hold beyond the schedule's fullest rank [0, or as recorded]",
+    )
     add_output_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON in the place of tables")
 
@@ -103,7 +114,18 @@ def read_options(args: argparse.Namespace) -> Options:
         communication_ms=_read(args, "communication_ms", _milliseconds),
         max_freeze_ratio=_read(args, "max_freeze_ratio", _ratio),
         sweep=() if args.sweep == "none" else _list("--sweep", args.sweep, _ratio),
+        extra_microbatches=_extra_microbatches(args),
     )
+
+
+def _extra_microbatches(args: argparse.Namespace) -> int | None:
+    """None where weight gradients stay in place, as far as the arguments say."""
+    text = args.extra_microbatches
+    if text is None:
+        return 0 if args.defer else None
+    if not args.defer:
+        raise ConfigError(f"--extra-microbatches {text}: goes with --defer")
+    return 0 if text == "0" else _count("--extra-microbatches", text)
 
 
 def _check_one_source(args: argparse.Namespace) -> None:

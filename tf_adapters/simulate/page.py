@@ -10,7 +10,7 @@ from tf_adapters.report.page import Page, Table
 from tf_adapters.schedule.ir import Action
 from tf_adapters.simulate.simulation import Gain, Simulation
 
-__all__ = ["chart_panels", "comparison_page", "simulation_page"]
+__all__ = ["chart_panels", "comparison_page", "planned_panels", "simulation_page"]
 
 _STEPS = 8
 """Parts of a critical path that are printed."""
@@ -48,7 +48,7 @@ def comparison_page(simulations: Sequence[Simulation], source: str, notes: Seque
         f" {_ms(best.unfrozen.end_ms)} -> {_ms(best.gain.ms)}",
         facts=(("times", source), ("gain", _GAIN), ("at most", _MOST), ("stable", _STABLE)),
         tables=tuple(tables),
-        panels=chart_panels(simulations)[1::2],
+        panels=planned_panels(simulations),
         notes=tuple(notes),
     )
 
@@ -60,7 +60,13 @@ def chart_panels(simulations: Sequence[Simulation]) -> tuple[Panel, ...]:
     return tuple(replace(p, title=f"{each.pipeline.name}, {p.title}") for each in simulations for p in each.panels)
 
 
+def planned_panels(simulations: Sequence[Simulation]) -> tuple[Panel, ...]:
+    """The planned batch of each, under its name."""
+    return tuple(replace(each.planned, title=f"{each.pipeline.name}, {each.planned.title}") for each in simulations)
+
+
 _GAIN = "in throughput, over the same schedule with nothing frozen"
+_EXACT = "weight gradients deferred, nothing frozen, the same bits"
 _MOST = "with everything frozen, which no r_max can beat"
 _STABLE = "where all of stage 0 is frozen its backward is gone, also where the plan does not count on it"
 _COMPARED = (
@@ -87,6 +93,8 @@ def _facts(simulation: Simulation) -> Iterator[tuple[str, str]]:
     unfrozen, planned, holder = simulation.unfrozen, simulation.planned, simulation.holder
     mean = simulation.plan.mean_freeze_ratio
     yield "before", f"{_ms(unfrozen.end_ms)}, bubble {unfrozen.bubble:.1%}"
+    if simulation.exact:
+        yield "exact", f"{_ms(simulation.exact.end_ms)}, {_percent(simulation.exact_gain)} throughput: {_EXACT}"
     yield "planned", f"{_gain(simulation.gain)}, bubble {planned.bubble:.1%}, {mean:.0%} of weight gradients skipped"
     if _differs(simulation.gain):
         yield "stable", f"{_stable(simulation.gain)}: {_STABLE}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tf_adapters.planner.forecast import stable_durations
+from tf_adapters.planner.forecast import planned_dag, stable_durations
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import PlanProblem, most_of_a_microbatch
 from tf_adapters.planner.program import Progress
@@ -18,6 +18,9 @@ from tf_adapters.simulate.limit import Holder, held_by
 from tf_adapters.simulate.pipeline import Pipeline
 
 __all__ = ["Gain", "Simulation", "SweepPoint", "simulate"]
+
+
+_EXACT = "exact: weight gradients deferred, nothing frozen"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class Simulation:
     """A pipeline with nothing frozen, as planned at ``max_freeze_ratio`` and with everything frozen.
 
     ``most`` has every weight gradient skipped, which no r_max can beat; ``holder`` is the bottleneck of that batch.
+    ``exact`` is the batch with weight gradients deferred and nothing frozen, where they may wait.
     """
 
     pipeline: Pipeline
@@ -60,11 +64,17 @@ class Simulation:
     most: Gain
     holder: Holder
     sweep: tuple[SweepPoint, ...]
+    exact: Panel | None = None
 
     @property
     def panels(self) -> tuple[Panel, ...]:
-        """What a chart shows: before and after."""
-        return self.unfrozen, self.planned
+        """What a chart shows: before and after, and between them what deferring alone brings."""
+        return (self.unfrozen, *([self.exact] if self.exact else []), self.planned)
+
+    @property
+    def exact_gain(self) -> float:
+        """What deferring alone brings in throughput, as a share."""
+        return _over(self.unfrozen.end_ms, self.exact.end_ms) if self.exact else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values: times in ms, ratios and shares in [0, 1], gains as shares (0.25: a quarter more)."""
@@ -76,6 +86,7 @@ class Simulation:
             "microbatches": schedule.num_microbatches,
             "max_freeze_ratio": self.max_freeze_ratio,
             "unfrozen": _panel_json(self.unfrozen),
+            **({"exact": {**_panel_json(self.exact), "gain": self.exact_gain}} if self.exact else {}),
             "planned": {**_panel_json(self.planned), **_gain_json(self.gain)},
             "most": {**_panel_json(self.frozen), **_gain_json(self.most), "held_by": asdict(self.holder)},
             "sweep": [
@@ -96,13 +107,17 @@ def simulate(
     max_freeze_ratio: float = 0.8,
     sweep: Sequence[float] = (),
     progress: Progress | None = None,
+    extra_microbatches: int | None = None,
 ) -> Simulation:
     """Plan ``pipeline`` at ``max_freeze_ratio`` and at every ratio of ``sweep``, all in [0, 1].
 
+    With ``extra_microbatches`` weight gradients may wait, and a rank may hold that many microbatches more than the
+    fullest rank of the schedule.
     ``progress`` is told in words how far the plans have come. Raises PlanInputError, ScheduleError and SolverError as
     ``tf_adapters.planner.plan`` does.
     """
-    solved = {ratio: _plan(pipeline, ratio, progress) for ratio in dict.fromkeys((max_freeze_ratio, *sweep))}
+    asked = dict.fromkeys((max_freeze_ratio, *sweep, *([] if extra_microbatches is None else [0.0])))
+    solved = {ratio: _plan(pipeline, ratio, progress, extra_microbatches) for ratio in asked}
     chosen = solved[max_freeze_ratio]
     schedule, times = pipeline.schedule, pipeline.times
     dag = PipelineDag.from_schedule(schedule, *pipeline.gaps)
@@ -113,15 +128,23 @@ def simulate(
     def panel(title: str, durations: Mapping[Action, float], frozen: Mapping[Action, float] | None = None) -> Panel:
         return timeline(title, schedule, dag=dag, durations=durations, frozen=frozen)
 
+    def of_plan(title: str, plan: FreezePlan) -> Panel:
+        order, graph = plan.schedule or schedule, planned_dag(schedule, plan, pipeline.gaps)
+        return timeline(title, order, graph, durations=plan.duration_ms, frozen=plan.freeze_ratio)
+
     unfrozen = panel("nothing frozen", upper)
     frozen = panel("everything frozen", lower, everything)
-    gains = {ratio: _gain(dag, unfrozen.end_ms, plan.duration_ms, plan.freeze_ratio) for ratio, plan in solved.items()}
+    gains = {
+        ratio: _gain(planned_dag(schedule, plan, pipeline.gaps), unfrozen.end_ms, plan.duration_ms, plan.freeze_ratio)
+        for ratio, plan in solved.items()
+    }
     return Simulation(
         pipeline=pipeline,
         max_freeze_ratio=max_freeze_ratio,
         plan=chosen,
         unfrozen=unfrozen,
-        planned=panel(_planned_title(max_freeze_ratio, chosen), chosen.duration_ms, chosen.freeze_ratio),
+        exact=None if extra_microbatches is None else of_plan(_EXACT, solved[0.0]),
+        planned=of_plan(_planned_title(max_freeze_ratio, chosen), chosen),
         frozen=frozen,
         gain=gains[max_freeze_ratio],
         most=_gain(dag, unfrozen.end_ms, lower, everything),
@@ -130,7 +153,7 @@ def simulate(
     )
 
 
-def _plan(pipeline: Pipeline, ratio: float, progress: Progress | None) -> FreezePlan:
+def _plan(pipeline: Pipeline, ratio: float, progress: Progress | None, extra_microbatches: int | None) -> FreezePlan:
     problem = PlanProblem(
         schedule=pipeline.schedule,
         times=pipeline.times,
@@ -138,6 +161,8 @@ def _plan(pipeline: Pipeline, ratio: float, progress: Progress | None) -> Freeze
         communication=pipeline.gaps.communication,
         overhead=pipeline.gaps.overhead,
         max_microbatch_freeze_ratio=most_of_a_microbatch(ratio),
+        defer=extra_microbatches is not None,
+        extra_microbatches=extra_microbatches or 0,
     )
     tell = progress and (lambda text: progress(f"{pipeline.name} at r_max {ratio:g}: {text}"))
     return solve(problem, progress=tell)

@@ -38,6 +38,7 @@ class Request:
     """What to simulate: pipelines, r_max for all of them, where the times come from, in words, and remarks.
 
     ``step_ms`` is how long a whole step of the first pipeline took with nothing frozen, where that was measured.
+    ``extra_microbatches`` is None where weight gradients stay in place.
     """
 
     pipelines: tuple[Pipeline, ...]
@@ -45,6 +46,7 @@ class Request:
     source: str
     notes: tuple[str, ...] = ()
     step_ms: float | None = None
+    extra_microbatches: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class _Recorded:
     source: str
     step_ms: float | None = None
     notes: tuple[str, ...] = ()
+    extra_microbatches: int | None = None
 
 
 def read_request(options: Options, load: Callable[[str], Any]) -> Request:
@@ -70,10 +73,11 @@ def read_request(options: Options, load: Callable[[str], Any]) -> Request:
         source, costs_for = _assumed(options)
         pipelines = _compared(options, options.sizes, costs_for, options.communication_ms or 0.0)
         request = Request(pipelines, _DEFAULT_RATIO, source)
-    ratio = options.max_freeze_ratio
+    ratio, extra = options.max_freeze_ratio, options.extra_microbatches
     return replace(
         request,
         max_freeze_ratio=request.max_freeze_ratio if ratio is None else ratio,
+        extra_microbatches=request.extra_microbatches if extra is None else extra,
         notes=(*request.notes, *_notes(request.pipelines, options.sizes.stages)),
     )
 
@@ -105,9 +109,16 @@ def _from_report(path: str) -> _Recorded:
         Pipeline("recorded", schedule, problem.times, report.gaps()),
         problem.max_freeze_ratio,
         source=f"measured on {report.host.name}, {path}",
+        extra_microbatches=_recorded_extra(report),
         step_ms=report.measured.step_ms_unfrozen,
         notes=_promise_notes(report),
     )
+
+
+def _recorded_extra(report: Report) -> int | None:
+    extra = report.config.get("extra_microbatches", 0)
+    deferred = report.config.get("weight_gradients") == "deferred"
+    return extra if deferred and isinstance(extra, int) and extra >= 0 else None
 
 
 def _promise_notes(report: Report) -> tuple[str, ...]:
@@ -125,7 +136,12 @@ def _from_input(path: str, data: Any) -> _Recorded:
     problem = PlanProblem.from_json(data)
     source = "given on standard input" if path == "-" else f"given in {path}"
     gaps = Gaps(problem.communication, problem.overhead)
-    return _Recorded(Pipeline("as given", problem.schedule, problem.times, gaps), problem.max_freeze_ratio, source)
+    return _Recorded(
+        Pipeline("as given", problem.schedule, problem.times, gaps),
+        problem.max_freeze_ratio,
+        source=source,
+        extra_microbatches=problem.extra_microbatches if problem.defer else None,
+    )
 
 
 def _from_recorded(options: Options, recorded: _Recorded) -> Request:
@@ -155,6 +171,7 @@ def _from_recorded(options: Options, recorded: _Recorded) -> Request:
         source=recorded.source,
         notes=notes,
         step_ms=recorded.step_ms,
+        extra_microbatches=recorded.extra_microbatches,
     )
 
 

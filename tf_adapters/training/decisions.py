@@ -9,6 +9,7 @@ from tf_adapters.collectives import Collectives, decide_from_all
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ScheduleError, TimelyFreezeError
 from tf_adapters.log import announce
+from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
@@ -143,7 +144,7 @@ class Decisions:
         state = run.state
         state.adopt(planned)
         if planned.plan.deferrable_share:
-            self.say(f"deferral: {messages.deferred(planned.plan, run.schedule)}")
+            self.say(f"deferral: {describe_deferral(planned.plan, run.schedule)}")
         for line in (messages.planned(planned.plan, Forecast(state.unfrozen_step_ms, planned.step_ms)), *planned.notes):
             self.say(line)
         self._report(run)

@@ -9,7 +9,6 @@ import numpy as np
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.schedule.deferral import most_in_flight
 from tf_adapters.schedule.ir import Kind, PipelineSchedule
 from tf_adapters.selection.stability import StabilityState
 from tf_adapters.training.phases import PhaseSchedule
@@ -81,18 +80,6 @@ def monitoring(done: int, length: int, step_ms: float | None) -> str:
 def precise(steps: int, error: float) -> str:
     """Monitoring has seen enough."""
     return f"monitoring ended after {steps} steps: times and savings are known to {error:.1%}"
-
-
-def deferred(plan: FreezePlan, host: PipelineSchedule) -> str:
-    """What can wait, what that saves, and what it holds."""
-    shares = plan.deferrable_share.values()
-    spans, order = plan.makespan_ms, plan.schedule or host
-    saved = (spans.host or spans.unfrozen) - spans.unfrozen
-    return (
-        f"weight gradients that can wait are {min(shares):.0%} to {max(shares):.0%} of a stage's backwards; "
-        f"their order saves {saved:.1f} ms a step with nothing frozen; a rank holds {most_in_flight(order)} "
-        f"microbatches at most, in the host's order {most_in_flight(host)}"
-    )
 
 
 def planned(plan: FreezePlan, forecast: Forecast) -> str:
