@@ -85,9 +85,16 @@ class FreezeProgram:
         return [m for m, values in of_microbatch.items() if sum(values) > (limit + _TOLERANCE) * len(values)]
 
     def limited(self, microbatches: Collection[int], limit: float) -> FreezeProgram:
-        """The same program with no ratio of these microbatches above ``limit``."""
-        among = np.array([action.microbatch in microbatches for action in self.dag.actions])
-        return replace(self, most=np.where(among, np.minimum(self.most, limit), self.most))
+        """The same program with ratios of these microbatches so limited that no mean exceeds ``limit``.
+
+        Those of the first stage stay free, since its backward disappears where it is frozen whole.
+        """
+        stages = len(self.stages)
+        others = max(0.0, (limit * stages - 1.0) / (stages - 1.0)) if stages > 1 else limit
+        among = np.array(
+            [a.microbatch in microbatches and (a.stage > 0 or stages == 1) for a in self.dag.actions], dtype=bool
+        )
+        return replace(self, most=np.where(among, np.minimum(self.most, others), self.most))
 
     def end(self, ratios: Floats) -> float:
         """Makespan under ``ratios``, in the program's unit."""
