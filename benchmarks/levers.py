@@ -26,7 +26,7 @@ from tf_adapters.testing.paired import Freezing, in_rotation
 
 RESULTS = Path(__file__).with_name("results") / "levers.json"
 PAGE = ROOT / "docs" / "deferral.md"
-FREEZING = {"warmup": 4, "monitoring": 24, "progressive": 0, "stable": 24}
+FREEZING = {"warmup": 2, "monitoring": 14, "progressive": 0, "stable": 14}
 DEFERRED: dict[str, Any] = {"weight_gradients": "deferred"}
 TOKENS: dict[str, Any] = {"granularity": "token"}
 ALONE = "host alone"
@@ -42,7 +42,7 @@ class Round:
 
 ROUNDS = (
     Round(
-        Size(microbatches=8, width=512, layers=4),
+        Size(microbatches=8, width=384, layers=4),
         {
             "deferred, exact": {**DEFERRED, "max_freeze_ratio": 0.0},
             "tensors frozen, in place": {},
@@ -50,7 +50,7 @@ ROUNDS = (
             "tokens sampled, deferred": {**DEFERRED, **TOKENS, "max_freeze_ratio": 0.5},
         },
     ),
-    Round(Size(microbatches=4, width=512, layers=4), {"deferred, exact": {**DEFERRED, "max_freeze_ratio": 0.0}}),
+    Round(Size(microbatches=4, width=384, layers=4), {"deferred, exact": {**DEFERRED, "max_freeze_ratio": 0.0}}),
 )
 
 
