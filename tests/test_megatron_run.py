@@ -227,6 +227,63 @@ def frozen_everywhere(step: dict, key: tuple[int, str]) -> bool:
     return all(key[1] in names for (stage, _), names in step["masks"].items() if stage == key[0])
 
 
+# --- overlapped reduction of gradients -------------------------------------------------------------------------
+
+OVERLAP = {"overlap_grad_reduce": True}
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["in place", "deferred"])
+@pytest.mark.parametrize("virtual", [None, 2])
+def test_every_bucket_is_reduced_as_soon_as_its_last_gradient_is_there(megatron, virtual, deferred):
+    section = {"weight_gradients": "deferred"} if deferred else {}
+    pipeline = {"pp": 2, "vp": virtual} if virtual or deferred else {"pp": 1, "layers": 2}
+    ratios = {f"{stage}B{m}": 0.5 for stage in range(4 if virtual else pipeline["pp"]) for m in range(4)}
+    case = Case(ddp=OVERLAP, section=section, ratios=ratios, steps=4, **pipeline)
+    for steps in megatron(4 if case.pp == 2 else 2).run(reductions, case):
+        late = [names for step in steps[1:] for names in step]  # in the first one DDP counts
+        assert late
+        assert sum("frozen" in names for names in late) > 0
+        for names in late:
+            if set(names) > {"frozen"}:
+                assert names[-1] == "trained", names
+
+
+def reductions(case: Case) -> list[list[list[str]]]:
+    """Of each step and each reduction of a bucket that begins: its gradients as they became ready, frozen or not."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+    chunks, optimizer, adapter = start(case)
+    steps: list[list[list[str]]] = []
+    ready: dict[int, list[str]] = {}
+    register, begin = _ParamAndGradBucketGroup.register_grad_ready, _ParamAndGradBucketGroup.start_grad_sync
+    frozen: set[torch.nn.Parameter] = set()
+
+    def registering(group: Any, parameter: Any, *rest: Any) -> None:
+        if group.is_last_microbatch:
+            ready.setdefault(id(group), []).append("frozen" if parameter in frozen else "trained")
+        register(group, parameter, *rest)
+
+    def beginning(group: Any, *args: Any, **kwargs: Any) -> None:
+        steps[-1].append(ready.pop(id(group), []))
+        begin(group, *args, **kwargs)
+
+    _ParamAndGradBucketGroup.register_grad_ready = registering
+    _ParamAndGradBucketGroup.start_grad_sync = beginning
+    try:
+        for number in range(case.steps):
+            steps.append([])
+            ready.clear()
+            last = [adapter.controller.mask(c.stage, case.microbatches - 1).names for c in adapter._chunks.values()]
+            chunks_and_names = zip(adapter._chunks.values(), last, strict=True)
+            frozen = {chunk.parameters[name] for chunk, names in chunks_and_names for name in names}
+            train_step(case, chunks, optimizer, number)
+    finally:
+        _ParamAndGradBucketGroup.register_grad_ready = register
+        _ParamAndGradBucketGroup.start_grad_sync = begin
+    adapter.detach()
+    return steps
+
+
 def test_a_parameter_frozen_in_the_first_steps_has_state_when_it_is_saved(megatron):
     for rank in megatron(2).run(train, Case(ratios=FROZEN), False):
         for step in rank["steps"]:

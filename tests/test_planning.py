@@ -131,6 +131,20 @@ def test_plan_wait_makes_the_step_sure(tmp_path):
     assert controller.state.phases.freezing_start == LAST_MONITORED
 
 
+def test_ranks_that_wait_for_a_plan_exchange_messages_all_along(tmp_path, monkeypatch):
+    """A wait of any length is no single operation of a process group, whose timeout would end the job."""
+    monkeypatch.setattr(planning, "_PATIENCE_S", 0.01)
+    messages = []
+    broadcast = SingleProcess.broadcast
+    monkeypatch.setattr(
+        SingleProcess, "broadcast", lambda self, value: messages.append(value) or broadcast(self, value)
+    )
+    controller = controller_of(tmp_path, plan_wait=True)
+    train(controller, LAST_MONITORED)
+    assert controller.state.plan is not None
+    assert messages.count((None, None)) > 10
+
+
 def planner_of(**settings: Any) -> planning.PlanMaker:
     config = TimelyFreezeConfig(max_freeze_ratio=0.8, **settings)
     units = {stage: [FreezeUnit(("weight",), 1.0, (1,))] for stage in range(2)}

@@ -57,12 +57,16 @@ class TrainingScript:
         from megatron.training import get_args
 
         args = get_args()
-        settings = on_all_ranks(ProcessGroupCollectives(), lambda: config_from_args(args))[0]
-        if settings is None or optimizer is None:
-            return  # not asked for, or an evaluation only (--skip-train)
+        collectives = ProcessGroupCollectives()
+        settings = on_all_ranks(collectives, lambda: config_from_args(args))[0]
+        if settings is None or optimizer is None:  # not asked for, or an evaluation only (--skip-train)
+            collectives.close()
+            return
         warmup = _warmup_left(scheduler, args.global_batch_size)
         logs = TrainingLogs(args)
-        self.adapter = attach(list(model), optimizer, settings, warmup_steps=warmup, metrics=logs.write)
+        self.adapter = attach(
+            list(model), optimizer, settings, warmup_steps=warmup, metrics=logs.write, collectives=collectives
+        )
         if self.adapter is not None and args.iteration > 0:
             self.adapter.controller.load_state_dict(self._loaded, warmup)
         self._loaded = None
