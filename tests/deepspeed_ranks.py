@@ -13,6 +13,7 @@ from rank_pools import destroy_groups
 from torch import nn
 
 from tf_adapters.testing import force_plan
+from tf_adapters.testing.oracle import recorded_draws
 
 VOCABULARY, WIDTH, CONTEXT = 32, 16, 6
 PLAIN: dict[str, Any] = {
@@ -255,12 +256,14 @@ def train(case: Case) -> dict[str, Any]:
     recorder = GradientRecorder(engine)
     if adapter is not None and case.ratios is not None:
         force_plan(adapter.controller, case.ratios)
-    steps = [_step(case, engine, adapter, recorder, step) for step in range(case.steps)]
+    with recorded_draws() as draws:
+        steps = [_step(case, engine, adapter, recorder, step) for step in range(case.steps)]
     result = {
         "stage": engine.stage_id,
         "replica": engine.grid.data_parallel_id,
         "steps": steps,
         "parameters": parameters_of(engine),
+        "draws": draws,
     }
     if adapter is not None:
         result["schedule"] = adapter.controller.schedule.to_text()
@@ -283,6 +286,7 @@ def _step(case: Case, engine: Any, adapter: Any, recorder: GradientRecorder, ste
     loss = engine.train_batch(iter(batch(step, engine.grid.data_parallel_id, case.microbatches)))
     return {
         "loss": float(loss),
+        "number": adapter and adapter.controller.step - 1,
         "before": before,
         "gradients": dict(recorder.latest),
         "masks": masks,

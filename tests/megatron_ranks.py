@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from megatron_low_rank import with_adapters
 from rank_pools import destroy_groups
 
+from tf_adapters.overrides import Overrides
 from tf_adapters.testing import force_plan
+from tf_adapters.testing.oracle import Draws, Scales, product_with_scaled_tokens, recorded_draws
 
 VOCABULARY, WIDTH, HEADS, CONTEXT, BATCH = 32, 16, 4, 8, 2
 SECTION: dict[str, Any] = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 2, "on_error": "raise"}
@@ -341,8 +345,12 @@ def train_step(case: Case, chunks: list[Any], optimizer: Any, step: int, microba
     return [float(entry["loss"]) for entry in losses]
 
 
-def full_gradients(case: Case, chunks: list[Any], step: int) -> list[dict[tuple[int, str], torch.Tensor]]:
+def full_gradients(
+    case: Case, chunks: list[Any], step: int, scales: list[list[Scales]]
+) -> list[dict[tuple[int, str], torch.Tensor]]:
     """Full gradients of each microbatch, from an ordinary copy of the chunks that nothing masks.
+
+    Tokens count as ``scales`` says: by microbatch and chunk.
 
     The copy has the same parallel sizes and none of what is under test: no adapter, recompute, overlap, fused gradients
     or tied weights (each place of a tied weight has a gradient of its own here).
@@ -368,12 +376,49 @@ def full_gradients(case: Case, chunks: list[Any], step: int) -> list[dict[tuple[
     for microbatch in range(case.microbatches):
         for copy in copies:
             copy.zero_grad_buffer()
-        run_batch(plain, copies, step, [microbatch] * at_least)
+        with ExitStack() as scaled:
+            for copy, of_chunk in zip(copies, scales[microbatch], strict=True):
+                scaled.enter_context(scaled_parallel_layers(innermost(copy), of_chunk))
+            run_batch(plain, copies, step, [microbatch] * at_least)
         found.append(by_name(plain, copies, main_gradient))
     return found
 
 
+@contextmanager
+def scaled_parallel_layers(model: torch.nn.Module, scales: Scales) -> Iterator[None]:
+    """Count tokens as ``scales`` says in the weight gradients of Megatron's linear layers."""
+    overrides = Overrides()
+    for name, of_weight in scales.items():
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        overrides.set(layer, "_forward_impl", partial(_scaled_product, layer._forward_impl, of_weight))
+    try:
+        yield
+    finally:
+        overrides.restore()
+
+
+def _scaled_product(impl: Any, scales: torch.Tensor, *, input: Any, weight: Any, bias: Any, **kwargs: Any) -> Any:
+    def product(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return impl(input=inputs, weight=weight, bias=None, **kwargs)
+
+    output = product_with_scaled_tokens(product, input, weight, scales)
+    return output if bias is None else output + bias
+
+
+def drawn_scales(case: Case, chunks: list[Any], draws: Draws, step: int) -> list[list[Scales]]:
+    """What this rank has drawn in a step, by microbatch and chunk."""
+    return [
+        [draws.get((step, stage_of(case, index), microbatch), {}) for index in range(len(chunks))]
+        for microbatch in range(case.microbatches)
+    ]
+
+
 def train(case: Case, oracle: bool = True, evaluate: bool = False) -> dict[str, Any]:
+    with recorded_draws() as draws:
+        return {**_train(case, draws, oracle=oracle, evaluate=evaluate), "draws": draws}
+
+
+def _train(case: Case, draws: Draws, oracle: bool, evaluate: bool) -> dict[str, Any]:
     """Train and record, for every step, what the oracle needs; with ``evaluate``, evaluate after each step."""
     from megatron.core import parallel_state
 
@@ -387,7 +432,9 @@ def train(case: Case, oracle: bool = True, evaluate: bool = False) -> dict[str, 
         gradients = by_name(case, chunks, main_gradient)
         # Only now: an overlapped all-gather of the parameters ends in the forward.
         before = by_name(case, chunks, values)
-        full = full_gradients(case, chunks, number) if adapter is not None and oracle else []
+        full = []
+        if adapter is not None and oracle:
+            full = full_gradients(case, chunks, number, drawn_scales(case, chunks, draws, adapter.controller.step))
         state_before = optimizer_state(chunks, optimizer)
         optimizer.step()
         steps.append(

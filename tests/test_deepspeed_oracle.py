@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 
 import pytest
@@ -235,10 +236,28 @@ def expected_gradients(case: Case, ranks: list[dict], number: int) -> dict[str, 
     def frozen(microbatch: int) -> set[str]:
         return {ordinary.rename(n, s) for (s, m), names in masks.items() if m == microbatch for n in names}
 
+    def scales(replica: int, microbatch: int) -> dict[str, torch.Tensor]:
+        step = ranks[0]["steps"][number]["number"]
+        return {
+            ordinary.rename(name, stage): of_weight
+            for rank in ranks
+            if rank["replica"] == replica
+            for (drawn, stage, m), of_action in rank["draws"].items()
+            if (drawn, m) == (step, microbatch)
+            for name, of_weight in of_action.items()
+        }
+
     scale = (case.section or {}).get("gradient_scale", "skipped_as_zero")
     replicas = sorted({rank["replica"] for rank in ranks})
     per_replica = [
-        masked_gradients(ordinary, batch(number, replica, case.microbatches), loss_fn, frozen, scale)
+        masked_gradients(
+            ordinary,
+            batch(number, replica, case.microbatches),
+            loss_fn,
+            frozen,
+            gradient_scale=scale,
+            scales=partial(scales, replica),
+        )
         for replica in replicas
     ]
     expected: dict[str, torch.Tensor] = {}

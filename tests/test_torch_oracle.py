@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from low_rank import masked_names
-from torch_ranks import BLOCKS, SCHEDULES, Case, Layers, batch, loss_fn, pool, train
+from torch_ranks import BLOCKS, SCHEDULES, Case, Layers, batch, loss_fn, plain, pool, train
 
 from tf_adapters.testing import masked_gradients, relative_error
 
@@ -202,6 +203,14 @@ def expected_gradients(case: Case, ranks: list[dict[str, Any]], number: int) -> 
     def frozen(microbatch: int) -> set[str]:
         return {name for (_, m), names in masks.items() if m == microbatch for name in names}
 
+    def scales(replica: int, microbatch: int) -> dict[str, torch.Tensor]:
+        drawn = {}
+        for rank in ranks:
+            for (step, _, m), of_action in rank.get("draws", {}).items():
+                if (rank["replica"], step, m) == (replica, rank["steps"][number]["number"], microbatch):
+                    drawn |= {plain(name): of_weight for name, of_weight in of_action.items()}
+        return drawn
+
     totals: dict[str, torch.Tensor] = {}
     scale = (case.section or {}).get("gradient_scale", "skipped_as_zero")
     replicas = sorted({rank["replica"] for rank in ranks})
@@ -209,6 +218,7 @@ def expected_gradients(case: Case, ranks: list[dict[str, Any]], number: int) -> 
         for part in range(case.batches):
             tensors = batch(case, number, replica, part)
             microbatches = zip(*(tensor.chunk(case.microbatches) for tensor in tensors), strict=True)
-            for name, gradient in masked_gradients(ordinary, microbatches, loss_fn, frozen, scale).items():
+            drawn = partial(scales, replica)
+            for name, gradient in masked_gradients(ordinary, microbatches, loss_fn, frozen, scale, drawn).items():
                 totals[name] = totals.get(name, 0) + gradient / (len(replicas) * case.batches)
     return totals

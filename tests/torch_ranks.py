@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tf_adapters import testing
+from tf_adapters.testing.oracle import recorded_draws
 
 VOCABULARY, WIDTH, CONTEXT, BLOCKS, ROWS = 32, 12, 5, 8, 2
 SECTION: dict[str, Any] = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 2, "on_error": "raise"}
@@ -343,11 +344,13 @@ def train(case: Case) -> dict[str, Any]:
     """Train; with ``recorded``, keep for every step what the oracle needs."""
     run = attached(case)
     recorder = GradientRecorder(run) if case.recorded else None
-    steps = [_step(run, recorder, step) for step in range(case.steps)]
+    with recorded_draws() as draws:
+        steps = [_step(run, recorder, step) for step in range(case.steps)]
     result: dict[str, Any] = {"replica": run.replica, "steps": steps, "parameters": values(run)}
     if run.adapter is not None:
         controller = run.adapter.controller
         result |= {
+            "draws": draws,
             "schedule": controller.schedule.to_text(),
             "failure": controller.state.failure,
             "plan": controller.state.plan and controller.state.plan.to_json(),
@@ -368,6 +371,7 @@ def _step(run: Run, recorder: GradientRecorder | None, step: int) -> dict[str, A
     return {
         "phase": phase,
         "loss": loss,
+        "number": run.adapter and run.adapter.controller.step - 1,
         "before": before,
         "gradients": dict(recorder.latest),
         "masks": masks,

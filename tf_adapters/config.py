@@ -55,7 +55,11 @@ class TimelyFreezeConfig(BaseModel):
             "allowed": 'an object of patterns and ratios from 0 to max_freeze_ratio, such as {"*embed*": 0.2}'
         },
     )
-    granularity: Literal["tensor"] = Field("tensor", description="what is frozen as one: whole tensors")
+    granularity: Literal["tensor", "token"] = Field(
+        "tensor",
+        description="tensor: whole weight gradients are skipped; token: those of linear layers are made from a sample "
+        "of their tokens, as much smaller as the freeze ratio says, and unbiased",
+    )
     weight_gradients: Literal["in_place", "deferred"] = Field(
         "in_place",
         description="in_place: each backward computes them, as the host does; deferred: they wait until the rank would "
@@ -144,6 +148,11 @@ class TimelyFreezeConfig(BaseModel):
                 f'{SECTION}.monitoring_masks is False and {SECTION}.method is "{self.method}": false is allowed with '
                 'method "none" only, since a plan needs times with freezing'
             )
+        if self.samples_tokens and self.method not in ("timely", "none"):
+            raise ConfigError(
+                f'{SECTION}.granularity is "token" and {SECTION}.method is "{self.method}": allowed is "tensor" with '
+                "it, since it chooses tensors"
+            )
         if self.weight_gradients == "deferred" and not self.plans:
             raise ConfigError(
                 f'{SECTION}.weight_gradients is "deferred" and {SECTION}.method is "{self.method}": allowed is '
@@ -177,6 +186,28 @@ class TimelyFreezeConfig(BaseModel):
     def defers(self) -> bool:
         """Whether the plan may let weight gradients wait."""
         return self.weight_gradients == "deferred" and self.method != "none"
+
+    @property
+    def samples_tokens(self) -> bool:
+        """Whether weight gradients are made from a sample of the tokens."""
+        return self.granularity == "token"
+
+    @property
+    def splits_backwards(self) -> bool:
+        """Whether linear layers compute their weight gradients apart from the host's backward."""
+        return self.defers or self.samples_tokens
+
+    @property
+    def without_split(self) -> str:
+        """The settings with which layers compute weight gradients in the host's backward, as advice."""
+        return " and ".join(
+            advice
+            for advice, needed in (
+                ('granularity "tensor"', self.samples_tokens),
+                ('weight_gradients "in_place"', self.weight_gradients == "deferred"),
+            )
+            if needed
+        )
 
     @property
     def freeze_caps(self) -> dict[str, float]:

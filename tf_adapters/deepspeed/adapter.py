@@ -95,7 +95,7 @@ class DeepSpeedAdapter(HostAdapter):
             units=units_by_stage(engine, parameters),
             parameters=parameters,
             held_values=held_values(engine, parameters),
-            taps={engine.stage_id: StageTaps(engine.module, plain_layer)} if self.config.defers else {},
+            taps={engine.stage_id: StageTaps(engine.module, plain_layer)} if self.config.splits_backwards else {},
             accumulating=lambda: accumulating(engine),
             moves_forwards=True,
             traced=holds_first_rank(engine.grid.get_pipe_parallel_group()),

@@ -88,8 +88,8 @@ def _settings(engine: Any, config: GivenConfig) -> TimelyFreezeConfig | None:
 
     def check_engine(settings: TimelyFreezeConfig) -> None:
         check(engine)
-        if settings.defers and is_dualpipev(engine):
-            refuse('DualPipeV overlaps two stages of a rank; use weight_gradients "in_place" with it')
+        if settings.splits_backwards and is_dualpipev(engine):
+            refuse(f"DualPipeV overlaps two stages of a rank; use {settings.without_split} with it")
         if is_dualpipev(engine):
             refuse_other_schedules(settings, "DeepSpeed's DualPipeV engine runs its own")
 

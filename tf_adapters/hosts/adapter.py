@@ -17,6 +17,7 @@ from tf_adapters.errors import ConfigError, TimelyFreezeError
 from tf_adapters.hosts.agreement import GivenConfig, agree_on_settings, gather_units
 from tf_adapters.overrides import Overrides
 from tf_adapters.report.observer import MetricSink, RunReporter
+from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.training.controller import Controller
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
@@ -54,7 +55,7 @@ class HostAdapter(ABC):
         def local_units() -> Mapping[int, Any]:
             described.append(describe())
             _check_scaled(config, described[0])
-            return described[0].units
+            return _sampled_units(described[0]) if config.samples_tokens else described[0].units
 
         units = gather_units(collectives, local_units)
         pipeline = replace(described[0], units=units)
@@ -117,6 +118,16 @@ class HostAdapter(ABC):
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a model (a moving average of its weights, say) is not attached to anything."""
         return
+
+
+def _sampled_units(pipeline: HostPipeline) -> dict[int, tuple[FreezeUnit, ...]]:
+    """A stage's units, none of whose parameters is ever frozen where no tap can sample its tokens."""
+    return {
+        stage: tuple(
+            unit if not pipeline.taps[stage].names.isdisjoint(unit.names) else replace(unit, cap=0.0) for unit in units
+        )
+        for stage, units in pipeline.units.items()
+    }
 
 
 def _check_scaled(config: TimelyFreezeConfig, pipeline: HostPipeline) -> None:

@@ -1,9 +1,9 @@
-"""Weight gradients that can wait: a tap on a layer's output keeps what they are made from.
+"""Weight gradients apart from the backward: a tap on a layer's output keeps what they are made from.
 
 While a tapped layer computes its output its weight does not require gradients, so the host's backward computes input
 gradients and nothing else there. The tap's backward hands the gradient of the output down unchanged, and keeps it with
 the layer's input. ``compute`` makes the weight gradients later, in the order in which a host would have accumulated
-them (Qi et al. 2024, "Zero Bubble Pipeline Parallelism": backwards split into B and W).
+them (Qi et al. 2024, "Zero Bubble Pipeline Parallelism": backwards split into B and W): of all tokens, or of a sample.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from tf_adapters.masking.parameters import ParameterMask
+from tf_adapters.masking.tokens import Rows, TokenSampler
 from tf_adapters.overrides import Overrides
 
-__all__ = ["LinearTap", "StageTaps", "TappedLayer", "plain_layer"]
+__all__ = ["Choose", "LinearTap", "StageTaps", "TappedLayer", "linear_gradient", "plain_layer"]
+
+
+Choose = Callable[[torch.Tensor, torch.Tensor], Rows]
+"""Of inputs ``[tokens, inputs]`` and output gradients ``[tokens, outputs]``, the rows to make a gradient from."""
 
 
 class _Join(torch.autograd.Function):
@@ -66,10 +72,10 @@ class _Pending(NamedTuple):
 
 
 class TappedLayer(ABC):
-    """One layer whose weight gradients can wait. A subclass says how they are computed.
+    """One layer whose weight gradients are computed apart. A subclass says how.
 
-    ``names`` are the module's own names of the parameters whose gradients pass the tap. The module's forward takes the
-    input first.
+    ``names`` are the module's own names of the parameters whose gradients pass the tap, its weight first. The module's
+    forward takes the input first.
     """
 
     attribute = "forward"
@@ -84,9 +90,9 @@ class TappedLayer(ABC):
 
     @abstractmethod
     def gradients(
-        self, parameters: tuple[torch.nn.Parameter, ...], inputs: torch.Tensor, gradient: torch.Tensor
+        self, parameters: tuple[torch.nn.Parameter, ...], inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose
     ) -> tuple[torch.Tensor, ...]:
-        """Gradients of these parameters, in their shapes and types."""
+        """Gradients of these parameters, in their shapes and types; the weight's of the rows that ``choose`` takes."""
 
     def install(self, taps: StageTaps) -> None:
         self._taps = taps
@@ -122,16 +128,21 @@ class LinearTap(TappedLayer):
     """``torch.nn.Linear``. Its bias gets its gradient with the input gradient: a sum, next to nothing."""
 
     def gradients(
-        self, parameters: tuple[torch.nn.Parameter, ...], inputs: torch.Tensor, gradient: torch.Tensor
+        self, parameters: tuple[torch.nn.Parameter, ...], inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose
     ) -> tuple[torch.Tensor, ...]:
-        return (linear_gradient(parameters[0], inputs, gradient),)
+        return (linear_gradient(parameters[0], inputs, gradient, choose),)
 
 
-def linear_gradient(weight: torch.Tensor, inputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def linear_gradient(weight: torch.Tensor, inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose) -> torch.Tensor:
     """Gradient of a weight ``[outputs, inputs]``, by the product that torch's own backward runs."""
-    flat = gradient.reshape(-1, gradient.shape[-1])
-    inputs = inputs.reshape(-1, inputs.shape[-1]).to(flat.dtype)  # under autocast the layer computed in another type
-    return torch.mm(flat.t(), inputs).to(weight.dtype)
+    inputs, gradient = choose(inputs.reshape(-1, inputs.shape[-1]), gradient.reshape(-1, gradient.shape[-1]))
+    inputs = inputs.to(gradient.dtype)  # under autocast the layer computed in another type
+    return torch.mm(gradient.t(), inputs).to(weight.dtype)
+
+
+def all_rows(inputs: torch.Tensor, gradient: torch.Tensor) -> Rows:
+    """Every token."""
+    return inputs, gradient
 
 
 class StageTaps:
@@ -145,6 +156,7 @@ class StageTaps:
     def __init__(self, model: torch.nn.Module, make: Callable[[torch.nn.Module], TappedLayer | None]) -> None:
         self._layers = _layers(model, make)
         self.names = frozenset(self._layers)
+        self._weights = {layer: name for name, layer in reversed(self._layers.items())}  # the first of its names
         self.microbatch: int | None = None  # whose forward or backward runs
         self._pending: dict[int, list[_Pending]] = {}
         self._anchor = torch.zeros(0, requires_grad=True)  # a tap's node runs whether or not the input needs gradients
@@ -174,11 +186,17 @@ class StageTaps:
         """Forget what waits: its step has failed."""
         self._pending.clear()
 
-    def compute(self, microbatch: int) -> None:
-        """Compute and accumulate the weight gradients of a microbatch, through the hooks on their parameters."""
+    def compute(self, microbatch: int, sampler: TokenSampler | None = None) -> None:
+        """Compute and accumulate the weight gradients of a microbatch, through the hooks on their parameters.
+
+        With a ``sampler`` from the tokens that it draws.
+        """
         gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
         for layer, parameters, inputs, gradient in self._pending.pop(microbatch, ()):
-            for parameter, of_call in zip(parameters, layer.gradients(parameters, inputs, gradient), strict=True):
+            choose = all_rows if sampler is None else partial(sampler.rows, self._weights[layer])
+            with torch.no_grad():  # a host may receive gradients into tensors that require gradients
+                of_layer = layer.gradients(parameters, inputs, gradient, choose)
+            for parameter, of_call in zip(parameters, of_layer, strict=True):
                 before = gradients.get(parameter)
                 # Of several calls the host adds up first what one backward makes, too.
                 gradients[parameter] = of_call if before is None else before + of_call

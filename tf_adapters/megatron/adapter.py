@@ -106,7 +106,7 @@ class MegatronAdapter(HostAdapter):
         taps = {stage: StageTaps(chunk.model, tapped_layer) for stage, chunk in by_stage.items()}
         return HostPipeline(
             host=host_info(),
-            taps=taps if self.config.defers else {},
+            taps=taps if self.config.splits_backwards else {},
             schedule=self._schedule,
             units={
                 stage: chunk_units(chunk.model, model.config, model.expert_parallel_size)

@@ -13,7 +13,7 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from tf_adapters.masking.parameters import ParameterMask
-from tf_adapters.masking.taps import TappedLayer, linear_gradient, plain_layer
+from tf_adapters.masking.taps import Choose, TappedLayer, linear_gradient, plain_layer
 
 __all__ = ["ParallelLinearTap", "tapped_layer"]
 
@@ -55,7 +55,7 @@ class ParallelLinearTap(TappedLayer):
         return taps.tap(self, output, inputs=kwargs["input"], parameters=tuple(training.values()))
 
     def gradients(
-        self, parameters: tuple[torch.nn.Parameter, ...], inputs: torch.Tensor, gradient: torch.Tensor
+        self, parameters: tuple[torch.nn.Parameter, ...], inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose
     ) -> tuple[torch.Tensor, ...]:
         weight, *biases = parameters
         # With gradient_accumulation_fusion an earlier microbatch told DDP, for the rest of the batch, that a kernel
@@ -63,7 +63,7 @@ class ParallelLinearTap(TappedLayer):
         if hasattr(weight, "grad_added_to_main_grad"):
             weight.grad_added_to_main_grad = False
         flat = gradient.reshape(-1, gradient.shape[-1])
-        of_weight = linear_gradient(weight, self._gathered(inputs), gradient)
+        of_weight = linear_gradient(weight, self._gathered(inputs), gradient, choose)
         return of_weight, *(flat.sum(dim=0) for _ in biases)
 
     def _gathered(self, inputs: torch.Tensor) -> torch.Tensor:

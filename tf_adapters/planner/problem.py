@@ -18,7 +18,8 @@ __all__ = ["PlanProblem"]
 
 _REQUIRED = ("ranks", "times", "max_freeze_ratio")
 _DEFERRAL = ("defer", "extra_microbatches", "moves_forwards")
-_FIELDS = (*_REQUIRED, "communication", "overhead", "target_makespan_ms", *_DEFERRAL)
+_LIMITS = ("target_makespan_ms", "max_action_freeze_ratio")
+_FIELDS = (*_REQUIRED, "communication", "overhead", *_LIMITS, *_DEFERRAL)
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class PlanProblem:
         communication: ms on edges between stages; 0 where absent.
         overhead: ms that an action's rank spends before it, besides waiting for its input; 0 where absent.
         target_makespan_ms: a batch that ends by then is early enough; 0 asks for the earliest end.
+        max_action_freeze_ratio: the largest freeze ratio of any one B or W action, in [0, 1].
         defer: let weight gradients wait: a B becomes an I, its lower bound, and a W, what full freezing saves.
         extra_microbatches: how many microbatches more than the host's fullest rank a rank may then hold.
         moves_forwards: whether forwards and input gradients may then stand in another order, too.
@@ -44,6 +46,7 @@ class PlanProblem:
     communication: Mapping[tuple[Action, Action], float] = field(default_factory=dict)
     overhead: Mapping[Action, float] = field(default_factory=dict)
     target_makespan_ms: float = 0.0
+    max_action_freeze_ratio: float = 1.0
     defer: bool = False
     extra_microbatches: int = 0
     moves_forwards: bool = True
@@ -58,7 +61,8 @@ class PlanProblem:
         return PlanProblem(
             schedule=self.schedule,
             times=_check_times(self.schedule, actions, self.times),
-            max_freeze_ratio=_check_ratio(self.max_freeze_ratio),
+            max_freeze_ratio=_check_ratio(self.max_freeze_ratio, "max_freeze_ratio"),
+            max_action_freeze_ratio=_check_ratio(self.max_action_freeze_ratio, "max_action_freeze_ratio"),
             communication=_check_communication(self.schedule, self.communication),
             overhead=_check_overhead(actions, self.overhead),
             target_makespan_ms=_check_time(self.target_makespan_ms, "target_makespan_ms"),
@@ -76,6 +80,7 @@ class PlanProblem:
             "overhead": {str(action): ms for action, ms in self.overhead.items()},
             "max_freeze_ratio": self.max_freeze_ratio,
             "target_makespan_ms": self.target_makespan_ms,
+            "max_action_freeze_ratio": self.max_action_freeze_ratio,
             **{name: getattr(self, name) for name in _DEFERRAL if self.defer},
         }
 
@@ -96,15 +101,14 @@ class PlanProblem:
             max_freeze_ratio=data["max_freeze_ratio"],
             communication={_read_edge(key): value for key, value in _object(data, "communication").items()},
             overhead={_read_action(key, "overhead"): value for key, value in _object(data, "overhead").items()},
-            target_makespan_ms=data.get("target_makespan_ms", 0.0),
-            **{name: data[name] for name in _DEFERRAL if name in data},
+            **{name: data[name] for name in (*_LIMITS, *_DEFERRAL) if name in data},
         ).validate()
 
 
-def _check_ratio(value: object) -> float:
+def _check_ratio(value: object, field: str) -> float:
     number = _number(value)
     if number is None or not 0.0 <= number <= 1.0:
-        raise PlanInputError(f"max_freeze_ratio: {_show(value)} is not a number from 0 to 1")
+        raise PlanInputError(f"{field}: {_show(value)} is not a number from 0 to 1")
     return number
 
 

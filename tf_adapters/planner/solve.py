@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -69,8 +70,8 @@ def solve(problem: PlanProblem, time_limit_s: float | None = None, progress: Pro
     In every stage the sum of the ratios is at most ``max_freeze_ratio`` times the number of the stage's B and W
     actions (the paper's constraint [4]). An action whose two times are equal gets ratio 0 and still counts in that
     number: the budget bounds the share of its updates that a parameter loses in expectation, and an update that is
-    never skipped is one of them. A batch that ends by ``target_makespan_ms`` is early enough: the plan then freezes
-    the least that reaches it.
+    never skipped is one of them. No single ratio exceeds ``max_action_freeze_ratio``. A batch that ends by
+    ``target_makespan_ms`` is early enough: the plan then freezes the least that reaches it.
 
     Up to 4,096 actions GLOP finds the exact optimum. Larger programs go to an interior point method whose time and
     memory grow in proportion to the actions. ``solver.optimality_gap`` proves how close it came. Where that is above
@@ -89,10 +90,20 @@ def solve(problem: PlanProblem, time_limit_s: float | None = None, progress: Pro
     if problem.defer:
         return plan_deferred(problem, lambda one_order: solve(one_order, time_limit_s, progress))
     progress(f"{len(problem.schedule.actions):,} actions")
-    program = FreezeProgram.of(problem)
     began = time.perf_counter()
-    outcome = _optimise(program, problem.target_makespan_ms, time_limit_s, progress)
-    return _describe(problem.schedule, program, outcome, time.perf_counter() - began)
+    outcome = _optimise(FreezeProgram.of(_limited(problem)), problem.target_makespan_ms, time_limit_s, progress)
+    outcome = outcome._replace(ratios=outcome.ratios * problem.max_action_freeze_ratio)
+    return _describe(problem.schedule, FreezeProgram.of(problem), outcome, time.perf_counter() - began)
+
+
+def _limited(problem: PlanProblem) -> PlanProblem:
+    """The problem whose ratios of 1 are ``max_action_freeze_ratio``: that is as short as an action may get."""
+    most = problem.max_action_freeze_ratio
+    if most == 1.0:
+        return problem
+    times = {action: Bounds(b.upper - most * (b.upper - b.lower), b.upper) for action, b in problem.times.items()}
+    budget = min(1.0, problem.max_freeze_ratio / most) if most else 0.0
+    return replace(problem, times=times, max_freeze_ratio=budget)
 
 
 class _Outcome(NamedTuple):

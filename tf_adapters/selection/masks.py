@@ -37,8 +37,8 @@ class StageMasks:
 
     ``units`` holds every stage of the pipeline, not only this rank's: any rank can then tell what any other
     freezes, which tied parameters need. What a pattern of ``exclude`` matches is never frozen and counts as no work;
-    what a pattern of ``caps`` matches is frozen with its cap, in [0, 1], times the ratio. ConfigError for a pattern
-    that matches nothing.
+    what a pattern of ``caps`` matches is frozen with its cap, in [0, 1], times the ratio. With ``tokens`` masks name no
+    parameter: ``share`` is of every weight gradient's work. ConfigError for a pattern that matches nothing.
     """
 
     def __init__(
@@ -47,8 +47,10 @@ class StageMasks:
         seed: int,
         exclude: Sequence[str] = (),
         caps: Mapping[str, float] = NO_CAPS,
+        tokens: bool = False,
     ) -> None:
         self._units = limited(units, exclude, caps)
+        self._tokens = tokens
         self._excludes = {stage: len(self._units[stage]) < len(of_stage) for stage, of_stage in units.items()}
         self._uniform = {stage: _selection(of_stage) for stage, of_stage in self._units.items()}
         self._hybrid: dict[int, tuple[frozenset[int], _Selection]] = {}  # the newest of each stage
@@ -92,6 +94,9 @@ class StageMasks:
 
     def _masks(self, step: int, stage: int, ratios: Sequence[float], preferred: frozenset[int]) -> Iterator[Mask]:
         units = self._units[stage]
+        if self._tokens:
+            yield from (Mask(share=ratio if units else 0.0) for ratio in ratios)
+            return
         rng = np.random.default_rng([self._seed, step, stage])
         for frozen in self._selection_of(stage, preferred).draw(ratios, rng):
             complete = len(frozen) == len(units) and not self._excludes[stage]
@@ -101,6 +106,10 @@ class StageMasks:
     def names(self, stage: int) -> tuple[str, ...]:
         """Every parameter of a stage that can be frozen."""
         return self._names[stage]
+
+    def caps(self, stage: int) -> Mapping[str, float]:
+        """By parameter that can be frozen, how often it is at a ratio of 1, in (0, 1]."""
+        return {name: unit.cap for unit in self._units[stage] for name in unit.names}
 
     def share(self, stage: int, chosen: frozenset[int]) -> float:
         """The ratio at which a mask that prefers the units at ``chosen`` freezes them and no other, in [0, 1]."""

@@ -18,7 +18,7 @@ class FreezeUnit:
 
     ``work`` is the unit's weight-gradient work in arbitrary but common units (elements: a weight gradient
     costs as many multiply-adds per token as the tensor has elements). Units of one work and ``shape`` are drawn alike.
-    ``cap``, in (0, 1], is its chance to be frozen at a freeze ratio of 1; at a ratio r it is r times that.
+    ``cap``, in [0, 1], is its chance to be frozen at a freeze ratio of 1; at a ratio r it is r times that.
     """
 
     names: tuple[str, ...]
@@ -79,7 +79,7 @@ def _must_match(field: str, patterns: Iterable[str], names: Sequence[str]) -> No
 
 
 def _smallest_cap(unit: FreezeUnit, caps: Mapping[str, float]) -> float:
-    return min((cap for pattern, cap in caps.items() if fnmatch.filter(unit.names, pattern)), default=1.0)
+    return min((unit.cap, *(cap for pattern, cap in caps.items() if fnmatch.filter(unit.names, pattern))))
 
 
 def same_names(units: Mapping[int, Iterable[FreezeUnit]]) -> tuple[Tie, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from tf_adapters.schedule.durations import Bounds
@@ -19,6 +19,7 @@ from tf_adapters.timing.estimates import estimate, shrink
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.theil_sen import Line, Point, fit
 from tf_adapters.timing.timer import ActionTimer, Sample
+from tf_adapters.timing.token_cost import TokenCost, measured_token_cost
 
 _T = TypeVar("_T")
 Group = tuple[int, Kind]
@@ -33,11 +34,13 @@ _SAME_WORK = 1.25
 class StageTimes:
     """What this rank has measured while monitoring: ms of each action with nothing frozen, and the responses.
 
-    A response is a line whose error is that of the worse known one of its two ends.
+    A response is a line whose error is that of the worse known one of its two ends. ``token_costs`` are by stage, where
+    tokens are sampled.
     """
 
     unfrozen_ms: Mapping[Action, float]
     responses: Mapping[Group, Line]
+    token_costs: Mapping[int, TokenCost] = field(default_factory=dict)
 
     @property
     def error(self) -> float:
@@ -71,10 +74,11 @@ def mean_bounds(bounds: Collection[Bounds]) -> Bounds:
     return Bounds(statistics.fmean(b.lower for b in bounds), statistics.fmean(b.upper for b in bounds))
 
 
-def measured_times(timer: ActionTimer, first_stage: int | None) -> StageTimes:
+def measured_times(timer: ActionTimer, first_stage: int | None, sampled: bool = False) -> StageTimes:
     """Fit the lines to what monitoring has measured on this rank so far.
 
-    ``first_stage`` is the first stage that trains anything: its backwards vanish when all of it is frozen.
+    ``first_stage`` is the first stage that trains anything: its backwards vanish when all of it is frozen. ``sampled``:
+    weight gradients are made from samples of the tokens.
     """
     unfrozen = _unfrozen_ms(timer)
     upper = {action: ms for group in unfrozen.values() for action, ms in group.items()}
@@ -83,7 +87,12 @@ def measured_times(timer: ActionTimer, first_stage: int | None) -> StageTimes:
         for group, of_group in unfrozen.items()
         if group[1].freezable and (response := _fit(timer, of_group, group[0] == first_stage)) is not None
     }
-    return StageTimes(upper, responses)
+    costs = {
+        stage: cost
+        for (stage, kind), of_group in unfrozen.items()
+        if kind.freezable and (cost := measured_token_cost(timer, of_group)) is not None
+    }
+    return StageTimes(upper, responses, costs if sampled else {})
 
 
 def _unfrozen_ms(timer: ActionTimer) -> dict[Group, dict[Action, float]]:

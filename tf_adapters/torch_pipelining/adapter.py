@@ -65,7 +65,7 @@ class TorchPipeliningAdapter(HostAdapter):
 
         def describe() -> HostPipeline:
             parameters = {stage.stage_index: dict(stage.submod.named_parameters()) for stage in self._stages}
-            deferring = self._stages if config.defers else ()
+            tapped = self._stages if config.splits_backwards else ()
             return HostPipeline(
                 host=host_info(),
                 schedule=translate(schedule),
@@ -73,7 +73,7 @@ class TorchPipeliningAdapter(HostAdapter):
                 parameters=parameters,
                 ties=shared_parameters(parameters),
                 held_values=held_values(parameters),
-                taps={stage.stage_index: StageTaps(stage.submod, plain_layer) for stage in deferring},
+                taps={stage.stage_index: StageTaps(stage.submod, plain_layer) for stage in tapped},
                 moves_forwards=True,
                 traced=holds_first_rank(self._stages[0].group),
                 warmup_steps=warmup_steps,

@@ -13,7 +13,7 @@ from tf_adapters.hosts.adapter import attach_once
 from tf_adapters.hosts.agreement import GivenConfig, read_settings, refuse_other_schedules, same_on_all_ranks
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.torch_pipelining.adapter import ATTRIBUTE, TorchPipeliningAdapter, host_info
-from tf_adapters.torch_pipelining.support import check, check_deferral
+from tf_adapters.torch_pipelining.support import check, check_split_backwards
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
 __all__ = ["attach"]
@@ -71,7 +71,7 @@ def _settings(schedule: Any, config: GivenConfig, optimizers: tuple[Any, ...]) -
     def check_schedule(settings: TimelyFreezeConfig) -> None:
         refuse_other_schedules(settings, "with torch.distributed.pipelining the schedule is the object that you pass")
         check(schedule, optimizers)
-        if settings.defers:
-            check_deferral(schedule)
+        if settings.splits_backwards:
+            check_split_backwards(schedule, settings.without_split)
 
     return read_settings(config, check_schedule)

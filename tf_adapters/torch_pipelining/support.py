@@ -42,13 +42,13 @@ def check(schedule: Any, optimizers: Sequence[Any]) -> None:
     refuse(_optimizer_problem(schedule, optimizers))
 
 
-def check_deferral(schedule: Any) -> None:
-    """Raise UnsupportedError where weight gradients cannot wait: reducers look for them in the backward."""
+def check_split_backwards(schedule: Any, advice: str) -> None:
+    """Raise UnsupportedError, with an ``advice``, where reducers look for weight gradients in the host's backward."""
     for stage in stages_of(schedule):
         if isinstance(stage.submod, (DistributedDataParallel, FSDPModule)):
             refuse(
                 f"stage {stage.stage_index} is wrapped in {type(stage.submod).__name__}, which reduces gradients in "
-                'the backward; use weight_gradients "in_place" with it'
+                f"the backward; use {advice} with it"
             )
 
 

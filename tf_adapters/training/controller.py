@@ -17,6 +17,7 @@ from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.masking.parameters import ParameterMask
 from tf_adapters.masking.taps import StageTaps
+from tf_adapters.masking.tokens import TokenSampler
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.masks import Mask, StageMasks
@@ -24,6 +25,7 @@ from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.timing.memory import MemoryMeter
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.timer import ActionTimer
+from tf_adapters.timing.token_cost import TokenCost
 from tf_adapters.training import messages
 from tf_adapters.training.decisions import Decisions
 from tf_adapters.training.freeze_ratios import FreezeRatios
@@ -55,7 +57,13 @@ class Controller:
     ) -> None:
         self.config, self.pipeline = config, pipeline
         self.schedule = pipeline.schedule.validate()
-        self.masks = StageMasks(pipeline.units, config.seed, config.freeze_exclude, config.freeze_caps)
+        self.masks = StageMasks(
+            pipeline.units,
+            config.seed,
+            config.freeze_exclude,
+            caps=config.freeze_caps,
+            tokens=config.samples_tokens,
+        )
         self.timer = ActionTimer(pipeline.timing_clock())
         self.memory = MemoryMeter(pipeline.device)
         self.state = RunState.fresh(config, pipeline.warmup_steps)
@@ -131,9 +139,9 @@ class Controller:
 
     def finish_weight_gradients(self) -> None:
         """Compute whatever weight gradients still wait. The host calls it before gradients are reduced."""
-        for taps in self.pipeline.taps.values():
+        for stage, taps in self.pipeline.taps.items():
             for microbatch in taps.pending:
-                self._compute(taps, microbatch)
+                self._compute(stage, taps, microbatch)
 
     @property
     def execution(self) -> PipelineSchedule:
@@ -273,18 +281,26 @@ class Controller:
         elif action.kind is Kind.WEIGHT_GRAD:
             with self.timer.timed_first_part(phase, action):
                 yield
-            self._compute(taps, action.microbatch)
+            self._compute(action.stage, taps, action.microbatch)
         elif action.kind is Kind.BACKWARD:
             with self.timer.timed_first_part(phase, action), taps.recording(action.microbatch):
                 yield
-            self._compute(taps, action.microbatch)
+            self._compute(action.stage, taps, action.microbatch)
         else:
             with taps.recording(action.microbatch):
                 yield
 
-    def _compute(self, taps: StageTaps, microbatch: int) -> None:
+    def _compute(self, stage: int, taps: StageTaps, microbatch: int) -> None:
         with self.pipeline.accumulating():
-            taps.compute(microbatch)
+            taps.compute(microbatch, self._token_sampler(stage, microbatch))
+
+    def _token_sampler(self, stage: int, microbatch: int) -> TokenSampler | None:
+        ratio = self.mask(stage, microbatch).share
+        if not self.config.samples_tokens or not ratio:
+            return None
+        cost, caps = self.state.token_costs.get(stage, TokenCost()), self.masks.caps(stage)
+        key = (self.config.seed, self.step, stage, microbatch)
+        return TokenSampler(key, lambda weight: cost.kept(ratio * caps.get(weight, 0.0)))
 
     def _draw(self, stage: int) -> tuple[Mask, ...]:
         return self._ratios.masks(self.state, self.step, stage)

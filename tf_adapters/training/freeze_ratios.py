@@ -36,8 +36,10 @@ class FreezeRatios:
 
     def _monitors_with_masks(self, state: RunState) -> bool:
         """Whether monitoring freezes: what freezing would save can be measured in no other way."""
-        if self._config.defers or (self._config.method == "none" and not self._config.monitoring_masks):
-            return False  # where weight gradients can wait, backwards tell without masks what they take
+        if self._config.method == "none" and not self._config.monitoring_masks:
+            return False
+        if self._config.defers and not self._config.samples_tokens:
+            return False  # where weight gradients are computed apart, backwards tell without masks what they take
         return not state.failure and self._config.max_freeze_ratio > 0
 
     def ratio(self, state: RunState, step: int, action: Action) -> float:

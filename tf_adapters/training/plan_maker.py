@@ -17,10 +17,11 @@ from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.timing.compact import PackedBounds, PackedTraces
-from tf_adapters.timing.freeze_response import Group, measured_times
+from tf_adapters.timing.freeze_response import Group, StageTimes, measured_times
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.replicas import merge_bounds
 from tf_adapters.timing.timer import ActionTimer, Trace
+from tf_adapters.timing.token_cost import TokenCost, slowest_costs
 from tf_adapters.timing.transfers import Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.training import messages
 
@@ -38,12 +39,16 @@ _NEARLY = 1.01
 
 @dataclass(frozen=True)
 class Measured:
-    """What a plan is made from; times in ms. ``notes`` name bounds that noise had crossed and that were clamped."""
+    """What a plan is made from; times in ms. ``notes`` name bounds that noise had crossed and that were clamped.
+
+    ``token_costs`` are by stage, where tokens are sampled.
+    """
 
     bounds: Mapping[Action, Bounds]
     gaps: Gaps
     unfrozen_step_ms: float
     notes: tuple[str, ...] = ()
+    token_costs: Mapping[int, TokenCost] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class _Local:
     """
 
     step_ms: float
+    token_costs: Mapping[int, TokenCost]
     means: Mapping[Group, Bounds] = field(default_factory=dict)
     bounds: PackedBounds | None = None
     traces: PackedTraces | None = None
@@ -95,11 +101,15 @@ class PlanMaker:
         self._waited = 0  # steps, for the plan
 
     def precision(self, timer: ActionTimer) -> float:
-        """Standard error of what this run's plan would be made from now: the worst of all ranks, in shares."""
+        """Standard error of what this run's plan would be made from now: the worst of all ranks, in shares.
+
+        From what devices have finished. Waiting for them would empty their queues, and only the steps that follow a
+        look, which freeze nothing, would start slowly.
+        """
 
         def local() -> float:
-            timer.drain(wait=True)
-            return measured_times(timer, self._first_stage).error
+            timer.drain()
+            return self._times(timer).error
 
         return decide_from_all(self._collectives, local, lambda errors: max(errors))
 
@@ -112,7 +122,8 @@ class PlanMaker:
             self._steps = complete_steps(schedule, [rank.traces.unpack(schedule) for rank in ranks if rank.traces])
             gaps = measure_gaps(schedule, self._steps)
             step_ms = max(rank.step_ms for rank in ranks)
-            return PackedBounds.of(schedule, bounds), Measured({}, gaps, step_ms, notes)
+            costs = slowest_costs([rank.token_costs for rank in ranks])
+            return PackedBounds.of(schedule, bounds), Measured({}, gaps, step_ms, notes, costs)
 
         packed, measured = decide_from_all(self._collectives, lambda: self._local(schedule, timer), merge)
         return replace(measured, bounds=packed.unpack(schedule))
@@ -155,15 +166,19 @@ class PlanMaker:
 
     def _local(self, schedule: PipelineSchedule, timer: ActionTimer) -> _Local:
         timer.drain(wait=True)
-        times = measured_times(timer, self._first_stage)
+        times = self._times(timer)
         step_ms = timer.step_ms(Phase.MONITORING_UPPER) or 0.0
         if not self._traced:
-            return _Local(step_ms, means=times.means())
+            return _Local(step_ms, times.token_costs, means=times.means())
         return _Local(
             step_ms,
+            times.token_costs,
             bounds=PackedBounds.of(schedule, times.bounds()),
             traces=PackedTraces.of(schedule, local_traces(timer, Phase.MONITORING_UPPER)),
         )
+
+    def _times(self, timer: ActionTimer) -> StageTimes:
+        return measured_times(timer, self._first_stage, sampled=self._config.samples_tokens)
 
     def _arrived(self, schedule: PipelineSchedule, measured: Measured, wait_s: float) -> Planned | None:
         def ask() -> Planned | None:
@@ -181,6 +196,7 @@ class PlanMaker:
             communication=measured.gaps.communication,
             overhead=measured.gaps.overhead,
             target_makespan_ms=self._target_makespan(schedule, measured),
+            max_action_freeze_ratio=min((cost.most_frozen for cost in measured.token_costs.values()), default=1.0),
             defer=self._config.defers,
             extra_microbatches=self._config.extra_microbatches,
             moves_forwards=self._moves_forwards,

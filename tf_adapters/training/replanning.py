@@ -98,7 +98,7 @@ class PlanWatch:
             return None
         self._changes_in_a_row = 0
         packed, changed = fresh
-        return replace(changed, bounds=packed.unpack(schedule))
+        return replace(changed, bounds=packed.unpack(schedule), token_costs=measured.token_costs)
 
     def _local(self, ran: PipelineSchedule, timer: ActionTimer, bounds: Mapping[Action, Bounds]) -> _Local:
         timer.drain()

@@ -15,6 +15,7 @@ from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.stability import StabilityState
+from tf_adapters.timing.token_cost import TokenCost
 from tf_adapters.timing.transfers import NO_GAPS, Gaps
 from tf_adapters.training.phases import PhaseSchedule
 from tf_adapters.training.plan_maker import Measured, Planned
@@ -33,6 +34,7 @@ class RunState:
     bounds: dict[Action, Bounds] = field(default_factory=dict)
     gaps: Gaps = NO_GAPS
     unfrozen_step_ms: float = 0.0
+    token_costs: Mapping[int, TokenCost] = field(default_factory=dict)
     planned_step_ms: float = 0.0
     notes: tuple[str, ...] = ()
     failure: str | None = None
@@ -54,6 +56,7 @@ class RunState:
     def measure(self, measured: Measured) -> None:
         """Keep what a plan is made from."""
         self.bounds, self.gaps, self.unfrozen_step_ms = dict(measured.bounds), measured.gaps, measured.unfrozen_step_ms
+        self.token_costs = measured.token_costs
         self.notes = (*self.notes, *measured.notes)[-_NOTES:]
 
     def adopt(self, planned: Planned) -> None:
@@ -76,7 +79,7 @@ class RunState:
     @property
     def measured(self) -> Measured:
         """What the plan is made from, without the notes on it."""
-        return Measured(self.bounds, self.gaps, self.unfrozen_step_ms)
+        return Measured(self.bounds, self.gaps, self.unfrozen_step_ms, token_costs=self.token_costs)
 
     @property
     def awaits_plan(self) -> bool:
@@ -93,6 +96,7 @@ class RunState:
             "bounds": {str(action): [b.lower, b.upper] for action, b in self.bounds.items()},
             "gaps": self.gaps.to_json(),
             "unfrozen_step_ms": self.unfrozen_step_ms,
+            "token_costs": {str(stage): cost.to_json() for stage, cost in self.token_costs.items()},
             "planned_step_ms": self.planned_step_ms,
             "notes": list(self.notes),
             "stability": self.stability.to_json(),
@@ -107,6 +111,7 @@ class RunState:
             bounds={Action.parse(text): Bounds(*pair) for text, pair in data["bounds"].items()},
             gaps=Gaps.from_json(data["gaps"]),
             unfrozen_step_ms=data["unfrozen_step_ms"],
+            token_costs={int(stage): TokenCost(*pair) for stage, pair in data.get("token_costs", {}).items()},
             planned_step_ms=data["planned_step_ms"],
             notes=tuple(data["notes"]),
             stability=StabilityState.from_json(data.get("stability")),
@@ -164,4 +169,6 @@ def fingerprint(config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: S
         parts["target"] = [config.target_speedup, config.target_step_time_ms]
     if config.defers:
         parts["deferred"] = config.extra_microbatches
+    if config.samples_tokens:
+        parts["granularity"] = config.granularity
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
