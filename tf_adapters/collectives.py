@@ -192,6 +192,15 @@ def decide_from_all(collectives: Collectives, local: Callable[[], T], decide: Ca
     return _value_of(collectives.broadcast(decided))  # type: ignore[no-any-return]
 
 
+def to_first_rank(collectives: Collectives, local: Callable[[], T]) -> list[T] | None:
+    """Run ``local`` on every rank; all their values on rank 0, None on the others, which wait for nothing more.
+
+    If it fails on any rank, raise on rank 0 alone.
+    """
+    outcomes = collectives.collect(_attempt(local))
+    return None if outcomes is None else _values(outcomes)
+
+
 def on_one_rank(collectives: Collectives, function: Callable[[], T]) -> T:
     """Run ``function`` on rank 0 and broadcast its value, or raise the same error on every rank."""
     return _value_of(collectives.broadcast(_attempt(function) if collectives.rank == 0 else None))  # type: ignore[no-any-return]
