@@ -273,9 +273,11 @@ def reductions(case: Case) -> list[list[list[str]]]:
         for number in range(case.steps):
             steps.append([])
             ready.clear()
-            last = [adapter.controller.mask(c.stage, case.microbatches - 1).names for c in adapter._chunks.values()]
-            chunks_and_names = zip(adapter._chunks.values(), last, strict=True)
-            frozen = {chunk.parameters[name] for chunk, names in chunks_and_names for name in names}
+            frozen = {
+                chunk.parameters[name]
+                for chunk in adapter._chunks.values()
+                for name in adapter.controller.frozen_parameters(number + 1, chunk.stage, case.microbatches - 1)
+            }
             train_step(case, chunks, optimizer, number)
     finally:
         _ParamAndGradBucketGroup.register_grad_ready = register
