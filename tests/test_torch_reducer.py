@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_pools import fork_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -33,6 +34,7 @@ def test_buckets_are_reduced_in_the_midst_of_the_backward() -> None:
 def reduced(last: bool) -> tuple[list[str], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Gradients and reductions in their order; the gradients to be expected, and those that came."""
     torch.manual_seed(0)
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1  # else the first bucket holds everything
     layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
     model = DistributedDataParallel(layers, bucket_cap_mb=WIDTH * WIDTH * 4 / 2**20, gradient_as_bucket_view=True)
     events: list[str] = []
