@@ -48,6 +48,10 @@ def reduced(last: bool) -> tuple[list[str], dict[str, torch.Tensor], dict[str, t
     hook.__annotations__.clear()  # torch compares them with types, and they are texts
     model.register_comm_hook(None, hook)
     inputs = torch.randn(3, WIDTH)
+    model(inputs).sum().backward()  # only then it makes more buckets than one
+    model.zero_grad()
+    model(inputs)
+    events.clear()
     with model.no_sync():
         for name in FROZEN:
             model.get_parameter(name).requires_grad_(False)
