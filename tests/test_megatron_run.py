@@ -256,47 +256,42 @@ def reductions(case: Case) -> list[list[list[str]]]:
 
     Each is "frozen", "trained" in a backward, or "waited" until it was computed after it.
     """
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    from tf_adapters.megatron.ddp import FrozenGradients
 
     chunks, optimizer, adapter = start(case)
     steps: list[list[list[str]]] = []
     ready: dict[int, list[str]] = {}
-    register, begin = _ParamAndGradBucketGroup.register_grad_ready, _ParamAndGradBucketGroup.start_grad_sync
-    frozen: set[torch.nn.Parameter] = set()
+    kinds = ["trained"]
+    register, begin = Group.register_grad_ready, Group.start_grad_sync
 
-    def registering(group: Any, parameter: Any, *rest: Any) -> None:
+    def registering(group: Any, *args: Any) -> None:
         if group.is_last_microbatch:
-            ready.setdefault(id(group), []).append("frozen" if parameter in frozen else kinds[-1])
-        register(group, parameter, *rest)
+            ready.setdefault(id(group), []).append(kinds[-1])
+        register(group, *args)
 
     def beginning(group: Any, *args: Any, **kwargs: Any) -> None:
         steps[-1].append(ready.pop(id(group), []))
         begin(group, *args, **kwargs)
 
-    kinds = ["trained"]
-    compute = adapter.controller._compute
+    def named(kind: str, run: Any) -> Any:
+        def running(*args: Any) -> None:
+            kinds.append(kind)
+            run(*args)
+            kinds.pop()
 
-    def computing(*args: Any) -> None:
-        kinds.append("waited")
-        compute(*args)
-        kinds.pop()
+        return running
 
-    adapter.controller._compute = computing
-    _ParamAndGradBucketGroup.register_grad_ready = registering
-    _ParamAndGradBucketGroup.start_grad_sync = beginning
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Group, "register_grad_ready", registering)
+        patch.setattr(Group, "start_grad_sync", beginning)
+        patch.setattr(FrozenGradients, "report", named("frozen", FrozenGradients.report))
+        patch.setattr(adapter.controller, "_compute", named("waited", adapter.controller._compute))
         for number in range(case.steps):
             steps.append([])
             ready.clear()
-            frozen = {
-                chunk.parameters[name]
-                for chunk in adapter._chunks.values()
-                for name in adapter.controller.frozen_parameters(number + 1, chunk.stage, case.microbatches - 1)
-            }
             train_step(case, chunks, optimizer, number)
-    finally:
-        _ParamAndGradBucketGroup.register_grad_ready = register
-        _ParamAndGradBucketGroup.start_grad_sync = begin
     adapter.detach()
     return steps
 
