@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from rank_pools import fork_ranks
 
@@ -31,13 +33,13 @@ def pool() -> Iterator[RankPool]:
 
 def outcome(decide: Any, *what: Any) -> tuple[str, str] | Any:
     """On a rank: the value, or the error's type and text. A collective afterwards shows that nobody is left behind."""
-    collectives = ProcessGroupCollectives()
-    mine = what[collectives.rank]
-    try:
-        value = decide(collectives, lambda: _do(mine))
-    except Exception as error:
-        value = (type(error).__name__, str(error))
-    assert collectives.gather(collectives.rank) == [0, 1]
+    with closing(ProcessGroupCollectives()) as collectives:
+        mine = what[collectives.rank]
+        try:
+            value = decide(collectives, lambda: _do(mine))
+        except Exception as error:
+            value = (type(error).__name__, str(error))
+        assert collectives.gather(collectives.rank) == [0, 1]
     return value
 
 
@@ -141,8 +143,8 @@ def test_only_rank_0_collects(pool: RankPool) -> None:
 
 
 def collected() -> Any:
-    collectives = ProcessGroupCollectives()
-    return collectives.collect(collectives.rank)
+    with closing(ProcessGroupCollectives()) as collectives:
+        return collectives.collect(collectives.rank)
 
 
 # --- groups --------------------------------------------------------------------------------------------------
@@ -162,9 +164,57 @@ def in_a_group_of_the_last_rank() -> Any:
     group = dist.new_group([1])
     if dist.get_rank() != 1:
         return None
-    collectives = ProcessGroupCollectives(group)
-    assert collectives.collect(LONG[0]) == [LONG[0]]
-    return collectives.rank, collectives.gather("mine"), collectives.broadcast("mine")
+    with closing(ProcessGroupCollectives(group)) as collectives:
+        assert collectives.collect(LONG[0]) == [LONG[0]]
+        return collectives.rank, collectives.gather("mine"), collectives.broadcast("mine")
+
+
+# --- the host's own group ------------------------------------------------------------------------------------
+
+
+class Unreachable(dist.ProcessGroup):
+    """A backend that sends nothing, in the place of NCCL: whatever goes over it fails."""
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "unreachable"
+
+
+def join_unreachable() -> None:
+    make = lambda store, rank, size, timeout: Unreachable(rank, size)  # noqa: E731
+    dist.Backend.register_backend("unreachable", make, devices=["cpu"])
+    dist.init_process_group("unreachable")
+
+
+def test_no_message_goes_over_the_hosts_group() -> None:
+    with fork_ranks(2, join_unreachable) as pool:
+        assert pool.run(default_group_sends_nothing) == [True] * 2
+        for first in LONG:
+            assert pool.run(outcome, on_all_ranks, first, LONG[1]) == [[first, LONG[1]]] * 2
+            assert pool.run(outcome, decided, LONG[1], first) == [(LONG[1], first)] * 2
+            assert pool.run(outcome, on_one_rank, first, None) == [first] * 2
+
+
+def default_group_sends_nothing() -> bool:
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.zeros(1))
+    return True
+
+
+def test_closing_destroys_our_group_and_none_of_the_hosts(pool: RankPool) -> None:
+    assert pool.run(groups_after_closing) == [(1, 0, True)] * 2
+
+
+def groups_after_closing() -> tuple[int, int, bool]:
+    hosts = dist.new_group([0, 1])
+    before = set(dist.distributed_c10d._world.pg_map)
+    collectives = ProcessGroupCollectives()
+    made = set(dist.distributed_c10d._world.pg_map) - before
+    assert collectives.gather(1) == [1, 1]
+    collectives.close()
+    collectives.close()  # again is nothing
+    left = set(dist.distributed_c10d._world.pg_map)
+    dist.barrier(hosts)
+    return len(made), len(left & made), before <= left
 
 
 def test_a_single_process_needs_no_group() -> None:

@@ -50,12 +50,12 @@ class ToyAdapter(HostAdapter):
 def attach(model: Model, folder: Path, **settings: Any) -> ToyAdapter:
     config = TimelyFreezeConfig(output_dir=str(folder), **settings)
     adapter = attach_once(
-        SingleProcess(),
+        SingleProcess,
         HOST,
         existing=vars(model).get("timely_freeze"),
         given=config,
         read=lambda: config,
-        make=lambda agreed: ToyAdapter(model, agreed),
+        make=lambda _, agreed: ToyAdapter(model, agreed),
     )
     assert adapter is not None
     return adapter

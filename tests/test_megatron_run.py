@@ -227,6 +227,75 @@ def frozen_everywhere(step: dict, key: tuple[int, str]) -> bool:
     return all(key[1] in names for (stage, _), names in step["masks"].items() if stage == key[0])
 
 
+# --- overlapped reduction of gradients -------------------------------------------------------------------------
+
+OVERLAP = {"overlap_grad_reduce": True}
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["in place", "deferred"])
+@pytest.mark.parametrize("virtual", [None, 2])
+def test_every_bucket_is_reduced_as_soon_as_its_last_gradient_is_there(megatron, virtual, deferred):
+    section = {"weight_gradients": "deferred"} if deferred else {}
+    pipeline = {"pp": 2, "vp": virtual} if virtual or deferred else {"pp": 1, "layers": 2}
+    ratios = {f"{stage}B{m}": 0.5 for stage in range(4 if virtual else pipeline["pp"]) for m in range(4)}
+    case = Case(ddp=OVERLAP, section=section, ratios=ratios, steps=4, **pipeline)
+    for steps in megatron(4 if case.pp == 2 else 2).run(reductions, case):
+        late = [names for step in steps[1:] for names in step]  # in the first one DDP counts
+        assert late
+        assert sum("frozen" in names for names in late) > 0
+        for names in late:
+            if deferred:  # a frozen weight may have waiting gradients of other microbatches until the last of them
+                assert "frozen" not in names[names.index("waited") :] if "waited" in names else True, names
+            elif set(names) > {"frozen"}:
+                assert names[-1] == "trained", names
+        assert any("waited" in names for names in late) == deferred
+
+
+def reductions(case: Case) -> list[list[list[str]]]:
+    """Of each step and each reduction of a bucket that begins: its gradients as they became ready.
+
+    Each is "frozen", "trained" in a backward, or "waited" until it was computed after it.
+    """
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    from tf_adapters.megatron.ddp import FrozenGradients
+
+    chunks, optimizer, adapter = start(case)
+    steps: list[list[list[str]]] = []
+    ready: dict[int, list[str]] = {}
+    kinds = ["trained"]
+    register, begin = Group.register_grad_ready, Group.start_grad_sync
+
+    def registering(group: Any, *args: Any) -> None:
+        if group.is_last_microbatch:
+            ready.setdefault(id(group), []).append(kinds[-1])
+        register(group, *args)
+
+    def beginning(group: Any, *args: Any, **kwargs: Any) -> None:
+        steps[-1].append(ready.pop(id(group), []))
+        begin(group, *args, **kwargs)
+
+    def named(kind: str, run: Any) -> Any:
+        def running(*args: Any) -> None:
+            kinds.append(kind)
+            run(*args)
+            kinds.pop()
+
+        return running
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Group, "register_grad_ready", registering)
+        patch.setattr(Group, "start_grad_sync", beginning)
+        patch.setattr(FrozenGradients, "report", named("frozen", FrozenGradients.report))
+        patch.setattr(adapter.controller, "_compute", named("waited", adapter.controller._compute))
+        for number in range(case.steps):
+            steps.append([])
+            ready.clear()
+            train_step(case, chunks, optimizer, number)
+    adapter.detach()
+    return steps
+
+
 def test_a_parameter_frozen_in_the_first_steps_has_state_when_it_is_saved(megatron):
     for rank in megatron(2).run(train, Case(ratios=FROZEN), False):
         for step in rank["steps"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +50,26 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BackgroundPlan]]:
         worker.close()
 
 
-def controller_of(folder: Path, **settings: Any) -> Controller:
+class LaggingClock:
+    """A device that has passed only the marks of the steps before; it counts how often somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.now, self.passed, self.waits = 0.0, 0.0, 0
+        self._random = random.Random(0)
+
+    def mark(self) -> float:
+        self.now += self._random.uniform(0.5, 1.5)
+        return self.now
+
+    def elapsed_ms(self, start: float, stop: float) -> float | None:
+        return stop - start if stop <= self.passed else None
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self.passed = self.now
+
+
+def controller_of(folder: Path, clock: Any = None, **settings: Any) -> Controller:
     parameters = {0: {f"{name}.w": torch.nn.Parameter(torch.ones(8, 8)) for name in "abcd"}}
     config = TimelyFreezeConfig(
         **{
@@ -61,7 +81,7 @@ def controller_of(folder: Path, **settings: Any) -> Controller:
             **settings,
         }
     )
-    pipeline = HostPipeline(HostInfo("test", "0"), SCHEDULE, {0: tensor_units(parameters[0])}, parameters)
+    pipeline = HostPipeline(HostInfo("test", "0"), SCHEDULE, {0: tensor_units(parameters[0])}, parameters, clock=clock)
     collectives = SingleProcess()
     return Controller(config, pipeline, collectives, RunReporter(collectives))
 
@@ -87,6 +107,23 @@ def test_a_small_plan_is_there_when_monitoring_ends(tmp_path, workers):
     assert controller.state.plan is not None
     assert controller.phase is Phase.PROGRESSIVE
     assert workers == []
+
+
+@pytest.mark.parametrize("precision", [1e-6, 1.0], ids=["never precise", "precise at once"])
+def test_monitoring_waits_for_the_device_once_at_its_end(tmp_path, precision):
+    """A wait empties the queue of launches: steps after it look slow, and only unfrozen ones would follow one."""
+    clock = LaggingClock()
+    controller = controller_of(tmp_path, clock, plan_wait="auto", monitoring_steps=40, monitoring_precision=precision)
+    waits = []
+    while controller.state.plan is None:
+        assert controller.step <= 1 + 40
+        waits.append(clock.waits)
+        passed = clock.now  # the device is one step behind
+        train(controller, 1)
+        clock.passed = max(clock.passed, passed)
+    assert set(waits) == {0}
+    assert clock.waits == 1
+    assert len(waits) == 1 + 40 if precision < 1.0 else len(waits) < 1 + 40
 
 
 def test_a_large_plan_is_made_beside_training(tmp_path, workers, monkeypatch):
@@ -129,6 +166,20 @@ def test_plan_wait_makes_the_step_sure(tmp_path):
     train(controller, LAST_MONITORED)
     assert controller.state.plan is not None
     assert controller.state.phases.freezing_start == LAST_MONITORED
+
+
+def test_ranks_that_wait_for_a_plan_exchange_messages_all_along(tmp_path, monkeypatch):
+    """A wait of any length is no single operation of a process group, whose timeout would end the job."""
+    monkeypatch.setattr(planning, "_PATIENCE_S", 0.01)
+    messages = []
+    broadcast = SingleProcess.broadcast
+    monkeypatch.setattr(
+        SingleProcess, "broadcast", lambda self, value: messages.append(value) or broadcast(self, value)
+    )
+    controller = controller_of(tmp_path, plan_wait=True)
+    train(controller, LAST_MONITORED)
+    assert controller.state.plan is not None
+    assert messages.count((None, None)) > 10
 
 
 def planner_of(**settings: Any) -> planning.PlanMaker:

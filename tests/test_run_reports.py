@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tf_adapters.report.observer import RunReporter
 from tf_adapters.testing.plans import tensor_units
 from tf_adapters.training import plan_maker
 from tf_adapters.training.controller import Controller
+from tf_adapters.training.freeze_ratios import FreezeRatios
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
 SCHEDULE = gpipe(1, 4)
@@ -148,3 +150,93 @@ def test_method_none_without_masks_never_freezes(tmp_path: Path) -> None:
     controller.close()
     report = json.loads((tmp_path / "timely_freeze" / "report.json").read_text())
     assert report["measured"]["step_ms_unfrozen"] > 0.0
+
+
+# --- what it costs the training ------------------------------------------------------------------------------
+
+
+def test_masks_are_drawn_before_the_first_action_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two actions a draw would leave a device without anything to do."""
+    controller = controller_of(tmp_path)
+    train(controller, 8)
+    events: list[str] = []
+    draw = FreezeRatios.masks
+    monkeypatch.setattr(FreezeRatios, "masks", lambda *args: events.append("draw") or draw(*args))
+    controller.begin_step()
+    assert events == ["draw"] * len(controller.parameter_masks)
+    for action in controller.schedule.ranks[0]:
+        with controller.running(action):
+            controller.mask(action.stage, action.microbatch)
+    controller.held_parameters()
+    controller.end_step()
+    assert events == ["draw"] * len(controller.parameter_masks)
+
+
+class Sink:
+    """Wants the figures of every third step."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.taken: list[Mapping[str, float]] = []
+
+    def due(self) -> bool:
+        self.asked += 1
+        return self.asked % 3 == 0
+
+    def __call__(self, figures: Mapping[str, float]) -> None:
+        self.taken.append(figures)
+
+
+def test_figures_are_made_only_for_steps_that_they_are_wanted_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = Sink()
+    controller = controller_of(tmp_path)
+    assert isinstance(controller._observer, RunReporter)
+    controller._observer._metrics = sink
+    train(controller, 7)
+    assert (sink.asked, len(sink.taken)) == (7, 2)
+    assert all("afr_stage_0" in figures for figures in sink.taken)
+
+
+class Recorded(SingleProcess):
+    """Two ranks, this the one of the given number, of which the other does the same; it records what is called."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.calls: list[str] = []
+
+    def gather(self, value: Any) -> list[Any]:
+        self.calls.append("gather")
+        return [value, value]
+
+    def collect(self, value: Any) -> list[Any] | None:
+        self.calls.append("collect")
+        return [value, value] if self.rank == 0 else None
+
+    def broadcast(self, value: Any) -> Any:
+        self.calls.append("broadcast")
+        return value
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nobody_waits_for_rank_0_to_write_the_report(
+    rank: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = controller_of(tmp_path)
+    train(controller, 3)
+    collectives = Recorded(rank)
+    reporter = RunReporter(collectives)
+    reporter.report(controller.snapshot())
+    assert collectives.calls == ["collect"]
+
+    def full(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Report, "write", full)
+    reporter.report(controller.snapshot())
+    said = [record.getMessage() for record in caplog.records if "could not be written" in record.getMessage()]
+    text = "timely_freeze: the report could not be written: No space left on device"
+    assert said == ([text] if rank == 0 else [])
+    assert collectives.calls == ["collect"] * 2
+    reporter.close(controller.snapshot())

@@ -6,6 +6,7 @@ rank learns of them at the same point.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import pickle
 import zlib
@@ -15,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from tf_adapters.errors import TimelyFreezeError
+from tf_adapters.errors import TimelyFreezeError, UnsupportedError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -49,18 +50,24 @@ class Collectives(Protocol):
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
 
+    def close(self) -> None:
+        """Let go of what was made for them; nothing can be sent afterwards."""
+
 
 class ProcessGroupCollectives:
-    """Collectives over a torch process group (all ranks by default).
+    """Collectives of the ranks of a torch process group (all ranks by default), over a gloo group of their own.
+
+    Nothing of ours is then on the device, and no message waits in the queue of the host's backend or for its watchdog.
+    Make one on all ranks of ``group`` at the same point.
 
     Ranks first compare digests: of equal values, as replicas have them, one is sent. Short values then go to all ranks
     at once, padded to the longest; each long one is sent by itself in its own length, compressed.
     """
 
     def __init__(self, group: Any = None) -> None:
-        self._group = group
         self.rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
+        self._group: Any = _gloo_group(group)
 
     def gather(self, value: Any) -> list[Any]:
         return self._exchange(value, self._broadcast_bytes)
@@ -77,6 +84,12 @@ class ProcessGroupCollectives:
         if length <= _SHORT:
             return _unpacked(first[8 : 8 + length])
         return _unpacked(self._broadcast_bytes(message, length, source=0))
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            with contextlib.suppress(ValueError):  # the host has destroyed all groups but its own
+                dist.destroy_process_group(group)
 
     def _exchange(self, value: Any, transfer: Callable[[bytes, int, int], bytes]) -> list[Any]:
         """``transfer(message, length, source)`` brings one long message to the ranks that need it."""
@@ -99,16 +112,16 @@ class ProcessGroupCollectives:
 
     def _gather_bytes(self, content: bytes, width: int) -> list[bytes]:
         """Every rank's content, padded to ``width`` bytes."""
-        received = torch.empty(self._size, width, dtype=torch.uint8, device=self._device())
+        received = torch.empty(self._size, width, dtype=torch.uint8)
         dist.all_gather(list(received.unbind()), self._tensor(content, width), group=self._group)
-        data = received.cpu().numpy().tobytes()
+        data = received.numpy().tobytes()
         return [data[start : start + width] for start in range(0, len(data), width)]
 
     def _broadcast_bytes(self, content: bytes, length: int, source: int) -> bytes:
         """``length`` bytes of rank ``source``, on all ranks."""
         tensor = self._tensor(content if self.rank == source else b"", length)
         dist.broadcast(tensor, src=self._global(source), group=self._group)
-        return tensor.cpu().numpy().tobytes()
+        return tensor.numpy().tobytes()
 
     def _send_to_first(self, content: bytes, length: int, source: int) -> bytes:
         """``length`` bytes of rank ``source``, on rank 0; nothing on the others."""
@@ -119,22 +132,26 @@ class ProcessGroupCollectives:
             dist.send(tensor, dst=self._global(0), group=self._group, tag=_TAG)
             return b""
         dist.recv(tensor, src=self._global(source), group=self._group, tag=_TAG)
-        return tensor.cpu().numpy().tobytes()
+        return tensor.numpy().tobytes()
 
     def _tensor(self, content: bytes, width: int) -> torch.Tensor:
         padded = bytearray(content.ljust(width, b"\0"))
-        return torch.frombuffer(padded, dtype=torch.uint8).to(self._device())
-
-    def _device(self) -> torch.device:
-        """A device that the group's backend sends from; the CPU where it can."""
-        backends = dict(pair.split(":") for pair in dist.get_backend_config(self._group).split(","))
-        if "cpu" in backends:
-            return torch.device("cpu")
-        kind = next(iter(backends))
-        return torch.device(kind, torch.get_device_module(kind).current_device())
+        return torch.frombuffer(padded, dtype=torch.uint8)
 
     def _global(self, rank: int) -> int:
-        return rank if self._group is None else dist.get_global_rank(self._group, rank)
+        return dist.get_global_rank(self._group, rank)
+
+
+def _gloo_group(group: Any) -> Any:
+    """A gloo group of the ranks of ``group``, which need no other rank for it."""
+    ranks = None if group is None else dist.get_process_group_ranks(group)
+    try:
+        return dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
+    except (RuntimeError, ValueError) as error:
+        raise UnsupportedError(
+            "timely_freeze cannot run here: the ranks cannot reach each other over gloo, which our messages need; "
+            f"GLOO_SOCKET_IFNAME names the network interface ({' '.join(str(error).split())})"
+        ) from error
 
 
 def holds_first_rank(group: Any = None) -> bool:
@@ -156,6 +173,9 @@ class SingleProcess:
     def broadcast(self, value: Any) -> Any:
         return value
 
+    def close(self) -> None:
+        """Nothing was made."""
+
 
 def on_all_ranks(collectives: Collectives, function: Callable[[], T]) -> list[T]:
     """Run ``function`` on every rank and return every rank's value; if it fails on any, raise the same on all."""
@@ -170,6 +190,15 @@ def decide_from_all(collectives: Collectives, local: Callable[[], T], decide: Ca
     outcomes = collectives.collect(_attempt(local))
     decided = None if outcomes is None else _attempt(lambda: decide(_values(outcomes)))
     return _value_of(collectives.broadcast(decided))  # type: ignore[no-any-return]
+
+
+def to_first_rank(collectives: Collectives, local: Callable[[], T]) -> list[T] | None:
+    """Run ``local`` on every rank; all their values on rank 0, None on the others, which wait for nothing more.
+
+    If it fails on any rank, raise on rank 0 alone.
+    """
+    outcomes = collectives.collect(_attempt(local))
+    return None if outcomes is None else _values(outcomes)
 
 
 def on_one_rank(collectives: Collectives, function: Callable[[], T]) -> T:

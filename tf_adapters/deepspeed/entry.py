@@ -47,19 +47,19 @@ def attach(
         ConfigError: a setting is wrong. UnsupportedError: freezing cannot be right with this engine. On all ranks.
     """
     existing: DeepSpeedAdapter | None = vars(engine).get(ATTRIBUTE)
-    collectives = ProcessGroupCollectives()
     adapter = attach_once(
-        collectives=collectives,
+        connect=ProcessGroupCollectives,
         host=host_info(),
         existing=existing,
         given=config,
         read=lambda: _settings(engine, config),
-        make=lambda settings: DeepSpeedAdapter(
+        make=lambda collectives, settings: DeepSpeedAdapter(
             engine, settings, collectives, metrics=metrics, warmup_steps=warmup_steps
         ),
     )
-    for warning in warnings(engine) if adapter is not None and existing is None else ():
-        announce(collectives.rank, warning, logging.WARNING)
+    if adapter is not None and existing is None:
+        for warning in warnings(engine):
+            announce(adapter.collectives.rank, warning, logging.WARNING)
     return adapter
 
 

@@ -6,6 +6,7 @@ Source: deepspeed/runtime/engine.py, runtime/zero/stage_1_and_2.py, runtime/bf16
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from tf_adapters.deepspeed.partitions import Part, PartialSteps, works_by_element
 from tf_adapters.masking.kept import Kept, updated_with
 from tf_adapters.selection.sampling import HeldValues, Piece
 from tf_adapters.training.step_masks import Scale
@@ -23,8 +25,9 @@ class HeldParameters:
     """Keeps chosen parameters and their optimizer state as they are through one optimizer step.
 
     With ZeRO stage 0 the inner optimizer is given no gradient for them. With flat fp32 partitions (ZeRO stage 1,
-    BF16_Optimizer) their slices of the partition and of its state are saved before the step and put back after
-    it; the step counter of a partition belongs to all of it and goes on.
+    BF16_Optimizer) its step passes over their slices of the partition; of an optimizer that does not work element by
+    element, slices and their state are saved before the step and put back after it. The step counter of a partition
+    belongs to all of it and goes on.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -32,6 +35,7 @@ class HeldParameters:
         self._inner: torch.optim.Optimizer = engine.basic_optimizer
         self._held: tuple[torch.nn.Parameter, ...] = ()
         self._kept = Kept()
+        self._partial = PartialSteps(self._inner)
 
     def hold(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Hold these parameters in the steps from now on, instead of the ones before."""
@@ -39,30 +43,36 @@ class HeldParameters:
 
     def before_step(self, *_: Any) -> None:
         """Keep what is held from the inner optimizer's step that follows."""
-        self._kept = Kept()
-        for parameter in self._held:
-            if self._outer is self._inner:
+        self.after_step()  # of one that was cut off
+        if self._outer is self._inner:
+            for parameter in self._held:
                 parameter.grad = None
+            return
+        for flat, parts in self._held_parts():
+            if works_by_element(self._inner) and self._inner.state.get(flat):
+                self._partial.skip(flat, parts)
             else:
-                self._kept.keep(self._slices(parameter))
+                updated = updated_with(self._inner, flat)
+                self._kept.keep(t.narrow(0, start, stop - start) for t in updated for start, stop in parts)
 
     def after_step(self, *_: Any) -> None:
-        """Put back what that step changed."""
+        """Put back what was changed for that step, or by it."""
+        self._partial.restore()
         self._kept.put_back()
 
-    def _slices(self, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
-        """This rank's slice of the parameter in the flat partition that the current step updates, and of its state.
+    def _held_parts(self) -> list[tuple[torch.Tensor, list[Part]]]:
+        """This rank's slices of what is held, in each of the flat partitions that the current step updates.
 
         ZeRO steps one parameter group at a time and shows the inner optimizer only that group.
         """
-        mapping = getattr(parameter, "_hp_mapping", None)
-        if mapping is None:
-            return []
-        flat = _flat_partitions(self._outer)[mapping.param_group_index]
-        if not any(flat is p for group in self._inner.param_groups for p in group["params"]):
-            return []
-        address = mapping.hp_fragment_address
-        return [tensor.narrow(0, address.start, address.numel) for tensor in updated_with(self._inner, flat)]
+        stepped = {id(p) for group in self._inner.param_groups for p in group["params"]}
+        flats, parts = _flat_partitions(self._outer), defaultdict[int, list[Part]](list)
+        for parameter in self._held:
+            mapping = getattr(parameter, "_hp_mapping", None)
+            if mapping is not None and id(flats[mapping.param_group_index]) in stepped:
+                address = mapping.hp_fragment_address
+                parts[mapping.param_group_index].append((address.start, address.start + address.numel))
+        return [(flats[group], of_group) for group, of_group in parts.items()]
 
 
 def held_values(engine: Any, parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> HeldValues:

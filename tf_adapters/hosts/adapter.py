@@ -13,7 +13,7 @@ import torch
 
 from tf_adapters.collectives import Collectives, on_all_ranks
 from tf_adapters.config import SECTION, TimelyFreezeConfig
-from tf_adapters.errors import ConfigError
+from tf_adapters.errors import ConfigError, TimelyFreezeError
 from tf_adapters.hosts.agreement import GivenConfig, agree_on_settings, gather_units
 from tf_adapters.overrides import Overrides
 from tf_adapters.report.observer import MetricSink, RunReporter
@@ -94,6 +94,7 @@ class HostAdapter(ABC):
         while self._on_detach:
             self._on_detach.pop()()
         self.controller.close()
+        self.collectives.close()
 
     def state_dict(self) -> dict[str, str]:
         """What resuming needs, the same on every rank: the Stateful protocol of torch.distributed.checkpoint.
@@ -147,30 +148,36 @@ A = TypeVar("A", bound=HostAdapter)
 
 
 def attach_once(
-    collectives: Collectives,
+    connect: Callable[[], Collectives],
     host: HostInfo,
     existing: A | None,
     given: GivenConfig,
     read: Callable[[], TimelyFreezeConfig | None],
-    make: Callable[[TimelyFreezeConfig], A],
+    make: Callable[[Collectives, TimelyFreezeConfig], A],
 ) -> A | None:
     """Return the adapter to use: the attached one, a new one, or None where freezing is not asked for.
 
-    ``given`` are the settings in the call, if any; ``read`` gives this rank's settings and checks that the host can be
-    frozen. Called on all ranks.
+    ``connect`` makes the collectives of all ranks that train together; ``given`` are the settings in the call, if any;
+    ``read`` gives this rank's settings and checks that the host can be frozen. Called on all ranks.
 
     Raises:
         ConfigError: the settings are wrong, differ between ranks, or differ from those of the attached adapter.
         UnsupportedError: freezing cannot be right with this host.
     """
     if existing is not None:
-        on_all_ranks(collectives, lambda: _check_same(existing.config, given))
+        on_all_ranks(existing.collectives, lambda: _check_same(existing.config, given))
         return existing
-    settings = agree_on_settings(collectives, host, read)
-    if settings is None:
-        return None
-    adapter = make(settings)
-    on_all_ranks(collectives, adapter.install)
+    collectives = connect()
+    try:
+        settings = agree_on_settings(collectives, host, read)
+        if settings is None:
+            collectives.close()
+            return None
+        adapter = make(collectives, settings)
+        on_all_ranks(collectives, adapter.install)
+    except TimelyFreezeError:  # on all ranks
+        collectives.close()
+        raise
     adapter.controller.announce_start()
     return adapter
 

@@ -157,10 +157,11 @@ class MegatronAdapter(HostAdapter):
         """Run one microbatch's backward through one chunk, masked and timed."""
         waiting = self._waiting
         kind = waiting.backward_kind(chunk.stage, microbatch) if waiting else Kind.BACKWARD
-        result = self._run(run, chunk, kind, microbatch)
-        chunk.gradients.ready_as_now()
+        self.compute_waiting()
         if kind is Kind.BACKWARD:
             chunk.gradients.report(self.controller.mask(chunk.stage, microbatch).names)
+        result = self._run(run, chunk, kind, microbatch)
+        chunk.gradients.ready_as_now()
         return result
 
     def compute_waiting(self) -> None:
@@ -192,9 +193,9 @@ class MegatronAdapter(HostAdapter):
         def compute(action: Action, last: bool) -> None:
             chunk = by_stage[action.stage]
             with chunk.gradients.accumulating(last):
-                self.controller.compute_weight_gradients(action.stage, action.microbatch)
                 if last:
                     chunk.gradients.report(self.controller.mask(action.stage, action.microbatch).names)
+                self.controller.compute_weight_gradients(action.stage, action.microbatch)
 
         return WaitingWeights(order.ranks[self._position.rank], compute)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tf_adapters.megatron.biases import hook_biases
 from tf_adapters.megatron.ddp import FrozenGradients
 from tf_adapters.selection.masks import NOTHING_FROZEN, Mask
 
@@ -29,6 +30,7 @@ class Chunk:
     def hook(self, config: Any) -> None:
         """Put our hooks on the model, whose TransformerConfig this is."""
         self.gradients.hook()
+        self._hooks += hook_biases(self.model, config)
         if config.recompute_granularity is not None:
             for module in self.model.modules():
                 if isinstance(getattr(module, "word_embeddings", None), torch.nn.Module):  # in a submodule, maybe

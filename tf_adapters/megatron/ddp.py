@@ -61,9 +61,10 @@ class FrozenGradients:
             self._hidden = {}
 
     def report(self, names: tuple[str, ...]) -> None:
-        """After a backward: these gradients are as ready as they will be.
+        """Before gradients are computed: those of these parameters are as ready as they will be.
 
-        With ``overlap_grad_reduce`` their bucket would otherwise never be reduced.
+        With ``overlap_grad_reduce`` their bucket would otherwise never be reduced. Reported afterwards, it would be
+        reduced once nothing is left to compute meanwhile.
         """
         ddp = self._ddp
         if ddp is None or not ddp.ddp_config.overlap_grad_reduce:

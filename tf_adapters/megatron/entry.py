@@ -14,7 +14,7 @@ import megatron_patches.backward_step
 import megatron_patches.communication
 import megatron_patches.forward_backward
 import megatron_patches.forward_step
-from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
+from tf_adapters.collectives import Collectives, ProcessGroupCollectives, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.adapter import attach_once
@@ -39,6 +39,7 @@ def attach(
     pp_group: Any = None,
     warmup_steps: int | None = None,
     metrics: MetricSink | None = None,
+    collectives: Collectives | None = None,
 ) -> MegatronAdapter | None:
     """Freeze in this model's training from here on. Call it on all ranks, before the first training batch.
 
@@ -50,6 +51,7 @@ def attach(
         pp_group: the pipeline's process group; by default that of ``parallel_state``.
         warmup_steps: what ``warmup_steps: "auto"`` stands for: the length of the learning-rate warm-up; by default 10.
         metrics: called on this rank after each step with named figures (ratios in [0, 1], ms).
+        collectives: of all ranks that train together; by default over a gloo group of their own.
 
     Returns:
         The adapter, with ``controller`` and ``detach()``; None where ``enabled`` is false. Attaching twice returns
@@ -59,13 +61,12 @@ def attach(
         ConfigError: a setting is wrong. UnsupportedError: freezing cannot be right with this model. On all ranks.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
-    collectives = ProcessGroupCollectives()
 
-    def make(settings: TimelyFreezeConfig) -> MegatronAdapter:
+    def make(ours: Collectives, settings: TimelyFreezeConfig) -> MegatronAdapter:
         microbatches = same_on_all_ranks(
-            collectives, "numbers of microbatches", lambda: num_microbatches or _microbatches_of_the_run()
+            ours, "numbers of microbatches", lambda: num_microbatches or _microbatches_of_the_run()
         )
-        on_all_ranks(collectives, patch_schedules)
+        on_all_ranks(ours, patch_schedules)
         described = MegatronModel(
             chunks=chunks,
             optimizer=optimizer,
@@ -75,10 +76,10 @@ def attach(
             expert_parallel_size=max(1, int(parallel_state.get_expert_model_parallel_world_size())),
         )
         warmup = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
-        return MegatronAdapter(described, settings, collectives, metrics=metrics, warmup_steps=warmup)
+        return MegatronAdapter(described, settings, ours, metrics=metrics, warmup_steps=warmup)
 
     return attach_once(
-        collectives=collectives,
+        connect=lambda: collectives or ProcessGroupCollectives(),
         host=host_info(),
         existing=adapter_of(chunks),
         given=config,

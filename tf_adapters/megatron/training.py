@@ -57,19 +57,23 @@ class TrainingScript:
         from megatron.training import get_args
 
         args = get_args()
-        settings = on_all_ranks(ProcessGroupCollectives(), lambda: config_from_args(args))[0]
-        if settings is None or optimizer is None:
-            return  # not asked for, or an evaluation only (--skip-train)
+        collectives = ProcessGroupCollectives()
+        settings = on_all_ranks(collectives, lambda: config_from_args(args))[0]
+        if settings is None or optimizer is None:  # not asked for, or an evaluation only (--skip-train)
+            collectives.close()
+            return
         warmup = _warmup_left(scheduler, args.global_batch_size)
         logs = TrainingLogs(args)
-        self.adapter = attach(list(model), optimizer, settings, warmup_steps=warmup, metrics=logs.write)
+        self.adapter = attach(
+            list(model), optimizer, settings, warmup_steps=warmup, metrics=logs, collectives=collectives
+        )
         if self.adapter is not None and args.iteration > 0:
             self.adapter.controller.load_state_dict(self._loaded, warmup)
         self._loaded = None
 
 
 class TrainingLogs:
-    """Figures of each step to Megatron's writers, which live on the last rank, and our time to its timers."""
+    """Figures to Megatron's writers, which live on the last rank, and our time to its timers: in its intervals."""
 
     def __init__(self, args: Any) -> None:
         from megatron.training import get_tensorboard_writer, get_timers, get_wandb_writer
@@ -77,19 +81,30 @@ class TrainingLogs:
         self._tensorboard, self._wandb, self._timers = get_tensorboard_writer(), get_wandb_writer(), get_timers()
         self._args = args
 
-    def write(self, figures: Mapping[str, float]) -> None:
-        """Called on every rank after each step."""
-        args = self._args
-        iteration = args.curr_iteration + 1  # Megatron counts the finished ones there
-        named = {f"timely-freeze/{name}": value for name, value in figures.items()}
-        if iteration % args.tensorboard_log_interval == 0:
-            if self._tensorboard:
-                for name, value in named.items():
-                    self._tensorboard.add_scalar(name, value, iteration)
-            if self._wandb:
-                self._wandb.log(named, iteration)
-        if iteration % args.log_interval == 0:
-            self._timers.log([TIMER], normalizer=args.log_interval)  # gathers: on all ranks at once
+    def due(self) -> bool:
+        """Whether Megatron logs after the step that has ended."""
+        return self._iteration % self._args.log_interval == 0 or self._writes
+
+    def __call__(self, figures: Mapping[str, float]) -> None:
+        """Called on every rank after the steps that are ``due``."""
+        named = {f"timely-freeze/{name}": value for name, value in figures.items()} if self._writes else {}
+        if self._tensorboard:
+            for name, value in named.items():
+                self._tensorboard.add_scalar(name, value, self._iteration)
+        if self._wandb and named:
+            self._wandb.log(named, self._iteration)
+        if self._iteration % self._args.log_interval == 0:
+            self._timers.log([TIMER], normalizer=self._args.log_interval)  # gathers: on all ranks at once
+
+    @property
+    def _iteration(self) -> int:
+        """Megatron counts the finished ones there."""
+        return int(self._args.curr_iteration) + 1
+
+    @property
+    def _writes(self) -> bool:
+        has_writer = bool(self._tensorboard or self._wandb)
+        return has_writer and self._iteration % self._args.tensorboard_log_interval == 0
 
 
 def _warmup_left(scheduler: Any, global_batch_size: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -74,11 +75,12 @@ class BackgroundPlan:
         finally:
             self.close()
 
-    def wait(self) -> FreezePlan:
-        """Wait for the plan. Raises SolverError as ``poll``."""
+    def wait(self, at_most_s: float = math.inf) -> FreezePlan | None:
+        """Wait for the plan; None where it is not there in ``at_most_s`` seconds. Raises SolverError as ``poll``."""
+        until = time.monotonic() + at_most_s
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, self._deadline - time.monotonic()))
-        while (plan := self.poll()) is None:
+            self._process.wait(max(0.0, min(self._deadline, until) - time.monotonic()))
+        while (plan := self.poll()) is None and time.monotonic() < until:
             time.sleep(0.05)
         return plan
 

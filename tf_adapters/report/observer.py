@@ -6,8 +6,7 @@ import atexit
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from tf_adapters.collectives import Collectives, decide_from_all
-from tf_adapters.errors import TimelyFreezeError
+from tf_adapters.collectives import Collectives, to_first_rank
 from tf_adapters.log import announce
 from tf_adapters.report.build import LocalMeasurements, build_report, local_measurements, result_line
 from tf_adapters.timing.phase import Phase
@@ -16,6 +15,11 @@ from tf_adapters.training.observer import RunSnapshot
 __all__ = ["MetricSink", "RunReporter"]
 
 MetricSink = Callable[[Mapping[str, float]], None]
+"""Takes a step's figures. One with a method ``due()`` is asked after each step whether it wants them."""
+
+
+def _always() -> bool:
+    return True
 
 
 class RunReporter:
@@ -39,7 +43,7 @@ class RunReporter:
     def step_ended(self, run: RunSnapshot, step: int, phase: Phase) -> None:
         """Give the figures of a step that has ended to whoever asked for them."""
         self._run = run
-        if self._metrics is None:
+        if self._metrics is None or not getattr(self._metrics, "due", _always)():
             return
         ratios: dict[int, list[float]] = {stage: [] for stage in run.masks.stages}
         for (stage, _), action in run.ratios.weight_gradients.items():
@@ -53,11 +57,16 @@ class RunReporter:
         self._metrics(figures)
 
     def report(self, run: RunSnapshot) -> None:
-        """Write the report. Called on all ranks. A disk that is full is no reason to stop freezing."""
+        """Write the report. Called on all ranks; none waits for rank 0 to write it.
+
+        A disk that is full is no reason to stop freezing.
+        """
         self._run = run
         try:
-            decide_from_all(self._collectives, lambda: local_measurements(run), lambda ranks: self._write(run, ranks))
-        except TimelyFreezeError as error:
+            ranks = to_first_rank(self._collectives, lambda: local_measurements(run))
+            if ranks is not None:
+                self._write(run, ranks)
+        except Exception as error:
             announce(self._collectives.rank, f"the report could not be written: {error}", logging.WARNING)
 
     def close(self, run: RunSnapshot) -> None:

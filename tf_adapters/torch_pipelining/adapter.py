@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.timing.timer import clock_for
 from tf_adapters.torch_pipelining.execution import RewrittenOrder
 from tf_adapters.torch_pipelining.optimizers import Updates
-from tf_adapters.torch_pipelining.replicas import frozen_replica, linear_layer, report_to_reducer
+from tf_adapters.torch_pipelining.replicas import frozen_replica, linear_layer, reported_to_reducer
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
 from tf_adapters.torch_pipelining.support import refuse_grad_scaler
 from tf_adapters.torch_pipelining.units import held_values, local_gradient, shared_parameters
@@ -176,15 +176,20 @@ class TorchPipeliningAdapter(HostAdapter):
         ) -> None:
             # Where the taps keep the weight gradients, a whole backward of the host's is an input gradient.
             whole = full_backward or self._defers(stage)
-            with self._action(stage, Kind.BACKWARD if full_backward else Kind.INPUT_GRAD, bwd_chunk_id):
+            kind = Kind.BACKWARD if full_backward else Kind.INPUT_GRAD
+            with self._reported(stage, bwd_chunk_id, last_backward), self._action(stage, kind, bwd_chunk_id):
                 run(bwd_chunk_id, loss=loss, full_backward=whole, last_backward=last_backward)
-            if self._training:
-                first = stage.stage_index not in self._ran_backward
-                self._ran_backward.add(stage.stage_index)
-                if first or last_backward:
-                    report_to_reducer(stage.submod, self.controller.mask(stage.stage_index, bwd_chunk_id).names)
 
         return backward_one_chunk
+
+    def _reported(self, stage: Any, microbatch: int, last: bool) -> AbstractContextManager[None]:
+        """Around a backward of a training batch."""
+        if not self._training:
+            return nullcontext()
+        first = stage.stage_index not in self._ran_backward
+        self._ran_backward.add(stage.stage_index)
+        names = self.controller.mask(stage.stage_index, microbatch).names
+        return reported_to_reducer(stage.submod, names, first=first, last=last)
 
     def _weight_gradients(self, stage: Any) -> Callable[..., None]:
         run = stage.backward_weight_one_chunk

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tf_adapters.collectives import ProcessGroupCollectives
+from tf_adapters.collectives import Collectives, ProcessGroupCollectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import attach_once
 from tf_adapters.hosts.agreement import GivenConfig, read_settings, refuse_other_schedules, same_on_all_ranks
@@ -50,16 +50,15 @@ def attach(
         optimizers: tuple[Any, ...] = ()
     else:
         optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
-    collectives = ProcessGroupCollectives()
 
-    def make(settings: TimelyFreezeConfig) -> TorchPipeliningAdapter:
+    def make(collectives: Collectives, settings: TimelyFreezeConfig) -> TorchPipeliningAdapter:
         same_on_all_ranks(collectives, "optimizers", lambda: "some" if optimizers else "none", shown=str)
         warmup = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
         return TorchPipeliningAdapter(schedule, settings, collectives, optimizers, metrics=metrics, warmup_steps=warmup)
 
     existing: TorchPipeliningAdapter | None = getattr(schedule, ATTRIBUTE, None)
     return attach_once(
-        collectives=collectives,
+        connect=ProcessGroupCollectives,
         host=host_info(),
         existing=existing,
         given=config,

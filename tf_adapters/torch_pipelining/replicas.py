@@ -7,7 +7,7 @@ torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -69,14 +69,63 @@ def _require_grad(module: torch.nn.Module, names: tuple[str, ...], required: boo
         module.get_parameter(name).requires_grad_(required)
 
 
-def report_to_reducer(module: torch.nn.Module, names: Iterable[str]) -> None:
-    """After a stage's backward that DDP's reducer may wait in: fire its hooks for what was frozen there.
+@contextmanager
+def reported_to_reducer(module: torch.nn.Module, names: Iterable[str], first: bool, last: bool) -> Iterator[None]:
+    """Around a stage's backward: as it begins, DDP's reducer hears of the gradients that will not come in it.
 
-    It waits in a batch's last backward, for every parameter, to reduce what the earlier microbatches have left in the
-    gradients. In the first it may: the metadata pass of a first step runs the module outside of ``no_sync``, after
-    which the reducer waits too. A zero gradient fires the hooks; where the reducer does not wait, they do nothing.
+    It reduces a bucket when it has heard of all of its parameters, to overlap that with what is left of the backward.
+    It waits for them in the ``last`` backward of a batch, once it has been prepared for it. In the ``first`` it may:
+    the metadata pass of a first step runs the module outside of ``no_sync``. Where it does not, nothing happens.
     """
-    if isinstance(module, DistributedDataParallel):
-        frozen = [module.get_parameter(name) for name in names]
-        if frozen:
-            torch.autograd.backward([p.view_as(p) for p in frozen], [torch.zeros_like(p) for p in frozen])
+    frozen = [module.get_parameter(name) for name in names]
+    if not (frozen and isinstance(module, DistributedDataParallel) and (first or last)):
+        yield
+        return
+    if not last:
+        _fire_hooks(frozen)
+        yield
+        return
+    reducer = module.reducer
+    module.reducer = _Preparing(reducer, lambda: _fire_hooks(frozen))  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.reducer = reducer
+
+
+class _Preparing:
+    """DDP's reducer, with something to be called whenever it has been prepared for a backward."""
+
+    def __init__(self, reducer: Any, prepared: Callable[[], None]) -> None:
+        self._reducer, self._prepared = reducer, prepared
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        self._reducer.prepare_for_backward(outputs)
+        self._prepared()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+
+def _fire_hooks(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Fire the hooks behind these parameters' gradients and leave the gradients themselves as they are."""
+    required = [parameter.requires_grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    with torch.enable_grad():
+        _NoGradients.apply(*parameters).backward()  # type: ignore[no-untyped-call]
+    for parameter, before in zip(parameters, required, strict=True):
+        parameter.requires_grad_(before)
+
+
+class _NoGradients(torch.autograd.Function):
+    """A scalar whose backward reaches its arguments with nothing: no zeros are made for them."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.count = len(parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, ...]:
+        return (None,) * int(ctx.count)

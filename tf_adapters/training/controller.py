@@ -118,6 +118,7 @@ class Controller:
             taps.clear()
         self.timer.drain()
         self._step_start = self.timer.start_step()
+        self._step_masks.draw()
 
     @contextmanager
     def running(self, action: Action) -> Iterator[None]:

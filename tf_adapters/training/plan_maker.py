@@ -30,6 +30,9 @@ __all__ = ["Measured", "PlanMaker", "Planned"]
 _SOLVED_AT_ONCE = 1_000
 """Actions up to which planning takes about a second, no more than starting a process for it."""
 
+_PATIENCE_S = 20.0
+"""How long ranks wait for one message while a plan is made: far less than any process group's timeout."""
+
 _NEARLY = 1.01
 """Up to this ratio to its target a promised step has reached it: measurements are no more precise."""
 
@@ -98,10 +101,14 @@ class PlanMaker:
         self._waited = 0  # steps, for the plan
 
     def precision(self, timer: ActionTimer) -> float:
-        """Standard error of what this run's plan would be made from now: the worst of all ranks, in shares."""
+        """Standard error of what this run's plan would be made from now: the worst of all ranks, in shares.
+
+        From what devices have finished. Waiting for them would empty their queues, and only the steps that follow a
+        look, which freeze nothing, would start slowly.
+        """
 
         def local() -> float:
-            timer.drain(wait=True)
+            timer.drain()
             return self._times(timer).error
 
         return decide_from_all(self._collectives, local, lambda errors: max(errors))
@@ -137,7 +144,10 @@ class PlanMaker:
             self._worker = BackgroundPlan(self._problem(schedule, measured), self._config.solver_time_limit_s)
 
         on_one_rank(self._collectives, launch)
-        return self._arrived(schedule, measured, wait=True) if self._config.plan_wait is True else None
+        planned = None
+        while planned is None and self._config.plan_wait is True:
+            planned = self._arrived(schedule, measured, wait_s=_PATIENCE_S)
+        return planned
 
     def poll(self, schedule: PipelineSchedule, measured: Measured) -> Planned | None:
         """The plan, if it is there. Called after every step; it looks ever more rarely, since looking is a broadcast.
@@ -146,7 +156,7 @@ class PlanMaker:
         """
         self._waited += 1
         due = self._waited % max(1, self._waited // 8) == 0
-        return self._arrived(schedule, measured, wait=False) if due else None
+        return self._arrived(schedule, measured, wait_s=0.0) if due else None
 
     def close(self) -> None:
         """Give up a plan that is being made."""
@@ -170,10 +180,10 @@ class PlanMaker:
     def _times(self, timer: ActionTimer) -> StageTimes:
         return measured_times(timer, self._first_stage, sampled=self._config.samples_tokens)
 
-    def _arrived(self, schedule: PipelineSchedule, measured: Measured, wait: bool) -> Planned | None:
+    def _arrived(self, schedule: PipelineSchedule, measured: Measured, wait_s: float) -> Planned | None:
         def ask() -> Planned | None:
             assert self._worker is not None
-            plan = self._worker.wait() if wait else self._worker.poll()
+            plan = self._worker.wait(wait_s) if wait_s else self._worker.poll()
             return None if plan is None else self._promise(schedule, measured, plan)
 
         return on_one_rank(self._collectives, ask)

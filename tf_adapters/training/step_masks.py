@@ -37,13 +37,18 @@ class StepMasks:
         """Another step begins."""
         self._drawn.clear()
 
+    def draw(self) -> None:
+        """Draw the masks of this rank's stages now, so that nothing is drawn between two of a device's launches."""
+        for stage in self._parameters:
+            self._of_stage(stage)
+
     def of(self, stage: int, microbatch: int) -> Mask:
         """The mask of a microbatch on a stage; of one that the schedule has not, an empty one."""
         masks = self._of_stage(stage)
         return masks[microbatch] if microbatch < len(masks) else NOTHING_FROZEN
 
     def local(self) -> Mapping[int, Sequence[Mask]]:
-        """The masks of this rank's stages that have run, one for each microbatch."""
+        """The masks of this rank's stages that have been drawn, one for each microbatch."""
         return {stage: masks for stage, masks in self._drawn.items() if stage in self._parameters}
 
     def held_parameters(self) -> tuple[torch.nn.Parameter, ...]:
