@@ -346,11 +346,11 @@ def train_step(case: Case, chunks: list[Any], optimizer: Any, step: int, microba
 
 
 def full_gradients(
-    case: Case, chunks: list[Any], step: int, scales: list[list[Scales]]
+    case: Case, chunks: list[Any], step: int, scales: list[list[Scales]] | None = None
 ) -> list[dict[tuple[int, str], torch.Tensor]]:
     """Full gradients of each microbatch, from an ordinary copy of the chunks that nothing masks.
 
-    Tokens count as ``scales`` says: by microbatch and chunk.
+    Tokens count as ``scales`` says: by microbatch and chunk; without them each counts once.
 
     The copy has the same parallel sizes and none of what is under test: no adapter, recompute, overlap, fused gradients
     or tied weights (each place of a tied weight has a gradient of its own here).
@@ -377,7 +377,7 @@ def full_gradients(
         for copy in copies:
             copy.zero_grad_buffer()
         with ExitStack() as scaled:
-            for copy, of_chunk in zip(copies, scales[microbatch], strict=True):
+            for copy, of_chunk in zip(copies, scales[microbatch] if scales else (), strict=bool(scales)):
                 scaled.enter_context(scaled_parallel_layers(innermost(copy), of_chunk))
             run_batch(plain, copies, step, [microbatch] * at_least)
         found.append(by_name(plain, copies, main_gradient))
