@@ -151,12 +151,20 @@ def fp16_engine() -> Any:
 
 def engine_with_fp16_autocast() -> Any:
     """The engine makes a GradScaler, which warns and does nothing on a CPU."""
-    return initialize(config={"torch_autocast": {"enabled": True, "dtype": "float16"}})
+    return initialize_under_fp16_autocast()
 
 
 def engine_with_fp16_autocast_and_zero() -> Any:
-    autocast = {"enabled": True, "dtype": "float16"}
-    return initialize(config={"torch_autocast": autocast, "zero_optimization": {"stage": 1}})
+    return initialize_under_fp16_autocast(zero_optimization={"stage": 1})
+
+
+def initialize_under_fp16_autocast(**config: Any) -> Any:
+    """DeepSpeed keeps the setting in a global: later engines of the same process would have it, too."""
+    from deepspeed.runtime import torch_autocast
+
+    engine = initialize(config={"torch_autocast": {"enabled": True, "dtype": "float16"}, **config})
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None
+    return engine
 
 
 def engine_with_scaled_moments() -> Any:
