@@ -21,7 +21,7 @@ PROFILED = 3  # steps
 
 
 class Reads(TorchDispatchMode):
-    """On a CPU: refuses what would wait for a device on a GPU, a tensor that is read or whose size depends on values."""
+    """On a CPU: refuses what would wait for a GPU, reading a tensor or a size that depends on its values."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if str(function.overloadpacket) in ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select"):

@@ -14,7 +14,7 @@ STEPS, TINY_STEPS, LOOKS = 300, 12, 6
 
 def run(options: Options) -> list[Check]:
     """The host alone, then with half of each backward frozen."""
-    alone, attached = ([look for look in looks(options, ratio)] for ratio in (None, 0.5))
+    alone, attached = (looks(options, ratio) for ratio in (None, 0.5))
     growth = 100 * (attached[-1]["reserved"] / attached[LOOKS // 2 - 1]["reserved"] - 1)
     peak = max(look["peak"] for look in attached) / max(look["peak"] for look in alone)
     judged = options.judged

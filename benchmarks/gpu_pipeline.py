@@ -102,8 +102,14 @@ class Training:
             for _ in range(BATCHES)
         ]
         example = self._batches[0][0][: self.size.rows]
+        of_others = example.clone().requires_grad_()  # whose gradient is sent back
         stage = PipelineStage(
-            self.stage, self.rank, self.ranks, self.device, input_args=example.clone(), output_args=example.clone()
+            self.stage,
+            self.rank,
+            self.ranks,
+            self.device,
+            input_args=of_others if self.rank else example.clone(),
+            output_args=of_others,
         )
         self.schedule = Schedule1F1B(stage, n_microbatches=self.size.microbatches, loss_fn=mean_square)
         self.optimizer = torch.optim.AdamW(self.stage.parameters(), lr=1e-4, fused=True)
