@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_parts import Check, Options, Part, Skipped, join
+from gpu_parts import NOT_RUN, Check, Options, Part, Skipped, join
 from measuring import machine, put_table
 
 from tf_adapters.testing import RankPool, RanksFailed
@@ -171,8 +171,10 @@ def cell(record: dict[str, Any] | None) -> str:
         return f"{'not run' if record['status'] == 'skipped' else record['status']}: {reason}"
     judged = [check for check in record["checks"] if check["passed"] is not None]
     bad = [f"{check['name']} {figure(check)}" for check in judged if not check["passed"]]
-    passed = f"{len(judged) - len(bad)} of {len(judged)} checks passed"
-    return "; ".join([passed, *bad]) + (f", on {record['on']['gpu']}" if "gpu" in record["on"] else "")
+    passed = f"{len(judged) - len(bad)} of {len(judged)} checks passed" if judged else "ran; no figure is judged"
+    left_out = sum(check["name"].endswith(NOT_RUN) for check in record["checks"])
+    more = [f"{left_out} cases not run"] if left_out else []
+    return "; ".join([passed, *more, *bad]) + (f", on {record['on']['gpu']}" if "gpu" in record["on"] else "")
 
 
 if __name__ == "__main__":

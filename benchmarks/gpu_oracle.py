@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from gpu_megatron import MICROBATCHES, Case, build, named, prepare, run_batch, update
-from gpu_parts import WAYS, Check, Options, Part, no_package, section
+from gpu_parts import NOT_RUN, WAYS, Check, Options, Part, no_package, section
 
 from tf_adapters.overrides import Overrides
 from tf_adapters.testing import force_plan
@@ -52,7 +52,7 @@ def run(options: Options) -> list[Check]:
     checks = []
     for name, case in {**OWN_LAYERS, **FUSED, **RECOMPUTED, **ENGINE}.items():
         reason = missing(options, case)
-        checks += [Check(f"{name}: not run", 1, note=reason)] if reason else attempted(options, name, case)
+        checks += [Check(name + NOT_RUN, 1, note=reason)] if reason else attempted(options, name, case)
         gc.collect()
     return checks
 

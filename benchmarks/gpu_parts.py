@@ -21,6 +21,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """What is skipped, and when weight gradients are computed: settings by name."""
 
+NOT_RUN = ": not run"
+"""How the name of a check ends that tells of a case that is left out; its note says why."""
+
 
 class Skipped(Exception):
     """A part cannot run here; the message says why."""

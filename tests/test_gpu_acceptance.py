@@ -103,6 +103,12 @@ def test_a_check_that_failed_is_the_exit_status_and_is_shown(monkeypatch: pytest
     assert gpu.main([*files, "--part", "memory"]) == 1  # also from its result
 
 
+def test_the_page_says_how_many_cases_were_left_out(monkeypatch: pytest.MonkeyPatch, files: list[str]) -> None:
+    given(monkeypatch, [Check("fp8: not run", 1.0, note="no Transformer Engine"), Check("a figure", 1.0, most=2.0)])
+    gpu.main([*files, "--part", "oracle"])
+    assert "1 of 1 checks passed; 1 cases not run" in Path(files[3]).read_text()
+
+
 @pytest.mark.parametrize(
     ("check", "passed"),
     [
