@@ -130,8 +130,12 @@ def kernels(options: Options) -> list[Check]:
 def kernel_ms(profiled: Any, options: Options) -> float:
     """All kernels' times, ms; on a CPU those of all operators."""
     if options.cuda:
-        on_device = [e for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        return sum(e.self_device_time_total for e in on_device) / 1e3
+        on_device = [
+            event
+            for event in profiled.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+        ]
+        return sum(event.self_device_time_total for event in on_device) / 1e3
     return sum(e.self_cpu_time_total for e in profiled.key_averages()) / 1e3
 
 
