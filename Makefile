@@ -8,7 +8,7 @@ HOST_SETTINGS = DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(1)/
 RUN := $(call HOST_SETTINGS,$(abspath $(VENV))) $(BIN)/python
 BUILD_SHM := -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 
-.PHONY: demo test check bench study test-oldest test-megatron-new test-torch-new clean
+.PHONY: demo test check bench gpu study test-oldest test-megatron-new test-torch-new clean
 
 demo: $(VENV)/ready
 	$(RUN) examples/deepspeed_gpt/demo.py
@@ -33,6 +33,10 @@ bench: $(VENV)/ready
 	$(RUN) benchmarks/plan_command.py
 	$(RUN) benchmarks/selection.py
 	$(RUN) benchmarks/monitoring.py
+
+# What only a GPU can show: at most ten minutes for each part; a part that has its result is not run again.
+gpu: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu.py
 
 # The accuracy study, of several hours: cut off, it goes on where it stopped. The packages hold its model and its text.
 study: $(VENV)/ready

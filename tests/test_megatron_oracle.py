@@ -60,6 +60,9 @@ TWO_RANKS = {
     "bf16, everything frozen": Case(ratios=1.0, model=BF16, optimizer=BF16_OPTIMIZER),
     "bf16, full recompute": Case(ratios=0.7, model={**BF16, **FULL}, optimizer=BF16_OPTIMIZER),
     "fp16 with loss scale": Case(ratios=0.5, model=FP16, optimizer=FP16_OPTIMIZER),
+    "interleaved, bf16": Case(vp=2, ratios=0.5, model=BF16, optimizer=BF16_OPTIMIZER),
+    "interleaved, fp16 with loss scale": Case(vp=2, ratios=0.5, model=FP16, optimizer=FP16_OPTIMIZER),
+    "interleaved, experts": Case(vp=2, ratios=0.5, model=MOE),
     "distributed optimizer": Case(ratios=0.5, ddp=SHARDED, optimizer=SHARDED),
     "tensor parallel": Case(pp=1, tp=2, layers=2, ratios=0.5),
     "tensor parallel, everything frozen": Case(pp=1, tp=2, layers=2, ratios=1.0),
@@ -103,6 +106,9 @@ FOUR_RANKS = {
     ),
     "interleaved, replicas 2, overlap, tied": Case(vp=2, tied=True, ratios=0.7, steps=3, ddp=OVERLAP),
     "pipeline 2, expert parallel 2": Case(ep=2, ratios=0.6, steps=2, model=MOE),
+    "interleaved, tensor 2": Case(vp=2, tp=2, ratios=0.6, steps=2),
+    "interleaved, sequence parallel 2": Case(vp=2, tp=2, ratios=0.6, steps=2, model={"sequence_parallel": True}),
+    "interleaved, expert parallel 2": Case(vp=2, ep=2, ratios=0.6, steps=2, model=MOE),
 }
 
 

@@ -1,0 +1,60 @@
+"""One stage on each of several GPUs, over NCCL: every way beside the host alone, step by step in turn."""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+from gpu_parts import WAYS, Check, Options, Part, no_gpu
+from gpu_pipeline import Training
+
+from tf_adapters.testing.paired import in_rotation
+
+ALONE = "host alone"
+
+
+def missing(options: Options) -> str | None:
+    """Several GPUs."""
+    if options.cuda and torch.cuda.is_available() and torch.cuda.device_count() < 2:
+        return "one GPU only"
+    return no_gpu(options)
+
+
+def ranks(options: Options) -> int:
+    return min(8, torch.cuda.device_count()) if options.cuda else 2
+
+
+def run(options: Options) -> list[Check]:
+    """Speedups from plans that were made of measured times, planned and measured."""
+    phases = {"warmup_steps": 3, "monitoring_steps": 8 if options.tiny else 40, "progressive_steps": 0}
+    trainings = {ALONE: Training(options)} | {name: Training(options) for name in WAYS}
+    for name, settings in WAYS.items():
+        trainings[name].attach(**phases, output_dir=f"{options.folder}/several/{name}", **settings)
+    before = sum(phases.values())
+    rounds = []
+    for number in range(before + (4 if options.tiny else 30)):
+        times = in_rotation({name: training.step for name, training in trainings.items()}, number)
+        if number > before:
+            rounds.append(times)
+    checks = [Check("step, host alone", statistics.median(times[ALONE] for times in rounds), "ms")]
+    for name in WAYS:
+        checks += of_way(name, trainings[name], rounds)
+    return checks
+
+
+def of_way(name: str, training: Training, rounds: list[dict[str, float]]) -> list[Check]:
+    controller = training.adapter.controller
+    forecast, plan = controller.forecast, controller.state.plan
+    training.detach()
+    failures = Check(f"failures, {name}", float(plan is None or controller.state.failure is not None), most=0)
+    if plan is None:
+        return [failures]
+    return [
+        failures,
+        Check(f"mean freeze ratio, {name}", plan.mean_freeze_ratio),
+        Check(f"planned speedup, {name}", forecast.unfrozen_ms / forecast.planned_ms),
+        Check(f"measured speedup, {name}", statistics.median(times[ALONE] / times[name] for times in rounds)),
+    ]
+
+
+PART = Part("several GPUs over NCCL: the real pipeline", run, missing, ranks)
