@@ -6,7 +6,8 @@ real engine, its order, its communication and its waiting run with many more ran
     torchrun --nproc-per-node 4 -m tf_adapters.testing.emulated_device --rate 2e8 -m my_package.train --layers 8
 
 Counted are the operations that torch's FLOP counter knows (matrix products, convolutions, attention), forward and
-backward. Everything else takes the time that it takes here. Reports call the device "emulated".
+backward. Everything else takes the time that it takes here. ``--link`` makes messages between ranks last as long as on
+a link of that speed (``emulated_link``). Reports call the device "emulated".
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 
 from tf_adapters.errors import ConfigError
 from tf_adapters.log import announce
+from tf_adapters.testing.emulated_link import EmulatedLinks, Link
 from tf_adapters.timing.device import emulated
 
 __all__ = ["EmulatedDevice", "main"]
@@ -128,23 +130,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rank = int(os.environ.get("RANK", "0"))
     rates = options.rate
     device = EmulatedDevice(rates[rank % len(rates)], jitter=options.jitter, seed=options.seed + rank)
+    links = _links(options.link)
     try:
-        with device:
+        with device, links or nullcontext():
             _run(command)
     finally:
         announce(rank, device.summary())
+        if links is not None:
+            announce(rank, links.summary())
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="python -m tf_adapters.testing.emulated_device",
-        usage="%(prog)s --rate FLOPS [--jitter SHARE] [--seed N] (-m MODULE | SCRIPT) ...",
+        usage="%(prog)s --rate FLOPS [--jitter SHARE] [--seed N] [--link LINK ...] (-m MODULE | SCRIPT) ...",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rate", type=_rates, required=True, help="FLOP/s; several with commas, one for each rank")
     parser.add_argument("--jitter", type=float, default=0.0, help="standard deviation of durations, as a share (0)")
     parser.add_argument("--seed", type=int, default=0, help="of the jitter (0)")
+    parser.add_argument(
+        "--link",
+        type=_link,
+        action="append",
+        default=[],
+        metavar="[RANK-RANK=]MS[:BYTES_PER_S]",
+        help="latency and rate between two ranks, both ways, or between all that have no other; may be repeated",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-m MODULE or SCRIPT, and its arguments")
     options = parser.parse_args(arguments)
     if not options.command or options.command == ["-m"]:
@@ -164,6 +177,28 @@ def _rates(text: str) -> tuple[float, ...]:
     if not rates or not all(rate > 0.0 for rate in rates):
         raise argparse.ArgumentTypeError(f"{text!r}: allowed are numbers of FLOP/s above 0, with commas between them")
     return rates
+
+
+def _link(text: str) -> tuple[tuple[int, int] | None, Link]:
+    """An edge, None for all that are not named, and its link."""
+    ranks, _, speed = text.rpartition("=")
+    latency, _, rate = speed.partition(":")
+    try:
+        one, other = (int(rank) for rank in ranks.split("-")) if ranks else (0, 1)
+        if one < 0 or other < 0 or one == other:
+            raise ValueError
+        return (one, other) if ranks else None, Link(float(latency), float(rate or "inf"))
+    except (ValueError, ConfigError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: allowed is a latency in ms from 0, such as 0.5, with a rate above 0, such as 0.5:1e9, and with "
+            "two ranks, such as 1-2=0.5:1e9"
+        ) from None
+
+
+def _links(named: Sequence[tuple[tuple[int, int] | None, Link]]) -> EmulatedLinks | None:
+    edges = dict(named)
+    default = edges.pop(None, None)
+    return EmulatedLinks(default, {edge: link for edge, link in edges.items() if edge}) if named else None
 
 
 def _run(command: list[str]) -> None:
