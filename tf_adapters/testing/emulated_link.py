@@ -185,27 +185,21 @@ class _Arriving:
         return getattr(self._work, name)
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
-        """As the host's; the tensor is filled when it returns."""
-        waiting_since = self._links._clock()
-        self._work.wait(*args, **kwargs)
-        self._deliver(waiting_since)
+        """As the host's; the tensor is filled when it returns. A second call returns at once."""
+        message, self._message = self._message, None
+        if message is not None:
+            waiting_since = self._links._clock()
+            self._work.wait(*args, **kwargs)
+            self._deliver(message, waiting_since)
         return True
 
-    def _deliver(self, waiting_since: float) -> None:
-        message, self._message = self._message, None
-        if message is None:
-            return
-        sent_at, arrives_at = self._times(message)
+    def _deliver(self, message: torch.Tensor, waiting_since: float) -> None:
+        sent_at, arrives_at = message[:_HEADER].view(torch.float64).tolist()
         data = message[_HEADER:]
         self._links.await_arrival(sent_at, arrives_at, waiting_since, data.numel())
         target = self._tensor.detach()
         with torch.no_grad():
             target.copy_(data.view(target.dtype).view(target.shape))
-
-    @staticmethod
-    def _times(message: torch.Tensor) -> tuple[float, float]:
-        sent_at, arrives_at = message[:_HEADER].view(torch.float64).tolist()
-        return sent_at, arrives_at
 
 
 def _send(isend: Callable[..., Any]) -> Callable[..., None]:
