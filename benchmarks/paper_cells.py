@@ -108,11 +108,10 @@ def _cells() -> Iterator[Cell]:
         for ranks in (6, 8):
             for schedule in schedules:
                 yield Cell(host, "8B", schedule, ranks)
-    for host in ("torch", "deepspeed"):
-        for schedule in ("gpipe", "1f1b"):
+    for schedule in ("gpipe", "1f1b"):
+        for host in ("torch", "deepspeed"):
             yield Cell(host, "ViT", schedule, 8)
-            for partition in PARTITIONS:
-                yield Cell(host, "ConvNeXt", schedule, 4, partition)
+        for partition in PARTITIONS:
+            yield Cell("torch", "ConvNeXt", schedule, 4, partition)
     for method in ("timely+apf", "timely+autofreeze"):
-        for schedule in ("gpipe", "1f1b"):
-            yield Cell("torch", "8B", schedule, 4, method=method)
+        yield Cell("torch", "8B", "1f1b", 4, method=method)

@@ -17,7 +17,7 @@ from tf_adapters.simulate.model_costs import LLAMA_1B, LLAMA_8B, LLAMA_13B, Llam
 from tf_adapters.training.phases import PhaseSchedule
 
 WIDTH, POSITIONS, HIDDEN, VOCABULARY = 32, 8, 120, 64
-"""Of the tiny layers: a microbatch is one row of ``POSITIONS``; the largest block has ``HIDDEN`` units in all."""
+"""Of the tiny layers: a microbatch has ``POSITIONS`` rows; the largest block has ``HIDDEN`` units in all."""
 
 LENGTH = 1024  # tokens of a sequence, in the paper
 CAUSAL = 0.5  # share of the scores that a causal kernel computes
@@ -142,7 +142,7 @@ MODELS = {
 }
 
 
-# --- tiny layers with the same shares: (rows, positions, width) ------------------------------------------------
+# --- tiny layers with the same shares: (positions, width), with as few operations as can be ---------------------
 
 
 class Block(nn.Module):
@@ -151,14 +151,15 @@ class Block(nn.Module):
     def __init__(self, hidden: Sequence[int], keys: int) -> None:
         super().__init__()
         self.keys = keys
-        self.up = nn.ModuleList([nn.Linear(WIDTH, units, bias=False) for units in hidden])
-        self.down = nn.ModuleList([nn.Linear(units, WIDTH, bias=False) for units in hidden])
+        self.up = nn.ParameterList([0.05 * torch.randn(WIDTH, units) for units in hidden])
+        self.down = nn.ParameterList([0.05 * torch.randn(units, WIDTH) for units in hidden])
 
     def forward(self, x: Tensor) -> Tensor:
         if self.keys:
-            x = x + 0.1 * torch.bmm(torch.tanh(torch.bmm(x, x[:, : self.keys].mT)), x[:, : self.keys])
+            seen = x[: self.keys]
+            x = torch.addmm(x, x @ seen.T, seen, alpha=1e-3)
         for up, down in zip(self.up, self.down, strict=True):
-            x = x + 0.1 * down(torch.tanh(up(x)))
+            x = torch.addmm(x, x @ up, down)
         return x
 
 
@@ -187,14 +188,10 @@ def forward_flops(model: Model) -> float:
 
 
 def microbatch(model: Model, number: int) -> tuple[Tensor, Tensor]:
-    """Inputs of (1, ``POSITIONS``) or (1, ``POSITIONS``, features), and labels of (1, ``POSITIONS``)."""
+    """Inputs of (``POSITIONS``,) or (``POSITIONS``, features), and labels of (``POSITIONS``,)."""
     generator = torch.Generator().manual_seed(number)
     (entrance,), (head,) = build(model, 0, 1), build(model, len(model.layers) - 1, len(model.layers))
-    labels = torch.randint(head.weight.shape[0], (1, POSITIONS), generator=generator)
+    labels = torch.randint(head.weight.shape[0], (POSITIONS,), generator=generator)
     if model.layers[0].kind == "tokens":
-        return torch.randint(VOCABULARY, (1, POSITIONS), generator=generator), labels
-    return torch.randn(1, POSITIONS, entrance.weight.shape[1], generator=generator), labels
-
-
-def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return torch.randint(VOCABULARY, (POSITIONS,), generator=generator), labels
+    return torch.randn(POSITIONS, entrance.weight.shape[1], generator=generator), labels

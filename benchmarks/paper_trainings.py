@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from paper_cells import Cell
-from paper_models import POSITIONS, WIDTH, build, loss_fn, microbatch
+from paper_models import POSITIONS, WIDTH, build, microbatch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 Section = dict[str, Any]
 DIFFERENT_BATCHES = 4
@@ -77,7 +78,7 @@ def _torch(cell: Cell, section: Section | None) -> Training:
         PipelineStage(nn.Sequential(*_layers(cell, index)), index, cell.stages, torch.device("cpu"))
         for index in cell.stages_of_rank[dist.get_rank()]
     ]
-    schedule: Any = kind(stages[0] if len(stages) == 1 else stages, cell.microbatches, loss_fn=loss_fn)  # type: ignore[arg-type]
+    schedule: Any = kind(stages[0] if len(stages) == 1 else stages, cell.microbatches, loss_fn=cross_entropy)  # type: ignore[arg-type]
     optimizers = [torch.optim.AdamW(stage.submod.parameters(), lr=1e-4) for stage in stages]
     data = _microbatches(cell)
     has_input, has_loss = any(s.is_first for s in stages), any(s.is_last for s in stages)
@@ -119,7 +120,7 @@ def _deepspeed(cell: Cell, section: Section | None) -> Training:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
         "timely_freeze": settings,
     }
-    model = Cut(layers=build(cell.of, 0, len(cell.of.layers)), num_stages=cell.stages, loss_fn=loss_fn)
+    model = Cut(layers=build(cell.of, 0, len(cell.of.layers)), num_stages=cell.stages, loss_fn=cross_entropy)
     engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
     needed = section is not None or cell.schedule != "1f1b"  # which is DeepSpeed's own
     adapter = tf_adapters.deepspeed.attach(engine) if needed else None
@@ -188,7 +189,7 @@ def _megatron(cell: Cell, section: Section | None) -> Training:
 
 
 class Chunk(nn.Module):
-    """A stage as Megatron's schedules want it: hidden states have the shape (positions, rows, width)."""
+    """A stage as Megatron's schedules want it: hidden states have the shape (positions, 1, width)."""
 
     share_embeddings_and_output_weights = False
 
@@ -205,8 +206,8 @@ class Chunk(nn.Module):
         self._hidden = tensor[0] if isinstance(tensor, list) else tensor
 
     def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        x = self.layers(inputs if self.pre_process else self._hidden.transpose(0, 1))
-        return loss_fn(x, labels) if self.post_process else x.transpose(0, 1).contiguous()
+        x = self.layers(inputs if self.pre_process else self._hidden.squeeze(1))
+        return cross_entropy(x, labels) if self.post_process else x.unsqueeze(1)
 
 
 def _forward_step(data: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple[Tensor, Any]:

@@ -54,6 +54,16 @@ def test_products_last_as_long_as_their_flops_forward_and_backward():
     assert device.error == 0.0
 
 
+def test_operations_of_other_sizes_are_counted_anew():
+    time = Time()
+    with time.device(rate=1e3):
+        for rows in (1, 2, 1):
+            torch.mm(torch.ones(rows, 4), torch.ones(4, 8))
+        for stride in (1, 2):
+            torch.nn.functional.conv1d(torch.ones(1, 1, 5), torch.ones(1, 1, 1), stride=stride)
+    assert time.slept == pytest.approx([0.064, 0.128, 0.064, 0.010, 0.006])
+
+
 def test_what_one_operation_oversleeps_the_next_one_makes_up_for():
     time, x = Time(oversleep=1e-3), torch.ones(10, 10)
     with time.device(rate=2e5) as device:  # 10 ms each

@@ -24,6 +24,7 @@ from contextlib import ExitStack, nullcontext
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -75,6 +76,7 @@ class EmulatedDevice(TorchDispatchMode):
         self.rate, self.jitter = rate, jitter
         self.asked_s = self.late_s = 0.0
         self.operations = 0
+        self._flops: dict[Any, float] = {}
         self._random = random.Random(seed)
         self._clock, self._sleep, self._busy = clock, sleep, busy
         self._overslept = 0.0
@@ -92,13 +94,18 @@ class EmulatedDevice(TorchDispatchMode):
         self._active.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        flops = flop_registry.get(func._overloadpacket)
-        if flops is None:
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        count = flop_registry.get(func._overloadpacket)
+        if count is None:
+            return func(*args, **kwargs)
         began, before = self._clock(), self._busy() - self._busy_until
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs)
+        sizes = (func, *map(_size, args), *((name, _size(value)) for name, value in kwargs.items()))
+        flops = self._flops.get(sizes)
+        if flops is None:  # counting takes longer than a small product
+            flops = self._flops[sizes] = float(count(*args, **kwargs, out_val=out))
         hidden = min(self._overslept + max(0.0, before), _MOST_HIDDEN_S)
-        self._wait(began - hidden, flops(*args, **(kwargs or {}), out_val=out) / self.rate)
+        self._wait(began - hidden, flops / self.rate)
         self._busy_until = self._busy()
         return out
 
@@ -129,6 +136,13 @@ class EmulatedDevice(TorchDispatchMode):
         self.late_s += overslept - carried
         self.operations += 1
         self._overslept = carried
+
+
+def _size(value: Any) -> Any:
+    """What of an argument the FLOPs may depend on, hashable."""
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    return tuple(map(_size, value)) if isinstance(value, (list, tuple)) else value
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
