@@ -28,14 +28,19 @@ class Time:
 
     now: float = 0.0
     oversleep: float = 0.0
+    computed: float = 0.0
     slept: list[float] = field(default_factory=list)
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
         self.now += seconds + self.oversleep
 
+    def compute(self, seconds: float) -> None:
+        self.now += seconds
+        self.computed += seconds
+
     def device(self, rate: float, **more: object) -> EmulatedDevice:
-        return EmulatedDevice(rate, clock=lambda: self.now, sleep=self.sleep, **more)
+        return EmulatedDevice(rate, clock=lambda: self.now, sleep=self.sleep, busy=lambda: self.computed, **more)
 
 
 def test_products_last_as_long_as_their_flops_forward_and_backward():
@@ -49,6 +54,16 @@ def test_products_last_as_long_as_their_flops_forward_and_backward():
     assert device.error == 0.0
 
 
+def test_operations_of_other_sizes_are_counted_anew():
+    time = Time()
+    with time.device(rate=1e3):
+        for rows in (1, 2, 1):
+            torch.mm(torch.ones(rows, 4), torch.ones(4, 8))
+        for stride in (1, 2):
+            torch.nn.functional.conv1d(torch.ones(1, 1, 5), torch.ones(1, 1, 1), stride=stride)
+    assert time.slept == pytest.approx([0.064, 0.128, 0.064, 0.010, 0.006])
+
+
 def test_what_one_operation_oversleeps_the_next_one_makes_up_for():
     time, x = Time(oversleep=1e-3), torch.ones(10, 10)
     with time.device(rate=2e5) as device:  # 10 ms each
@@ -57,6 +72,22 @@ def test_what_one_operation_oversleeps_the_next_one_makes_up_for():
     assert time.slept[0] == pytest.approx(0.010)
     assert time.slept[1:] == pytest.approx([0.009] * 4)
     assert time.now == pytest.approx(0.051)
+    assert device.error == 0.0
+
+
+def test_what_is_computed_between_operations_is_hidden_behind_them_and_waiting_is_not():
+    time, x = Time(), torch.ones(10, 10)
+    with time.device(rate=2e5) as device:  # 10 ms each
+        torch.mm(x, x)
+        time.compute(0.0015)
+        torch.mm(x, x)
+        assert time.now == pytest.approx(0.020)
+        time.now += 0.5  # for a message, say
+        torch.mm(x, x)
+        assert time.now == pytest.approx(0.530)
+        time.compute(0.1)  # an optimizer, say
+        torch.mm(x, x)
+    assert time.slept == pytest.approx([0.010, 0.0085, 0.010, 0.008])
     assert device.error == 0.0
 
 

@@ -6,7 +6,9 @@ real engine, its order, its communication and its waiting run with many more ran
     torchrun --nproc-per-node 4 -m tf_adapters.testing.emulated_device --rate 2e8 -m my_package.train --layers 8
 
 Counted are the operations that torch's FLOP counter knows (matrix products, convolutions, attention), forward and
-backward. Everything else takes the time that it takes here. Reports call the device "emulated".
+backward. What this machine computes between them is hidden behind them, as the launches of an asynchronous device are,
+up to 2 ms; beyond, it takes the time that it takes here. ``--link`` makes messages between ranks last as long as on
+a link of that speed (``emulated_link``). Reports call the device "emulated".
 """
 
 from __future__ import annotations
@@ -18,21 +20,23 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from tf_adapters.errors import ConfigError
 from tf_adapters.log import announce
+from tf_adapters.testing.emulated_link import EmulatedLinks, Link
 from tf_adapters.timing.device import emulated
 
 __all__ = ["EmulatedDevice", "main"]
 
-_MOST_OVERSLEPT_S = 2e-3
-"""Of what an operation took too long, what the next one makes up for."""
+_MOST_HIDDEN_S = 2e-3
+"""Of what an operation took too long, and of the arithmetic before the next one, what that one makes up for."""
 
 _KEEPS_UP = 0.05
 """Share of the emulated time by which operations may be late in all before it is said."""
@@ -46,6 +50,7 @@ class EmulatedDevice(TorchDispatchMode):
         jitter: standard deviation of an operation's duration, as a share of it, in [0, 1).
         seed: of the jitter.
         clock, sleep: seconds, and how to wait for some.
+        busy: seconds that this thread has computed for, waiting not counted.
 
     Attributes:
         asked_s: how long all operations were to last.
@@ -61,6 +66,7 @@ class EmulatedDevice(TorchDispatchMode):
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
+        busy: Callable[[], float] = time.thread_time,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if not rate > 0.0:
@@ -70,13 +76,16 @@ class EmulatedDevice(TorchDispatchMode):
         self.rate, self.jitter = rate, jitter
         self.asked_s = self.late_s = 0.0
         self.operations = 0
+        self._flops: dict[Any, float] = {}
         self._random = random.Random(seed)
-        self._clock, self._sleep = clock, sleep
+        self._clock, self._sleep, self._busy = clock, sleep, busy
         self._overslept = 0.0
+        self._busy_until = 0.0  # when the last operation ended, by the thread's own clock
         self._active = ExitStack()
 
     def __enter__(self) -> EmulatedDevice:
         self._active.enter_context(emulated())
+        self._busy_until = self._busy()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -85,12 +94,19 @@ class EmulatedDevice(TorchDispatchMode):
         self._active.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        flops = flop_registry.get(func._overloadpacket)
-        if flops is None:
-            return func(*args, **(kwargs or {}))
-        began = self._clock()
-        out = func(*args, **(kwargs or {}))
-        self._wait(began, flops(*args, **(kwargs or {}), out_val=out) / self.rate)
+        kwargs = kwargs or {}
+        count = flop_registry.get(func._overloadpacket)
+        if count is None:
+            return func(*args, **kwargs)
+        began, before = self._clock(), self._busy() - self._busy_until
+        out = func(*args, **kwargs)
+        sizes = (func, *map(_size, args), *((name, _size(value)) for name, value in kwargs.items()))
+        flops = self._flops.get(sizes)
+        if flops is None:  # counting takes longer than a small product
+            flops = self._flops[sizes] = float(count(*args, **kwargs, out_val=out))
+        hidden = min(self._overslept + max(0.0, before), _MOST_HIDDEN_S)
+        self._wait(began - hidden, flops / self.rate)
+        self._busy_until = self._busy()
         return out
 
     @property
@@ -107,19 +123,26 @@ class EmulatedDevice(TorchDispatchMode):
         return line if self.error <= _KEEPS_UP else f"{line}: this machine could not keep up; take a lower rate"
 
     def _wait(self, began: float, duration: float) -> None:
-        """Sleep for the rest of an operation. What the last one overslept is made up for, within limits."""
+        """Sleep for the rest of an operation that counts from ``began``."""
         if self.jitter:
             duration *= max(0.0, self._random.gauss(1.0, self.jitter))
-        until = began + duration - self._overslept
+        until = began + duration
         left = until - self._clock()
         if left > 0.0:
             self._sleep(left)
         overslept = self._clock() - until
-        carried = min(overslept, _MOST_OVERSLEPT_S)
+        carried = min(overslept, _MOST_HIDDEN_S)
         self.asked_s += duration
         self.late_s += overslept - carried
         self.operations += 1
         self._overslept = carried
+
+
+def _size(value: Any) -> Any:
+    """What of an argument the FLOPs may depend on, hashable."""
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    return tuple(map(_size, value)) if isinstance(value, (list, tuple)) else value
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -128,23 +151,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rank = int(os.environ.get("RANK", "0"))
     rates = options.rate
     device = EmulatedDevice(rates[rank % len(rates)], jitter=options.jitter, seed=options.seed + rank)
+    links = _links(options.link)
     try:
-        with device:
+        with device, links or nullcontext():
             _run(command)
     finally:
         announce(rank, device.summary())
+        if links is not None:
+            announce(rank, links.summary())
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="python -m tf_adapters.testing.emulated_device",
-        usage="%(prog)s --rate FLOPS [--jitter SHARE] [--seed N] (-m MODULE | SCRIPT) ...",
+        usage="%(prog)s --rate FLOPS [--jitter SHARE] [--seed N] [--link LINK ...] (-m MODULE | SCRIPT) ...",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rate", type=_rates, required=True, help="FLOP/s; several with commas, one for each rank")
     parser.add_argument("--jitter", type=float, default=0.0, help="standard deviation of durations, as a share (0)")
     parser.add_argument("--seed", type=int, default=0, help="of the jitter (0)")
+    parser.add_argument(
+        "--link",
+        type=_link,
+        action="append",
+        default=[],
+        metavar="[RANK-RANK=]MS[:BYTES_PER_S]",
+        help="latency and rate between two ranks, both ways, or between all that have no other; may be repeated",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-m MODULE or SCRIPT, and its arguments")
     options = parser.parse_args(arguments)
     if not options.command or options.command == ["-m"]:
@@ -164,6 +198,28 @@ def _rates(text: str) -> tuple[float, ...]:
     if not rates or not all(rate > 0.0 for rate in rates):
         raise argparse.ArgumentTypeError(f"{text!r}: allowed are numbers of FLOP/s above 0, with commas between them")
     return rates
+
+
+def _link(text: str) -> tuple[tuple[int, int] | None, Link]:
+    """An edge, None for all that are not named, and its link."""
+    ranks, _, speed = text.rpartition("=")
+    latency, _, rate = speed.partition(":")
+    try:
+        one, other = (int(rank) for rank in ranks.split("-")) if ranks else (0, 1)
+        if one < 0 or other < 0 or one == other:
+            raise ValueError
+        return (one, other) if ranks else None, Link(float(latency), float(rate or "inf"))
+    except (ValueError, ConfigError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: allowed is a latency in ms from 0, such as 0.5, with a rate above 0, such as 0.5:1e9, and with "
+            "two ranks, such as 1-2=0.5:1e9"
+        ) from None
+
+
+def _links(named: Sequence[tuple[tuple[int, int] | None, Link]]) -> EmulatedLinks | None:
+    edges = dict(named)
+    default = edges.pop(None, None)
+    return EmulatedLinks(default, {edge: link for edge, link in edges.items() if edge}) if named else None
 
 
 def _run(command: list[str]) -> None:

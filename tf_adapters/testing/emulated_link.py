@@ -1,0 +1,239 @@
+"""Links that are not there: what is sent between two ranks is usable no earlier than on a link of that speed.
+
+Every message carries the time at which it would arrive: it leaves when the link is free, takes bytes / rate to leave
+and the latency to arrive. The receiver's wait ends then, or when the message has really come, whichever is later; the
+sender goes on at once. Computing while a message is under way hides it, as on a real link.
+
+It covers what goes through ``torch.distributed.isend``, ``irecv``, ``send``, ``recv`` and ``batch_isend_irecv``, by
+which all hosts' pipelines send, for tensors on the CPU (gloo) and ranks of one machine, which share its clock.
+Collectives take the time that they take here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from tf_adapters.errors import ConfigError
+from tf_adapters.timing.device import emulated
+
+__all__ = ["EmulatedLinks", "Link"]
+
+_HEADER = 16
+"""Bytes before the data: when the message was sent and when it arrives. Data of any type may begin after 16."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """One way between two ranks: ``latency_ms`` from 0, ``bytes_per_s`` above 0. Raises ConfigError."""
+
+    latency_ms: float = 0.0
+    bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.latency_ms) and self.latency_ms >= 0.0):
+            raise ConfigError(f"latency_ms is {self.latency_ms}: allowed is a number of ms from 0")
+        if not self.bytes_per_s > 0.0:
+            raise ConfigError(f"bytes_per_s is {self.bytes_per_s}: allowed is a number above 0")
+
+
+class EmulatedLinks:
+    """While it is active, messages between ranks of this process group take the time of their link.
+
+    It must be active on both ends of a link from before the first message to after the last, with the same arguments.
+
+    Args:
+        default: the link between any two ranks; None: those without one of their own take the time that they take here.
+        edges: links by (rank, rank), global ranks, for both directions; each direction has the whole rate.
+        clock, sleep: seconds, and how to wait for some. All ranks' clocks must be the same.
+
+    Attributes:
+        messages, message_bytes: received over a link.
+        asked_s: how long all of them were to be under way.
+        late_s: by how much they came later although the receiver waited: gloo took longer than the link.
+    """
+
+    def __init__(
+        self,
+        default: Link | None = None,
+        edges: Mapping[tuple[int, int], Link] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._default = default
+        self._edges = {frozenset(edge): link for edge, link in (edges or {}).items()}
+        self._clock, self._sleep = clock, sleep
+        self._free_at: dict[int, float] = {}  # by receiver: when the last message will have left
+        self._lock = threading.Lock()
+        self._active = ExitStack()
+        self.messages = self.message_bytes = 0
+        self.asked_s = self.late_s = 0.0
+
+    def __enter__(self) -> EmulatedLinks:
+        self._active.enter_context(emulated())
+        host = {name: getattr(c10d, name) for name in ("isend", "irecv", "send", "recv")}
+        isend, irecv = self._isend(host["isend"]), self._irecv(host["irecv"])
+        ours = {"isend": isend, "irecv": irecv, "send": _send(isend), "recv": _recv(irecv)}
+        for module in (c10d, dist):
+            for name, function in ours.items():
+                self._active.callback(_put_back, module, name, {function: getattr(module, name)})
+                setattr(module, name, function)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._active.close()
+
+    def between(self, rank: int, peer: int) -> Link | None:
+        """The link of two global ranks, if it is emulated."""
+        return self._edges.get(frozenset((rank, peer)), self._default)
+
+    def arrival(self, peer: int, link: Link, size: int) -> tuple[float, float]:
+        """When a message to ``peer`` of ``size`` bytes is sent, which is now, and when it arrives; seconds."""
+        with self._lock:
+            now = self._clock()
+            left = max(now, self._free_at.get(peer, now)) + size / link.bytes_per_s
+            self._free_at[peer] = left
+        return now, left + link.latency_ms / 1e3
+
+    def await_arrival(self, sent_at: float, arrives_at: float, waiting_since: float, size: int) -> None:
+        """Wait until a message that is here may be seen."""
+        left = arrives_at - self._clock()
+        if left > 0.0:
+            self._sleep(left)
+        with self._lock:
+            self.messages += 1
+            self.message_bytes += size
+            self.asked_s += arrives_at - sent_at
+            self.late_s += max(0.0, self._clock() - max(arrives_at, waiting_since))
+
+    def summary(self) -> str:
+        """What was received over the links, and how well they kept their times, in a line."""
+        if not self.messages:
+            return "emulated links: no message received"
+        asked, late = (1e3 * seconds / self.messages for seconds in (self.asked_s, self.late_s))
+        return (
+            f"emulated links: {self.messages:,} messages received, {self.message_bytes:,} bytes, "
+            f"{asked:.3f} ms under way on average and {late:.3f} ms late"
+        )
+
+    def _isend(self, host: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(host)
+
+        def isend(*args: Any, **kwargs: Any) -> Any:
+            call = signature.bind(*args, **kwargs)
+            peer, link = self._link_of(call.arguments, "dst")
+            if link is None:
+                return host(*args, **kwargs)
+            data = _bytes_of(call.arguments["tensor"])
+            times = torch.tensor(self.arrival(peer, link, data.numel()), dtype=torch.float64)
+            call.arguments["tensor"] = torch.cat([times.view(torch.uint8), data])
+            return host(*call.args, **call.kwargs)
+
+        return isend
+
+    def _irecv(self, host: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(host)
+
+        def irecv(*args: Any, **kwargs: Any) -> Any:
+            call = signature.bind(*args, **kwargs)
+            _, link = self._link_of(call.arguments, "src")
+            if link is None:
+                return host(*args, **kwargs)
+            tensor = call.arguments["tensor"]
+            message = torch.empty(_HEADER + tensor.numel() * tensor.element_size(), dtype=torch.uint8)
+            call.arguments["tensor"] = message
+            work = host(*call.args, **call.kwargs)
+            return None if work is None else _Arriving(self, work, message, tensor)
+
+        return irecv
+
+    def _link_of(self, arguments: Mapping[str, Any], end: str) -> tuple[int, Link | None]:
+        """The other rank of a call, and the link to it, if one is emulated. Raises ConfigError."""
+        peer, group = arguments.get(end), arguments.get("group")
+        if peer is None and (in_group := arguments.get(f"group_{end}")) is not None:
+            peer = dist.get_global_rank(group or c10d._get_default_group(), in_group)
+        if peer is None:
+            raise ConfigError("a receive names no source: allowed over emulated links are receives from a named rank")
+        link = self.between(dist.get_rank(), peer)
+        device = arguments["tensor"].device
+        if link is not None and device.type != "cpu":
+            raise ConfigError(f"a message is on {device}: allowed over emulated links are tensors on the CPU")
+        return peer, link
+
+
+class _Arriving:
+    """What a receive over a link returns: the host's work, and the wait for the link."""
+
+    def __init__(self, links: EmulatedLinks, work: Any, message: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._links, self._work = links, work
+        self._message: torch.Tensor | None = message
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        """As the host's; the tensor is filled when it returns. A second call returns at once."""
+        message, self._message = self._message, None
+        if message is not None:
+            waiting_since = self._links._clock()
+            self._work.wait(*args, **kwargs)
+            self._deliver(message, waiting_since)
+        return True
+
+    def _deliver(self, message: torch.Tensor, waiting_since: float) -> None:
+        sent_at, arrives_at = message[:_HEADER].view(torch.float64).tolist()
+        data = message[_HEADER:]
+        self._links.await_arrival(sent_at, arrives_at, waiting_since, data.numel())
+        target = self._tensor.detach()
+        with torch.no_grad():
+            target.copy_(data.view(target.dtype).view(target.shape))
+
+
+def _send(isend: Callable[..., Any]) -> Callable[..., None]:
+    def send(*args: Any, **kwargs: Any) -> None:
+        work = isend(*args, **kwargs)
+        if work is not None:
+            work.wait()
+
+    return send
+
+
+def _recv(irecv: Callable[..., Any]) -> Callable[..., int]:
+    def recv(
+        tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
+    ) -> int:
+        more = {} if group_src is None else {"group_src": group_src}  # not before torch 2.6
+        work = irecv(tensor, src, group, tag, **more)
+        if work is None:
+            return -1
+        work.wait()
+        if src is not None:
+            return src
+        source = work._source_rank() if group_src is None else group_src
+        return int(dist.get_global_rank(group or c10d._get_default_group(), source))
+
+    return recv
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements in their order, as bytes."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _put_back(module: Any, name: str, before: Mapping[Any, Any]) -> None:
+    """What was there before ours, unless somebody else has replaced it since: theirs goes on calling it."""
+    ours = getattr(module, name)
+    setattr(module, name, before.get(ours, ours))
