@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import paper_tables
 from paper_cells import Cell, all_cells
@@ -25,6 +24,8 @@ from tf_adapters.schedule.orders import named_schedule
 from tf_adapters.simulate.model_costs import LLAMA_1B, LLAMA_8B, LLAMA_13B, split_layers, stage_costs
 from tf_adapters.testing import RankPool, force_plan
 from tf_adapters.testing.emulated_device import EmulatedDevice
+
+ROOT = paper_tables.ROOT
 
 
 def counted(model: Model, first: int, last: int) -> float:
@@ -59,9 +60,7 @@ def test_a_backward_without_weight_gradients_is_as_long_as_a_forward(name):
 
 def test_convnexts_partitions_are_uneven_in_different_ways():
     model = MODELS["ConvNeXt"]
-    assert sum(layer.parameters for layer in model.layers) == pytest.approx(
-        196e6, rel=0.02
-    )  # 198 published
+    assert sum(layer.parameters for layer in model.layers) == pytest.approx(196e6, rel=0.02)  # 198 published
     shares = {}
     for partition in ("memory", "parameter", "time"):
         cuts = model.boundaries(4, partition, [8] * 4)
