@@ -22,6 +22,7 @@ from torch.distributed.run import get_args_parser
 import tf_adapters.cli
 from tf_adapters.arguments import add_arguments, config_from_args
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.testing import emulated_device
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -221,20 +222,25 @@ def test_our_command_runs(command: Command, capsys: pytest.CaptureFixture[str]) 
 @of_program("deepspeed", "torchrun", "python")
 def test_a_launch_names_what_exists(command: Command) -> None:
     folder = BENCHMARKS.parent if command.words[1].startswith("benchmarks/") else command.page.parent
-    launched, script = [], None
+    launched: list[str] = []
+    options, of_module, script = launched, [], None
     words = list(command.words[1:])
     while words:
         word = words.pop(0)
         if word in ("-m", "--module"):
-            assert importlib.util.find_spec(words.pop(0))
+            module = words.pop(0)
+            assert importlib.util.find_spec(module)
+            options = of_module if module == emulated_device.__name__ else launched
         elif word.endswith(".py"):
             script = folder / word
             break
         else:
-            launched.append(word)
+            options.append(word)
     assert script is not None
     assert script.exists() or (script.name in USERS_OWN and "examples" not in str(command.page)), script
     check_launcher(command.words[0], launched)
+    if of_module:
+        emulated_device.parse([*of_module, "train.py"])
     files = [word for word in words if word.endswith(".json")]
     assert all((folder / name).exists() or name in USERS_OWN for name in files)
     of_freezing = [word for word in words if word.startswith("--timely-freeze")]

@@ -147,7 +147,7 @@ def _size(value: Any) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a script or module, unmodified, on an emulated device."""
-    options, command = _parse(sys.argv[1:] if arguments is None else list(arguments))
+    options, command = parse(sys.argv[1:] if arguments is None else list(arguments))
     rank = int(os.environ.get("RANK", "0"))
     rates = options.rate
     device = EmulatedDevice(rates[rank % len(rates)], jitter=options.jitter, seed=options.seed + rank)
@@ -161,7 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             announce(rank, links.summary())
 
 
-def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Options, and the command that they are for. Exits with 2 where they are wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m tf_adapters.testing.emulated_device",
         usage="%(prog)s --rate FLOPS [--jitter SHARE] [--seed N] [--link LINK ...] (-m MODULE | SCRIPT) ...",

@@ -18,8 +18,9 @@ from tf_adapters.timing.timer import ActionTimer
 
 __all__ = ["TokenCost", "measured_token_cost", "slowest_costs"]
 
-_LEAST_KEPT = 1 / 16
-"""Of the tokens: below that their scales, and with them the gradient's noise, grow large."""
+_LEAST_KEPT = 1 / 4
+"""Of the tokens. A sample's noise is in proportion to ``1 / kept - 1``, and a plan asks for the least freezing: without
+a limit it would put most of it onto a few microbatches, whose noise drowns what the others say."""
 
 _WHOLE_UP_TO = 0.02
 """A freeze ratio that is not worth a draw."""
