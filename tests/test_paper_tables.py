@@ -141,7 +141,7 @@ def train(cell: Cell, ratio: float) -> dict[str, Any]:
         force_plan(controller, ratio)
         for _ in range(2):
             training.step()
-        masks = [[controller.frozen_parameters(0, s, m) for m in range(2)] for s in range(cell.stages)]
+        masks = [[controller.frozen_parameters(controller.step, s, m) for m in range(2)] for s in range(cell.stages)]
         order, failure = controller.schedule.to_text(), controller.state.failure
         training.adapter.detach()
     return {"order": order, "failure": failure, "masks": masks, "operations": device.operations}
