@@ -99,6 +99,7 @@ class DeepSpeedAdapter(HostAdapter):
             accumulating=lambda: accumulating(engine),
             moves_forwards=True,
             traced=holds_first_rank(engine.grid.get_pipe_parallel_group()),
+            replicas=engine.grid.get_data_parallel_world_size(),
             warmup_steps=self._warmup_steps(),
             clock=clock_for(torch.device(engine.device)),
         )

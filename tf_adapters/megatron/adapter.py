@@ -54,6 +54,7 @@ class MegatronModel:
     num_microbatches: int
     pp_group: Any
     expert_parallel_size: int = 1
+    replicas: int = 1
 
 
 def host_info() -> HostInfo:
@@ -115,6 +116,7 @@ class MegatronAdapter(HostAdapter):
             parameters=parameters,
             held_values=held_values(model.optimizer, parameters),
             traced=holds_first_rank(model.pp_group),
+            replicas=model.replicas,
             warmup_steps=self._warmup_steps,
             clock=clock_for(_device_of(model.chunks)),
         )
