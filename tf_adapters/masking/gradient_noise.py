@@ -16,7 +16,7 @@ import torch
 from tf_adapters.masking.tokens import Rows, inclusion_chances, row_sizes
 from tf_adapters.planner.learning import SAMPLED_AT, Probe
 
-__all__ = ["GradientNoise"]
+__all__ = ["GradientNoise", "RowObserver", "chosen_weights"]
 
 _WEIGHTS = 8
 """Of a stage, at most, evenly spread over it."""
@@ -36,7 +36,7 @@ class GradientNoise:
     """
 
     def __init__(self, weights: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> None:
-        chosen = {stage: _spread(of_stage) for stage, of_stage in weights.items()}
+        chosen = {stage: chosen_weights(of_stage) for stage, of_stage in weights.items()}
         self._weights = {stage: of_stage for stage, of_stage in chosen.items() if of_stage}
         self._running: dict[int, _RunningProbe] = {}
         self._ended: dict[int, deque[torch.Tensor]] = {stage: deque(maxlen=_NEWEST) for stage in self._weights}
@@ -131,7 +131,7 @@ class _RunningProbe:
             hook.remove()
 
 
-def _spread(weights: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
+def chosen_weights(weights: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
     """At most ``_WEIGHTS`` of the matrices among ``weights``, evenly spread."""
     matrices: Sequence[str] = [name for name, weight in weights.items() if weight.ndim > 1 and weight.requires_grad]
     count = min(_WEIGHTS, len(matrices))

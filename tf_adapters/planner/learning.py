@@ -1,9 +1,10 @@
 """What freezing costs in learning: the progress that a step makes, as a share of that of a step with nothing frozen.
 
-A step along a batch's gradient gains in proportion to the share of it that is signal, if its length is right for it
-(McCandlish et al. 2018, equation 2.7; Qiao et al. 2021, "Pollux", section 3.1). Skipped and sampled weight gradients
+A step along a batch's gradient gains in proportion to the share ``s`` of it that is signal, if its length is right for
+it (McCandlish et al. 2018, equation 2.7; Qiao et al. 2021, "Pollux", section 3.1). Skipped and sampled weight gradients
 make the gradient noisier, not wrong: a stage whose noise is ``v`` times as large makes ``1 / (s + (1 - s) v)`` of the
-progress, with ``s`` the share of signal.
+progress. Of this Adam and its kin feel the square root, since they divide by the size of the gradient (Malladi et al.
+2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms").
 """
 
 from __future__ import annotations
@@ -72,13 +73,14 @@ class StageLearning:
         computed = len(ratios) - sum(ratios)
         return sum(ratios) / computed if computed > 0.0 else math.inf
 
-    def progress(self, added_noise: float) -> Progress:
-        """What a step gains with so much ``added_noise``."""
+    def progress(self, added_noise: float, adaptive: bool = False) -> Progress:
+        """What a step gains with so much ``added_noise``, along the gradient or with an ``adaptive`` optimizer."""
         if math.isinf(added_noise):
             return Progress(0.0, 0.0)
         noise = 1.0 + added_noise * (1.0 if self.draws is None else self.draws)
         share = 1.0 / (self.signal + (1.0 - self.signal) * noise)
-        return Progress(share, (noise - 1.0) * share**2 * self.error)
+        error = (noise - 1.0) * share**2 * self.error
+        return Progress(math.sqrt(share), error / (2.0 * math.sqrt(share))) if adaptive else Progress(share, error)
 
 
 @dataclass(frozen=True)
@@ -88,14 +90,16 @@ class Learning:
     Attributes:
         stages: the gradient of every stage that has anything to freeze.
         other_ms: what a step takes besides the batch, ms: data, optimizer.
+        adaptive: whether the optimizer divides by the size of the gradient.
     """
 
     stages: Mapping[int, StageLearning]
     other_ms: float = 0.0
+    adaptive: bool = False
 
     def progress(self, added_noise: Mapping[int, float]) -> Progress:
         """What a step gains with so much ``added_noise`` on each stage: the mean over the stages."""
-        every = [of_stage.progress(added_noise[stage]) for stage, of_stage in self.stages.items()]
+        every = [of_stage.progress(added_noise[stage], self.adaptive) for stage, of_stage in self.stages.items()]
         errors = math.sqrt(sum(progress.error**2 for progress in every))
         return Progress(sum(progress.share for progress in every) / len(every), errors / len(every))
 
@@ -105,6 +109,7 @@ class Learning:
         ranks: Iterable[Mapping[int, Sequence[Probe]]],
         batch: int,
         costs: Mapping[int, TokenCost],
+        adaptive: bool = False,
     ) -> Learning | None:
         """From the probes of all ranks; None where a stage has none.
 
@@ -117,7 +122,7 @@ class Learning:
                 by_stage.setdefault(stage, []).extend(probes)
         if not by_stage or not all(by_stage.values()):
             return None
-        return cls({s: _of_probes(by_stage[s], batch, costs.get(s)) for s in sorted(by_stage)})
+        return cls({s: _of_probes(by_stage[s], batch, costs.get(s)) for s in sorted(by_stage)}, adaptive=adaptive)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -126,6 +131,7 @@ class Learning:
                 for stage, of in self.stages.items()
             },
             "other_ms": self.other_ms,
+            "adaptive": self.adaptive,
         }
 
     @classmethod
@@ -136,7 +142,7 @@ class Learning:
                 int(stage): StageLearning(*values[:2], *([values[2], TokenCost(*values[3:])] if values[2:] else []))
                 for stage, values in data["stages"].items()
             }
-            return cls(stages, float(data["other_ms"])).validate()
+            return cls(stages, float(data["other_ms"]), bool(data["adaptive"])).validate()
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise PlanInputError(f"learning: not what a report has there ({error})") from error
 

@@ -28,7 +28,7 @@ from tf_adapters.timing.transfers import Gaps, complete_steps, local_traces, mea
 from tf_adapters.training import messages
 from tf_adapters.training.pipeline import HostPipeline
 
-__all__ = ["Measured", "PlanMaker", "Planned", "Probes"]
+__all__ = ["Measured", "PlanMaker", "Planned", "Probes", "learning_of"]
 
 _SOLVED_AT_ONCE = 1_000
 """Actions up to which planning takes about a second, no more than starting a process for it."""
@@ -103,7 +103,8 @@ class PlanMaker:
         probes: Probes,
     ) -> None:
         self._config, self._collectives, self._probes = config, collectives, probes
-        self._traced, self._moves_forwards, self._replicas = pipeline.traced, pipeline.moves_forwards, pipeline.replicas
+        self._traced, self._moves_forwards = pipeline.traced, pipeline.moves_forwards
+        self._learning = learning_of(pipeline)
         self._first_stage, self._stage_0_vanishes = masks.first_training_stage, masks.can_freeze_all(0)
         self._worker: BackgroundPlan | None = None  # on rank 0
         self._steps: Sequence[Trace] = ()  # on rank 0
@@ -132,8 +133,7 @@ class PlanMaker:
             gaps = measure_gaps(schedule, self._steps)
             step_ms = max(rank.step_ms for rank in ranks)
             costs = slowest_costs([rank.token_costs for rank in ranks])
-            batch = schedule.num_microbatches * self._replicas
-            learning = Learning.measured([rank.probes for rank in ranks], batch, costs)
+            learning = self._learning(schedule, [rank.probes for rank in ranks], costs)
             fresh = Measured({}, gaps, step_ms, notes=notes, token_costs=costs, learning=learning)
             return PackedBounds.of(schedule, bounds), fresh
 
@@ -249,6 +249,17 @@ class PlanMaker:
             yield messages.out_of_reach(target, promised, self._config.stage_limit)
         if self._config.is_auto and not plan.frontier:
             yield messages.unseen_gradients()
+
+
+def learning_of(pipeline: HostPipeline) -> Callable[..., Learning | None]:
+    """What makes a Learning of a schedule, the probes of all ranks and the costs of drawing."""
+
+    def learning(
+        schedule: PipelineSchedule, ranks: Sequence[Mapping[int, Sequence[Probe]]], costs: Mapping[int, TokenCost]
+    ) -> Learning | None:
+        return Learning.measured(ranks, schedule.num_microbatches * pipeline.replicas, costs, pipeline.adaptive)
+
+    return learning
 
 
 def _unfrozen_makespan(schedule: PipelineSchedule, measured: Measured) -> float:

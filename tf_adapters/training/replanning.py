@@ -30,7 +30,7 @@ from tf_adapters.timing.timer import ActionTimer, Sample, Trace
 from tf_adapters.timing.transfers import Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.training import messages
 from tf_adapters.training.pipeline import HostPipeline
-from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned, Probes
+from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned, Probes, learning_of
 from tf_adapters.training.state import RunState
 
 __all__ = ["PlanWatch", "Renewed", "Replanning", "changes"]
@@ -72,7 +72,7 @@ class PlanWatch:
         probes: Probes,
     ) -> None:
         self._config, self._collectives, self._probes = config, collectives, probes
-        self._traced, self._replicas = pipeline.traced, pipeline.replicas
+        self._traced, self._learning = pipeline.traced, learning_of(pipeline)
         self._stage_0_vanishes = masks.can_freeze_all(0)
         self._changes_in_a_row = 0  # looks that found a change
 
@@ -99,7 +99,9 @@ class PlanWatch:
         def judge(ranks: Sequence[_Local]) -> tuple[PackedBounds, Measured] | None:
             slowest = _slowest([rank.changes for rank in ranks])
             away = max((max(factor, 1.0 / factor) - 1.0 for factor in slowest.values()), default=0.0)
-            learning = self._learning(schedule, measured, [rank.probes for rank in ranks])
+            # Where a stage has no probe, what monitoring said stands.
+            newest = self._learning(schedule, [rank.probes for rank in ranks], measured.token_costs)
+            learning = newest or measured.learning
             why = [messages.changed(slowest)] if 0.0 < self._config.replan_threshold < away else []
             why += _pays_otherwise(plan, learning)
             if not why:
@@ -117,13 +119,6 @@ class PlanWatch:
         self._changes_in_a_row = 0
         packed, changed = fresh
         return replace(changed, bounds=packed.unpack(schedule))
-
-    def _learning(
-        self, schedule: PipelineSchedule, measured: Measured, ranks: Sequence[Mapping[int, Sequence[Probe]]]
-    ) -> Learning | None:
-        """What the newest probes say; where a stage has none, what monitoring said."""
-        batch = schedule.num_microbatches * self._replicas
-        return Learning.measured(ranks, batch, measured.token_costs) or measured.learning
 
     def _local(self, ran: PipelineSchedule, timer: ActionTimer, bounds: Mapping[Action, Bounds]) -> _Local:
         timer.drain()
