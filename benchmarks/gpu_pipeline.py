@@ -1,6 +1,6 @@
 """LLaMA layers in torch.distributed.pipelining: the training that most parts of the acceptance on GPUs run.
 
-1F1B in bf16 on a GPU, in fp32 on a CPU. Every stage is a middle one: an input gradient goes through all of it.
+In bf16 on a GPU, in fp32 on a CPU; 1F1B unless another schedule is asked for. Every stage is a middle one: an input gradient goes through all of it.
 """
 
 from __future__ import annotations
@@ -12,18 +12,26 @@ import torch
 import torch.distributed as dist
 from gpu_parts import Options, section
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional as F  # noqa: N812 - as torch's own documentation spells it
 
 import tf_adapters.torch_pipelining
 from tf_adapters.testing import force_plan
 
 BATCHES = 2  # that training goes through in turn
+SCHEDULES = {
+    "1F1B": schedules.Schedule1F1B,
+    "GPipe": schedules.ScheduleGPipe,
+    "interleaved 1F1B": schedules.ScheduleInterleaved1F1B,
+    "ZBV": schedules.ScheduleZBVZeroBubble,
+}
+TWO_STAGES = ("interleaved 1F1B", "ZBV")
+"""Schedules with two stages on each rank, each with half of the rank's layers."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A stage of ``layers``, and its microbatches of ``rows`` x ``context`` tokens."""
+    """A rank's ``layers``, and its microbatches of ``rows`` x ``context`` tokens."""
 
     width: int
     heads: int
@@ -86,44 +94,48 @@ class Stage(nn.Module):
 
 
 class Training:
-    """This rank's stage, what trains it, and its adapter once there is one."""
+    """This rank's stages, what trains them, and the adapter once there is one. ``stage`` is the first of them."""
 
-    def __init__(self, options: Options, size: Size | None = None) -> None:
+    def __init__(self, options: Options, size: Size | None = None, schedule: str = "1F1B") -> None:
         self.options, self.size = options, size or (TINY if options.tiny else LLAMA_1B)
         self.rank, self.ranks, self.device = dist.get_rank(), dist.get_world_size(), options.target()
         dtype = torch.bfloat16 if options.cuda else torch.float32
-        torch.manual_seed(self.rank)
-        with self.device:
-            self.stage = Stage(self.size).to(dtype)
         whole = (self.size.microbatches * self.size.rows, self.size.context, self.size.width)
         generator = torch.Generator(self.device).manual_seed(1)
         self._batches = [
             [torch.randn(whole, device=self.device, generator=generator).to(dtype) for _ in range(2)]
             for _ in range(BATCHES)
         ]
+        torch.manual_seed(self.rank)
+        indices = stages_of_rank(schedule, self.rank, self.ranks)
+        of_stage = smaller(self.size, self.size.layers // len(indices))
+        with self.device:
+            modules = [Stage(of_stage).to(dtype) for _ in indices]
+        self.stage = modules[0]
+        stages: list[Any] = [self._stage(*each, len(indices)) for each in zip(modules, indices, strict=True)]
+        self._first, self._last = any(s.is_first for s in stages), any(s.is_last for s in stages)
+        given = stages[0] if len(stages) == 1 else stages
+        self.schedule: Any = SCHEDULES[schedule](given, n_microbatches=self.size.microbatches, loss_fn=mean_square)
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+        self.finished = 0
+        self.loss: torch.Tensor | None = None  # of the newest step, where the last stage is
+        self.adapter: Any = None
+
+    def _stage(self, module: nn.Module, index: int, of_rank: int) -> PipelineStage:
         example = self._batches[0][0][: self.size.rows]
         of_others = example.clone().requires_grad_()  # whose gradient is sent back
-        stage = PipelineStage(
-            self.stage,
-            self.rank,
-            self.ranks,
-            self.device,
-            input_args=of_others if self.rank else example.clone(),
-            output_args=of_others,
+        taken = of_others if index else example.clone()
+        return PipelineStage(
+            module, index, of_rank * self.ranks, self.device, input_args=taken, output_args=of_others
         )
-        self.schedule = Schedule1F1B(stage, n_microbatches=self.size.microbatches, loss_fn=mean_square)
-        self.optimizer = torch.optim.AdamW(self.stage.parameters(), lr=1e-4, fused=True)
-        self.finished = 0
-        self.loss: torch.Tensor | None = None  # of the newest step, on the last rank
-        self.adapter: Any = None
 
     def batch(self) -> None:
         """Forward and backward of a step."""
         inputs, target = self._batches[self.finished % BATCHES]
         losses: list[torch.Tensor] = []
-        last = self.rank == self.ranks - 1
-        arguments = (inputs,) if self.rank == 0 else ()
-        self.schedule.step(*arguments, **({"target": target, "losses": losses} if last else {}))
+        arguments = (inputs,) if self._first else ()
+        self.schedule.step(*arguments, **({"target": target, "losses": losses} if self._last else {}))
         if losses:
             self.loss = torch.stack([loss.detach() for loss in losses]).mean()
 
@@ -153,6 +165,13 @@ class Training:
     def detach(self) -> None:
         self.adapter.detach()
         self.adapter = None
+
+
+def stages_of_rank(schedule: str, rank: int, ranks: int) -> tuple[int, ...]:
+    """A rank's stages, in a loop or, for ZBV, in a V."""
+    if schedule not in TWO_STAGES:
+        return (rank,)
+    return (rank, 2 * ranks - 1 - rank) if schedule == "ZBV" else (rank, rank + ranks)
 
 
 def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

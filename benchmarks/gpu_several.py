@@ -1,4 +1,7 @@
-"""One stage on each of several GPUs, over NCCL: every way beside the host alone, step by step in turn."""
+"""The paper's schedules on several GPUs, over NCCL: every way beside the host alone, step by step in turn.
+
+What ``paper_tables.py`` measures on emulated devices, here with layers of LLaMA 3.2 1B that compute.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import statistics
 
 import torch
 from gpu_parts import WAYS, Check, Options, Part, no_gpu
-from gpu_pipeline import Training
+from gpu_pipeline import SCHEDULES, Training
 
 from tf_adapters.testing.paired import in_rotation
 
@@ -25,24 +28,29 @@ def ranks(options: Options) -> int:
 
 
 def run(options: Options) -> list[Check]:
-    """Speedups from plans that were made of measured times, planned and measured."""
+    """Speedups from plans that were made of measured times, planned and measured, schedule by schedule."""
+    return [check for schedule in SCHEDULES for check in of_schedule(options, schedule)]
+
+
+def of_schedule(options: Options, schedule: str) -> list[Check]:
     phases = {"warmup_steps": 3, "monitoring_steps": 8 if options.tiny else 40, "progressive_steps": 0}
-    trainings = {ALONE: Training(options)} | {name: Training(options) for name in WAYS}
+    trainings = {name: Training(options, schedule=schedule) for name in (ALONE, *WAYS)}
     for name, settings in WAYS.items():
-        trainings[name].attach(**phases, output_dir=f"{options.folder}/several/{name}", **settings)
+        trainings[name].attach(**phases, output_dir=f"{options.folder}/several/{schedule}/{name}", **settings)
     before = sum(phases.values())
     rounds = []
     for number in range(before + (4 if options.tiny else 30)):
         times = in_rotation({name: training.step for name, training in trainings.items()}, number)
         if number > before:
             rounds.append(times)
-    checks = [Check("step, host alone", statistics.median(times[ALONE] for times in rounds), "ms")]
+    checks = [Check(f"step, {schedule}, host alone", statistics.median(times[ALONE] for times in rounds), "ms")]
     for name in WAYS:
-        checks += of_way(name, trainings[name], rounds)
+        speedup = statistics.median(times[ALONE] / times[name] for times in rounds)
+        checks += of_way(f"{schedule}, {name}", trainings[name], speedup)
     return checks
 
 
-def of_way(name: str, training: Training, rounds: list[dict[str, float]]) -> list[Check]:
+def of_way(name: str, training: Training, speedup: float) -> list[Check]:
     controller = training.adapter.controller
     forecast, plan = controller.forecast, controller.state.plan
     training.detach()
@@ -53,8 +61,8 @@ def of_way(name: str, training: Training, rounds: list[dict[str, float]]) -> lis
         failures,
         Check(f"mean freeze ratio, {name}", plan.mean_freeze_ratio),
         Check(f"planned speedup, {name}", forecast.unfrozen_ms / forecast.planned_ms),
-        Check(f"measured speedup, {name}", statistics.median(times[ALONE] / times[name] for times in rounds)),
+        Check(f"measured speedup, {name}", speedup),
     ]
 
 
-PART = Part("several GPUs over NCCL: the real pipeline", run, missing, ranks)
+PART = Part("several GPUs over NCCL: the paper's schedules on real layers", run, missing, ranks)

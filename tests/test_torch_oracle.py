@@ -43,6 +43,10 @@ REPLICATED = {
     "fsdp zero bubble": Case(replicas="fsdp", schedule="ScheduleInterleavedZeroBubble"),
     "fsdp zbv, parts too, kept": Case(replicas="fsdp kept", schedule="ScheduleZBVZeroBubble"),
     "fsdp dualpipev": Case(replicas="fsdp", schedule="ScheduleDualPipeV"),
+    "fsdp offloaded": Case(replicas="fsdp offloaded"),
+    "replicate": Case(replicas="replicate"),
+    "replicate interleaved": Case(replicas="replicate", schedule="ScheduleInterleaved1F1B"),
+    "replicate zbv": Case(replicas="replicate", schedule="ScheduleZBVZeroBubble"),
 }
 PARTLY_FROZEN = {
     "1f1b": Case(adapted=EVERY_BLOCK),
@@ -79,6 +83,19 @@ def test_every_schedule(schedule: str, ranks: int) -> None:
 def test_activation_checkpointing(schedule: str) -> None:
     case = Case(schedule=schedule, ratios=0.7, checkpoint=True)
     check_oracle(case, pool(2).run(train, case))
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
+def test_stages_that_torch_traced(schedule: str) -> None:
+    case = Case(schedule=schedule, ratios=PLANS, steps=len(PLANS), traced=True)
+    check_oracle(case, pool(2).run(train, case))
+
+
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_parameters_in_half_precision(dtype: torch.dtype, schedule: str) -> None:
+    case = Case(schedule=schedule, ratios=PLANS, steps=len(PLANS), dtype=dtype, optimizer="SGD")
+    check_oracle(case, pool(2).run(train, case), tolerance=16 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
@@ -177,7 +194,7 @@ def test_the_oracle_can_fail() -> None:
         check_oracle(case, ranks)
 
 
-def check_oracle(case: Case, ranks: list[dict[str, Any]]) -> None:
+def check_oracle(case: Case, ranks: list[dict[str, Any]], tolerance: float = 1e-5) -> None:
     for number in range(case.steps):
         actual = gathered([rank["steps"][number]["gradients"] for rank in ranks])
         expected = expected_gradients(case, ranks, number)
@@ -187,7 +204,7 @@ def check_oracle(case: Case, ranks: list[dict[str, Any]]) -> None:
                 assert actual[name].abs().max() == 0, f"step {number}: {name} is frozen but has a gradient"
             else:
                 error = relative_error(actual[name], gradient)
-                assert error <= 1e-5, f"step {number}: {name} is off by {error:.1e}"
+                assert error <= tolerance, f"step {number}: {name} is off by {error:.1e}"
         assert all(rank["steps"][number]["still_trained"] == rank["steps"][number]["trained"] for rank in ranks)
 
 
@@ -201,7 +218,7 @@ def gathered(of_ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]
 
 
 def expected_gradients(case: Case, ranks: list[dict[str, Any]], number: int) -> dict[str, torch.Tensor]:
-    ordinary = Layers(adapted=case.adapted)
+    ordinary = Layers(adapted=case.adapted).to(case.dtype)
     ordinary.load_state_dict(gathered([rank["steps"][number]["before"] for rank in ranks]))
     masks = ranks[0]["steps"][number]["masks"]
 

@@ -64,6 +64,12 @@ def reducer_inside(run: Run) -> None:
     layers["1"] = DistributedDataParallel(layers["1"])
 
 
+def old_replicate(run: Run) -> None:
+    from torch.distributed._composable.replicate import replicate
+
+    replicate(run.stages[0].submod)
+
+
 def sharded_part(run: Run) -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -137,6 +143,11 @@ REFUSED: dict[str, tuple[Case, Callable[[Run], None], str]] = {
         unchanged,
         f"{DDP}and split backwards (I and W): torch then reduces no gradients, with or without freezing; "
         "use fully_shard",
+    ),
+    "replicate of before": (
+        ALONE,
+        old_replicate,
+        "stage 0 has replicate on DistributedDataParallel's reducer; use the one of _composable.replicate_with_fsdp",
     ),
     "DDP, static graph": (
         replace(ALONE, replicas="ddp static"),

@@ -44,11 +44,13 @@ class Case:
     batches: int = 1  # schedule.step() calls for each update
     deferred: bool = False  # FSDP reduces gradients in the last of these only: finalize_gradients, torch 2.15
     split: bool = False  # the microbatches are given one by one: arg_mbs and target_mbs, torch 2.14
-    replicas: str = ""  # what the other half of four ranks is for: "ddp", "fsdp" or "tp", and a variant of it
+    replicas: str = ""  # of the other half of four ranks: "ddp", "fsdp", "replicate" or "tp", and a variant of it
     adapted: range | None = None  # layers that have low-rank adapters: nothing else trains
     optimizer: str = "AdamW"
     set_to_none: bool = True
     checkpoint: bool = False
+    traced: bool = False  # the stages are cut from the whole model by torch's tracer: pipeline(), build_stage()
+    dtype: torch.dtype = torch.float32  # of the parameters
     give_optimizer: bool = True
     evaluate: bool = False  # before each batch
     csv: str = ""  # a file that the schedule is loaded from
@@ -196,12 +198,25 @@ def build(case: Case) -> Run:
     rank = mesh.get_local_rank("pp")
     stages = []
     for index in stage_indices(case, rank):
+        if case.traced:
+            stages.append(traced(case).build_stage(index, torch.device("cpu"), mesh.get_group("pp")))
+            continue
         module = Layers(*stage_layers(index, case.stages), checkpoint=case.checkpoint, adapted=case.adapted)
-        wrapped = wrap(module, case.replicas, mesh["dp"])
+        wrapped = wrap(module.to(case.dtype), case.replicas, mesh["dp"])
         stages.append(PipelineStage(wrapped, index, case.stages, torch.device("cpu"), group=mesh.get_group("pp")))
     optimizers = [make_optimizer(case, stage.submod.parameters()) for stage in stages]
     replica = 0 if case.replicas == "tp" else mesh.get_local_rank("dp")
     return Run(case, make_schedule(case, stages), stages, optimizers, replica)
+
+
+def traced(case: Case) -> Any:
+    """The whole model, cut by torch's tracer where each stage begins."""
+    from torch.distributed.pipelining import SplitPoint, pipeline
+
+    begins = [stage_layers(stage, case.stages)[0] for stage in range(1, case.stages)]
+    cuts = {f"layers.{layer}": SplitPoint.BEGINNING for layer in begins}
+    microbatch = batch(case, 0, 0)[0].chunk(case.microbatches)[0]
+    return pipeline(Layers(checkpoint=case.checkpoint, adapted=case.adapted), (microbatch,), split_spec=cuts)
 
 
 MESHES: dict[tuple[int, int], Any] = {}
@@ -228,7 +243,8 @@ def stage_indices(case: Case, rank: int) -> tuple[int, ...]:
 
 
 def wrap(module: nn.Module, kind: str, mesh: Any) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     from torch.nn.parallel import DistributedDataParallel
 
@@ -248,13 +264,16 @@ def wrap(module: nn.Module, kind: str, mesh: Any) -> nn.Module:
             mesh,
             {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()},
         )
+    if name == "replicate":
+        return replicate(module, mesh=mesh)
     if name == "fsdp":
+        offloaded = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if variant == "offloaded" else {}
         if variant in ("nested", "kept"):
             for layer in module.layers.values():
                 fully_shard(layer, mesh=mesh, reshard_after_forward=variant == "nested")
         if variant == "whole":
             return fully_shard(module, mesh=mesh, reshard_after_forward=True)
-        return fully_shard(module, mesh=mesh)
+        return fully_shard(module, mesh=mesh, **offloaded)
     return module
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed import _composable
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.pipelining import schedules as host
 from torch.nn.parallel import DistributedDataParallel
@@ -74,6 +75,7 @@ def _grad_scalers() -> list[torch.amp.GradScaler]:
 
 def _schedule_problem(schedule: Any) -> Problem:
     problem = missing_name(host, SCHEDULE_CLASSES, called="torch.distributed.pipelining.schedules")
+    problem = problem or missing_name(_composable, ("_get_registry",), called="torch.distributed._composable")
     if problem:
         return problem
     if not isinstance(schedule, host._PipelineSchedule):
@@ -118,6 +120,8 @@ def _replica_problem(module: Any, splits: bool, has_optimizer: bool) -> Problem:
         return "is wrapped in FullyShardedDataParallel, whose flat parameters cannot be masked; use fully_shard"
     if any(isinstance(part, DistributedDataParallel) for part in parts if part is not module):
         return "holds DistributedDataParallel inside; wrap the whole stage instead"
+    if any("replicate" in (_composable._get_registry(part) or {}) for part in parts if not isinstance(part, FSDPModule)):
+        return "has replicate on DistributedDataParallel's reducer; use the one of _composable.replicate_with_fsdp"
     if isinstance(module, DistributedDataParallel):
         return _reducer_problem(module, splits, has_optimizer)
     if not isinstance(module, FSDPModule):
