@@ -273,12 +273,12 @@ def run_steps(controller: Controller, clock: SyntheticClock, random: np.random.G
 def events_of(controller: Controller, collectives: CountedCollectives) -> dict[str, Callable[[], Any]]:
     """Everything that is sent, each as the controller or an adapter does it."""
     config, schedule, timer = controller.config, controller.schedule, controller.timer
-    masks, traced = controller.masks, controller.pipeline.traced
+    masks, pipeline = controller.masks, controller.pipeline
     (stage,) = controller.parameter_masks
     units = controller.pipeline.units
     executed = schedule.ranks[stage]
-    maker = PlanMaker(config, collectives, traced, masks)
-    watch = PlanWatch(config, collectives, traced, masks)
+    maker = PlanMaker(config, collectives, pipeline, masks, probes=dict)
+    watch = PlanWatch(config, collectives, pipeline, masks, probes=dict)
     measured = controller.state.measured
     plan = solve(maker._problem(schedule, measured)) if collectives.rank == 0 else None
     assert controller.state.plan is not None

@@ -20,7 +20,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,13 @@ from measuring import put_table
 from torch import nn
 
 from tf_adapters.hosts.units import units_of
+from tf_adapters.masking.gradient_noise import GradientNoise, RowObserver
 from tf_adapters.masking.parameters import ParameterMask
 from tf_adapters.masking.taps import StageTaps, plain_layer
 from tf_adapters.masking.tokens import TokenSampler
 from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.frontier import best_point
+from tf_adapters.planner.learning import Learning
 from tf_adapters.planner.problem import PlanProblem, most_of_a_microbatch
 from tf_adapters.planner.solve import solve
 from tf_adapters.schedule.durations import Bounds
@@ -58,6 +61,9 @@ STEPS = 240
 
 LEARNING_RATE, WARMUP = 3e-3, 20
 EVALUATIONS = 12
+LOOK_EACH, PROBES = 20, (8, 12, 16)
+"""Steps from one look at the noise of the gradients to the next, and the probes before it."""
+
 DRAWING = TokenCost(fixed=0.1, per_token=1.0)
 BASE = "nothing frozen"
 
@@ -72,6 +78,7 @@ class Way:
         target: the speed-up that is enough; None asks for the most.
         granularity, gradient_scale: the settings.
         microbatches: fewer of them for each step than 8.
+        auto: ``max_freeze_ratio`` "auto": the plan that pays, by probes of the gradients' noise.
     """
 
     max_freeze_ratio: float = 0.0
@@ -80,6 +87,11 @@ class Way:
     granularity: str = "tensor"
     gradient_scale: str = "skipped_as_zero"
     microbatches: int = MICROBATCHES
+    auto: bool = False
+
+    @property
+    def samples_tokens(self) -> bool:
+        return self.granularity == "token"
 
 
 WAYS = {
@@ -93,6 +105,8 @@ WAYS = {
     "deferred, tensors, computed mean": Way(0.8, defer=4, target=1.36, gradient_scale="computed_mean"),
     "deferred, tokens": Way(0.8, defer=4, target=1.36, granularity="token"),
     "deferred, tokens, the most": Way(0.8, defer=4, granularity="token"),
+    "tensors, auto": Way(0.8, gradient_scale="computed_mean", auto=True),
+    "deferred, tokens, auto": Way(0.8, defer=4, granularity="token", auto=True),
 }
 
 
@@ -100,24 +114,30 @@ WAYS = {
 
 
 @cache
-def planned(way: Way) -> tuple[float, FreezePlan]:
-    """How many times as fast as the host alone a step is, and its plan."""
-    alone = _batch(MICROBATCHES)
+def planned(way: Way) -> FreezePlan:
+    """The plan of a way; that of an auto way while it has not looked: nothing frozen."""
+    return solve(_problem(replace(way, max_freeze_ratio=0.0) if way.auto else way))
+
+
+def speedup(plan: FreezePlan) -> float:
+    """How many times as fast as the host alone a step is."""
+    return _batch(MICROBATCHES) / plan.makespan_ms.planned
+
+
+def _problem(way: Way, learning: Learning | None = None) -> PlanProblem:
     schedule = one_forward_one_backward(STAGES, way.microbatches)
     backward = Bounds(INPUT_GRADIENT, INPUT_GRADIENT + WEIGHT_GRADIENT)
-    plan = solve(
-        PlanProblem(
-            schedule,
-            {a: backward if a.freezable else Bounds(FORWARD, FORWARD) for a in schedule.actions},
-            max_freeze_ratio=way.max_freeze_ratio,
-            target_makespan_ms=alone / way.target if way.target else 0.0,
-            max_action_freeze_ratio=DRAWING.most_frozen if way.granularity == "token" else 1.0,
-            max_microbatch_freeze_ratio=most_of_a_microbatch(way.max_freeze_ratio),
-            defer=way.defer is not None,
-            extra_microbatches=way.defer or 0,
-        )
+    return PlanProblem(
+        schedule,
+        {a: backward if a.freezable else Bounds(FORWARD, FORWARD) for a in schedule.actions},
+        max_freeze_ratio=way.max_freeze_ratio,
+        target_makespan_ms=_batch(MICROBATCHES) / way.target if way.target else 0.0,
+        max_action_freeze_ratio=DRAWING.most_frozen if way.samples_tokens else 1.0,
+        max_microbatch_freeze_ratio=most_of_a_microbatch(way.max_freeze_ratio),
+        defer=way.defer is not None,
+        extra_microbatches=way.defer or 0,
+        learning=learning,
     )
-    return alone / plan.makespan_ms.planned, plan
 
 
 def _batch(microbatches: int) -> float:
@@ -163,14 +183,17 @@ class Training:
 
     def __init__(self, way: Way, seed: int) -> None:
         torch.manual_seed(seed)
-        self.way, self.seed, (self.speedup, self.plan) = way, seed, planned(way)
-        self.steps = round(STEPS * self.speedup)
+        self.way, self.seed, self.plan = way, seed, planned(way)
+        self.elapsed, self.ratios = 0.0, list[float]()  # steps of the host alone; of each step so far
         self.stages = [Stage(index) for index in range(STAGES)]
         parameters = {index: dict(stage.named_parameters()) for index, stage in enumerate(self.stages)}
         self.masks = {index: ParameterMask(of_stage) for index, of_stage in parameters.items()}
-        samples = way.granularity == "token"
-        self.taps = {index: StageTaps(s, plain_layer) for index, s in enumerate(self.stages) if samples}
-        self.draws = StageMasks({i: units_of(s) for i, s in enumerate(self.stages)}, seed, tokens=samples)
+        self.taps = {i: StageTaps(s, plain_layer) for i, s in enumerate(self.stages) if way.samples_tokens}
+        self.draws = StageMasks({i: units_of(s) for i, s in enumerate(self.stages)}, seed, tokens=way.samples_tokens)
+        self.noise = GradientNoise(
+            {i: {n: named[n] for n in self.taps[i].names} if self.taps else named for i, named in parameters.items()}
+        )
+        self.looks_in_a_row = 0  # that found another plan better
         self.step = 0
         self.step_masks = StepMasks(self._draw, parameters, ties=())
         self.optimizer = torch.optim.AdamW(
@@ -181,13 +204,35 @@ class Training:
         )
 
     def _draw(self, stage: int) -> Sequence[Mask]:
-        ratios = [self.plan.ratio_of_microbatch[stage, m] for m in range(self.way.microbatches)]
+        frozen = 0.0 if self._probes() else 1.0
+        ratios = [frozen * self.plan.ratio_of_microbatch[stage, m] for m in range(self.way.microbatches)]
         return self.draws.draw(self.step, stage, ratios)
+
+    def _probes(self) -> bool:
+        return self.way.auto and self.step % LOOK_EACH in PROBES
+
+    def _look(self) -> None:
+        """Choose the plan anew, as ``training.replanning`` does."""
+        costs = dict.fromkeys(range(STAGES), DRAWING) if self.way.samples_tokens else {}
+        learning = Learning.measured([self.noise.probes()], MICROBATCHES, costs, adaptive=True)
+        assert learning is not None
+        if self.plan.frontier:
+            current = next(number for number, point in enumerate(self.plan.frontier) if point.chosen)
+            other = best_point(self.plan.frontier, learning, current) != current
+            self.looks_in_a_row = self.looks_in_a_row + 1 if other else 0
+            if self.looks_in_a_row < 2:
+                return
+        self.looks_in_a_row = 0
+        self.plan = solve(_problem(self.way, learning))
 
     def train_step(self, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
         self.step += 1
         self.step_masks.clear()
-        share = self.step / self.steps
+        if self._probes():
+            self.noise.begin()
+        step_time = self._step_time()
+        self.elapsed += step_time
+        share = min(1.0, self.elapsed / STEPS)
         rate = LEARNING_RATE * min(1.0, self.step / WARMUP) * (0.55 + 0.45 * math.cos(math.pi * share))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -200,6 +245,20 @@ class Training:
                     assert parameter.grad is not None
                     parameter.grad.mul_(factor)
         self.optimizer.step()
+        self.noise.end(MICROBATCHES)
+        self.ratios.append(0.0 if self._probes() else self.plan.mean_freeze_ratio)
+        if self.way.auto and self.step % LOOK_EACH == 0:
+            self._look()
+
+    def _step_time(self) -> float:
+        """Of this step, in steps of the host alone: as many steps as fit best into its time."""
+        plan = planned(self.way) if self._probes() else self.plan
+        return 1.0 / speedup(plan) if self.way.auto else STEPS / round(STEPS * speedup(plan))
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another step fits."""
+        return self.elapsed + 0.5 * self._step_time() < STEPS
 
     def _microbatch(self, microbatch: int, inputs: torch.Tensor, labels: torch.Tensor) -> None:
         x = inputs
@@ -214,10 +273,10 @@ class Training:
         for index, taps in self.taps.items():
             taps.compute(microbatch, self._sampler(index, microbatch))
 
-    def _sampler(self, stage: int, microbatch: int) -> TokenSampler | None:
+    def _sampler(self, stage: int, microbatch: int) -> TokenSampler | RowObserver | None:
         ratio = self.step_masks.of(stage, microbatch).share
         key = (self.seed, self.step, stage, microbatch)
-        return TokenSampler(key, lambda _: DRAWING.kept(ratio)) if ratio else None
+        return TokenSampler(key, lambda _: DRAWING.kept(ratio)) if ratio else self.noise.observer(stage)
 
     @torch.no_grad()
     def loss(self, rows: tuple[torch.Tensor, torch.Tensor]) -> float:
@@ -233,22 +292,23 @@ def train(name: str, seed: int) -> dict[str, Any]:
     training = Training(WAYS[name], seed)
     text, held_out = split(load_text("topics"))
     rows = ROWS * training.way.microbatches
-    data = ByteDataset(text, CONTEXT, windows=rows * training.steps, seed=seed)
+    most_steps = 2 * STEPS if training.way.auto else round(STEPS * speedup(training.plan))
+    data = ByteDataset(text, CONTEXT, windows=rows * most_steps, seed=seed)
     test = _rows(ByteDataset(held_out, CONTEXT, windows=512, seed=1), range(512))
-    curve, same_steps = [], None
-    due = {round(training.steps * part / EVALUATIONS): part / EVALUATIONS for part in range(1, EVALUATIONS + 1)}
-    for step in range(1, training.steps + 1):
-        training.train_step(_rows(data, range((step - 1) * rows, step * rows)))
-        if step == STEPS:
+    curve: list[tuple[float, float]] = []
+    same_steps = None
+    while training.goes_on:
+        training.train_step(_rows(data, range(training.step * rows, (training.step + 1) * rows)))
+        if training.step == STEPS:
             same_steps = training.loss(test)
-        if step in due:
-            curve.append((due[step], training.loss(test)))
+        if training.elapsed + 0.5 * training._step_time() >= STEPS * (len(curve) + 1) / EVALUATIONS:
+            curve.append(((len(curve) + 1) / EVALUATIONS, training.loss(test)))
     return {
         "way": name,
         "seed": seed,
-        "speedup": training.speedup,
-        "mean_freeze_ratio": training.plan.mean_freeze_ratio,
-        "steps": training.steps,
+        "speedup": training.step / STEPS if training.way.auto else speedup(training.plan),
+        "mean_freeze_ratio": statistics.fmean(training.ratios),
+        "steps": training.step,
         "loss": curve[-1][1],
         "loss_at_equal_steps": same_steps,
         "curve": curve,
@@ -303,7 +363,8 @@ def table(ways: Mapping[str, Mapping[int, dict[str, Any]]]) -> str:
     for way, runs in ways.items():
         one = next(iter(runs.values()))
         gains = [ways[BASE][seed]["loss"] - run["loss"] for seed, run in runs.items()]
-        gain = "" if way == BASE else f"{statistics.fmean(gains):+.3f} ± {error(gains):.3f}"
+        spread = f" ± {error(gains):.3f}" if len(gains) > 1 else ", one seed"
+        gain = "" if way == BASE else f"{statistics.fmean(gains):+.3f}{spread}"
         loss = statistics.fmean(run["loss"] for run in runs.values())
         lines.append([way, f"{one['speedup']:.2f}x", f"{one['mean_freeze_ratio']:.2f}", f"{loss:.3f}", gain])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace("|  |", "| |")
@@ -311,7 +372,7 @@ def table(ways: Mapping[str, Mapping[int, dict[str, Any]]]) -> str:
 
 def error(values: Sequence[float]) -> float:
     """Standard error of the mean."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def draw(ways: Mapping[str, Mapping[int, dict[str, Any]]]) -> None:

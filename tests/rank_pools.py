@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache, partial
 from typing import Any
 
@@ -42,10 +42,10 @@ def prepare(host: str) -> None:
     gc.freeze()  # what has been imported stays: every collection would go through it
 
 
-def destroy_groups(destroy: Callable[[Any], None] = dist.destroy_process_group) -> None:
-    """Destroy all of this rank's groups but the world: gloo's threads would go on polling for each of them."""
+def destroy_groups(destroy: Callable[[Any], None] = dist.destroy_process_group, kept: Collection[Any] = ()) -> None:
+    """Destroy all of this rank's groups but the world and some: gloo's threads would go on polling for each of them."""
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
+        if group is not dist.group.WORLD and group not in kept:
             destroy(group)
     gc.collect()  # a group's threads end with the last object that holds it
     gc.freeze()  # what is left is there to stay: going through it took longer than many a test's run

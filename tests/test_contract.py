@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -13,6 +13,8 @@ import torch
 from hosts import HOSTS, MICROBATCHES, STAGES, Tensors, start
 from rank_pools import GetPool, rank_pool
 
+from tf_adapters.masking.gradient_noise import chosen_weights
+from tf_adapters.planner.learning import Learning, Probe
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.selection.sampling import sample_indices
@@ -127,6 +129,51 @@ def test_the_life_of_a_run_with_a_stability_metric(ranks, host, tmp_path, method
     assert (report["plan"] is not None) == method.startswith("timely")
     assert report["measured"]["step_ms_unfrozen"] > 0
     assert report["measured"]["step_ms_stable"] > 0
+
+
+def test_what_freezing_costs_is_told_from_single_microbatches(ranks, host):
+    """And in steps that look at these nothing is frozen, the run's last phase included."""
+    for failure, learning, expected, frozen in ranks(STAGES).run(learn, host, timeout_s=120):
+        assert failure is None
+        assert set(learning.stages) == set(range(STAGES))
+        for stage, signal in expected.items():
+            assert learning.stages[stage].signal == pytest.approx(signal, abs=2e-3)
+        assert not any(frozen)
+
+
+def learn(host: str) -> tuple[str | None, Learning | None, dict[int, float], list[str]]:
+    """The failure; what was learnt; by stage of this rank, the share of signal by the gradients of an ordinary copy.
+
+    Then what probes of stable freezing froze.
+    """
+    lengths = {"warmup_steps": 1, "monitoring_steps": 6, "progressive_steps": 1}
+    settings = {**lengths, "max_freeze_ratio": "auto", "monitoring_precision": 1e-9}
+    training = start(host, settings)
+    controller, probes = training.controller, defaultdict(list)
+    for number in range(8):
+        if number in (1, 5):
+            for stage, probe in probes_of(training, training.full_gradients(number)).items():
+                probes[stage].append(probe)
+        training.step(number)
+    expected = Learning.measured([probes], MICROBATCHES, {})
+    step = controller.state.phases.progressive_end + controller.config.replan_interval // 2
+    frozen = [name for stage in range(STAGES) for name in controller.frozen_parameters(step, stage, 0)]
+    outcome = controller.state.failure, controller.state.learning
+    training.detach()
+    return *outcome, {stage: of.signal for stage, of in expected.stages.items()}, frozen
+
+
+def probes_of(training, gradients) -> dict[int, Probe]:
+    """What the full gradients of each microbatch are, as a probe of this rank's stages."""
+    found = {}
+    for stage, parameters in training.controller.pipeline.parameters.items():
+        freezable = {name: parameters[name] for name in training.controller.masks.names(stage)}
+        each = torch.stack([
+            torch.cat([of_all[stage, name].flatten() for name in chosen_weights(freezable)]) for of_all in gradients
+        ])  # fmt: skip
+        noise = float(each.var(0).sum())
+        found[stage] = Probe(float(each.mean(0).square().sum()) - noise / len(gradients), noise, 0.0)
+    return found
 
 
 def test_a_plan_made_beside_training_is_in_force_on_all_ranks_from_one_step_on(ranks, host, tmp_path):

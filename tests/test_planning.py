@@ -182,10 +182,20 @@ def test_ranks_that_wait_for_a_plan_exchange_messages_all_along(tmp_path, monkey
     assert messages.count((None, None)) > 10
 
 
+def test_where_gradients_cannot_be_seen_auto_freezes_nothing_and_says_so():
+    planner = planner_of(max_freeze_ratio="auto")
+    bounds = {a: Bounds(1.0, 2.0) if a.freezable else Bounds(1.0, 1.0) for a in SCHEDULE.actions}
+    planned = planner.start(SCHEDULE, planning.Measured(bounds, NO_GAPS, 10.0))
+    assert planned is not None
+    assert planned.plan.mean_freeze_ratio == 0.0
+    assert any("cannot be seen here" in note for note in planned.notes)
+
+
 def planner_of(**settings: Any) -> planning.PlanMaker:
-    config = TimelyFreezeConfig(max_freeze_ratio=0.8, **settings)
+    config = TimelyFreezeConfig(**{"max_freeze_ratio": 0.8, **settings})
     units = {stage: [FreezeUnit(("weight",), 1.0, (1,))] for stage in range(2)}
-    return planning.PlanMaker(config, SingleProcess(), traced=True, masks=StageMasks(units, seed=0))
+    pipeline = HostPipeline(HostInfo("host", "1"), SCHEDULE, units={}, parameters={})
+    return planning.PlanMaker(config, SingleProcess(), pipeline, StageMasks(units, seed=0), probes=dict)
 
 
 def measured(step_ms: float = 100.0) -> planning.Measured:

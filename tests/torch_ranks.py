@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from low_rank import freeze_all_but_adapters
-from rank_pools import rank_pool
+from rank_pools import destroy_groups, rank_pool
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -204,11 +204,21 @@ def build(case: Case) -> Run:
     return Run(case, make_schedule(case, stages), stages, optimizers, replica)
 
 
-@functools.cache
+MESHES: dict[tuple[int, int], Any] = {}
+"""Kept: what torch caches of a mesh names its groups."""
+
+
 def device_mesh(replicas: int, ranks: int) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp", "pp"))
+    if (replicas, ranks) not in MESHES:
+        MESHES[replicas, ranks] = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp", "pp"))
+    return MESHES[replicas, ranks]
+
+
+def teardown() -> None:
+    """After every test on a rank."""
+    destroy_groups(kept=[group for mesh in MESHES.values() for group in mesh.get_all_groups()])
 
 
 def stage_indices(case: Case, rank: int) -> tuple[int, ...]:

@@ -19,6 +19,8 @@ from tf_adapters.errors import ConfigError
 
 SECTION = "timely_freeze"
 
+_MOST_AUTO = 0.8
+
 
 class TimelyFreezeConfig(BaseModel):
     """Settings of one training run. Steps are optimizer steps, ratios are shares in [0, 1].
@@ -36,7 +38,11 @@ class TimelyFreezeConfig(BaseModel):
         "is stable is frozen first; apf, autofreeze: what is stable, without a plan; none: measure, plan and report, "
         "then freeze nothing",
     )
-    max_freeze_ratio: float = Field(0.8, ge=0, le=1, description="r_max: the mean freeze ratio that no stage exceeds")
+    max_freeze_ratio: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = Field(
+        0.8,
+        description='r_max: the mean freeze ratio that no stage exceeds; "auto" freezes what pays, by the noise of the '
+        "gradients, 0.8 at most and often nothing",
+    )
     target_speedup: Annotated[float, Field(ge=1)] | None = Field(
         None, description="freeze the least that makes a step this many times as fast; by default, as fast as can be"
     )
@@ -163,12 +169,27 @@ class TimelyFreezeConfig(BaseModel):
                 f"{SECTION}.extra_microbatches is {self.extra_microbatches} and {SECTION}.weight_gradients is "
                 f'"{self.weight_gradients}": allowed is 0, or weight_gradients "deferred"'
             )
+        if self.is_auto and not self.plans:
+            raise ConfigError(
+                f'{SECTION}.max_freeze_ratio is "auto" and {SECTION}.method is "{self.method}": allowed is a number '
+                "with it, since auto chooses a plan"
+            )
         for pattern, limit in self.freeze_limits.items():
-            if self.plans and limit > self.max_freeze_ratio:
+            if self.plans and limit > self.stage_limit:
                 raise ConfigError(
                     f"{_limit_of(pattern)} is {limit}: allowed is a number from 0 to {SECTION}.max_freeze_ratio, "
-                    f"which is {self.max_freeze_ratio}"
+                    f"which is {self.stage_limit}"
                 )
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the plan is chosen by what it pays."""
+        return self.max_freeze_ratio == "auto"
+
+    @property
+    def stage_limit(self) -> float:
+        """The mean freeze ratio, in [0, 1], that no stage exceeds."""
+        return _MOST_AUTO if self.max_freeze_ratio == "auto" else self.max_freeze_ratio
 
     @property
     def stability_metric(self) -> Literal["apf", "autofreeze"] | None:
@@ -216,7 +237,7 @@ class TimelyFreezeConfig(BaseModel):
         A share of ``max_freeze_ratio`` where there is a plan, so that at a mean ratio of that the mean of what the
         pattern matches is its limit.
         """
-        full = self.max_freeze_ratio if self.plans else 1.0
+        full = self.stage_limit if self.plans else 1.0
         return {pattern: limit / full if full else 0.0 for pattern, limit in self.freeze_limits.items()}
 
     @property

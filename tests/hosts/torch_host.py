@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch_ranks import ROWS, Case, GradientRecorder, Layers, batch, build, loss_fn, plain, values
+from torch_ranks import ROWS, Case, GradientRecorder, Layers, batch, build, loss_fn, plain, teardown, values
 
 from hosts import MICROBATCHES, STAGES, Tensors
 from tf_adapters.testing import masked_gradients
 
-__all__ = ["TorchTraining", "setup", "start"]
+__all__ = ["TorchTraining", "setup", "start", "teardown"]
 
 
 def setup() -> None:

@@ -41,7 +41,7 @@ from tf_adapters.deepspeed.stages import (
     units_by_stage,
 )
 from tf_adapters.deepspeed.support import refuse_compiled
-from tf_adapters.hosts.adapter import HostAdapter
+from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.masking.taps import StageTaps, plain_layer
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
@@ -99,6 +99,8 @@ class DeepSpeedAdapter(HostAdapter):
             accumulating=lambda: accumulating(engine),
             moves_forwards=True,
             traced=holds_first_rank(engine.grid.get_pipe_parallel_group()),
+            replicas=engine.grid.get_data_parallel_world_size(),
+            adaptive=is_adaptive([engine.basic_optimizer]),
             warmup_steps=self._warmup_steps(),
             clock=clock_for(torch.device(engine.device)),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.training.controller import Controller
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
-__all__ = ["HostAdapter", "attach_once"]
+__all__ = ["HostAdapter", "attach_once", "is_adaptive"]
 
 StepHook = Callable[[torch.optim.Optimizer], None]
 
@@ -142,6 +142,12 @@ def _check_scaled(config: TimelyFreezeConfig, pipeline: HostPipeline) -> None:
                     f'{SECTION}.gradient_scale is "{config.gradient_scale}": allowed is "skipped_as_zero" here, since '
                     f"stages {stages[id(parameter)]} and {stage} of one rank share the parameter {name}"
                 )
+
+
+def is_adaptive(optimizers: Iterable[Any]) -> bool:
+    """Whether these optimizers divide by the size of the gradient: those with ``betas`` do, as Adam and its kin."""
+    groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
+    return bool(groups) and all("betas" in group for group in groups)
 
 
 A = TypeVar("A", bound=HostAdapter)

@@ -14,12 +14,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from tf_adapters.masking.parameters import without_gradients
-from tf_adapters.masking.tokens import Rows, TokenSampler
+from tf_adapters.masking.tokens import Rows
 from tf_adapters.overrides import Overrides
 
 __all__ = ["Choose", "LinearTap", "StageTaps", "TappedLayer", "linear_gradient", "plain_layer"]
@@ -27,6 +27,12 @@ __all__ = ["Choose", "LinearTap", "StageTaps", "TappedLayer", "linear_gradient",
 
 Choose = Callable[[torch.Tensor, torch.Tensor], Rows]
 """Of inputs ``[tokens, inputs]`` and output gradients ``[tokens, outputs]``, the rows to make a gradient from."""
+
+
+class RowSampler(Protocol):
+    """Chooses the rows that the gradient of a ``weight`` is made from."""
+
+    def rows(self, weight: str, inputs: torch.Tensor, gradient: torch.Tensor) -> Rows: ...
 
 
 class _Tap(torch.autograd.Function):
@@ -169,7 +175,7 @@ class StageTaps:
         self._pending.clear()
 
     @torch.no_grad()  # a host may receive gradients into tensors that require gradients
-    def compute(self, microbatch: int, sampler: TokenSampler | None = None) -> None:
+    def compute(self, microbatch: int, sampler: RowSampler | None = None) -> None:
         """Compute and accumulate the weight gradients of a microbatch, through the hooks on their parameters.
 
         With a ``sampler`` from the tokens that it draws.
@@ -188,7 +194,7 @@ class StageTaps:
                 else:
                     torch.autograd.backward([parameter], [total])
 
-    def _gradients(self, call: _Pending, sampler: TokenSampler | None) -> tuple[torch.Tensor, ...]:
+    def _gradients(self, call: _Pending, sampler: RowSampler | None) -> tuple[torch.Tensor, ...]:
         choose = all_rows if sampler is None else partial(sampler.rows, self._weights[call.layer])
         return call.layer.gradients(call.parameters, call.inputs, call.gradient, choose)
 

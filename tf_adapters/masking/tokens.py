@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-__all__ = ["Chosen", "Rows", "TokenSampler", "draw", "inclusion_chances"]
+__all__ = ["Chosen", "Rows", "TokenSampler", "draw", "inclusion_chances", "row_sizes"]
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 """Inputs ``[tokens, inputs]`` and gradients of the output ``[tokens, outputs]`` of a layer."""
@@ -41,7 +41,7 @@ class TokenSampler:
         count = max(1, round(self._kept(weight) * tokens))
         if count >= tokens:
             return inputs, gradient
-        chosen, scales = self.choose(weight, _norms(gradient) * _norms(inputs), count)
+        chosen, scales = self.choose(weight, row_sizes(inputs, gradient), count)
         inputs, gradient = inputs.index_select(0, chosen), gradient.index_select(0, chosen)
         narrow = min(inputs, gradient, key=lambda rows: rows.shape[1])
         narrow.mul_(scales.to(narrow.dtype).unsqueeze(1))
@@ -78,6 +78,11 @@ def draw(chances: torch.Tensor, count: int, offset: float) -> Chosen:
     chosen = torch.searchsorted(ends, points, right=True).clamp(max=chances.numel() - 1)
     of_chosen = chances.index_select(0, chosen)
     return chosen, torch.where(of_chosen == 0, of_chosen, 1.0 / of_chosen)
+
+
+def row_sizes(inputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The size ``[tokens]``, float32, of what each token adds to a weight gradient: the norm of its outer product."""
+    return _norms(gradient) * _norms(inputs)
 
 
 def _norms(rows: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from tf_adapters.collectives import Collectives, holds_first_rank, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.hosts.adapter import HostAdapter
+from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.log import announce
 from tf_adapters.masking.taps import StageTaps
 from tf_adapters.megatron.chunks import Chunk
@@ -54,6 +54,7 @@ class MegatronModel:
     num_microbatches: int
     pp_group: Any
     expert_parallel_size: int = 1
+    replicas: int = 1
 
 
 def host_info() -> HostInfo:
@@ -115,6 +116,8 @@ class MegatronAdapter(HostAdapter):
             parameters=parameters,
             held_values=held_values(model.optimizer, parameters),
             traced=holds_first_rank(model.pp_group),
+            replicas=model.replicas,
+            adaptive=is_adaptive([model.optimizer]),
             warmup_steps=self._warmup_steps,
             clock=clock_for(_device_of(model.chunks)),
         )

@@ -74,6 +74,7 @@ def attach(
             num_microbatches=microbatches,
             pp_group=pp_group or parallel_state.get_pipeline_model_parallel_group(),
             expert_parallel_size=max(1, int(parallel_state.get_expert_model_parallel_world_size())),
+            replicas=int(parallel_state.get_data_parallel_world_size(with_context_parallel=True)),
         )
         warmup = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
         return MegatronAdapter(described, settings, ours, metrics=metrics, warmup_steps=warmup)

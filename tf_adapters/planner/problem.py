@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tf_adapters.errors import PlanInputError, ScheduleError
+from tf_adapters.planner.learning import Learning
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 
@@ -22,7 +23,7 @@ _REQUIRED = ("ranks", "times", "max_freeze_ratio")
 _DEFERRAL = ("defer", "extra_microbatches", "moves_forwards")
 _RATIOS = ("max_freeze_ratio", "max_action_freeze_ratio", "max_microbatch_freeze_ratio")
 _LIMITS = ("target_makespan_ms", *_RATIOS[1:])
-_FIELDS = (*_REQUIRED, "communication", "overhead", *_LIMITS, *_DEFERRAL)
+_FIELDS = (*_REQUIRED, "communication", "overhead", *_LIMITS, *_DEFERRAL, "learning")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class PlanProblem:
         defer: let weight gradients wait: a B becomes an I, its lower bound, and a W, what full freezing saves.
         extra_microbatches: how many microbatches more than the host's fullest rank a rank may then hold.
         moves_forwards: whether forwards and input gradients may then stand in another order, too.
+        learning: what freezing costs in learning; the plan is then the one that pays most, within these limits.
     """
 
     schedule: PipelineSchedule
@@ -55,6 +57,7 @@ class PlanProblem:
     defer: bool = False
     extra_microbatches: int = 0
     moves_forwards: bool = True
+    learning: Learning | None = None
 
     def validate(self) -> PlanProblem:
         """The same problem with its numbers checked and made floats; pairs of times become Bounds.
@@ -73,6 +76,7 @@ class PlanProblem:
             defer=_check_flag(self.defer, "defer"),
             extra_microbatches=_check_count(self.extra_microbatches, "extra_microbatches"),
             moves_forwards=_check_flag(self.moves_forwards, "moves_forwards"),
+            learning=_check_learning(self.schedule, self.learning),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -87,6 +91,7 @@ class PlanProblem:
             "max_action_freeze_ratio": self.max_action_freeze_ratio,
             "max_microbatch_freeze_ratio": self.max_microbatch_freeze_ratio,
             **{name: getattr(self, name) for name in _DEFERRAL if self.defer},
+            **({"learning": self.learning.to_json()} if self.learning else {}),
         }
 
     @classmethod
@@ -107,6 +112,7 @@ class PlanProblem:
             communication={_read_edge(key): value for key, value in _object(data, "communication").items()},
             overhead={_read_action(key, "overhead"): value for key, value in _object(data, "overhead").items()},
             **{name: data[name] for name in (*_LIMITS, *_DEFERRAL) if name in data},
+            learning=Learning.from_json(data["learning"]) if data.get("learning") else None,
         ).validate()
 
 
@@ -178,6 +184,16 @@ def _check_time(value: object, field: str) -> float:
     if number is None or not math.isfinite(number) or number < 0.0:
         raise PlanInputError(f"{field}: {_show(value)} is not a finite time in ms of at least 0")
     return number
+
+
+def _check_learning(schedule: PipelineSchedule, learning: Learning | None) -> Learning | None:
+    if learning is None:
+        return None
+    last = schedule.num_stages - 1
+    for stage in learning.stages:
+        if not 0 <= stage <= last:
+            raise PlanInputError(f"learning.stages: {stage} is not a stage of the schedule: allowed are 0 to {last}")
+    return learning.validate()
 
 
 def _check_flag(value: object, field: str) -> bool:

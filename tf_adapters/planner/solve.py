@@ -12,6 +12,7 @@ import numpy as np
 from tf_adapters.errors import PlanInputError, SolverError
 from tf_adapters.planner.deferred import plan_deferred
 from tf_adapters.planner.freeze_plan import FreezePlan, Makespan, SolverReport
+from tf_adapters.planner.frontier import plan_that_pays
 from tf_adapters.planner.glop import solve_glop
 from tf_adapters.planner.optimality import optimality_gap
 from tf_adapters.planner.problem import PlanProblem
@@ -78,7 +79,8 @@ def solve(problem: PlanProblem, time_limit_s: float | None = None, progress: Pro
     0.1% of the makespan, GLOP tries for at most 20 s, and the better plan is returned, with status FEASIBLE where it
     is not GLOP's. ``progress`` is told in words how far the solve has come.
 
-    With ``defer`` the order is rewritten first (``planner.deferred``), and each order has ``time_limit_s``.
+    With ``defer`` the order is rewritten first (``planner.deferred``), and each order has ``time_limit_s``. With
+    ``learning`` the plan is the one that pays most (``planner.frontier``), and each point has ``time_limit_s``.
 
     Raises ScheduleError for a schedule that cannot run, PlanInputError for times, ratios and limits that
     are missing or out of range, SolverError when no solver has a plan (within ``time_limit_s``, if given).
@@ -87,6 +89,8 @@ def solve(problem: PlanProblem, time_limit_s: float | None = None, progress: Pro
     if time_limit_s is not None and not time_limit_s > 0.0:
         raise PlanInputError(f"time_limit_s: {time_limit_s!r} is not a number of seconds above 0")
     progress = progress or (lambda _: None)
+    if problem.learning:
+        return plan_that_pays(problem, lambda one_point: solve(one_point, time_limit_s, progress))
     if problem.defer:
         return plan_deferred(problem, lambda one_order: solve(one_order, time_limit_s, progress))
     progress(f"{len(problem.schedule.actions):,} actions")

@@ -12,6 +12,7 @@ from statistics import fmean
 from tf_adapters import __version__
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.learning import Learning
 from tf_adapters.report.schema import (
     BackwardSample,
     Host,
@@ -106,6 +107,7 @@ def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report
         frozen_share={str(s): shares for rank in ranks for s, shares in rank.frozen_share.items()},
         parameter_freeze_ratio={str(s): dict(of) for rank in ranks for s, of in rank.parameter_freeze_ratio.items()},
         tokens=_tokens(state.plan, state.token_costs),
+        gradient_signal=_signal(state.learning),
     )
 
 
@@ -120,6 +122,10 @@ def _tokens(plan: FreezePlan | None, costs: Mapping[int, TokenCost]) -> dict[str
         str(stage): SampledTokens(kept=fmean(shares), fixed=costs[stage].fixed, per_token=costs[stage].per_token)
         for stage, shares in sorted(kept.items())
     }
+
+
+def _signal(learning: Learning | None) -> dict[str, tuple[float, float]]:
+    return {str(stage): (of.signal, of.error) for stage, of in learning.stages.items()} if learning else {}
 
 
 def disabled_report(host: HostInfo, config: TimelyFreezeConfig, reason: str) -> Report:

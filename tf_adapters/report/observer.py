@@ -34,15 +34,13 @@ class RunReporter:
 
     def __init__(self, collectives: Collectives, metrics: MetricSink | None = None) -> None:
         self._collectives, self._metrics = collectives, metrics
-        self._run: RunSnapshot | None = None
-        self._gathered: Sequence[LocalMeasurements] = ()
-        self._said_result = False
+        self._writer = _Writer()
         if collectives.rank == 0:
-            atexit.register(self._at_exit)
+            atexit.register(self._writer.write_last)
 
     def step_ended(self, run: RunSnapshot, step: int, phase: Phase) -> None:
         """Give the figures of a step that has ended to whoever asked for them."""
-        self._run = run
+        self._writer.run = run
         if self._metrics is None or not getattr(self._metrics, "due", _always)():
             return
         ratios: dict[int, list[float]] = {stage: [] for stage in run.masks.stages}
@@ -61,37 +59,45 @@ class RunReporter:
 
         A disk that is full is no reason to stop freezing.
         """
-        self._run = run
+        self._writer.run = run
         try:
             ranks = to_first_rank(self._collectives, lambda: local_measurements(run))
             if ranks is not None:
-                self._write(run, ranks)
+                self._writer.write(run, ranks)
         except Exception as error:
             announce(self._collectives.rank, f"the report could not be written: {error}", logging.WARNING)
 
     def close(self, run: RunSnapshot) -> None:
         """The run is over: the last report. Called on all ranks."""
-        self._said_result = False
+        self._writer.said_result = False
         self.report(run)
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self._writer.write_last)
 
-    def _write(self, run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> None:
+
+class _Writer:
+    """Writes the reports of one run, on rank 0. The process keeps it to its end, so it holds no model and no group."""
+
+    def __init__(self) -> None:
+        self.run: RunSnapshot | None = None
+        self.said_result = False
+        self._gathered: Sequence[LocalMeasurements] = ()
+
+    def write(self, run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> None:
         self._gathered = ranks
         report = build_report(run, ranks)
         report.write(run.config.report_path)
-        line = None if self._said_result else result_line(report, run.timer.steps_ms(Phase.STABLE))
+        line = None if self.said_result else result_line(report, run.timer.steps_ms(Phase.STABLE))
         if line is not None:
-            self._said_result = True
+            self.said_result = True
             announce(0, line)
 
-    def _at_exit(self) -> None:
+    def write_last(self) -> None:
         """The process ends without ``close``: other ranks may be gone, so their newest known figures stand."""
-        run = self._run
+        run = self.run
         if run is None:
             return
         try:
-            own = local_measurements(run)
-            self._said_result = False
-            self._write(run, [own, *self._gathered[1:]])
+            self.said_result = False
+            self.write(run, [local_measurements(run), *self._gathered[1:]])
         except Exception as error:
             announce(0, f"the last report could not be written: {error}", logging.WARNING)

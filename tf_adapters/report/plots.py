@@ -89,6 +89,8 @@ def plots_of(report: Report) -> dict[str, Draw]:
         found["freeze_ratio"] = _draw_freeze_ratio
     if report.parameter_freeze_ratio:
         found["parameters"] = _draw_parameters
+    if report.plan is not None and report.plan.frontier:
+        found["frontier"] = _draw_frontier
     return found
 
 
@@ -171,6 +173,27 @@ def _draw_parameters(figure: Any, report: Report) -> None:
         axes.set_xlabel("share of microbatches in which a tensor is frozen")
         axes.set_ylabel("tensors")
         axes.set_xlim(0, 1)
+
+
+def _draw_frontier(figure: Any, report: Report) -> None:
+    """What each plan that could have been chosen brings: speed, a step's progress, progress in time."""
+    assert report.plan is not None
+    figure.set_size_inches(7.5, _HEIGHT)
+    axes, points = figure.add_subplot(), report.plan.frontier
+    ratios = [point.mean_freeze_ratio for point in points]
+    errors = [point.progress_error for point in points]
+    axes.plot(ratios, [p.speed for p in points], marker="o", markersize=4, label="speed", color=_colour(0))
+    axes.errorbar(ratios, [p.progress for p in points], errors, marker="o", markersize=4, capsize=2,
+                  label="progress of a step", color=_colour(1))  # fmt: skip
+    axes.errorbar(ratios, [p.progress_in_time for p in points], [p.speed * p.progress_error for p in points],
+                  marker="o", markersize=4, capsize=2, label="progress in the same time", color=_colour(2))  # fmt: skip
+    chosen = next(point for point in points if point.chosen)
+    axes.axvline(chosen.mean_freeze_ratio, color="0.5", linewidth=1, linestyle="--", label="the plan")
+    axes.axhline(1.0, color="0.8", linewidth=0.8)
+    axes.set_title("what freezing brings, the host alone = 1 (standard errors)", fontsize=9)
+    axes.set_xlabel("mean freeze ratio")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
 
 
 def _axes(figure: Any, count: int) -> Sequence[Any]:

@@ -157,7 +157,8 @@ class Report(_Model):
 
     ``frozen_share`` holds, by stage, the mean share frozen in steps 1, 2, ...; ``parameter_freeze_ratio``, by stage and
     name, the share of stable freezing's microbatches in which a parameter was frozen. ``tokens`` is by stage,
-    where they are sampled. All may be left out.
+    where they are sampled; ``gradient_signal``, by stage, the share of a batch's gradient that is signal and its
+    standard error, where ``max_freeze_ratio`` is "auto". All may be left out.
     """
 
     format: Literal[1] = FORMAT
@@ -177,6 +178,7 @@ class Report(_Model):
     frozen_share: dict[str, tuple[Quotient, ...]] = Field(default_factory=dict)
     parameter_freeze_ratio: dict[str, dict[str, Share]] = Field(default_factory=dict)
     tokens: dict[str, SampledTokens] = Field(default_factory=dict)
+    gradient_signal: dict[str, tuple[Share, Quotient]] = Field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values; the inverse of ``from_json``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from tf_adapters.planner.deferred import describe_deferral
+from tf_adapters.planner.frontier import describe_frontier
 from tf_adapters.report.layout import Panel
 from tf_adapters.report.measured import stable_samples
 from tf_adapters.report.page import Page, Table, as_text
@@ -107,6 +108,8 @@ def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[st
         limit = report.config.get("max_freeze_ratio")
         bound = f", limit {limit:.0%} per stage" if isinstance(limit, (int, float)) else ""
         yield "plan", f"skip {plan.mean_freeze_ratio:.0%} of the weight gradients on average{bound}"
+        if plan.frontier:
+            yield "auto", describe_frontier(plan)
         if report.tokens:
             yield "tokens", _tokens(report.tokens.values())
         solver = plan.solver

@@ -10,11 +10,14 @@ import itertools
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tf_adapters.schedule.ir import Action
 from tf_adapters.timing.estimates import median, weighted_median
 from tf_adapters.timing.phase import Phase
-from tf_adapters.timing.timer import ActionTimer
+
+if TYPE_CHECKING:  # the planner, which has no torch, reads costs
+    from tf_adapters.timing.timer import ActionTimer
 
 __all__ = ["TokenCost", "measured_token_cost", "slowest_costs"]
 

@@ -16,7 +16,7 @@ import torch
 
 from tf_adapters.collectives import Collectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.hosts.adapter import HostAdapter
+from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.units import units_of
 from tf_adapters.masking.taps import StageTaps
 from tf_adapters.report.observer import MetricSink
@@ -24,7 +24,7 @@ from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.timing.timer import clock_for
 from tf_adapters.torch_pipelining.execution import RewrittenOrder
 from tf_adapters.torch_pipelining.optimizers import Updates
-from tf_adapters.torch_pipelining.replicas import frozen_replica, linear_layer, reported_to_reducer
+from tf_adapters.torch_pipelining.replicas import frozen_replica, linear_layer, replica_count, reported_to_reducer
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
 from tf_adapters.torch_pipelining.support import refuse_grad_scaler
 from tf_adapters.torch_pipelining.units import held_values, local_gradient, shared_parameters
@@ -76,6 +76,8 @@ class TorchPipeliningAdapter(HostAdapter):
                 taps={stage.stage_index: StageTaps(stage.submod, linear_layer(stage.submod)) for stage in tapped},
                 moves_forwards=True,
                 traced=holds_first_rank(self._stages[0].group),
+                adaptive=is_adaptive(optimizers),
+                replicas=replica_count(self._stages[0].submod),
                 warmup_steps=warmup_steps,
                 clock=clock_for(torch.device(self._stages[0].device)),
             )

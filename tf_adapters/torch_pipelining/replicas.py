@@ -19,6 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from tf_adapters.masking.taps import TappedLayer, plain_layer
 
 
+def replica_count(module: torch.nn.Module) -> int:
+    """The replicas of a stage in DDP; 1 of any other, whoever else may average its gradients."""
+    return int(module.process_group.size()) if isinstance(module, DistributedDataParallel) else 1
+
+
 def frozen_replica(module: torch.nn.Module, names: Iterable[str]) -> AbstractContextManager[None]:
     """Freeze what the module itself computes with, beside the parameters that its optimizer knows."""
     return _unsharded_frozen(module, tuple(names)) if isinstance(module, FSDPModule) else nullcontext()

@@ -15,6 +15,7 @@ import torch
 
 from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.masking.gradient_noise import GradientNoise, RowObserver
 from tf_adapters.masking.parameters import ParameterMask
 from tf_adapters.masking.taps import StageTaps
 from tf_adapters.masking.tokens import TokenSampler
@@ -79,6 +80,7 @@ class Controller:
         self._ratios = FreezeRatios(config, self.schedule, self.masks)
         self._step_masks = StepMasks(self._draw, pipeline.parameters, pipeline.ties)
         self._tally = MaskTally()
+        self._noise = GradientNoise(self._freezable_weights() if config.is_auto else {})
         self._executed: list[Action] = []
         self._step_start: Any = None
         self._decisions = Decisions(
@@ -86,8 +88,8 @@ class Controller:
             masks=self.masks,
             checks=self.stability_checks,
             collectives=collectives,
-            traced=pipeline.traced,
-            moves_forwards=pipeline.moves_forwards,
+            pipeline=pipeline,
+            probes=self._noise.probes,
             observer=observer,
         )
 
@@ -119,6 +121,8 @@ class Controller:
         self.timer.drain()
         self._step_start = self.timer.start_step()
         self._step_masks.draw()
+        if self._ratios.probes(self.state, self.step):
+            self._noise.begin()
 
     @contextmanager
     def running(self, action: Action) -> Iterator[None]:
@@ -176,6 +180,7 @@ class Controller:
         step, phase = self.step, self.phase
         self.timer.stop_step(phase, self._step_start, step)
         self.memory.stop_step(phase)
+        self._noise.end(self.schedule.num_microbatches)
         self._tally.add(step, phase, self._step_masks.local())
         self._step_start = None
         self.state.completed_steps = step
@@ -295,13 +300,20 @@ class Controller:
         with self.pipeline.accumulating():
             taps.compute(microbatch, self._token_sampler(stage, microbatch))
 
-    def _token_sampler(self, stage: int, microbatch: int) -> TokenSampler | None:
+    def _token_sampler(self, stage: int, microbatch: int) -> TokenSampler | RowObserver | None:
         ratio = self.mask(stage, microbatch).share
-        if not self.config.samples_tokens or not ratio:
+        if not self.config.samples_tokens:
             return None
+        if not ratio:
+            return self._noise.observer(stage)
         cost, caps = self.state.token_costs.get(stage, TokenCost()), self.masks.caps(stage)
         key = (self.config.seed, self.step, stage, microbatch)
         return TokenSampler(key, lambda weight: cost.kept(ratio * caps.get(weight, 0.0)))
+
+    def _freezable_weights(self) -> dict[int, dict[str, torch.nn.Parameter]]:
+        """This rank's parameters that may be frozen, by stage and name."""
+        names = {stage: self.masks.names(stage) for stage in self.pipeline.parameters}
+        return {stage: {name: self.pipeline.parameters[stage][name] for name in names[stage]} for stage in names}
 
     def _draw(self, stage: int) -> tuple[Mask, ...]:
         return self._ratios.masks(self.state, self.step, stage)

@@ -11,6 +11,7 @@ from tf_adapters.errors import ScheduleError, TimelyFreezeError
 from tf_adapters.log import announce
 from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.planner.forecast import Forecast
+from tf_adapters.planner.frontier import describe_frontier
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.stability import StabilityChecks
@@ -18,7 +19,8 @@ from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.timer import ActionTimer
 from tf_adapters.training import messages
 from tf_adapters.training.observer import Observer, RunSnapshot
-from tf_adapters.training.plan_maker import PlanMaker, Planned
+from tf_adapters.training.pipeline import HostPipeline
+from tf_adapters.training.plan_maker import PlanMaker, Planned, Probes
 from tf_adapters.training.replanning import PlanWatch, Replanning
 
 __all__ = ["Decisions"]
@@ -32,8 +34,8 @@ class Decisions:
         masks: the masks of every stage.
         checks: stability checks, where the method asks for them.
         collectives: the group of all ranks that train together.
-        traced: whether transfers are measured on this rank's pipeline.
-        moves_forwards: whether the host can run forwards and input gradients in another order.
+        pipeline: the pipeline that the host runs.
+        probes: this rank's newest probes of its gradients' noise, by stage.
         observer: told where there is something new to report.
     """
 
@@ -43,15 +45,15 @@ class Decisions:
         masks: StageMasks,
         checks: StabilityChecks,
         collectives: Collectives,
-        traced: bool,
-        moves_forwards: bool,
+        pipeline: HostPipeline,
+        probes: Probes,
         observer: Observer | None,
     ) -> None:
         self._config, self._masks, self._checks = config, masks, checks
         self._collectives, self._observer = collectives, observer
         self._verified: PipelineSchedule | None = None
-        self.plan_maker = PlanMaker(config, collectives, traced, masks, moves_forwards=moves_forwards)
-        watch = PlanWatch(config, collectives, traced, masks)
+        self.plan_maker = PlanMaker(config, collectives, pipeline, masks, probes=probes)
+        watch = PlanWatch(config, collectives, pipeline, masks, probes=probes)
         self._replanning = Replanning(watch, self.plan_maker, self.say)
 
     def say(self, text: str) -> None:
@@ -145,6 +147,8 @@ class Decisions:
         state.adopt(planned)
         if planned.plan.deferrable_share:
             self.say(f"deferral: {describe_deferral(planned.plan, run.schedule)}")
+        if planned.plan.frontier:
+            self.say(f"max_freeze_ratio auto: {describe_frontier(planned.plan)}")
         for line in (messages.planned(planned.plan, Forecast(state.unfrozen_step_ms, planned.step_ms)), *planned.notes):
             self.say(line)
         self._report(run)

@@ -14,6 +14,8 @@ from tf_adapters.timing.phase import Phase
 from tf_adapters.training.state import RunState
 
 _FIRST_STAGE_MONITORING_RATIO = 0.8  # far along the line, yet short of its end
+_MONITORED_EACH = 4  # steps of monitoring from one probe to the next: they should not slow what is timed
+_STABLE_EACH = 20  # steps of stable freezing from one probe to the next, at least: a probe freezes nothing
 
 
 class FreezeRatios:
@@ -32,7 +34,7 @@ class FreezeRatios:
 
     def on(self, state: RunState) -> bool:
         """Whether this run freezes anything once it has been monitored."""
-        return not state.failure and self._config.method != "none" and self._config.max_freeze_ratio > 0
+        return not state.failure and self._config.method != "none" and self._config.stage_limit > 0
 
     def _monitors_with_masks(self, state: RunState) -> bool:
         """Whether monitoring freezes: what freezing would save can be measured in no other way."""
@@ -40,7 +42,20 @@ class FreezeRatios:
             return False
         if self._config.defers and not self._config.samples_tokens:
             return False  # where weight gradients are computed apart, backwards tell without masks what they take
-        return not state.failure and self._config.max_freeze_ratio > 0
+        return not state.failure and self._config.stage_limit > 0
+
+    def probes(self, state: RunState, step: int) -> bool:
+        """Whether ``step`` looks at the noise of the gradients: some of monitoring, and then one now and then.
+
+        Nothing is frozen in it.
+        """
+        if not self._config.is_auto or state.failure:
+            return False
+        phase, phases = state.phases.phase(step), state.phases
+        if phase is Phase.MONITORING_UPPER:
+            return (step - phases.warmup_end) % _MONITORED_EACH == 1
+        passed, interval = step - phases.progressive_end, max(self._config.replan_interval, _STABLE_EACH)
+        return phase is Phase.STABLE and passed % interval == interval // 2
 
     def ratio(self, state: RunState, step: int, action: Action) -> float:
         """AFR of an action at a step, in [0, 1] (paper section 3.3); while monitoring, its mask's.
@@ -51,7 +66,7 @@ class FreezeRatios:
             return 0.0
         if self._config.plans and state.phases.phase(step).monitors:
             return self._monitoring_ratio(state, step, action) if self._monitors_with_masks(state) else 0.0
-        if not self.on(state):
+        if not self.on(state) or self.probes(state, step):
             return 0.0
         if not self._config.plans:
             return self._masks.share(action.stage, self.stable(state, step, action.stage))

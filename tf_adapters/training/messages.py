@@ -21,8 +21,9 @@ def enabled(host: str, schedule: PipelineSchedule, config: TimelyFreezeConfig, p
     if not config.plans:
         return f"enabled: {size}, without a plan; warm-up to step {phases.warmup_end}, then {checks}"
     then = f"stable freezing, {checks}" if config.stability_metric else "stable freezing"
+    most = "auto" if config.is_auto else f"{config.stage_limit:g}"
     return (
-        f"enabled: {size}, max freeze ratio {config.max_freeze_ratio:g}; warm-up to step "
+        f"enabled: {size}, max freeze ratio {most}; warm-up to step "
         f"{phases.warmup_end}, monitoring to {phases.monitoring_end}, progressive freezing to "
         f"{phases.progressive_end}, then {then}"
     )
@@ -35,6 +36,19 @@ def out_of_reach(target_ms: float, promised: Forecast, max_freeze_ratio: float) 
         f"a step of {target_ms:.1f} ms ({asked:.2f}x) is out of reach within max_freeze_ratio {max_freeze_ratio:g}: "
         f"the plan is the fastest there is, {promised.planned_ms:.1f} ms ({most:.2f}x)"
     )
+
+
+def unseen_gradients() -> str:
+    """The gradients of single microbatches cannot be seen."""
+    return (
+        "max_freeze_ratio auto: nothing is frozen, since the gradients of single microbatches cannot be seen here, so "
+        "that what freezing costs is not known"
+    )
+
+
+def pays_otherwise(chosen: float, better: float) -> str:
+    """Another plan pays more than the one in force."""
+    return f"the gradients' noise has changed: freezing {better:.2f} pays more than {chosen:.2f}"
 
 
 def changed(factors: Mapping[tuple[int, Kind], float]) -> str:

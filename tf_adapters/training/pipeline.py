@@ -42,6 +42,8 @@ class HostPipeline:
         accumulating: around weight gradients that are computed later: takes them where those of the host's backward go.
         moves_forwards: whether the host can run forwards and input gradients in another order, too.
         traced: whether transfers are measured on this rank's pipeline: true of one replica of the pipeline.
+        replicas: of the pipeline, each with microbatches of its own: the data-parallel size; 1 where it is not known.
+        adaptive: whether the optimizer divides by the size of the gradient, as Adam does.
         warmup_steps: what ``warmup_steps: "auto"`` stands for.
         clock: by default the clock of the device that the parameters live on.
     """
@@ -56,6 +58,8 @@ class HostPipeline:
     accumulating: Callable[[], AbstractContextManager[None]] = nullcontext
     moves_forwards: bool = False
     traced: bool = True
+    replicas: int = 1
+    adaptive: bool = False
     warmup_steps: int = 0
     clock: Clock | None = None
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tf_adapters.collectives import Collectives, decide_from_all, on_one_rank
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.planner.forecast import forecast
+from tf_adapters.planner.forecast import Forecast, forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.frontier import SOLVES
+from tf_adapters.planner.learning import Learning, Probe
 from tf_adapters.planner.problem import PlanProblem, most_of_a_microbatch
 from tf_adapters.planner.solve import solve
 from tf_adapters.planner.worker import BackgroundPlan
@@ -24,8 +26,9 @@ from tf_adapters.timing.timer import ActionTimer, Trace
 from tf_adapters.timing.token_cost import TokenCost, slowest_costs
 from tf_adapters.timing.transfers import Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.training import messages
+from tf_adapters.training.pipeline import HostPipeline
 
-__all__ = ["Measured", "PlanMaker", "Planned"]
+__all__ = ["Measured", "PlanMaker", "Planned", "Probes", "learning_of"]
 
 _SOLVED_AT_ONCE = 1_000
 """Actions up to which planning takes about a second, no more than starting a process for it."""
@@ -37,11 +40,15 @@ _NEARLY = 1.01
 """Up to this ratio to its target a promised step has reached it: measurements are no more precise."""
 
 
+Probes = Callable[[], Mapping[int, Sequence[Probe]]]
+
+
 @dataclass(frozen=True)
 class Measured:
     """What a plan is made from; times in ms. ``notes`` name bounds that noise had crossed and that were clamped.
 
-    ``token_costs`` are by stage, where tokens are sampled.
+    ``token_costs`` are by stage, where tokens are sampled. ``learning`` is there where ``max_freeze_ratio`` is "auto"
+    and gradients of single microbatches could be seen.
     """
 
     bounds: Mapping[Action, Bounds]
@@ -49,6 +56,7 @@ class Measured:
     unfrozen_step_ms: float
     notes: tuple[str, ...] = ()
     token_costs: Mapping[int, TokenCost] = field(default_factory=dict)
+    learning: Learning | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,7 @@ class _Local:
 
     step_ms: float
     token_costs: Mapping[int, TokenCost]
+    probes: Mapping[int, Sequence[Probe]]
     means: Mapping[Group, Bounds] = field(default_factory=dict)
     bounds: PackedBounds | None = None
     traces: PackedTraces | None = None
@@ -80,21 +89,22 @@ class PlanMaker:
     Args:
         config: the settings.
         collectives: the group of all ranks that train together.
-        traced: whether this rank is in the pipeline whose transfers are measured: one of the replicas is.
+        pipeline: the pipeline that the host runs.
         masks: the masks of every stage.
-        moves_forwards: whether the host can run forwards and input gradients in another order.
+        probes: this rank's newest probes of its gradients' noise, by stage.
     """
 
     def __init__(
         self,
         config: TimelyFreezeConfig,
         collectives: Collectives,
-        traced: bool,
+        pipeline: HostPipeline,
         masks: StageMasks,
-        moves_forwards: bool = False,
+        probes: Probes,
     ) -> None:
-        self._moves_forwards = moves_forwards
-        self._config, self._collectives, self._traced = config, collectives, traced
+        self._config, self._collectives, self._probes = config, collectives, probes
+        self._traced, self._moves_forwards = pipeline.traced, pipeline.moves_forwards
+        self._learning = learning_of(pipeline)
         self._first_stage, self._stage_0_vanishes = masks.first_training_stage, masks.can_freeze_all(0)
         self._worker: BackgroundPlan | None = None  # on rank 0
         self._steps: Sequence[Trace] = ()  # on rank 0
@@ -123,7 +133,9 @@ class PlanMaker:
             gaps = measure_gaps(schedule, self._steps)
             step_ms = max(rank.step_ms for rank in ranks)
             costs = slowest_costs([rank.token_costs for rank in ranks])
-            return PackedBounds.of(schedule, bounds), Measured({}, gaps, step_ms, notes=notes, token_costs=costs)
+            learning = self._learning(schedule, [rank.probes for rank in ranks], costs)
+            fresh = Measured({}, gaps, step_ms, notes=notes, token_costs=costs, learning=learning)
+            return PackedBounds.of(schedule, bounds), fresh
 
         packed, measured = decide_from_all(self._collectives, lambda: self._local(schedule, timer), merge)
         return replace(measured, bounds=packed.unpack(schedule))
@@ -132,7 +144,8 @@ class PlanMaker:
         """Make the plan, or begin to: None where it is made beside training. Raises TimelyFreezeError on all ranks."""
         self.close()
         self._waited = 0
-        if self._config.plan_wait == "auto" and len(schedule.actions) <= _SOLVED_AT_ONCE:
+        solves = SOLVES if self._config.is_auto else 1
+        if self._config.plan_wait == "auto" and len(schedule.actions) * solves <= _SOLVED_AT_ONCE:
 
             def solve_here() -> Planned:
                 plan = solve(self._problem(schedule, measured), self._config.solver_time_limit_s)
@@ -169,10 +182,11 @@ class PlanMaker:
         times = self._times(timer)
         step_ms = timer.step_ms(Phase.MONITORING_UPPER) or 0.0
         if not self._traced:
-            return _Local(step_ms, times.token_costs, means=times.means())
+            return _Local(step_ms, times.token_costs, self._probes(), means=times.means())
         return _Local(
             step_ms,
             times.token_costs,
+            self._probes(),
             bounds=PackedBounds.of(schedule, times.bounds()),
             traces=PackedTraces.of(schedule, local_traces(timer, Phase.MONITORING_UPPER)),
         )
@@ -189,29 +203,30 @@ class PlanMaker:
         return on_one_rank(self._collectives, ask)
 
     def _problem(self, schedule: PipelineSchedule, measured: Measured) -> PlanProblem:
+        unfrozen_ms = _unfrozen_makespan(schedule, measured)
+        learning = measured.learning and replace(
+            measured.learning, other_ms=max(0.0, measured.unfrozen_step_ms - unfrozen_ms)
+        )
         return PlanProblem(
             schedule=schedule,
             times=measured.bounds,
-            max_freeze_ratio=self._config.max_freeze_ratio,
+            max_freeze_ratio=0.0 if self._config.is_auto and learning is None else self._config.stage_limit,
             communication=measured.gaps.communication,
             overhead=measured.gaps.overhead,
-            target_makespan_ms=self._target_makespan(schedule, measured),
+            target_makespan_ms=self._target_makespan(measured, unfrozen_ms),
             max_action_freeze_ratio=min((cost.most_frozen for cost in measured.token_costs.values()), default=1.0),
-            max_microbatch_freeze_ratio=most_of_a_microbatch(self._config.max_freeze_ratio),
+            max_microbatch_freeze_ratio=most_of_a_microbatch(self._config.stage_limit),
             defer=self._config.defers,
             extra_microbatches=self._config.extra_microbatches,
             moves_forwards=self._moves_forwards,
+            learning=learning,
         )
 
-    def _target_makespan(self, schedule: PipelineSchedule, measured: Measured) -> float:
+    def _target_makespan(self, measured: Measured, unfrozen_ms: float) -> float:
         """The settings' target for a step, less what is no part of the pipeline; 0 without a target."""
         step_ms = measured.unfrozen_step_ms
         target = self._config.target_ms(step_ms)
-        if not target:
-            return 0.0
-        dag = PipelineDag.from_schedule(schedule, *measured.gaps)
-        unfrozen = dag.makespan({action: bounds.upper for action, bounds in measured.bounds.items()})
-        return max(0.0, unfrozen - (step_ms - target))
+        return max(0.0, unfrozen_ms - (step_ms - target)) if target else 0.0
 
     def _promise(self, schedule: PipelineSchedule, measured: Measured, plan: FreezePlan) -> Planned:
         step_ms = measured.unfrozen_step_ms
@@ -225,8 +240,29 @@ class PlanMaker:
             stage_0_vanishes=self._stage_0_vanishes,
         )
         self._steps = ()
-        target = self._config.target_ms(step_ms)
-        if promised.planned_ms <= target * _NEARLY or not target:
-            return Planned(plan, promised.planned_ms)
-        note = messages.out_of_reach(target, promised, self._config.max_freeze_ratio)
-        return Planned(plan, promised.planned_ms, (note,))
+        return Planned(plan, promised.planned_ms, tuple(self._notes(measured, promised, plan)))
+
+    def _notes(self, measured: Measured, promised: Forecast, plan: FreezePlan) -> Iterator[str]:
+        """What the settings ask for and the plan does not reach, and why it freezes what it freezes."""
+        target = self._config.target_ms(measured.unfrozen_step_ms)
+        if target and promised.planned_ms > target * _NEARLY and not self._config.is_auto:
+            yield messages.out_of_reach(target, promised, self._config.stage_limit)
+        if self._config.is_auto and not plan.frontier:
+            yield messages.unseen_gradients()
+
+
+def learning_of(pipeline: HostPipeline) -> Callable[..., Learning | None]:
+    """What makes a Learning of a schedule, the probes of all ranks and the costs of drawing."""
+
+    def learning(
+        schedule: PipelineSchedule, ranks: Sequence[Mapping[int, Sequence[Probe]]], costs: Mapping[int, TokenCost]
+    ) -> Learning | None:
+        return Learning.measured(ranks, schedule.num_microbatches * pipeline.replicas, costs, pipeline.adaptive)
+
+    return learning
+
+
+def _unfrozen_makespan(schedule: PipelineSchedule, measured: Measured) -> float:
+    """A batch in the host's order with nothing frozen, ms."""
+    dag = PipelineDag.from_schedule(schedule, *measured.gaps)
+    return dag.makespan({action: bounds.upper for action, bounds in measured.bounds.items()})

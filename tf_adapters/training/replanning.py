@@ -15,6 +15,8 @@ from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.planner.forecast import durations_under, planned_dag, stable_durations
 from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.frontier import best_point
+from tf_adapters.planner.learning import Learning, Probe
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.durations import Bounds
@@ -27,7 +29,8 @@ from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.timer import ActionTimer, Sample, Trace
 from tf_adapters.timing.transfers import Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.training import messages
-from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned
+from tf_adapters.training.pipeline import HostPipeline
+from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned, Probes, learning_of
 from tf_adapters.training.state import RunState
 
 __all__ = ["PlanWatch", "Renewed", "Replanning", "changes"]
@@ -41,11 +44,12 @@ _IN_A_ROW = 2
 
 @dataclass(frozen=True)
 class _Local:
-    """One rank's part: how many times as long each group takes as planned, its step in ms, its traces."""
+    """One rank's part: how many times as long each group takes as planned, its step in ms, its traces, its probes."""
 
     changes: Mapping[Group, float]
     step_ms: float
     traces: PackedTraces
+    probes: Mapping[int, Sequence[Probe]]
 
 
 class PlanWatch:
@@ -54,19 +58,29 @@ class PlanWatch:
     Args:
         config: the settings.
         collectives: the group of all ranks that train together.
-        traced: whether this rank is in the pipeline whose transfers are measured: one of the replicas is.
+        pipeline: the pipeline that the host runs.
         masks: the masks of every stage.
+        probes: this rank's newest probes of its gradients' noise, by stage.
     """
 
-    def __init__(self, config: TimelyFreezeConfig, collectives: Collectives, traced: bool, masks: StageMasks) -> None:
-        self._config, self._collectives, self._traced = config, collectives, traced
+    def __init__(
+        self,
+        config: TimelyFreezeConfig,
+        collectives: Collectives,
+        pipeline: HostPipeline,
+        masks: StageMasks,
+        probes: Probes,
+    ) -> None:
+        self._config, self._collectives, self._probes = config, collectives, probes
+        self._traced, self._learning = pipeline.traced, learning_of(pipeline)
         self._stage_0_vanishes = masks.can_freeze_all(0)
         self._changes_in_a_row = 0  # looks that found a change
 
     def due(self, step: int, settled: int) -> bool:
         """Whether to look after ``step``; stable freezing began after step ``settled``."""
         passed = step - settled
-        return self._config.replan_threshold > 0 and passed > 0 and passed % self._config.replan_interval == 0
+        looks = self._config.replan_threshold > 0 or self._config.is_auto
+        return looks and passed > 0 and passed % self._config.replan_interval == 0
 
     def forget(self) -> None:
         """Begin anew: the pipeline runs something else now."""
@@ -85,12 +99,18 @@ class PlanWatch:
         def judge(ranks: Sequence[_Local]) -> tuple[PackedBounds, Measured] | None:
             slowest = _slowest([rank.changes for rank in ranks])
             away = max((max(factor, 1.0 / factor) - 1.0 for factor in slowest.values()), default=0.0)
-            if away <= self._config.replan_threshold:
+            # Where a stage has no probe, what monitoring said stands.
+            newest = self._learning(schedule, [rank.probes for rank in ranks], measured.token_costs)
+            learning = newest or measured.learning
+            why = [messages.changed(slowest)] if 0.0 < self._config.replan_threshold < away else []
+            why += _pays_otherwise(plan, learning)
+            if not why:
                 return None
             gaps = _gaps(schedule, plan, [rank.traces.unpack(ran) for rank in ranks]) or measured.gaps
             bounds = {a: _times(b, slowest.get((a.stage, a.kind), 1.0)) for a, b in measured.bounds.items()}
             step_ms = max(rank.step_ms for rank in ranks) + self._saved(schedule, plan, bounds, gaps)
-            return PackedBounds.of(schedule, bounds), Measured({}, gaps, step_ms, (messages.changed(slowest),))
+            fresh = Measured({}, gaps, step_ms, tuple(why), token_costs=measured.token_costs, learning=learning)
+            return PackedBounds.of(schedule, bounds), fresh
 
         fresh = decide_from_all(self._collectives, lambda: self._local(ran, timer, measured.bounds), judge)
         self._changes_in_a_row = self._changes_in_a_row + 1 if fresh else 0
@@ -98,13 +118,13 @@ class PlanWatch:
             return None
         self._changes_in_a_row = 0
         packed, changed = fresh
-        return replace(changed, bounds=packed.unpack(schedule), token_costs=measured.token_costs)
+        return replace(changed, bounds=packed.unpack(schedule))
 
     def _local(self, ran: PipelineSchedule, timer: ActionTimer, bounds: Mapping[Action, Bounds]) -> _Local:
         timer.drain()
         traces = PackedTraces.of(ran, local_traces(timer, Phase.STABLE) if self._traced else ())
         newest = min(self._config.replan_interval, _NEWEST)
-        return _Local(changes(timer, bounds, newest), timer.step_ms(Phase.STABLE) or 0.0, traces)
+        return _Local(changes(timer, bounds, newest), timer.step_ms(Phase.STABLE) or 0.0, traces, self._probes())
 
     def _saved(
         self, schedule: PipelineSchedule, plan: FreezePlan, bounds: Mapping[Action, Bounds], gaps: Gaps
@@ -169,6 +189,16 @@ class Replanning:
             return None
         self._say(f"step {step}: planning anew: {'; '.join(self._fresh.notes)}")
         return self._maker.start(schedule, self._fresh)
+
+
+def _pays_otherwise(plan: FreezePlan, learning: Learning | None) -> list[str]:
+    """Why another plan of the frontier pays more now than the one in force, if one does."""
+    if not plan.frontier or learning is None:
+        return []
+    current = next(number for number, point in enumerate(plan.frontier) if point.chosen)
+    best = best_point(plan.frontier, learning, current)
+    ratios = [point.mean_freeze_ratio for point in plan.frontier]
+    return [] if best == current else [messages.pays_otherwise(ratios[current], ratios[best])]
 
 
 def changes(timer: ActionTimer, bounds: Mapping[Action, Bounds], newest: int) -> dict[Group, float]:

@@ -11,6 +11,7 @@ from typing import Any
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.learning import Learning
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
@@ -35,6 +36,7 @@ class RunState:
     gaps: Gaps = NO_GAPS
     unfrozen_step_ms: float = 0.0
     token_costs: Mapping[int, TokenCost] = field(default_factory=dict)
+    learning: Learning | None = None
     planned_step_ms: float = 0.0
     notes: tuple[str, ...] = ()
     failure: str | None = None
@@ -56,7 +58,7 @@ class RunState:
     def measure(self, measured: Measured) -> None:
         """Keep what a plan is made from."""
         self.bounds, self.gaps, self.unfrozen_step_ms = dict(measured.bounds), measured.gaps, measured.unfrozen_step_ms
-        self.token_costs = measured.token_costs
+        self.token_costs, self.learning = measured.token_costs, measured.learning
         self.notes = (*self.notes, *measured.notes)[-_NOTES:]
 
     def adopt(self, planned: Planned) -> None:
@@ -79,7 +81,9 @@ class RunState:
     @property
     def measured(self) -> Measured:
         """What the plan is made from, without the notes on it."""
-        return Measured(self.bounds, self.gaps, self.unfrozen_step_ms, token_costs=self.token_costs)
+        return Measured(
+            self.bounds, self.gaps, self.unfrozen_step_ms, token_costs=self.token_costs, learning=self.learning
+        )
 
     @property
     def awaits_plan(self) -> bool:
@@ -97,6 +101,7 @@ class RunState:
             "gaps": self.gaps.to_json(),
             "unfrozen_step_ms": self.unfrozen_step_ms,
             "token_costs": {str(stage): cost.to_json() for stage, cost in self.token_costs.items()},
+            "learning": self.learning.to_json() if self.learning else None,
             "planned_step_ms": self.planned_step_ms,
             "notes": list(self.notes),
             "stability": self.stability.to_json(),
@@ -112,6 +117,7 @@ class RunState:
             gaps=Gaps.from_json(data["gaps"]),
             unfrozen_step_ms=data["unfrozen_step_ms"],
             token_costs={int(stage): TokenCost(*pair) for stage, pair in data.get("token_costs", {}).items()},
+            learning=Learning.from_json(data["learning"]) if data.get("learning") else None,
             planned_step_ms=data["planned_step_ms"],
             notes=tuple(data["notes"]),
             stability=StabilityState.from_json(data.get("stability")),
@@ -157,7 +163,7 @@ def _phases(config: TimelyFreezeConfig, warmup_end: int) -> PhaseSchedule:
 
 def fingerprint(config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: StageMasks) -> str:
     """What a plan depends on besides the measured times."""
-    parts = {
+    parts: dict[str, Any] = {
         "ranks": schedule.to_text(),
         "units": {stage: masks.names(stage) for stage in masks.stages},
         "max_freeze_ratio": config.max_freeze_ratio,

@@ -1,0 +1,96 @@
+"""A plan that pays: of plans from no freezing to the most, the one with which training makes most progress in time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from tf_adapters.planner.freeze_plan import FreezePlan, FrontierPoint
+from tf_adapters.planner.learning import Learning, Progress
+from tf_adapters.planner.problem import PlanProblem
+
+__all__ = ["SOLVES", "best_point", "describe_frontier", "plan_that_pays"]
+
+_BETWEEN = 4
+"""Plans between the one without freezing and the one with the most."""
+
+SOLVES = _BETWEEN + 2
+
+_MARGIN = 0.02
+"""By how much, beyond the standard error, another plan must be better than the one with the least freezing, or than the
+one in force."""
+
+
+def plan_that_pays(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePlan]) -> FreezePlan:
+    """The plan of the frontier with the most progress in time. The problem has ``learning``.
+
+    The frontier goes in even steps of makespan from nothing frozen to the most that the problem's limits and target
+    allow; ``solve`` plans for one point. The plan has the whole ``frontier``.
+    """
+    learning = problem.learning
+    assert learning is not None
+    problem = replace(problem, learning=None)
+    exact = solve(replace(problem, max_freeze_ratio=0.0, target_makespan_ms=0.0))
+    plans = [exact]
+    if problem.max_freeze_ratio > 0.0:
+        most = solve(problem)
+        longest, shortest = exact.makespan_ms.planned, most.makespan_ms.planned
+        step = (longest - shortest) / (_BETWEEN + 1)
+        targets = [longest - step * number for number in range(1, _BETWEEN + 1)] if step > 0.0 else []
+        plans += [solve(replace(problem, target_makespan_ms=target)) for target in targets]
+        plans += [most] if targets else []
+    host = exact.makespan_ms.host or exact.makespan_ms.unfrozen
+    points = [_point(plan, learning, host) for plan in plans]
+    chosen = best_point(points, learning, current=0)
+    frontier = tuple(replace(point, chosen=number == chosen) for number, point in enumerate(points))
+    return replace(plans[chosen], frontier=frontier)
+
+
+def best_point(points: Sequence[FrontierPoint], learning: Learning, current: int) -> int:
+    """The point with the most progress in time; ``current`` where none is clearly better than that one.
+
+    Clearly: by 2% and by the standard error of the two points' difference.
+    """
+    in_time = [_in_time(point, learning.progress(point.added_noise)) for point in points]
+    best = max(range(len(points)), key=lambda number: in_time[number].share)
+    gain = in_time[best].share - in_time[current].share
+    # One estimate of the signal is behind both errors, so that they move together.
+    error = abs(in_time[best].error - in_time[current].error)
+    return best if gain > _MARGIN * in_time[current].share + error else current
+
+
+def describe_frontier(plan: FreezePlan) -> str:
+    """What a plan that is to pay was chosen from, and why, in words. The plan has a frontier."""
+    points = plan.frontier
+    chosen = next(point for point in points if point.chosen)
+    best = max(points, key=lambda point: point.progress_in_time)
+    told = (
+        f"of {len(points)} plans that freeze {points[0].mean_freeze_ratio:.2f} to {points[-1].mean_freeze_ratio:.2f}, "
+        f"{chosen.mean_freeze_ratio:.2f} pays best: a step is {chosen.speed:.2f}x as fast as the host's and makes "
+        f"{chosen.progress:.3f} +- {chosen.progress_error:.3f} of its progress, {chosen.progress_in_time:.2f}x in the "
+        "same time"
+    )
+    if best is chosen:
+        return told
+    other = f"{best.mean_freeze_ratio:.2f} would make {best.progress_in_time:.2f}x"
+    return f"{told.replace('pays best', 'is taken')}; {other}, which is not clearly more"
+
+
+def _in_time(point: FrontierPoint, progress: Progress) -> Progress:
+    return Progress(point.speed * progress.share, point.speed * progress.error)
+
+
+def _point(plan: FreezePlan, learning: Learning, host_ms: float) -> FrontierPoint:
+    by_stage: dict[int, list[float]] = {}
+    for action, ratio in plan.freeze_ratio.items():
+        by_stage.setdefault(action.stage, []).append(ratio)
+    added_noise = {stage: of_stage.added_noise(by_stage[stage]) for stage, of_stage in learning.stages.items()}
+    progress = learning.progress(added_noise)
+    return FrontierPoint(
+        makespan_ms=plan.makespan_ms.planned,
+        mean_freeze_ratio=plan.mean_freeze_ratio,
+        speed=(host_ms + learning.other_ms) / (plan.makespan_ms.planned + learning.other_ms),
+        added_noise=added_noise,
+        progress=progress.share,
+        progress_error=progress.error,
+    )

@@ -1,0 +1,177 @@
+"""What freezing costs in learning: the progress that a step makes, as a share of that of a step with nothing frozen.
+
+A step along a batch's gradient gains in proportion to the share ``s`` of it that is signal, if its length is right for
+it (McCandlish et al. 2018, equation 2.7; Qiao et al. 2021, "Pollux", section 3.1). Skipped and sampled weight gradients
+make the gradient noisier, not wrong: a stage whose noise is ``v`` times as large makes ``1 / (s + (1 - s) v)`` of the
+progress. Of this Adam and its kin feel the square root, since they divide by the size of the gradient (Malladi et al.
+2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tf_adapters.errors import PlanInputError
+from tf_adapters.timing.token_cost import TokenCost
+
+__all__ = ["SAMPLED_AT", "Learning", "Probe", "Progress", "StageLearning"]
+
+SAMPLED_AT = 0.25
+"""The share of the tokens at which the noise of a draw is measured."""
+
+
+class Probe(NamedTuple):
+    """One step's look at the gradients of single microbatches of one stage, summed over the elements looked at.
+
+    ``signal`` is the square of the gradient's mean, an unbiased estimate that may be below 0; ``noise`` the variance
+    between microbatches; ``draws`` what drawing ``SAMPLED_AT`` of the tokens would add to that, 0 where none are drawn.
+    """
+
+    signal: float
+    noise: float
+    draws: float
+
+    @property
+    def is_usable(self) -> bool:
+        return all(map(math.isfinite, self)) and self.noise > 0.0
+
+
+class Progress(NamedTuple):
+    """What a step gains, as a share of a step with nothing frozen, and its standard error."""
+
+    share: float
+    error: float
+
+
+@dataclass(frozen=True)
+class StageLearning:
+    """One stage's gradient.
+
+    Attributes:
+        signal: the share of the whole batch's gradient, by its expected square, that is signal; in [0, 1].
+        error: its standard error.
+        draws: the noise that drawing tokens adds, for each 1 of ``1 / kept - 1``, over the noise between microbatches;
+            None where tensors are frozen whole.
+        cost: what a draw of tokens takes.
+    """
+
+    signal: float
+    error: float
+    draws: float | None = None
+    cost: TokenCost = field(default_factory=TokenCost)
+
+    def added_noise(self, ratios: Sequence[float]) -> float:
+        """The noise that freezing adds under the ratios of the stage's microbatches.
+
+        In units of the noise between microbatches, or of ``draws``.
+        """
+        if self.draws is not None:
+            return sum(1.0 / self.cost.kept(ratio) - 1.0 for ratio in ratios) / len(ratios)
+        computed = len(ratios) - sum(ratios)
+        return sum(ratios) / computed if computed > 0.0 else math.inf
+
+    def progress(self, added_noise: float, adaptive: bool = False) -> Progress:
+        """What a step gains with so much ``added_noise``, along the gradient or with an ``adaptive`` optimizer."""
+        if math.isinf(added_noise):
+            return Progress(0.0, 0.0)
+        noise = 1.0 + added_noise * (1.0 if self.draws is None else self.draws)
+        share = 1.0 / (self.signal + (1.0 - self.signal) * noise)
+        error = (noise - 1.0) * share**2 * self.error
+        return Progress(math.sqrt(share), error / (2.0 * math.sqrt(share))) if adaptive else Progress(share, error)
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What a plan that is to pay is chosen by.
+
+    Attributes:
+        stages: the gradient of every stage that has anything to freeze.
+        other_ms: what a step takes besides the batch, ms: data, optimizer.
+        adaptive: whether the optimizer divides by the size of the gradient.
+    """
+
+    stages: Mapping[int, StageLearning]
+    other_ms: float = 0.0
+    adaptive: bool = False
+
+    def progress(self, added_noise: Mapping[int, float]) -> Progress:
+        """What a step gains with so much ``added_noise`` on each stage: the mean over the stages."""
+        every = [of_stage.progress(added_noise[stage], self.adaptive) for stage, of_stage in self.stages.items()]
+        errors = math.sqrt(sum(progress.error**2 for progress in every))
+        return Progress(sum(progress.share for progress in every) / len(every), errors / len(every))
+
+    @classmethod
+    def measured(
+        cls,
+        ranks: Iterable[Mapping[int, Sequence[Probe]]],
+        batch: int,
+        costs: Mapping[int, TokenCost],
+        adaptive: bool = False,
+    ) -> Learning | None:
+        """From the probes of all ranks; None where a stage has none.
+
+        ``batch`` is the number of microbatches of a step, of all replicas; ``costs`` are by stage, where tokens are
+        drawn.
+        """
+        by_stage: dict[int, list[Probe]] = {}
+        for stages in ranks:
+            for stage, probes in stages.items():
+                by_stage.setdefault(stage, []).extend(probes)
+        if not by_stage or not all(by_stage.values()):
+            return None
+        return cls({s: _of_probes(by_stage[s], batch, costs.get(s)) for s in sorted(by_stage)}, adaptive=adaptive)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "stages": {
+                str(stage): [of.signal, of.error, *([] if of.draws is None else [of.draws, *of.cost.to_json()])]
+                for stage, of in self.stages.items()
+            },
+            "other_ms": self.other_ms,
+            "adaptive": self.adaptive,
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Learning:
+        """The inverse of ``to_json``. Raises PlanInputError."""
+        try:
+            stages = {
+                int(stage): StageLearning(*values[:2], *([values[2], TokenCost(*values[3:])] if values[2:] else []))
+                for stage, values in data["stages"].items()
+            }
+            return cls(stages, float(data["other_ms"]), bool(data["adaptive"])).validate()
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise PlanInputError(f"learning: not what a report has there ({error})") from error
+
+    def validate(self) -> Learning:
+        """Raises PlanInputError for numbers that nothing could have measured."""
+        for stage, of in self.stages.items():
+            if not (0.0 <= of.signal <= 1.0 and of.error >= 0.0 and (of.draws or 0.0) >= 0.0):
+                raise PlanInputError(
+                    f"learning.stages[{stage}]: {of.signal:g}, {of.error:g}, {of.draws} are not a share from 0 to 1, "
+                    "its error and the noise of draws, both of at least 0"
+                )
+        return self
+
+
+def _of_probes(probes: Sequence[Probe], batch: int, cost: TokenCost | None) -> StageLearning:
+    signal = _signal_share(probes, batch)
+    left_out = [_signal_share([*probes[:i], *probes[i + 1 :]], batch) for i in range(len(probes))]
+    if len(probes) > 1:  # the jackknife
+        error = math.sqrt((len(probes) - 1) / len(probes) * sum((other - signal) ** 2 for other in left_out))
+    else:
+        error = min(signal, 1.0 - signal)
+    if cost is None:
+        return StageLearning(signal, error)
+    at = 1.0 / SAMPLED_AT - 1.0
+    draws = sum(probe.draws for probe in probes) / sum(probe.noise for probe in probes) / at
+    return StageLearning(signal, error, draws, cost)
+
+
+def _signal_share(probes: Sequence[Probe], batch: int) -> float:
+    signal = max(0.0, sum(probe.signal for probe in probes))
+    noise = sum(probe.noise for probe in probes) / batch
+    return signal / (signal + noise) if probes else 0.0
