@@ -221,7 +221,7 @@ def configs_case(draw: random.Random, folder: Path) -> None:
 def options(name: str, draw: random.Random) -> list[str]:
     """None to three options, with values that fit and values that do not. Pictures take long: few of them."""
     argv: list[str] = []
-    for option in draw.sample(OPTIONS[name], draw.choice((0, 0, 1, 1, 2, 3))):
+    for option in draw.sample(OPTIONS[name], min(draw.choice((0, 0, 1, 1, 2, 3)), len(OPTIONS[name]))):
         if option in ("--png", "--svg", "--plots") and draw.random() < 0.9:
             continue
         argv.append(option)
@@ -289,7 +289,7 @@ def _watch(event: str, details: tuple[Any, ...]) -> None:
 
 def outside(folder: Path) -> list[str]:
     """What was opened for writing and lies neither in the case's folder nor among the devices."""
-    allowed = (os.path.realpath(folder) + os.sep, "/dev/")
+    allowed = (os.path.realpath(folder) + os.sep, "/dev/", os.path.realpath(os.environ["MPLCONFIGDIR"]) + "/fontlist")
     return [path for path in _WRITTEN if not os.path.realpath(path).startswith(allowed)]
 
 
@@ -299,9 +299,9 @@ def one_case(seed: int, number: int, folder: Path) -> str:
     kind = draw.choices(list(CASES), WEIGHTS)[0]
     del _WRITTEN[:]
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-    _WATCHED.append(True)
     try:
         with tempfile.TemporaryDirectory(dir=folder) as own:
+            _WATCHED.append(True)
             with contextlib.chdir(own) if sys.version_info >= (3, 11) else _chdir(own):
                 CASES[kind](draw, Path(own))
             if outside(Path(own)):
@@ -325,6 +325,7 @@ def _chdir(folder: str) -> Iterator[None]:
 def fuzz(cases: int, seed: int, folder: Path, first: int = 0) -> tuple[Counter[str], list[str]]:
     """How many cases of each kind ran, and a text for each that failed."""
     sys.addaudithook(_watch)
+    os.environ["MPLCONFIGDIR"] = str(folder)  # matplotlib's own cache of fonts
     ran: Counter[str] = Counter()
     failures = []
     for number in range(first, first + cases):
