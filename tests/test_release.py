@@ -183,6 +183,23 @@ def test_wrong_arguments_of_configs_end_with_one_line(
     assert error.count("\n") == 1
 
 
+# --- what SECURITY.md says ---------------------------------------------------------------------------------------
+
+
+def test_pickle_is_for_messages_between_ranks_only() -> None:
+    """Nothing is unpickled from a file: no module but these imports a pickle or loads with torch."""
+    unpickling = re.compile(
+        r"^\s*(?:import|from) (?:pickle|dill|cloudpickle|shelve|marshal)\b|torch\.load\(|np\.load\("
+    )
+    modules = [*(ROOT / "tf_adapters").rglob("*.py"), *(ROOT / "megatron_patches").rglob("*.py")]
+    using = {
+        str(path.relative_to(ROOT))
+        for path in modules
+        if any(unpickling.search(line) for line in path.read_text().splitlines())
+    }
+    assert using == {"tf_adapters/collectives.py", "tf_adapters/testing/ranks.py"}  # bytes of another rank, of a pipe
+
+
 # --- one version, a changelog --------------------------------------------------------------------------------
 
 
