@@ -3,6 +3,7 @@
 1F1B on every host, the examples' models, one thread a rank, nothing emulated. All trainings of a host run step by step
 in turn in the same processes; speedups are medians over rounds, each to the host alone in the same round. Losses are
 held-out ones after equal steps, from scratch. Freed memory stays with the process, as with the allocators of GPUs.
+How much slower the cores are where all compute at once is measured, too (``cores_together``).
 
 Writes results/levers.json beside this file, host by host, and the table into docs/deferral.md.
 """
@@ -14,11 +15,14 @@ import ctypes
 import functools
 import json
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from measuring import machine, put_table
 from trainings import HOSTS, RANKS, ROOT, Size, Training, setup, start
 
@@ -65,6 +69,25 @@ def main() -> None:
         keep(host, rows)
         print(table(json.loads(RESULTS.read_text())["hosts"]), flush=True)
     put_table(PAGE, "levers", table(json.loads(RESULTS.read_text())["hosts"]))
+    with RankPool(RANKS) as ranks:
+        record = json.loads(RESULTS.read_text())
+        record["cores_together"] = statistics.fmean(ranks.run(cores_together))
+        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"a product takes {record['cores_together']:.3f} times as long where all cores compute")
+
+
+def cores_together() -> float:
+    """On a rank: how many times as long a product takes where all ranks compute as where it alone does."""
+    matrix, times = torch.randn(512, 512), {True: list[float](), False: list[float]()}
+    for turn in range(8 * RANKS):
+        for together in (True, False):
+            dist.barrier()
+            if together or turn % RANKS == dist.get_rank():
+                start_s = time.perf_counter()
+                for _ in range(100):
+                    torch.mm(matrix, matrix)
+                times[together].append(time.perf_counter() - start_s)
+    return statistics.median(times[True]) / statistics.median(times[False])
 
 
 def join(host: str) -> None:
@@ -80,7 +103,8 @@ def keep(host: str, rows: list[dict[str, Any]]) -> None:
     """Write a host's rows in the place of its old ones."""
     old = json.loads(RESULTS.read_text())["hosts"] if RESULTS.exists() else {}
     hosts = {name: {**old, host: rows}[name] for name in HOSTS if name in {**old, host: rows}}
-    RESULTS.write_text(json.dumps({"machine": machine(*HOSTS), "freezing": FREEZING, "hosts": hosts}, indent=1) + "\n")
+    record = {"machine": machine(*HOSTS), "freezing": FREEZING, "hosts": hosts}
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def in_turn(host: str, each: Round) -> list[dict[str, Any]]:
