@@ -8,7 +8,7 @@ HOST_SETTINGS = DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(1)/
 RUN := $(call HOST_SETTINGS,$(abspath $(VENV))) $(BIN)/python
 BUILD_SHM := -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 
-.PHONY: demo test check bench gpu study test-oldest test-megatron-new test-torch-new clean
+.PHONY: demo test check fuzz docs bench gpu study test-oldest test-megatron-new test-torch-new clean
 
 demo: $(VENV)/ready
 	$(RUN) examples/deepspeed_gpt/demo.py
@@ -24,6 +24,18 @@ check: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Damaged settings, arguments, plan inputs, reports and simulate inputs: success, or status 2 and one line.
+fuzz: $(VENV)/ready
+	$(RUN) tests/fuzzing.py --cases 10000
+
+# The site of docs/, in build/site: every warning, a broken link say, is an error.
+docs: $(VENV)/docs-ready
+	$(BIN)/mkdocs build --strict
+
+$(VENV)/docs-ready: $(VENV)/ready
+	$(PIP) install -c constraints.txt -e ".[docs]"
+	touch $@
 
 # README's table first, in less than a quarter of an hour; then those of docs/.
 bench: $(VENV)/ready

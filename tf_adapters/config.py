@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -316,7 +317,7 @@ def find_section(host_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """
     for key in host_config:
         if key != SECTION and _is_near_miss(key):
-            raise ConfigError(f'unknown section "{key}" in the config: did you mean "{SECTION}"?')
+            raise ConfigError(f'unknown section {_quoted(key)} in the config: did you mean "{SECTION}"?')
     return host_config.get(SECTION)
 
 
@@ -328,7 +329,7 @@ def _is_near_miss(key: str) -> bool:
 def _unknown_key(key: str) -> str:
     close = difflib.get_close_matches(str(key), TimelyFreezeConfig.model_fields, n=1, cutoff=0.6)
     hint = f'did you mean "{close[0]}"?' if close else f"allowed are {', '.join(TimelyFreezeConfig.model_fields)}"
-    return f'{SECTION} has an unknown key "{key}": {hint}'
+    return f"{SECTION} has an unknown key {_quoted(key)}: {hint}"
 
 
 def _describe(error: ValidationError) -> list[str]:
@@ -341,4 +342,9 @@ def _describe(error: ValidationError) -> list[str]:
 
 
 def _limit_of(pattern: object) -> str:
-    return f'{SECTION}.freeze_limits["{pattern}"]'
+    return f"{SECTION}.freeze_limits[{_quoted(pattern)}]"
+
+
+def _quoted(text: object) -> str:
+    """In double quotes and on one line, whatever it holds."""
+    return json.dumps(str(text), ensure_ascii=False)

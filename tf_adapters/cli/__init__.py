@@ -1,4 +1,4 @@
-"""The ``tf-adapters`` command: ``plan``, ``simulate``, ``show`` and ``doctor``, each in its own module."""
+"""The ``tf-adapters`` command: ``plan``, ``simulate``, ``show``, ``configs`` and ``doctor``, each in its own module."""
 
 from __future__ import annotations
 
@@ -7,20 +7,26 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from tf_adapters import __version__
 
 __all__ = ["build_parser", "main"]
 
-_SUBCOMMANDS = ("tf_adapters.cli.plan", "tf_adapters.cli.simulate", "tf_adapters.cli.show", "tf_adapters.cli.doctor")
+_SUBCOMMANDS = tuple(f"tf_adapters.cli.{name}" for name in ("plan", "simulate", "show", "configs", "doctor"))
 """Modules with ``add_parser(subparsers)``, which sets ``run``: from the arguments to an exit status."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """A page of usage would hide the one line that says what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with every subcommand."""
-    parser = argparse.ArgumentParser(
-        prog="tf-adapters", description="TimelyFreeze for pipeline-parallel training: plan, look, check."
-    )
+    """The parser with every subcommand; theirs end with one line for wrong arguments too."""
+    parser = _Parser(prog="tf-adapters", description="TimelyFreeze for pipeline-parallel training: plan, look, check.")
     parser.add_argument("--version", action="version", version=f"tf-adapters {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in _SUBCOMMANDS:

@@ -68,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     try:
         _write_atomically(Path(args.out), text)
-    except OSError as error:
-        return _fail(f"--out: cannot write {args.out}: {error.strerror or error}", 2)
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        return _fail(f"--out: cannot write {args.out!r}: {getattr(error, 'strerror', None) or error}", 2)
     print(_summary(plan, args.out))
     return 0
 

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (TimelyFreezeError, OSError) as error:
-        print(f"tf-adapters show: {error}", file=sys.stderr)
+        print(f"tf-adapters show: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from tf_adapters.report.layout import Panel
 from tf_adapters.report.trace import write_trace
 
 __all__ = ["add_output_arguments", "asked_for", "check_outputs", "write_outputs"]
+
+_LONGEST_NAME = 255
+"""Bytes that a file's name may have on Linux."""
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +37,7 @@ def asked_for(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
 def check_outputs(args: argparse.Namespace) -> None:
     """Refuse, before any work, what could not be written. Raises ConfigError, or UnsupportedError for matplotlib."""
     for name, path in asked_for(args):
-        if not path or Path(path).is_dir():
+        if not path or "\0" in path or len(os.fsencode(Path(path).name)) > _LONGEST_NAME or Path(path).is_dir():
             raise ConfigError(f"{name}: {path!r} is not a file's name")
         if not Path(path).parent.is_dir():
             raise ConfigError(f"{name}: cannot write {path}: the folder {Path(path).parent} does not exist")

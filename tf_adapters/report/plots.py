@@ -102,6 +102,8 @@ def draw_plots(report: Report, folder: str | os.PathLike[str]) -> tuple[Path, ..
     plots = plots_of(report)
     if not plots:
         raise ConfigError("the report has nothing to plot yet: backward times and freeze ratios come with the plan")
+    if "\0" in os.fspath(folder):
+        raise ConfigError(f"--plots: {folder!r} is not a folder's name")
     agg, figures = matplotlib_module("backends.backend_agg"), matplotlib_module("figure")
     paths = []
     try:

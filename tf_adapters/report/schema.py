@@ -49,13 +49,28 @@ Quotient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0)]
 
 
+class _PlanNumbers(BaseModel):
+    """The numbers of a plan in a report, which ``FreezePlan`` takes as they are."""
+
+    makespan_ms: dict[str, Milliseconds | None]
+    freeze_ratio: dict[str, Share]
+    start_ms: dict[str, Milliseconds]
+    duration_ms: dict[str, Milliseconds]
+    mean_freeze_ratio: Share
+    stage_freeze_ratio: dict[str, Share]
+    deferrable_share: dict[str, Share] = {}
+
+
 def _to_plan(value: Any) -> FreezePlan:
     if isinstance(value, FreezePlan):
         return value
     if not isinstance(value, Mapping):
         raise ValueError("expected the plan as an object")
     try:
+        _PlanNumbers.model_validate(dict(value), strict=True)
         return FreezePlan.from_json(dict(value))
+    except ValidationError as error:
+        raise ValueError(f"not a plan ({_first_problem(error)})") from None
     except (KeyError, TypeError, AttributeError, TimelyFreezeError) as error:
         raise ValueError(f"not a plan ({type(error).__name__}: {error})") from None
 

@@ -106,7 +106,7 @@ def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[st
         if plan.deferrable_share:
             yield "deferral", describe_deferral(plan, schedule)
         limit = report.config.get("max_freeze_ratio")
-        bound = f", limit {limit:.0%} per stage" if isinstance(limit, (int, float)) else ""
+        bound = f", limit {limit:.0%} per stage" if isinstance(limit, (int, float)) and 0 <= limit <= 1 else ""
         yield "plan", f"skip {plan.mean_freeze_ratio:.0%} of the weight gradients on average{bound}"
         if plan.frontier:
             yield "auto", describe_frontier(plan)

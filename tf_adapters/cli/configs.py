@@ -1,0 +1,76 @@
+"""``tf-adapters configs``: the ready DeepSpeed configs that come with the package, listed, printed or copied."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import tf_adapters
+from tf_adapters.errors import ConfigError
+
+__all__ = ["add_parser", "ready_configs", "run"]
+
+_FOLDER = Path(tf_adapters.__file__).parents[1] / "deepspeed_configs"
+"""Beside the package, in a checkout and in an installed wheel alike."""
+_DESCRIPTION = """\
+List the ready DeepSpeed configs, each with a "timely_freeze" section; with NAME print one; with --copy write it.
+Exit status: 0, or 2 with one line for a wrong name or a file that cannot be written."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``configs`` to the command line."""
+    parser = subparsers.add_parser(
+        "configs",
+        help="list, print or copy the ready DeepSpeed configs",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a name of the list, such as plain or paper/llama_3_8b")
+    parser.add_argument("--copy", metavar="FILE", help="write the config here; a file that exists is not replaced")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """List, print or copy as ``args`` say; 0, or 2 with one line on stderr."""
+    try:
+        if args.name is None:
+            if args.copy is not None:
+                raise ConfigError("--copy: give the NAME of the config to copy")
+            print("\n".join(ready_configs()))
+            return 0
+        text = _text(args.name)
+        if args.copy is None:
+            sys.stdout.write(text)
+            return 0
+        _write_new(Path(args.copy), text)
+    except ConfigError as error:
+        print(f"tf-adapters configs: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.copy}: copied; start with deepspeed --module tf_adapters.deepspeed train.py --deepspeed_config FILE")
+    return 0
+
+
+def ready_configs() -> dict[str, Path]:
+    """The configs by name, in order: the file's path below the folder, without its ending."""
+    files = sorted(_FOLDER.rglob("*.json"))
+    return {file.relative_to(_FOLDER).as_posix().removesuffix(".json"): file for file in files}
+
+
+def _text(name: str) -> str:
+    configs = ready_configs()
+    wanted = name.removesuffix(".json")
+    if wanted not in configs:
+        raise ConfigError(f"NAME is {name!r}: allowed are {', '.join(configs)}")
+    return configs[wanted].read_text(encoding="utf-8")
+
+
+def _write_new(path: Path, text: str) -> None:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"--copy: {path} exists; it is not replaced") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--copy: cannot write {str(path)!r}: {reason}") from None
