@@ -31,7 +31,7 @@ fuzz: $(VENV)/ready
 
 # The site of docs/, in build/site: every warning, a broken link say, is an error.
 docs: $(VENV)/docs-ready
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(VENV)/docs-ready: $(VENV)/ready
 	$(PIP) install -c constraints.txt -e ".[docs]"

@@ -1,6 +1,7 @@
 """LLaMA layers in torch.distributed.pipelining: the training that most parts of the acceptance on GPUs run.
 
-In bf16 on a GPU, in fp32 on a CPU; 1F1B unless another schedule is asked for. Every stage is a middle one: an input gradient goes through all of it.
+In bf16 on a GPU, in fp32 on a CPU; 1F1B unless another schedule is asked for. Every stage is a middle one: an input
+gradient goes through all of it.
 """
 
 from __future__ import annotations
@@ -126,9 +127,7 @@ class Training:
         example = self._batches[0][0][: self.size.rows]
         of_others = example.clone().requires_grad_()  # whose gradient is sent back
         taken = of_others if index else example.clone()
-        return PipelineStage(
-            module, index, of_rank * self.ranks, self.device, input_args=taken, output_args=of_others
-        )
+        return PipelineStage(module, index, of_rank * self.ranks, self.device, input_args=taken, output_args=of_others)
 
     def batch(self) -> None:
         """Forward and backward of a step."""

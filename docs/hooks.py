@@ -18,6 +18,7 @@ from mkdocs.structure.files import File
 from tf_adapters.config import TimelyFreezeConfig, allowed
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 log = logging.getLogger("mkdocs.hooks.links")
 PAGES = {
     "README.md": "index.md",
@@ -33,9 +34,11 @@ LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that lie outside docs/, and the table of settings."""
+    """Add the pages that lie outside docs/, the benchmarks' pictures, and the table of settings."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    for picture in sorted(RESULTS.glob("*.png")):
+        files.append(File.generated(config, f"images/{picture.name}", abs_src_path=str(picture)))
     files.append(File.generated(config, "settings_reference.md", content=settings_page()))
     return files
 
@@ -44,8 +47,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links of a page, which are right in the repository, become right in the site."""
     here = page.file.src_uri
     source = SOURCES.get(here, f"docs/{here}")
-    # The README's picture lies in docs/, as does every picture of a page.
-    markdown = markdown.replace("](docs/images/", "](images/") if here == "index.md" else markdown
+    for folder in ("docs/images", "../benchmarks/results"):  # README's picture, and those of the benchmarks
+        markdown = re.sub(rf"(!\[[^\]]*\]\()(?:{folder})/", r"\1images/", markdown)
     return LINK.sub(lambda match: site_link(match, source, here), markdown)
 
 

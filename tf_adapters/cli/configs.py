@@ -6,12 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
-import tf_adapters
 from tf_adapters.errors import ConfigError
 
 __all__ = ["add_parser", "ready_configs", "run"]
 
-_FOLDER = Path(tf_adapters.__file__).parents[1] / "deepspeed_configs"
+_FOLDER = Path(__file__).resolve().parents[2] / "deepspeed_configs"
 """Beside the package, in a checkout and in an installed wheel alike."""
 _DESCRIPTION = """\
 List the ready DeepSpeed configs, each with a "timely_freeze" section; with NAME print one; with --copy write it.

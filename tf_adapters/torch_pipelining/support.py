@@ -120,7 +120,9 @@ def _replica_problem(module: Any, splits: bool, has_optimizer: bool) -> Problem:
         return "is wrapped in FullyShardedDataParallel, whose flat parameters cannot be masked; use fully_shard"
     if any(isinstance(part, DistributedDataParallel) for part in parts if part is not module):
         return "holds DistributedDataParallel inside; wrap the whole stage instead"
-    if any("replicate" in (_composable._get_registry(part) or {}) for part in parts if not isinstance(part, FSDPModule)):
+    composed: Any = _composable
+    reduced = (part for part in parts if not isinstance(part, FSDPModule))
+    if any("replicate" in (composed._get_registry(part) or {}) for part in reduced):
         return "has replicate on DistributedDataParallel's reducer; use the one of _composable.replicate_with_fsdp"
     if isinstance(module, DistributedDataParallel):
         return _reducer_problem(module, splits, has_optimizer)
