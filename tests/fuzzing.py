@@ -97,8 +97,14 @@ class Failed(AssertionError):
     """A case that ended otherwise than it may."""
 
 
-def report() -> dict[str, Any]:
+def report(frontier: bool = False) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads((DATA / "report_format_1.json").read_text())
+    if frontier:
+        stages = loaded["plan"]["stage_freeze_ratio"]
+        numbers = {"makespan_ms": 80.0, "mean_freeze_ratio": 0.2, "speed": 1.1, "progress": 0.9, "progress_error": 0.1}
+        loaded["plan"]["frontier"] = [
+            {**numbers, "added_noise": dict.fromkeys(stages, 0.3), "chosen": chosen} for chosen in (False, True)
+        ]
     return loaded
 
 
@@ -128,7 +134,8 @@ def damaged(value: Any, draw: random.Random) -> Any:
             case 3 if isinstance(container, dict):
                 container[str(draw.choice(VALUES))] = draw.choice(VALUES)
             case 4 if isinstance(container[key], (int, float)) and not isinstance(container[key], bool):
-                container[key] = container[key] * draw.choice((-1, 0, 1e-9, 0.5, 3, 1e6, 1e300))
+                with contextlib.suppress(OverflowError):  # an int of hundreds of digits is no float
+                    container[key] = container[key] * draw.choice((-1, 0, 1e-9, 0.5, 3, 1e6, 1e300))
             case _:
                 container[key] = copy.deepcopy(draw.choice(VALUES))
     return whole[0]
@@ -192,7 +199,7 @@ def plan_case(draw: random.Random, folder: Path) -> None:
 
 
 def show_case(draw: random.Random, folder: Path) -> None:
-    (folder / "in.json").write_bytes(as_bytes(report(), draw))
+    (folder / "in.json").write_bytes(as_bytes(report(draw.random() < 0.5), draw))
     run(["show", "in.json", *options("show", draw)])
 
 
@@ -283,6 +290,8 @@ def _watch(event: str, details: tuple[Any, ...]) -> None:
     if not _WATCHED or event not in ("open", "os.mkdir"):
         return
     path, flags = details[0], details[2] if event == "open" else os.O_WRONLY
+    if event == "os.mkdir" and os.path.isdir(path):
+        return  # it is there, and stays
     if isinstance(path, (str, bytes)) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
         _WRITTEN.append(os.path.abspath(os.fsdecode(path)))
 
@@ -290,7 +299,7 @@ def _watch(event: str, details: tuple[Any, ...]) -> None:
 def outside(folder: Path) -> list[str]:
     """What was opened for writing and lies neither in the case's folder nor among the devices."""
     allowed = (os.path.realpath(folder) + os.sep, "/dev/", os.path.realpath(os.environ["MPLCONFIGDIR"]) + "/fontlist")
-    return [path for path in _WRITTEN if not os.path.realpath(path).startswith(allowed)]
+    return [path for path in _WRITTEN if not (os.path.realpath(path) + os.sep).startswith(allowed)]
 
 
 def one_case(seed: int, number: int, folder: Path) -> str:

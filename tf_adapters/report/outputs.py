@@ -37,12 +37,20 @@ def asked_for(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
 def check_outputs(args: argparse.Namespace) -> None:
     """Refuse, before any work, what could not be written. Raises ConfigError, or UnsupportedError for matplotlib."""
     for name, path in asked_for(args):
-        if not path or "\0" in path or len(os.fsencode(Path(path).name)) > _LONGEST_NAME or Path(path).is_dir():
+        if not _can_be_a_file(path):
             raise ConfigError(f"{name}: {path!r} is not a file's name")
         if not Path(path).parent.is_dir():
             raise ConfigError(f"{name}: cannot write {path}: the folder {Path(path).parent} does not exist")
         if name != "--trace" and importlib.util.find_spec("matplotlib") is None:
             raise UnsupportedError(f'{name}: pictures need matplotlib: pip install "tf-adapters[plot]"')
+
+
+def _can_be_a_file(path: str) -> bool:
+    try:
+        name = os.fsencode(Path(path).name)
+    except UnicodeEncodeError:
+        return False
+    return bool(path) and "\0" not in path and len(name) <= _LONGEST_NAME and not Path(path).is_dir()
 
 
 def write_outputs(

@@ -54,7 +54,10 @@ def print_page(page: Page, stream: TextIO | None = None) -> None:
     """Print to ``stream`` (standard output); on a terminal with rich in colours."""
     out = stream or sys.stdout
     if not (out.isatty() and _print_rich(page, out)):
-        print(as_text(page, terminal_width(), glyphs_for(out)), file=out)
+        text = as_text(page, terminal_width(), glyphs_for(out))
+        encoding = out.encoding or "utf-8"
+        # A report may name what the terminal cannot show.
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=out)
 
 
 def terminal_width() -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -42,11 +43,32 @@ __all__ = [
 FORMAT: Literal[1] = 1
 
 Status = Literal["warmup", "monitoring", "planning", "planned", "progressive", "stable", "disabled", "failed"]
-Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Milliseconds = Annotated[float, Field(ge=0, le=1e15)]  # sums of them are finite, too
 # A mean of ratios may exceed 1 by a rounding error, which is no reason to lose a report.
 Share = Annotated[float, Field(ge=-1e-6, le=1 + 1e-6, allow_inf_nan=False)]
 Quotient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0)]
+
+
+class _Solver(BaseModel):
+    seconds: Milliseconds
+    optimality_gap: Quotient
+
+
+class _Point(BaseModel):
+    makespan_ms: Milliseconds
+    mean_freeze_ratio: Share
+    speed: Quotient
+    added_noise: dict[str, Quotient | None]
+    progress: Annotated[float, Field(allow_inf_nan=False)]
+    progress_error: Quotient
+    chosen: bool = False
+
+
+def _one_chosen(points: list[_Point]) -> list[_Point]:
+    if points and sum(point.chosen for point in points) != 1:
+        raise ValueError("one point of a frontier is the plan")
+    return points
 
 
 class _PlanNumbers(BaseModel):
@@ -59,6 +81,8 @@ class _PlanNumbers(BaseModel):
     mean_freeze_ratio: Share
     stage_freeze_ratio: dict[str, Share]
     deferrable_share: dict[str, Share] = {}
+    solver: _Solver
+    frontier: Annotated[list[_Point], AfterValidator(_one_chosen)] = []
 
 
 def _to_plan(value: Any) -> FreezePlan:
@@ -209,6 +233,8 @@ class Report(_Model):
             schedule = report.schedule.parse()
         except ValidationError as error:
             raise ConfigError(_first_problem(error)) from None
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"a text in the report is no Unicode ({error.reason})") from None
         except ScheduleError as error:
             raise ConfigError(f"schedule.ranks: {error}") from None
         edges = {f"{source}->{target}" for source, target in schedule.transfers()}
