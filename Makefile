@@ -8,7 +8,7 @@ HOST_SETTINGS = DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(1)/
 RUN := $(call HOST_SETTINGS,$(abspath $(VENV))) $(BIN)/python
 BUILD_SHM := -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 
-.PHONY: demo test check fuzz docs bench gpu study test-oldest test-megatron-new test-torch-new clean
+.PHONY: demo test check fuzz faults soak docs bench gpu study test-oldest test-megatron-new test-torch-new clean
 
 demo: $(VENV)/ready
 	$(RUN) examples/deepspeed_gpt/demo.py
@@ -28,6 +28,14 @@ check: $(VENV)/ready
 # Damaged settings, arguments, plan inputs, reports and simulate inputs: success, or status 2 and one line.
 fuzz: $(VENV)/ready
 	$(RUN) tests/fuzzing.py --cases 10000
+
+# Killed and stopped ranks, full disks, damaged checkpoints, NaN, clocks that jump, random events: every host.
+faults: $(VENV)/ready
+	$(RUN) -m pytest tests/faults -o python_files='fault_*.py' -o python_functions='fault_*' -n 2 --dist worksteal --maxfail=100
+
+# 20,000 steps on each host: memory, threads, file handles and times stay flat.
+soak: $(VENV)/ready
+	$(RUN) tests/faults/soak.py
 
 # The site of docs/, in build/site: every warning, a broken link say, is an error.
 docs: $(VENV)/docs-ready

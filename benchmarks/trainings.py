@@ -24,7 +24,10 @@ EXAMPLES = {"deepspeed": "deepspeed_gpt", "megatron-core": "megatron_gpt", "torc
 
 @dataclass(frozen=True)
 class Size:
-    """A model and its pipeline: ``ranks`` stages of ``layers`` in all, microbatches of ``micro_batch`` rows."""
+    """A model and its pipeline: ``ranks`` stages of ``layers`` in all, microbatches of ``micro_batch`` rows.
+
+    ``replicas`` of the pipeline are trained by DeepSpeed where the group has that many times as many ranks.
+    """
 
     ranks: int = RANKS
     layers: int = 8
@@ -32,6 +35,7 @@ class Size:
     context: int = 64
     micro_batch: int = 4
     microbatches: int = 8
+    replicas: int = 1
 
 
 @dataclass

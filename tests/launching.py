@@ -89,14 +89,14 @@ def _unlink_shared_memory(port: int) -> None:
         buffer.unlink()
 
 
-def torchrun(script: str, *arguments: object, timeout_s: float = 120) -> tuple[int, str]:
+def torchrun(script: str, *arguments: object, timeout_s: float = 120, cwd: Path = ROOT) -> tuple[int, str]:
     """Run a script on two ranks, as its README does; its exit code, and all that it said."""
     process = subprocess.Popen(
         [
             *(BIN / "torchrun", "--nproc-per-node", "2", "--master-port", str(free_port())),
             *(script, *map(str, arguments)),
         ],
-        cwd=ROOT,
+        cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -166,3 +166,35 @@ def test_a_restart_in_the_warmup_keeps_the_rest_of_it() -> None:
 def test_the_fingerprint_is_the_same_in_every_process_and_release() -> None:
     """Pinned: where it changes, every checkpoint's plan is made anew."""
     assert fingerprint(CONFIG, SCHEDULE, MASKS) == "8a65c4ca15902a83"
+
+
+def without(state: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("data", "steps", "said"),
+    [
+        (saved(planned_state(20), completed_steps=21), 21, "was changed after it was saved"),
+        (saved(planned_state(20), plan=None), 20, "was changed after it was saved"),
+        (without(saved(planned_state(20)), "plan", "checksum"), 20, "lacks 'plan'"),
+        (saved(planned_state(20), completed_steps="many", checksum=None), 0, "was changed after it was saved"),
+        (without(saved(planned_state(20), bounds=[1.0]), "checksum"), 20, "'list' object has no attribute 'items'"),
+        ([1, 2], 0, "is no object: [1, 2]"),
+        ('{"format": 2, "completed', 0, 'is no object: \'{"format"'),
+    ],
+)
+def test_a_state_that_was_edited_or_cut_off_is_said_and_monitoring_begins_anew(
+    data: Any, steps: int, said: str
+) -> None:
+    state = resumed(data)
+    assert state.plan is None
+    assert state.completed_steps == steps
+    assert state.phases.warmup_end >= steps
+    assert f"the checkpoint's state {said}" in state.notes[-1]
+    assert "\n" not in state.notes[-1]
+
+
+def test_a_state_without_a_checksum_is_read_as_before() -> None:
+    state = planned_state(20)
+    assert resumed(without(saved(state), "checksum")) == state

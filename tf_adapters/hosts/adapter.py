@@ -106,7 +106,11 @@ class HostAdapter(ABC):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from a ``state_dict()``; an empty one starts from the beginning. Call it on all ranks."""
         text = state_dict.get(SECTION)
-        self.controller.load_state_dict(None if text is None else json.loads(text))
+        try:
+            state = None if text is None else json.loads(text)
+        except (TypeError, ValueError):
+            state = text  # all ranks go on to the broadcast, where rank 0's counts
+        self.controller.load_state_dict(state)
 
     def __enter__(self) -> HostAdapter:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 
 from tf_adapters.collectives import Collectives, to_first_rank
@@ -80,6 +81,7 @@ class _Writer:
     def __init__(self) -> None:
         self.run: RunSnapshot | None = None
         self.said_result = False
+        self._process = os.getpid()
         self._gathered: Sequence[LocalMeasurements] = ()
 
     def write(self, run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> None:
@@ -92,9 +94,12 @@ class _Writer:
             announce(0, line)
 
     def write_last(self) -> None:
-        """The process ends without ``close``: other ranks may be gone, so their newest known figures stand."""
+        """The process ends without ``close``: other ranks may be gone, so their newest known figures stand.
+
+        A process that was forked from it, to load data say, ends sooner and has nothing to report.
+        """
         run = self.run
-        if run is None:
+        if run is None or os.getpid() != self._process:
             return
         try:
             self.said_result = False

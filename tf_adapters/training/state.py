@@ -9,6 +9,7 @@ from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.learning import Learning
@@ -91,7 +92,7 @@ class RunState:
         return self.plan is None and bool(self.bounds) and not self.failure
 
     def to_json(self, config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: StageMasks) -> dict[str, Any]:
-        return {
+        data = {
             "format": FORMAT,
             "fingerprint": fingerprint(config, schedule, masks),
             "completed_steps": self.completed_steps,
@@ -106,6 +107,7 @@ class RunState:
             "notes": list(self.notes),
             "stability": self.stability.to_json(),
         }
+        return {**data, "checksum": _digest(data)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RunState:
@@ -139,18 +141,42 @@ def compatible_state(
     """
     if data is None:
         return RunState.fresh(config, auto_warmup)
-    if data.get("format") != FORMAT:
-        other = RunState.fresh(config, auto_warmup)
-        other.completed_steps = int(data.get("completed_steps", 0))
-        reason = f"the checkpoint's state is of format {data.get('format')!r}, this version reads {FORMAT}"
-        return other.restarted(config, reason)
-    state = RunState.from_json(data)
-    if data["fingerprint"] != fingerprint(config, schedule, masks):
+    try:
+        state = _read(data)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TimelyFreezeError) as error:
+        fresh = RunState.fresh(config, auto_warmup)
+        fresh.completed_steps = _step_count(data)
+        return fresh.restarted(config, f"the checkpoint's state {' '.join(str(error).split())}")
+    if data.get("fingerprint") != fingerprint(config, schedule, masks):
         return state.restarted(config, "the checkpoint's plan is for another pipeline, model or budget")
     unplanned = state.plan is None and not state.awaits_plan
     if config.plans and unplanned and state.completed_steps > state.phases.warmup_end:
         return state.restarted(config, "a checkpoint interrupted it")
     return state
+
+
+def _read(data: Any) -> RunState:
+    """Raises almost anything for what is no state, or is another than was saved."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"is no object: {data!r:.40}")
+    if data.get("format") != FORMAT:
+        raise ValueError(f"is of format {data.get('format')!r}, this version reads {FORMAT}")
+    content = {key: value for key, value in data.items() if key != "checksum"}
+    if "checksum" in data and data["checksum"] != _digest(content):
+        raise ValueError("was changed after it was saved")
+    try:
+        return RunState.from_json(data)
+    except KeyError as error:
+        raise ValueError(f"lacks {error}") from None
+
+
+def _step_count(data: Any) -> int:
+    count = data.get("completed_steps") if isinstance(data, Mapping) else None
+    return count if isinstance(count, int) and count >= 0 else 0
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _phases(config: TimelyFreezeConfig, warmup_end: int) -> PhaseSchedule:
@@ -177,4 +203,4 @@ def fingerprint(config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: S
         parts["deferred"] = config.extra_microbatches
     if config.samples_tokens:
         parts["granularity"] = config.granularity
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    return _digest(parts)
