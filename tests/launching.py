@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +90,20 @@ def _unlink_shared_memory(port: int) -> None:
         buffer.unlink()
 
 
-def torchrun(script: str, *arguments: object, timeout_s: float = 120, cwd: Path = ROOT) -> tuple[int, str]:
+def torchrun(
+    script: str,
+    *arguments: object,
+    options: Sequence[str] = (),
+    timeout_s: float = 120,
+    cwd: Path = ROOT,
+    **settings: str,
+) -> tuple[int, str]:
     """Run a script on two ranks, as its README does; its exit code, and all that it said."""
+    meeting = options or ("--master-port", str(free_port()))
     process = subprocess.Popen(
-        [
-            *(BIN / "torchrun", "--nproc-per-node", "2", "--master-port", str(free_port())),
-            *(script, *map(str, arguments)),
-        ],
+        [BIN / "torchrun", "--nproc-per-node", "2", *meeting, script, *map(str, arguments)],
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **settings},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

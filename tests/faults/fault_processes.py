@@ -205,8 +205,10 @@ def fault_torchrun_starts_the_ranks_again(host: str, tmp_path: Path) -> None:
     tests = str(Path(__file__).resolve().parents[1])
     script = tmp_path / "job.py"
     script.write_text(ELASTIC.format(paths=[tests, str(Path(tests).parent)], host=host))
-    command = ["--max-restarts", "1", "--monitor-interval", "0.2", str(script)]
-    status, output = launching.torchrun(*command, timeout_s=200, cwd=tmp_path)
+    options = ["--standalone", "--max-restarts", "1", "--monitor-interval", "0.2"]
+    # Without it, torch's ranks may find the addresses of the dead ones and wait for them, with or without us.
+    store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    status, output = launching.torchrun(str(script), options=options, timeout_s=200, cwd=tmp_path, **store)
     assert status == 0, output
     for rank in range(2):
         assert json.loads((tmp_path / f"rank{rank}.txt").read_text()) == [1, 30, None, "stable"]
