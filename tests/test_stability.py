@@ -307,7 +307,7 @@ def test_a_checkpoint_of_before_there_were_checks_is_read(tmp_path: Any) -> None
     controller = controller_of(weights(), tmp_path, method="timely")
     force_plan(controller, 0.5)
     saved = controller.state_dict()
-    del saved["stability"]
+    del saved["stability"], saved["checksum"]
     controller.load_state_dict(saved)
     assert controller.state.stability == StabilityState()
     assert controller.state.plan is not None

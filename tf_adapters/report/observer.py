@@ -66,7 +66,7 @@ class RunReporter:
             if ranks is not None:
                 self._writer.write(run, ranks)
         except Exception as error:
-            announce(self._collectives.rank, f"the report could not be written: {error}", logging.WARNING)
+            self._writer.warn(f"the report could not be written: {error}", self._collectives.rank)
 
     def close(self, run: RunSnapshot) -> None:
         """The run is over: the last report. Called on all ranks."""
@@ -81,6 +81,7 @@ class _Writer:
     def __init__(self) -> None:
         self.run: RunSnapshot | None = None
         self.said_result = False
+        self._said_failure = False
         self._process = os.getpid()
         self._gathered: Sequence[LocalMeasurements] = ()
 
@@ -88,6 +89,7 @@ class _Writer:
         self._gathered = ranks
         report = build_report(run, ranks)
         report.write(run.config.report_path)
+        self._said_failure = False
         line = None if self.said_result else result_line(report, run.timer.steps_ms(Phase.STABLE))
         if line is not None:
             self.said_result = True
@@ -105,4 +107,10 @@ class _Writer:
             self.said_result = False
             self.write(run, [local_measurements(run), *self._gathered[1:]])
         except Exception as error:
-            announce(0, f"the last report could not be written: {error}", logging.WARNING)
+            self.warn(f"the report could not be written: {error}", 0)
+
+    def warn(self, text: str, rank: int) -> None:
+        """Say it once until a report is written again: a disk that is full fails at every report."""
+        if not self._said_failure:
+            self._said_failure = True
+            announce(rank, text, logging.WARNING)
