@@ -56,5 +56,8 @@ def test_a_state_of_an_older_format_keeps_its_step_and_is_monitored_anew() -> No
 
 def test_the_table_of_hosts_is_what_doctor_compares_with() -> None:
     page = (ROOT / "docs" / "compatibility.md").read_text()
-    rows = re.findall(r"^\| ([\w.-]+) \| `([\w-]+)` \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE)
-    assert rows == [(host.name, host.package, host.oldest, host.newest) for host in HOSTS]
+    rows = re.findall(r"^\| ([\w.-]+) \| `([\w-]+)` \| ([\d.]+) \| .* \| (\d+) \| \d+ \|$", page, re.MULTILINE)
+    ran = {(name, package, version) for name, package, version, _ in rows}
+    for host in HOSTS:
+        assert {(host.name, host.package, host.oldest), (host.name, host.package, host.newest)} <= ran
+    assert {failed for *_, failed in rows} == {"0"}

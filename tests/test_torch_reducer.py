@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tf_adapters.torch_pipelining.replicas import reported_to_reducer
 
 LAYERS, WIDTH = 6, 8
-FROZEN = ("module.1.weight", "module.4.weight")
+FROZEN = ("1.weight", "4.weight")
 
 
 @pytest.mark.distributed
@@ -54,9 +54,9 @@ def reduced(last: bool) -> tuple[list[str], dict[str, torch.Tensor], dict[str, t
     events.clear()
     with model.no_sync():
         for name in FROZEN:
-            model.get_parameter(name).requires_grad_(False)
+            layers.get_parameter(name).requires_grad_(False)
         output = model(inputs).square().mean()
-        parameters = dict(model.named_parameters())
+        parameters = dict(layers.named_parameters())
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         expected = dict(
             zip(trained, torch.autograd.grad(output, list(trained.values()), retain_graph=True), strict=True)

@@ -1,4 +1,4 @@
-"""Losses that are no numbers, steps that the host skips, clocks that jump, microbatches that change, on every host."""
+"""Losses that are no numbers, clocks that jump, models that raise in the midst of a step, on every host."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class TorchTraining:
                 tokens, labels = batch(self.run.case, number, replica)
                 per_replica.append(masked_gradients(model, [(tokens[rows], labels[rows])], loss_fn, lambda _: ()))
             mean = {name: torch.stack([g[name] for g in per_replica]).mean(0) for name in per_replica[0]}
-            found.append({key: mean[plain(key[1])] for key in self.parameters()})
+            found.append({key: mean[key[1]] for key in self.parameters()})
         return found
 
     def save(self, folder: str) -> None:
@@ -84,9 +84,8 @@ class TorchTraining:
         self.adapter.detach()
 
     def _by_stage(self, named: dict[str, torch.Tensor]) -> Tensors:
-        """By the names that the stage's module, wrapped or not, has for them."""
-        names = {plain(n): (s.stage_index, n) for s in self.run.stages for n, _ in s.submod.named_parameters()}
-        return {names[name]: value for name, value in named.items()}
+        stages = {plain(n): s.stage_index for s in self.run.stages for n, _ in s.submod.named_parameters()}
+        return {(stages[name], name): value for name, value in named.items()}
 
 
 start = TorchTraining

@@ -24,7 +24,13 @@ from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.timing.timer import clock_for
 from tf_adapters.torch_pipelining.execution import RewrittenOrder
 from tf_adapters.torch_pipelining.optimizers import Updates
-from tf_adapters.torch_pipelining.replicas import frozen_replica, linear_layer, replica_count, reported_to_reducer
+from tf_adapters.torch_pipelining.replicas import (
+    frozen_replica,
+    inside_replica,
+    linear_layer,
+    replica_count,
+    reported_to_reducer,
+)
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
 from tf_adapters.torch_pipelining.support import refuse_grad_scaler
 from tf_adapters.torch_pipelining.units import held_values, local_gradient, shared_parameters
@@ -64,12 +70,13 @@ class TorchPipeliningAdapter(HostAdapter):
         self._scaled: list[tuple[torch.Tensor, float]] = []  # gradients, by what
 
         def describe() -> HostPipeline:
-            parameters = {stage.stage_index: dict(stage.submod.named_parameters()) for stage in self._stages}
+            models = {stage.stage_index: inside_replica(stage.submod) for stage in self._stages}
+            parameters = {stage: dict(model.named_parameters()) for stage, model in models.items()}
             tapped = self._stages if config.splits_backwards else ()
             return HostPipeline(
                 host=host_info(),
                 schedule=translate(schedule),
-                units={stage.stage_index: units_of(stage.submod) for stage in self._stages},
+                units={stage: units_of(model) for stage, model in models.items()},
                 parameters=parameters,
                 ties=shared_parameters(parameters),
                 held_values=held_values(parameters),

@@ -24,6 +24,12 @@ def replica_count(module: torch.nn.Module) -> int:
     return int(module.process_group.size()) if isinstance(module, DistributedDataParallel) else 1
 
 
+def inside_replica(module: torch.nn.Module) -> torch.nn.Module:
+    """A stage's own module: parameters have the same names with and without DDP around it."""
+    inside: torch.nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+    return inside
+
+
 def frozen_replica(module: torch.nn.Module, names: Iterable[str]) -> AbstractContextManager[None]:
     """Freeze what the module itself computes with, beside the parameters that its optimizer knows."""
     return _unsharded_frozen(module, tuple(names)) if isinstance(module, FSDPModule) else nullcontext()
@@ -82,7 +88,7 @@ def reported_to_reducer(module: torch.nn.Module, names: Iterable[str], first: bo
     It waits for them in the ``last`` backward of a batch, once it has been prepared for it. In the ``first`` it may:
     the metadata pass of a first step runs the module outside of ``no_sync``. Where it does not, nothing happens.
     """
-    frozen = [module.get_parameter(name) for name in names]
+    frozen = [inside_replica(module).get_parameter(name) for name in names]
     if not (frozen and isinstance(module, DistributedDataParallel) and (first or last)):
         yield
         return

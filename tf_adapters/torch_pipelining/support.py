@@ -162,6 +162,7 @@ def _optimizer_problem(schedule: Any, optimizers: Sequence[Any]) -> Problem:
     if not optimizers:
         return None
     updated = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    if any(id(p) in updated for stage in stages_of(schedule) for p in stage.submod.parameters()):
+    own = [id(p) for stage in stages_of(schedule) for p in stage.submod.parameters()]
+    if not own or not updated.isdisjoint(own):
         return None
     return "the optimizer holds no parameter of this rank's stages"

@@ -1,0 +1,138 @@
+"""The contract suite on the oldest and the newest version of every host, and on what was published since.
+
+    python tests/matrix.py                              # all of them; `make test-matrix`
+    python tests/matrix.py deepspeed==0.19.3 --whole    # one, with the host's own distributed tests too
+
+A version that is not installed is unpacked into a folder that comes before the environment's packages. The newest torch
+brings CUDA: 5 GB. benchmarks/results/matrix.json keeps the outcomes, and docs/compatibility.md shows them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from importlib import metadata
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from measuring import machine, put_table
+
+from tf_adapters.cli.doctor import HOSTS
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "build" / "matrix"
+RESULTS = ROOT / "benchmarks" / "results" / "matrix.json"
+PAGE = ROOT / "docs" / "compatibility.md"
+PACKAGES = {host.package: host for host in HOSTS}
+HOST_TESTS = {"deepspeed": "deepspeed", "megatron-core": "megatron", "torch": "torch"}
+BUILD_SHM = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+# Megatron-Core's newer wheels ask for Python 3.12; their code runs on 3.11.
+DOWNLOAD = ("--no-deps", "--no-build-isolation", "--ignore-requires-python")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="*", metavar="PACKAGE==VERSION", help=f"of {', '.join(PACKAGES)}")
+    parser.add_argument("--whole", action="store_true", help="the host's own distributed tests too")
+    args = parser.parse_args()
+    chosen = [tuple(text.split("==")) for text in args.versions] or [*tested(), *newer()]
+    failed = False
+    for package, version in chosen:
+        print(f"{package} {version} ...", flush=True)
+        row = run(package, version, args.whole)
+        print(json.dumps(row), flush=True)
+        keep(row)
+        failed |= bool(row["failed"])
+    sys.exit(failed)
+
+
+def tested() -> list[tuple[str, str]]:
+    return [(package, version) for package, host in PACKAGES.items() for version in (host.oldest, host.newest)]
+
+
+def newer() -> list[tuple[str, str]]:
+    """What the package index has above the newest tested version, pre-releases too."""
+    found = []
+    for package, host in PACKAGES.items():
+        command = [sys.executable, "-m", "pip", "index", "versions", "--pre", "--ignore-requires-python", package]
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        newest = re.search(r"Available versions: ([^,\s]+)", listed)
+        if newest and numbers(newest[1]) > numbers(host.newest):
+            found.append((package, newest[1]))
+    return found
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
+def run(package: str, version: str, whole: bool) -> dict[str, object]:
+    """The outcome of the tests of a host's adapter under one version of it."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    if not metadata.version(package).startswith(version):
+        overlay = unpacked(package, version)
+        before = filter(None, (str(overlay), os.environ.get("PYTHONPATH")))
+        environment |= {"PYTHONPATH": os.pathsep.join(before), "TORCH_EXTENSIONS_DIR": str(overlay / "extensions")}
+    if package == "deepspeed":
+        subprocess.run([sys.executable, "-c", BUILD_SHM], env=environment, check=True, capture_output=True)
+    name, report = HOST_TESTS[package], FOLDER / f"{package}-{version}.xml"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    own = [str(path) for path in sorted((ROOT / "tests").glob(f"test_*{name}*.py"))] if whole else []
+    files = [str(ROOT / "tests" / "test_contract.py"), *own]
+    options = ["-k", name, "-m", "distributed", "-n", "2", "--dist", "worksteal", "--maxfail", "1000", "-q"]
+    began = time.monotonic()
+    command = [sys.executable, "-m", "pytest", *files, *options, "-p", "no:cacheprovider", f"--junitxml={report}"]
+    subprocess.run(command, env=environment, check=False, cwd=ROOT)
+    suite = ElementTree.parse(report).getroot()[0].attrib
+    counts = {name: int(suite[name]) for name in ("tests", "failures", "errors", "skipped")}
+    failed = counts["failures"] + counts["errors"]
+    return {
+        "package": package,
+        "version": version,
+        "tests": "contract and the host's own" if whole else "contract",
+        "passed": counts["tests"] - failed - counts["skipped"],
+        "failed": failed,
+        "skipped": counts["skipped"],
+        "seconds": round(time.monotonic() - began),
+    }
+
+
+def unpacked(package: str, version: str) -> Path:
+    """A folder that holds one version of a package; torch with all that it brings."""
+    overlay = FOLDER / f"{package}-{version}"
+    if not (overlay / "ready").exists():
+        options = [] if package == "torch" else DOWNLOAD
+        pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", *options]
+        subprocess.run([*pip, "--upgrade", "--target", str(overlay), f"{package}=={version}"], check=True)
+        (overlay / "ready").touch()
+    return overlay
+
+
+def keep(row: dict[str, object]) -> None:
+    rows = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    kept = [other for other in rows if (other["package"], other["version"]) != (row["package"], row["version"])]
+    order = list(PACKAGES)
+    rows = sorted([*kept, row], key=lambda one: (order.index(one["package"]), numbers(one["version"])))
+    RESULTS.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    put_table(PAGE, "matrix", table(rows))
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    heads = ["host", "package", "version", "tests", "passed", "failed", "skipped"]
+    lines = [heads, ["---"] * len(heads)]
+    for row in rows:
+        host = PACKAGES[str(row["package"])]
+        cells = [host.name, f"`{host.package}`", *(str(row[name]) for name in heads[2:])]
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    main()
