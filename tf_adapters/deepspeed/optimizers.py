@@ -125,11 +125,11 @@ def scale_gradients(optimizer: Any, scales: Iterable[Scale]) -> None:
     """Multiply what a batch has left in the parameters' gradients, before they are reduced."""
     if isinstance(optimizer, BF16_Optimizer):
         buffers = {id(p): optimizer.fp32_groups_gradients[group][i] for group, i, p in _accumulated(optimizer)}
-        found = ((buffers.get(id(parameter)), scale) for parameter, scale in scales)
+        scaled = ((buffers.get(id(parameter)), scale) for parameter, scale in scales)
     else:
         attribute = _gradient_attribute(optimizer)
-        found = ((getattr(parameter, attribute, None), scale) for parameter, scale in scales)
-    for gradient, scale in found:
+        scaled = ((getattr(parameter, attribute, None), scale) for parameter, scale in scales)
+    for gradient, scale in scaled:
         if gradient is not None:
             gradient.mul_(scale)
 

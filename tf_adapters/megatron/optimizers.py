@@ -117,9 +117,9 @@ def held_values(optimizer: Any, parameters: Mapping[int, Mapping[str, torch.nn.P
     def held(stage: int, name: str) -> tuple[Piece, ...]:
         p = parameters[stage][name]
         # A chain's optimizers all name the parameter itself where none has a copy.
-        found = {_begin(leaf, p): _master(leaf, main) for leaf in optimizers for main in _updated(leaf, p)}
+        masters = {_begin(leaf, p): _master(leaf, main) for leaf in optimizers for main in _updated(leaf, p)}
         place = _model_parallel_place(p)
-        return tuple(Piece(main, (*place, begin)) for begin, main in found.items())
+        return tuple(Piece(main, (*place, begin)) for begin, main in masters.items())
 
     return held
 

@@ -169,16 +169,16 @@ def _forwards(timer: ActionTimer) -> dict[Action, float]:
 
 def _points(timer: ActionTimer, phase: Phase) -> dict[Action, Points]:
     """One median for each action, or its newest samples where each has a freeze ratio of its own."""
-    found: dict[Action, Points] = {}
+    points: dict[Action, Points] = {}
     for action in timer.actions(phase):
         samples = timer.samples(phase, action)
         if action.kind is Kind.FORWARD:
             continue
         if phase is Phase.MONITORING_MIXED:
-            found[action] = tuple((sample.share, sample.ms) for sample in samples[-_SINGLE_SAMPLES:])
+            points[action] = tuple((sample.share, sample.ms) for sample in samples[-_SINGLE_SAMPLES:])
         elif (ms := median(sample.ms for sample in samples)) is not None:
-            found[action] = ((sum(sample.share for sample in samples) / len(samples), ms),)
-    return found
+            points[action] = ((sum(sample.share for sample in samples) / len(samples), ms),)
+    return points
 
 
 def _measured(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Measured:

@@ -112,15 +112,15 @@ def _sizes(panels: Sequence[Panel]) -> str:
     ranks = {len(panel.stages) for panel in panels}
     microbatches = {max(block.action.microbatch for block in panel.blocks) + 1 for panel in panels}
     words = [(ranks, "pipeline ranks"), (microbatches, "microbatches")]
-    known = [f"{next(iter(found))} {noun}" for found, noun in words if len(found) == 1]
+    known = [f"{next(iter(sizes))} {noun}" for sizes, noun in words if len(sizes) == 1]
     shared = any(len(stages) > 1 for panel in panels for stages in panel.stages)
     return (": " if known else "") + ", ".join(known) + (" (stages of one rank staggered)" if shared else "")
 
 
 def _kind(path: str | os.PathLike[str], fmt: Literal["png", "svg"] | None) -> Literal["png", "svg"]:
-    found = fmt or Path(path).suffix.lower().lstrip(".")
-    if found == "png":
+    chosen = fmt or Path(path).suffix.lower().lstrip(".")
+    if chosen == "png":
         return "png"
-    if found == "svg":
+    if chosen == "svg":
         return "svg"
     raise ConfigError(f"cannot draw into {path}: the file must end in .png or .svg")

@@ -82,16 +82,16 @@ def planned_ratio_by_step(report: Report) -> dict[str, list[float]]:
 
 def plots_of(report: Report) -> dict[str, Draw]:
     """The pictures that this report has something for: what draws each, by the name of its file."""
-    found: dict[str, Draw] = {}
+    figures: dict[str, Draw] = {}
     if any(fitted(on_the_line(*of_stage)) for of_stage in backward_points(report).items()):
-        found["backward_time"] = _draw_backward_time
+        figures["backward_time"] = _draw_backward_time
     if report.frozen_share or planned_ratio_by_step(report):
-        found["freeze_ratio"] = _draw_freeze_ratio
+        figures["freeze_ratio"] = _draw_freeze_ratio
     if report.parameter_freeze_ratio:
-        found["parameters"] = _draw_parameters
+        figures["parameters"] = _draw_parameters
     if report.plan is not None and report.plan.frontier:
-        found["frontier"] = _draw_frontier
-    return found
+        figures["frontier"] = _draw_frontier
+    return figures
 
 
 def draw_plots(report: Report, folder: str | os.PathLike[str]) -> tuple[Path, ...]:

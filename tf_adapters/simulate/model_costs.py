@@ -193,5 +193,5 @@ def action_bounds(
         before = cost.input_grad if first or action.kind is Kind.BACKWARD else 0.0
         return Bounds(0.0 if first and first_stage_disappears else before, before + cost.weight_grad)
 
-    found = {action: bounds(action) for action in schedule.actions}
-    return {a: Bounds(b.lower / flops_per_ms, b.upper / flops_per_ms) for a, b in found.items()}
+    flops = {action: bounds(action) for action in schedule.actions}
+    return {a: Bounds(b.lower / flops_per_ms, b.upper / flops_per_ms) for a, b in flops.items()}

@@ -178,10 +178,10 @@ def _schedules(args: argparse.Namespace) -> tuple[str, ...]:
         return ()
     if args.schedule.strip().lower() == "all":
         return tuple(SCHEDULES)
-    found = tuple(dict.fromkeys(canonical(name) for name in args.schedule.split(",")))
-    if args.stages_per_rank not in (None, "1") and set(found) <= set(SINGLE):
-        raise ConfigError(f"--stages-per-rank {args.stages_per_rank}: {', '.join(found)}: one stage on each rank")
-    return found
+    names = tuple(dict.fromkeys(canonical(name) for name in args.schedule.split(",")))
+    if args.stages_per_rank not in (None, "1") and set(names) <= set(SINGLE):
+        raise ConfigError(f"--stages-per-rank {args.stages_per_rank}: {', '.join(names)}: one stage on each rank")
+    return names
 
 
 def _argument(name: str) -> str:
