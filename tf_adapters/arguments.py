@@ -15,31 +15,37 @@ from pydantic import ValidationError
 from tf_adapters.config import SECTION, TimelyFreezeConfig, allowed, read_setting
 from tf_adapters.errors import ConfigError
 
-SWITCH = "--timely-freeze"
+Spelling = Callable[[str], str]
+"""The option of a setting by its name; of the switch by an empty one."""
 _FIELDS = {name: field for name, field in TimelyFreezeConfig.model_fields.items() if name != "enabled"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def dashed(name: str) -> str:
+    """``--timely-freeze``, ``--timely-freeze-max-freeze-ratio``: as Megatron-LM and most scripts spell arguments."""
+    return "-".join(["--timely-freeze", *(name.split("_") if name else [])])
+
+
+def add_arguments(parser: argparse.ArgumentParser, spelling: Spelling = dashed) -> argparse.ArgumentParser:
     """Add the group ``timely freeze`` to a parser, unless it is there already; returns the parser."""
-    if SWITCH in parser._option_string_actions:
+    if spelling("") in parser._option_string_actions:
         return parser
     group = parser.add_argument_group("timely freeze", "Freeze weight gradients where they hold the pipeline up.")
-    group.add_argument(SWITCH, action="store_true", help="switch freezing on")
+    group.add_argument(spelling(""), dest=SECTION, action="store_true", help="switch freezing on")
     for name, field in _FIELDS.items():
         description = f"{field.description}; allowed: {allowed(name)}".replace("%", "%%")
         group.add_argument(
-            f"{SWITCH}-{name.replace('_', '-')}",
+            spelling(name),
             dest=f"{SECTION}_{name}",
-            type=_reader(parser, name),
+            type=_reader(parser, name, spelling(name)),
             default=field.default,
             metavar=name.split("_")[-1].upper(),
             help=f"{description} (default: {field.default})",
         )
-    _check_after_parsing(parser)
+    _check_after_parsing(parser, spelling)
     return parser
 
 
-def config_from_args(args: argparse.Namespace) -> TimelyFreezeConfig | None:
+def config_from_args(args: argparse.Namespace, spelling: Spelling = dashed) -> TimelyFreezeConfig | None:
     """The settings that a parsed command line gives; None without ``--timely-freeze``.
 
     Raises ConfigError where a setting is given but freezing is not switched on.
@@ -50,19 +56,19 @@ def config_from_args(args: argparse.Namespace) -> TimelyFreezeConfig | None:
         return TimelyFreezeConfig(**settings)
     for name, value in settings.items():
         if value != _FIELDS[name].default:
-            option = f"{SWITCH}-{name.replace('_', '-')}"
-            raise ConfigError(f"{option} is {value!r}, but {SWITCH} is not given: give it, or leave {option} out")
+            option, switch = spelling(name), spelling("")
+            raise ConfigError(f"{option} is {value!r}, but {switch} is not given: give it, or leave {option} out")
     return None
 
 
-def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
+def _check_after_parsing(parser: argparse.ArgumentParser, spelling: Spelling) -> None:
     """End the program with one line, before a host starts anything, where settings are given without the switch."""
     parse: Any = parser.parse_known_args
 
     def parse_known_args(*args: Any, **kwargs: Any) -> Any:
         namespace, rest = parse(*args, **kwargs)
         try:
-            config_from_args(namespace)
+            config_from_args(namespace, spelling)
         except ConfigError as error:
             parser.exit(2, f"{parser.prog}: error: {error}\n")
         return namespace, rest
@@ -70,14 +76,13 @@ def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
     vars(parser)["parse_known_args"] = parse_known_args
 
 
-def _reader(parser: argparse.ArgumentParser, name: str) -> Callable[[str], Any]:
+def _reader(parser: argparse.ArgumentParser, name: str, option: str) -> Callable[[str], Any]:
     """Reads one argument; a wrong one ends the program with one line, without a host's pages of usage."""
 
     def read(text: str) -> Any:
         for value in _readings(text):
             with contextlib.suppress(ValidationError):
                 return read_setting(name, value)
-        option = f"{SWITCH}-{name.replace('_', '-')}"
         return parser.exit(2, f"{parser.prog}: error: {option} is {text!r}: allowed is {allowed(name)}\n")
 
     return read

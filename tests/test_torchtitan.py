@@ -1,0 +1,190 @@
+"""Unedited TorchTitan jobs with freezing: arguments and TOML files, schedules, checkpoints, logs, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from torchtitan_jobs import FREEZING, MODEL, PIPELINE, TRAINING, Outcome, make_assets, run_jobs
+
+from tf_adapters.errors import ConfigError
+from tf_adapters.report import Report
+from tf_adapters.torchtitan.settings import JobSettings
+
+# --- settings, in one process ------------------------------------------------------------------------------------
+
+
+def test_arguments_go_before_the_file_and_the_rest_is_torchtitans() -> None:
+    given = ["--timely_freeze.max-freeze-ratio=0.3", "--training.steps", "5", "--timely-freeze.method", "timely+apf"]
+    settings = JobSettings(given)
+    assert settings.rest == ["--training.steps", "5"]
+    left = settings.take_section({"timely_freeze": {"enable": True, "max_freeze_ratio": 0.6, "seed": 3}, "model": {}})
+    assert left == {"model": {}}
+    config = settings.config("out")
+    assert config is not None
+    assert (config.max_freeze_ratio, config.method, config.seed, config.output_dir) == (0.3, "timely+apf", 3, "out")
+
+
+def test_nothing_is_frozen_unless_it_is_switched_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert JobSettings(["--training.steps", "5"]).config("out") is None
+    settings = JobSettings(["--timely_freeze.seed", "5"])
+    with pytest.raises(SystemExit) as end:
+        settings.config("out")
+    assert end.value.code == 2
+    line = "--timely_freeze.seed is 5, but --timely_freeze.enable is not given"
+    assert line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--timely_freeze.max_freeze_ratio", "2"], "--timely_freeze.max_freeze_ratio is '2': allowed is"),
+        (["--timely_freeze.granularity=row"], "--timely_freeze.granularity is 'row': allowed is"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        JobSettings(arguments)
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert line in said
+    assert said.count("\n") == 1
+
+
+def test_a_misspelt_argument_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="max_freeze_ration"):
+        JobSettings(["--timely_freeze.max_freeze_ration", "0.5"])
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        ({"enable": "yes"}, "timely_freeze.enable is 'yes': allowed is true or false"),
+        ({"enable": True, "max_freeze_ratio": 3}, "max_freeze_ratio is 3"),
+        ({"enable": True, "max_ratio": 0.5}, "max_ratio"),
+        (0.5, "it must be an object of settings"),
+    ],
+)
+def test_a_wrong_section_is_refused_by_name(section: object, line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        JobSettings([]).take_section({"timely_freeze": section})
+
+
+# --- jobs on two ranks ---------------------------------------------------------------------------------------------
+
+LLAMA = (*MODEL, *TRAINING, *PIPELINE)
+SCHEDULES = ("GPipe", "Interleaved1F1B", "ZBVZeroBubble")
+DEFERRED_TOKENS = ("--timely_freeze.weight_gradients=deferred", "--timely_freeze.granularity=token")
+CHECKPOINTS = ("--checkpoint.enable", "--checkpoint.interval", "14", "--checkpoint.no-last-save-model-only")
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    """All of them in one pair of processes, by name and rank."""
+    pytest.importorskip("torchtitan")
+    folder = tmp_path_factory.mktemp("torchtitan")
+    make_assets(folder)
+    toml = folder / "job.toml"
+    toml.write_text('[timely_freeze]\nenable = true\nmax_freeze_ratio = 0.6\n[job]\ndump_folder = "from toml"\n')
+    wrong = folder / "wrong.toml"
+    wrong.write_text("[timely_freeze]\nenable = true\nmax_freeze_ratio = 6\n")
+
+    def job(name: str, *arguments: str, steps: int = 14) -> tuple[str, ...]:
+        return ("--job.dump_folder", name, "--training.steps", str(steps), *arguments)
+
+    given = {
+        "alone": job("alone", *LLAMA),
+        "nothing frozen": job("nothing", *LLAMA, *FREEZING, "--timely_freeze.max_freeze_ratio", "0"),
+        **{name: job(name, *LLAMA, *FREEZING, "--parallelism.pipeline_parallel_schedule", name) for name in SCHEDULES},
+        "deferred tokens": job(
+            "deferred",
+            *LLAMA,
+            *FREEZING,
+            "--timely_freeze.weight_gradients=deferred",
+            "--timely_freeze.granularity=token",
+        ),
+        "whole": job("run", *LLAMA, *FREEZING, *CHECKPOINTS, steps=18),
+        "resumed": job("run", *LLAMA, *FREEZING, *CHECKPOINTS, "--checkpoint.load_step", "14", steps=18),
+        "alone, saved": job("other", *LLAMA, *CHECKPOINTS),
+        "begun later": job("other", *LLAMA, *FREEZING, *CHECKPOINTS, steps=26),
+        "from a file": ("--job.config_file", str(toml), *LLAMA, "--training.steps", "10"),
+        "no pipeline": job("none", *MODEL, *TRAINING, *FREEZING),
+        "wrong file": ("--job.config_file", str(wrong), *LLAMA),
+    }
+    outcomes = dict(zip(given, run_jobs(folder, list(given.values())), strict=True))
+    for name, of_ranks in outcomes.items():
+        for outcome in of_ranks:
+            assert outcome.status == (2 if name in ("no pipeline", "wrong file") else 0), (name, outcome.said)
+    outcomes["folder"] = [Outcome(said=str(folder))]
+    return outcomes
+
+
+def report_of(jobs: dict[str, list[Outcome]], name: str) -> Report:
+    return Report.read(Path(jobs["folder"][0].said) / name / "timely_freeze" / "report.json")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_freeze_to_the_end(jobs: dict[str, list[Outcome]], name: str) -> None:
+    report = report_of(jobs, name)
+    assert report.status == "stable"
+    assert report.plan is not None
+    assert report.plan.mean_freeze_ratio > 0.0
+    assert report.frozen_share
+    figures = jobs[name][0].figures[14]
+    assert figures["timely_freeze/afr_stage_0"] > 0.0
+    assert figures["timely_freeze/planned_step_ms"] > 0.0
+
+
+@pytest.mark.distributed
+def test_with_nothing_frozen_it_trains_as_torchtitan_alone(jobs: dict[str, list[Outcome]]) -> None:
+    for ours, alone in zip(jobs["nothing frozen"], jobs["alone"], strict=True):
+        assert ours.losses == alone.losses
+        assert len(alone.losses) == 14
+    assert jobs["whole"][1].losses[18] != jobs["alone"][1].losses[14]
+
+
+@pytest.mark.distributed
+def test_deferred_tokens_run(jobs: dict[str, list[Outcome]]) -> None:
+    report = report_of(jobs, "deferred")
+    assert report.status == "stable"
+    assert report.config["granularity"] == "token"
+
+
+@pytest.mark.distributed
+def test_a_resumed_job_repeats_the_uninterrupted_one(jobs: dict[str, list[Outcome]]) -> None:
+    for whole, resumed in zip(jobs["whole"], jobs["resumed"], strict=True):
+        assert sorted(resumed.losses) == [15, 16, 17, 18]
+        assert all(whole.losses[step] == loss for step, loss in resumed.losses.items())
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_without_freezing_begins_it_anew(jobs: dict[str, list[Outcome]]) -> None:
+    assert sorted(jobs["begun later"][0].losses) == list(range(15, 27))
+    assert report_of(jobs, "other").status == "stable"
+
+
+@pytest.mark.distributed
+def test_a_toml_file_has_settings(jobs: dict[str, list[Outcome]]) -> None:
+    assert report_of(jobs, "from toml").config["max_freeze_ratio"] == 0.6
+
+
+@pytest.mark.distributed
+def test_what_cannot_be_is_one_line(jobs: dict[str, list[Outcome]]) -> None:
+    for name, line in (
+        (
+            "no pipeline",
+            "tf_adapters.torchtitan: error: timely_freeze cannot run here: TorchTitan trains without a pipeline",
+        ),
+        ("wrong file", "max_freeze_ratio is 6"),
+    ):
+        said = [of_line for of_line in jobs[name][0].said.splitlines() if "tf_adapters.torchtitan: error" in of_line]
+        assert len(said) == 1
+        assert line in said[0]
+        assert "Traceback" not in jobs[name][0].said
+
+
+def test_outcomes_are_plain(tmp_path: Path) -> None:
+    make_assets(tmp_path)
+    assert json.loads((tmp_path / "tests/assets/tokenizer/tokenizer.json").read_text())

@@ -1,0 +1,78 @@
+"""``torchrun ... -m tf_adapters.torchtitan ...``: an unchanged TorchTitan job with freezing."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tf_adapters.errors import TimelyFreezeError, UnsupportedError
+from tf_adapters.overrides import Overrides
+from tf_adapters.torchtitan.settings import JobSettings
+
+_USAGE = (
+    "usage: torchrun [...] -m tf_adapters.torchtitan [-m MODULE] [TorchTitan's arguments] --timely_freeze.enable "
+    "[--timely_freeze.max_freeze_ratio 0.8 ...]\nMODULE is torchtitan.train by default."
+)
+
+
+def main() -> None:
+    """Run TorchTitan's training, or the module that ``-m`` names, as it would run by itself.
+
+    An error of ours becomes one line on rank 0's stderr and exit status 2 on every rank.
+    """
+    arguments = sys.argv[1:]
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(_USAGE)
+        raise SystemExit(0)
+    module = "torchtitan.train"
+    if arguments[:1] == ["-m"] and len(arguments) > 1:
+        module, arguments = arguments[1], arguments[2:]
+    try:
+        _run(module, arguments)
+    except TimelyFreezeError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"tf_adapters.torchtitan: error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _run(module: str, arguments: list[str]) -> None:
+    settings = JobSettings(arguments)
+    sys.argv = [module, *settings.rest]  # before TorchTitan is imported: it reads them then
+    try:
+        from torchtitan.config import ConfigManager
+    except ModuleNotFoundError as error:
+        if error.name != "torchtitan":
+            raise
+        raise UnsupportedError("torchtitan is not installed: pip install torchtitan") from None
+    from tf_adapters.torchtitan.training import install, trainer_module
+
+    if hasattr(ConfigManager, "_maybe_load_toml"):  # before 0.3
+        Overrides().set(
+            ConfigManager, "_maybe_load_toml", _without_our_section(ConfigManager._maybe_load_toml, settings)
+        )
+    install(settings.config)
+    if module != "torchtitan.train":
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return
+    import torchtitan.train as script
+
+    takes_trainer = bool(inspect.signature(script.main).parameters)
+    script.main(*([trainer_module().Trainer] if takes_trainer else []))
+
+
+def _without_our_section(load: Callable[..., Any], settings: JobSettings) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def load_toml(self: Any, args: list[str]) -> Any:
+        values = load(self, args)
+        return values if values is None else settings.take_section(values)
+
+    return load_toml
+
+
+if __name__ == "__main__":
+    main()
