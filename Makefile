@@ -84,7 +84,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@echo "Installing PyTorch, the hosts and the tools into $(VENV): once, some minutes"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) torch $(SHOW)
-	@$(PIP) -e ".[deepspeed,megatron,plot,cli,examples,test,dev]" $(SHOW)
+	@$(PIP) -e ".[deepspeed,megatron,torchtitan,plot,cli,examples,test,dev]" $(SHOW)
 	@rm -rf $(VENV)/torch_extensions
 	@echo "Compiling DeepSpeed's communication between CPU processes: once"
 	@$(RUN) $(BUILD_SHM)

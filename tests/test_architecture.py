@@ -19,11 +19,17 @@ FLOORS = [
     {"report"},
     {"hosts", "simulate"},
     {"deepspeed", "megatron", "torch_pipelining"},
+    {"torchtitan"},
     {"cli", "testing"},
 ]
 """From the ground up: a room imports rooms of lower floors only."""
 
-HOSTS = {"deepspeed": "deepspeed", "megatron": "megatron", "torch_pipelining": "torch.distributed.pipelining"}
+HOSTS = {
+    "deepspeed": "deepspeed",
+    "megatron": "megatron",
+    "torch_pipelining": "torch.distributed.pipelining",
+    "torchtitan": "torchtitan",
+}
 MOST_LINES, MOST_FUNCTION_LINES, MOST_POSITIONAL = 400, 60, 4
 FILES = [*sorted((ROOT / "tf_adapters").rglob("*.py")), *sorted((ROOT / "megatron_patches").glob("*.py"))]
 

@@ -21,6 +21,7 @@ from tf_adapters.hosts.units import units_of
 from tf_adapters.masking.taps import StageTaps
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
+from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.timing.timer import clock_for
 from tf_adapters.torch_pipelining.execution import RewrittenOrder
 from tf_adapters.torch_pipelining.optimizers import Updates
@@ -33,7 +34,7 @@ from tf_adapters.torch_pipelining.replicas import (
 )
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
 from tf_adapters.torch_pipelining.support import refuse_grad_scaler
-from tf_adapters.torch_pipelining.units import held_values, local_gradient, shared_parameters
+from tf_adapters.torch_pipelining.units import held_values, local_gradient, shared_parameters, trained_by_loss
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
@@ -76,7 +77,7 @@ class TorchPipeliningAdapter(HostAdapter):
             return HostPipeline(
                 host=host_info(),
                 schedule=translate(schedule),
-                units={stage: units_of(model) for stage, model in models.items()},
+                units={stage: _units(schedule, model) for stage, model in models.items()},
                 parameters=parameters,
                 ties=shared_parameters(parameters),
                 held_values=held_values(parameters),
@@ -223,3 +224,9 @@ class TorchPipeliningAdapter(HostAdapter):
         action = Action(stage.stage_index, kind, microbatch)
         with self.controller.running(action), frozen_replica(stage.submod, frozen):
             yield
+
+
+def _units(schedule: Any, model: torch.nn.Module) -> tuple[FreezeUnit, ...]:
+    """A stage's units; what the loss trains is never frozen."""
+    outside = trained_by_loss(schedule._loss_fn, model)
+    return tuple(unit for unit in units_of(model) if outside.isdisjoint(unit.names))

@@ -83,7 +83,7 @@ def _schedule_problem(schedule: Any) -> Problem:
     names = ("_stage", "_num_stages") if isinstance(schedule, host.PipelineScheduleSingle) else ("_stages",)
     if isinstance(schedule, host._PipelineScheduleRuntime):
         names = (*names, "_comp_type_to_function_map")
-    problem = missing_name(schedule, ("_has_backward", "_n_microbatches", *names))
+    problem = missing_name(schedule, ("_has_backward", "_loss_fn", "_n_microbatches", *names))
     if problem:
         return problem
     if not schedule._has_backward:

@@ -1,8 +1,11 @@
-"""Parameters that stages share, and what of its parameters a rank holds."""
+"""Parameters that stages share or the loss trains, and what of its parameters a rank holds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,6 +21,46 @@ def shared_parameters(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]
         for name, parameter in of_stage.items():
             places.setdefault(id(parameter), []).append((stage, name))
     return tuple(tuple(held) for held in places.values() if len(held) > 1)
+
+
+def trained_by_loss(loss: Any, model: torch.nn.Module) -> frozenset[str]:
+    """The parameters of a stage's module that its loss computes with: by layers of it that the loss holds.
+
+    TorchTitan's ChunkedLossWrapper, for one, runs the output layer forward and backward inside the loss: no mask of
+    ours is on there, and no time of ours holds it. A loss that knows the whole model says nothing.
+    """
+    layers = {id(part) for part in model.modules() if part is not model}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = [thing for thing in _held_by(loss) if isinstance(thing, torch.nn.Module) and id(thing) in layers]
+    return frozenset(names[id(p)] for layer in held for p in layer.parameters() if id(p) in names)
+
+
+def _held_by(thing: Any, depth: int = 4, seen: set[int] | None = None) -> Iterator[Any]:
+    """What a function or an object holds: in its closure, as a bound method or partial, in its attributes."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    yield thing
+    if depth == 0 or isinstance(thing, (torch.nn.Module, torch.Tensor, type, types.ModuleType)):
+        return
+    if isinstance(thing, functools.partial):
+        inside: list[Any] = [thing.func, *thing.args, *thing.keywords.values()]
+    elif isinstance(thing, types.MethodType):
+        inside = [thing.__self__, thing.__func__]
+    elif isinstance(thing, types.FunctionType):
+        inside = [cell.cell_contents for cell in thing.__closure__ or () if _is_filled(cell)]
+    else:
+        inside = list(getattr(thing, "__dict__", {}).values())
+    for held in inside:
+        yield from _held_by(held, depth - 1, seen)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
 
 
 def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -156,24 +155,11 @@ def _log_with(processor: Any, figures: Mapping[str, float], overrides: Overrides
     overrides.set(processor, "log", log)
 
 
-class _State:
-    """An adapter's state as a checkpoint holds it: one text, whatever it says inside."""
-
-    def __init__(self, adapter: Any) -> None:
-        self._adapter = adapter
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": json.dumps(self._adapter.state_dict())}
-
-    def load_state_dict(self, data: Mapping[str, Any]) -> None:
-        self._adapter.load_state_dict(json.loads(data["state"]))
-
-
 def _keep_in_checkpoints(trainer: Any, adapter: Any, warmup_steps: int) -> None:
     """Save with the trainer's states and load with them; a checkpoint without ours begins freezing anew."""
     checkpointer = trainer.checkpointer
     refuse(missing_name(checkpointer, _LOADING, called="torchtitan's CheckpointManager"))
-    checkpointer.states[SECTION] = _State(adapter)
+    checkpointer.states[SECTION] = adapter
     adapter.on_detach(lambda: checkpointer.states.pop(SECTION, None))
     run = checkpointer.load
 
@@ -205,4 +191,4 @@ def _holds_state(checkpointer: Any, step: int) -> bool:
     path = Path(checkpointer._create_checkpoint_id(number))
     if number == -1 or not (path / ".metadata").is_file():
         return False
-    return f"{SECTION}.state" in FileSystemReader(path).read_metadata().state_dict_metadata
+    return f"{SECTION}.{SECTION}" in FileSystemReader(path).read_metadata().state_dict_metadata
