@@ -16,7 +16,7 @@ from schedules import gpipe
 
 from tf_adapters.collectives import SingleProcess
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.errors import ConfigError
+from tf_adapters.errors import ConfigError, UnsupportedError
 from tf_adapters.hosts.agreement import agree_on_settings
 from tf_adapters.report import Report
 from tf_adapters.report.observer import RunReporter
@@ -241,3 +241,12 @@ def test_nobody_waits_for_rank_0_to_write_the_report(
     assert said == ([text] if rank == 0 else [])
     assert collectives.calls == ["collect"] * 3
     reporter.close(controller.snapshot())
+
+
+def test_a_step_that_a_graph_captures_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be replayed with one mask for ever."""
+    controller = controller_of(tmp_path)
+    train(controller, 1)
+    monkeypatch.setattr("tf_adapters.training.controller.is_capturing", lambda device: True)
+    with pytest.raises(UnsupportedError, match="a CUDA graph captures this step"):
+        controller.begin_step()

@@ -10,7 +10,7 @@ import torch
 from tf_adapters.schedule.ir import Action
 from tf_adapters.timing.estimates import median
 from tf_adapters.timing.phase import Phase
-from tf_adapters.timing.timer import ActionTimer, HostClock, Sample, clock_for
+from tf_adapters.timing.timer import ActionTimer, HostClock, Sample, clock_for, is_capturing
 
 FORWARD, BACKWARD = Action.parse("0F0"), Action.parse("0B0")
 UPPER, LOWER = Phase.MONITORING_UPPER, Phase.MONITORING_LOWER
@@ -189,6 +189,18 @@ class Accelerator:
 
     def record(self, stream: Any = None) -> None:
         self.calls.append(("record", self.current_stream() if stream is None else stream))
+
+
+def test_a_stream_that_records_a_graph_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(monkeypatch)
+    assert not is_capturing(torch.device("cpu"))
+    assert not is_capturing(torch.device("cuda"))
+    for captures in (False, True):
+        monkeypatch.setattr(
+            accelerator, "is_current_stream_capturing", lambda captures=captures: captures, raising=False
+        )
+        assert is_capturing(torch.device("cuda")) is captures
+        assert not is_capturing(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("device", "index"), [("cuda:3", 3), ("cuda", 0)])

@@ -3,8 +3,9 @@
     python tests/faults/soak.py --hosts deepspeed megatron torch --steps 20000
 
 Two stages, two replicas. Plans are made anew now and then (their times are put wrong), the model is evaluated between,
-the run is saved and loaded. The slopes are least squares over the last three quarters of the run, with their standard
-errors; results/soak.json beside the benchmarks keeps them, and docs/reliability.md shows them.
+the run is saved and loaded. Then the host alone, for a quarter of the steps. The slopes are least squares over the last
+three quarters of a run, with their standard errors; results/soak.json beside the benchmarks keeps them, and
+docs/reliability.md shows them.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ RANKS = 4
 LOOKS = 80
 SETTINGS = {
     **{"warmup_steps": 4, "monitoring_steps": 20, "progressive_steps": 10, "replan_interval": 50, "report_every": 100},
-    **{"on_error": "warn", "weight_gradients": "deferred", "granularity": "tensor"},
+    "on_error": "warn",
 }
+DEFERS = ("deepspeed", "megatron")  # DistributedDataParallel around torch's stages cannot
 FIGURES = {"resident_mib": "MiB", "threads": "", "files": "", "step_ms": "ms"}
 
 
@@ -52,33 +54,41 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20_000)
     args = parser.parse_args()
     for host in args.hosts:
-        with tempfile.TemporaryDirectory() as folder:
-            of_ranks = rank_pool(host, RANKS).run(train, host, args.steps, folder, timeout_s=7200.0)
-        looks, plans = of_ranks[0]
-        slopes = {name: slope([look[name] for look in looks], args.steps / LOOKS) for name in FIGURES}
-        keep(host, {"steps": args.steps, "plans": plans, "slopes": slopes, "looks": looks})
-        print(host, json.dumps(slopes, indent=1), f"{plans} plans", flush=True)
+        section = {**SETTINGS, "weight_gradients": "deferred" if host in DEFERS else "in_place"}
+        row = {"steps": args.steps, **run(host, section, args.steps), "alone": run(host, None, args.steps // 4)}
+        keep(host, row)
+        print(host, json.dumps({"slopes": row["slopes"], "alone": row["alone"]["slopes"]}, indent=1), flush=True)
     put_table(PAGE, "soak", table(json.loads(RESULTS.read_text())["hosts"]))
 
 
-def train(host: str, steps: int, folder: str) -> tuple[list[dict[str, float]], int]:
+def run(host: str, section: dict[str, Any] | None, steps: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        of_ranks = rank_pool(host, RANKS).run(train, host, section, steps, folder, timeout_s=7200.0)
+    looks, plans = of_ranks[0]
+    slopes = {name: slope([look[name] for look in looks], steps / LOOKS) for name in FIGURES}
+    return {"plans": plans, "slopes": slopes, "looks": looks}
+
+
+def train(host: str, section: Any, steps: int, folder: str) -> tuple[list[dict[str, float]], int]:
     """How this process is, look by look, and how many plans there were. Called on all ranks at once."""
-    training = hosts.start(host, SETTINGS, folder)
+    training = hosts.start(host, section, folder)
     looks, plans, newest, times = [], 0, None, []
     for number in range(steps):
         began = time.perf_counter()
         training.step(number % 1000)
         times.append(1e3 * (time.perf_counter() - began))
-        state = training.controller.state
-        assert state.failure is None, state.failure
-        plans, newest = plans + (state.plan is not newest), state.plan
-        if number % 500 == 250 and training.controller.phase.value == "stable":
-            state.bounds = {a: Bounds(b.lower / 3, b.upper / 3) for a, b in state.bounds.items()}
+        if section is not None:
+            state = training.controller.state
+            assert state.failure is None, state.failure
+            plans, newest = plans + (state.plan is not newest), state.plan
+            if number % 500 == 250 and training.controller.phase.value == "stable":
+                state.bounds = {a: Bounds(b.lower / 3, b.upper / 3) for a, b in state.bounds.items()}
         if (number + 1) % (steps // LOOKS) == 0:
             between(training, folder, load=len(looks) % 4 == 3)
             looks.append(look(times))
             times = []
-    training.detach()
+    if section is not None:
+        training.detach()
     return looks, plans
 
 
@@ -89,11 +99,12 @@ def between(training: Any, folder: str, load: bool) -> None:
     if load:
         training.load(f"{folder}/saved")
     controller = training.controller
-    everywhere = [(stage, m) for stage in range(hosts.STAGES) for m in range(hosts.MICROBATCHES)]
-    masks = [controller.frozen_parameters(controller.step, *at) for at in everywhere]
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(repr((masks, controller.step)).encode()).hexdigest())
-    assert len(set(digests)) == 1, f"masks differ between ranks at step {controller.step}"
+    if controller is not None:
+        everywhere = [(stage, m) for stage in range(hosts.STAGES) for m in range(hosts.MICROBATCHES)]
+        masks = [controller.frozen_parameters(controller.step, *at) for at in everywhere]
+        digests: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(digests, hashlib.sha256(repr((masks, controller.step)).encode()).hexdigest())
+        assert len(set(digests)) == 1, f"masks differ between ranks at step {controller.step}"
     if dist.get_rank() == 0:
         shutil.rmtree(f"{folder}/saved")
     dist.barrier()
@@ -130,12 +141,18 @@ def table(rows: dict[str, Any]) -> str:
     heads = ["host", "steps", "plans", "resident memory", "threads", "file handles", "median step"]
     lines = [heads, ["---"] * len(heads)]
     for host, row in rows.items():
-        cells = []
-        for name, unit in FIGURES.items():
-            of = row["slopes"][name]
-            cells.append(f"{of['mean']:.1f} {unit}, {of['slope']:+.3f} ± {of['error']:.3f}".replace(" ,", ","))
-        lines.append([NAMES[host], f"{row['steps']:,}", str(row["plans"]), *cells])
+        alone = row["alone"]
+        lines.append([NAMES[host], f"{row['steps']:,}", str(row["plans"]), *cells(row["slopes"])])
+        lines.append(["the host alone", f"{row['steps'] // 4:,}", "", *cells(alone["slopes"])])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cells(slopes: dict[str, Any]) -> list[str]:
+    texts = []
+    for name, unit in FIGURES.items():
+        of = slopes[name]
+        texts.append(f"{of['mean']:.1f} {unit}, {of['slope']:+.3f} ± {of['error']:.3f}".replace(" ,", ","))
+    return texts
 
 
 if __name__ == "__main__":

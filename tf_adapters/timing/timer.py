@@ -75,6 +75,16 @@ def clock_for(device: torch.device) -> Clock:
     return HostClock() if device.type == "cpu" else DeviceClock(device)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether the device's current stream records a graph, in which nothing of a step can change later."""
+    if device.type == "cpu":
+        return False
+    import torch
+
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One measured action. ``share`` is the share of its freezable work that was frozen (``units.frozen_share``)."""

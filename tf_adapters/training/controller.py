@@ -15,6 +15,7 @@ import torch
 
 from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.errors import UnsupportedError
 from tf_adapters.masking.gradient_noise import GradientNoise, RowObserver
 from tf_adapters.masking.parameters import ParameterMask
 from tf_adapters.masking.taps import StageTaps
@@ -25,7 +26,7 @@ from tf_adapters.selection.masks import Mask, StageMasks
 from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.timing.memory import MemoryMeter
 from tf_adapters.timing.phase import Phase
-from tf_adapters.timing.timer import ActionTimer
+from tf_adapters.timing.timer import ActionTimer, is_capturing
 from tf_adapters.timing.token_cost import TokenCost
 from tf_adapters.training import messages
 from tf_adapters.training.decisions import Decisions
@@ -113,7 +114,12 @@ class Controller:
         return self._step_start is not None
 
     def begin_step(self) -> None:
-        """The host starts a training step."""
+        """The host starts a training step. Raises UnsupportedError where a graph captures it."""
+        if is_capturing(self.pipeline.device):
+            raise UnsupportedError(
+                "timely_freeze cannot run here: a CUDA graph captures this step and would replay one mask for ever; "
+                "train without CUDA graphs"
+            )
         self._executed.clear()
         self._step_masks.clear()
         for taps in self.pipeline.taps.values():
