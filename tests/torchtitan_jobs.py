@@ -73,6 +73,41 @@ def run_jobs(folder: Path, jobs: Sequence[Sequence[str]], timeout_s: float = 200
     return [list(of_job) for of_job in zip(*of_ranks, strict=True)]
 
 
+def sizes_of(files: Sequence[Path]) -> dict[str, tuple[int, Any]]:
+    """By job file, the elements of its model, which is built without memory, and its freezing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    with context.Pool(1) as pool:
+        return pool.apply_async(_sizes_of, (list(map(str, files)),)).get(100.0)
+
+
+def _sizes_of(files: list[str]) -> dict[str, tuple[int, Any]]:
+    import importlib
+
+    import torch
+
+    from tf_adapters.testing import torchtitan_on_cpu
+    from tf_adapters.torchtitan.settings import JobSettings
+
+    torchtitan_on_cpu.install()
+    from torchtitan.config import ConfigManager
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    sizes = {}
+    for file in files:
+        settings, manager = JobSettings([]), ConfigManager()
+        values = settings.take_section(manager._maybe_load_toml(["--job.config_file", file]))
+        job = manager._dict_to_dataclass(type(manager.config), values)
+        if job.experimental.custom_import:
+            sys.path.insert(0, str(Path(file).parent))
+            importlib.import_module(job.experimental.custom_import)
+        spec = get_train_spec(job.model.name)
+        with torch.device("meta"):
+            model = spec.model_cls(spec.model_args[job.model.flavor])
+        sizes[Path(file).stem] = (sum(p.numel() for p in model.parameters()), settings.config("out"))
+    return sizes
+
+
 def _run_jobs(rank: int, folder: str, jobs: list[list[str]], ports: list[int]) -> list[Outcome]:
     os.chdir(folder)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", HF_HUB_OFFLINE="1")

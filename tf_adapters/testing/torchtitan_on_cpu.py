@@ -10,11 +10,13 @@ Seen to run: TorchTitan 0.2.2 (torch 2.13).
 
 from __future__ import annotations
 
+import importlib.abc
 import importlib.util
 import os
 import runpy
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,11 +40,36 @@ def install() -> None:
     barrier = torch.distributed.barrier
     vars(torch.distributed)["barrier"] = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
     if importlib.util.find_spec("triton") is None:
-        language = types.ModuleType("triton.language")
-        vars(language)["constexpr"] = int
-        triton = types.ModuleType("triton")
-        vars(triton).update(jit=lambda function: function, language=language)
-        sys.modules.update({"triton": triton, "triton.language": language})
+        sys.meta_path.insert(0, _WithTriton())
+
+
+class _WithTriton(importlib.abc.MetaPathFinder):
+    """Imports the module of TorchTitan that defines kernels with a stand-in for Triton, which nobody else sees."""
+
+    _module = "torchtitan.models.moe.kernels"
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname != self._module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        assert spec is not None
+        assert spec.loader is not None
+        run = spec.loader.exec_module
+        vars(spec.loader)["exec_module"] = lambda module: _with_triton(run, module)
+        return spec
+
+
+def _with_triton(run: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:
+    language = types.ModuleType("triton.language")
+    vars(language)["constexpr"] = int
+    triton = types.ModuleType("triton")
+    vars(triton).update(jit=lambda function: function, language=language)
+    sys.modules.update({"triton": triton, "triton.language": language})
+    try:
+        run(module)
+    finally:
+        del sys.modules["triton"], sys.modules["triton.language"]
 
 
 def _memory_bytes() -> int:
