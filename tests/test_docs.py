@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ import tf_adapters.cli
 from tf_adapters.arguments import add_arguments, config_from_args
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.testing import emulated_device
+from tf_adapters.torchtitan.settings import JobSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -225,6 +227,9 @@ def test_our_command_runs(command: Command, capsys: pytest.CaptureFixture[str]) 
 @of_program("deepspeed", "torchrun", "python")
 def test_a_launch_names_what_exists(command: Command) -> None:
     folder = BENCHMARKS.parent if command.words[1].startswith("benchmarks/") else command.page.parent
+    if any("torchtitan" in word for word in command.words):
+        check_job(command.words, folder)
+        return
     launched: list[str] = []
     options, of_module, script = launched, [], None
     words = list(command.words[1:])
@@ -252,6 +257,17 @@ def test_a_launch_names_what_exists(command: Command) -> None:
         sources = "".join(path.read_text() for path in {*script.parent.glob("*.py"), script})
         options = [word for word in words if word.startswith("--") and word not in of_freezing]
         assert all(f'"{option}"' in sources or option == "--deepspeed_config" for option in options), options
+
+
+def check_job(words: Sequence[str], folder: Path) -> None:
+    """A TorchTitan job: modules that are there, a job file, and settings that are accepted."""
+    begin = words.index("-m")
+    check_launcher(words[0], [*words[1:begin]])
+    modules = [after for word, after in itertools.pairwise(words) if word == "-m"]
+    assert all(importlib.util.find_spec(module) for module in modules if module != "torchtitan.train")
+    rest = JobSettings(words[begin + 2 * len(modules) :]).rest
+    assert [rest[0], *rest[2:]] == ["--job.config_file"]
+    assert rest[1] == "job.toml" or (folder / rest[1]).exists()
 
 
 def check_launcher(program: str, options: list[str]) -> None:

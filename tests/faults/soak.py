@@ -55,22 +55,27 @@ def main() -> None:
     args = parser.parse_args()
     for host in args.hosts:
         section = {**SETTINGS, "weight_gradients": "deferred" if host in DEFERS else "in_place"}
-        row = {"steps": args.steps, **run(host, section, args.steps), "alone": run(host, None, args.steps // 4)}
+        each = args.steps // LOOKS
+        row = {
+            "steps": args.steps,
+            **run(host, section, args.steps, each),
+            "alone": run(host, None, args.steps // 4, each),
+        }
         keep(host, row)
         print(host, json.dumps({"slopes": row["slopes"], "alone": row["alone"]["slopes"]}, indent=1), flush=True)
     put_table(PAGE, "soak", table(json.loads(RESULTS.read_text())["hosts"]))
 
 
-def run(host: str, section: dict[str, Any] | None, steps: int) -> dict[str, Any]:
+def run(host: str, section: dict[str, Any] | None, steps: int, each: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        of_ranks = rank_pool(host, RANKS).run(train, host, section, steps, folder, timeout_s=7200.0)
+        of_ranks = rank_pool(host, RANKS).run(train, host, section, steps, each, folder, timeout_s=7200.0)
     looks, plans = of_ranks[0]
-    slopes = {name: slope([look[name] for look in looks], steps / LOOKS) for name in FIGURES}
+    slopes = {name: slope([look[name] for look in looks], each) for name in FIGURES}
     return {"plans": plans, "slopes": slopes, "looks": looks}
 
 
-def train(host: str, section: Any, steps: int, folder: str) -> tuple[list[dict[str, float]], int]:
-    """How this process is, look by look, and how many plans there were. Called on all ranks at once."""
+def train(host: str, section: Any, steps: int, each: int, folder: str) -> tuple[list[dict[str, float]], int]:
+    """How this process is after ``each`` steps, look by look, and how many plans there were. Called on all ranks."""
     training = hosts.start(host, section, folder)
     looks, plans, newest, times = [], 0, None, []
     for number in range(steps):
@@ -83,7 +88,7 @@ def train(host: str, section: Any, steps: int, folder: str) -> tuple[list[dict[s
             plans, newest = plans + (state.plan is not newest), state.plan
             if number % 500 == 250 and training.controller.phase.value == "stable":
                 state.bounds = {a: Bounds(b.lower / 3, b.upper / 3) for a, b in state.bounds.items()}
-        if (number + 1) % (steps // LOOKS) == 0:
+        if (number + 1) % each == 0:
             between(training, folder, load=len(looks) % 4 == 3)
             looks.append(look(times))
             times = []
