@@ -43,6 +43,11 @@ BUILD_SHM = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 DOWNLOAD = ("--no-deps", "--no-build-isolation", "--ignore-requires-python")
 
 
+BESIDE = {("torchtitan", "0.3.0"): ("torch", "2.15")}
+"""What a version needs that is not installed, too."""
+REQUIRED = {"torchtitan": ("spmd_types==0.2.3", "torch_checkpointing>=0.1")}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", metavar="PACKAGE==VERSION", help=f"of {', '.join(PACKAGES)}")
@@ -68,8 +73,6 @@ def newer() -> list[tuple[str, str]]:
     """What the package index has above the newest tested version, pre-releases too."""
     found = []
     for package, host in PACKAGES.items():
-        if package == "torchtitan":  # 0.3 needs torch 2.15; pyproject.toml leaves it out
-            continue
         command = [sys.executable, "-m", "pip", "index", "versions", "--pre", "--ignore-requires-python", package]
         listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         newest = re.search(r"Available versions: ([^,\s]+)", listed)
@@ -79,16 +82,17 @@ def newer() -> list[tuple[str, str]]:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+    return tuple(map(int, [*re.findall(r"\d+", version), "0", "0"][:3]))
 
 
 def run(package: str, version: str, whole: bool) -> dict[str, object]:
     """The outcome of the tests of a host's adapter under one version of it."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     if not metadata.version(package).startswith(version):
-        overlay = unpacked(package, version)
-        before = filter(None, (str(overlay), os.environ.get("PYTHONPATH")))
-        environment |= {"PYTHONPATH": os.pathsep.join(before), "TORCH_EXTENSIONS_DIR": str(overlay / "extensions")}
+        wanted = [(package, version), *([BESIDE[package, version]] if (package, version) in BESIDE else [])]
+        overlays = [str(unpacked(*one)) for one in wanted]
+        before = [*overlays, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment |= {"PYTHONPATH": os.pathsep.join(before), "TORCH_EXTENSIONS_DIR": f"{overlays[0]}/extensions"}
     if package == "deepspeed":
         subprocess.run([sys.executable, "-c", BUILD_SHM], env=environment, check=True, capture_output=True)
     report = FOLDER / f"{package}-{version}.xml"
@@ -139,7 +143,8 @@ def unpacked(package: str, version: str) -> Path:
     if not (overlay / "ready").exists():
         options = [] if package == "torch" else DOWNLOAD
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", *options]
-        subprocess.run([*pip, "--upgrade", "--target", str(overlay), f"{package}=={version}"], check=True)
+        wanted = (f"{package}=={version}", *REQUIRED.get(package, ()))
+        subprocess.run([*pip, "--upgrade", "--target", str(overlay), *wanted], check=True)
         (overlay / "ready").touch()
     return overlay
 

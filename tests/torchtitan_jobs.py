@@ -12,6 +12,8 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +22,30 @@ from rank_pools import PRELOAD
 
 from tf_adapters.testing.ranks import free_port
 
-MODEL = ("--model.name", "llama3", "--model.flavor", "debugmodel", "--model.hf_assets_path", "tests/assets/tokenizer")
-TRAINING = (
-    *("--optimizer.name", "AdamW", "--optimizer.implementation", "for-loop", "--lr_scheduler.warmup_steps", "2"),
-    *("--training.local_batch_size", "4", "--training.seq_len", "16", "--training.dataset", "c4_test"),
-    *("--metrics.log_freq", "1", "--activation_checkpoint.mode", "none", "--debug.seed", "1"),
+OLD = not find_spec("torchtitan") or metadata.version("torchtitan").startswith("0.2")
+"""TorchTitan before 0.3: job files, and other names of a few arguments."""
+MODEL: tuple[str, ...] = ("--module", "llama3", "--config", "llama3_debugmodel", "--training.disable_cuda_graphs")
+if OLD:
+    MODEL = (
+        "--model.name",
+        "llama3",
+        "--model.flavor",
+        "debugmodel",
+        "--model.hf_assets_path",
+        "tests/assets/tokenizer",
+    )
+TRAINING: tuple[str, ...] = (
+    *("--lr_scheduler.warmup_steps", "2", "--training.local_batch_size", "4", "--training.seq_len", "16"),
+    *("--metrics.log_freq", "1", "--debug.seed", "1"),
 )
-PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
+if OLD:
+    TRAINING += ("--optimizer.name", "AdamW", "--optimizer.implementation", "for-loop", "--training.dataset", "c4_test")
+    TRAINING += ("--activation_checkpoint.mode", "none")
+FOLDER = "--job.dump_folder" if OLD else "--dump_folder"
+PIPELINE = (
+    *("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", "1F1B"),
+    *("--parallelism.pipeline_parallel_microbatch_size", "1"),
+)
 FREEZING = (
     *("--timely_freeze.enable", "--timely_freeze.monitoring_steps", "4", "--timely_freeze.progressive_steps", "2"),
     *("--timely_freeze.on_error", "raise", "--timely_freeze.report_every", "1"),
@@ -123,16 +142,18 @@ def _run_jobs(rank: int, folder: str, jobs: list[list[str]], ports: list[int]) -
 
 def _run_job(arguments: list[str], port: int) -> Outcome:
     import torch.distributed as dist
-    from torchtitan import train
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.config import ConfigManager
-    from torchtitan.train import Trainer
 
     from tf_adapters.torchtitan.__main__ import main
+    from tf_adapters.torchtitan.training import trainer_module
+
+    module = trainer_module()
+    trainer = module.Trainer
 
     outcome, began = Outcome(), time.monotonic()
     os.environ["MASTER_PORT"] = str(port)
-    before = {owner: dict(vars(owner)) for owner in (MetricsProcessor, ConfigManager, Trainer)}
+    before = {owner: dict(vars(owner)) for owner in (MetricsProcessor, ConfigManager, trainer)}
     log: Any = MetricsProcessor.log
 
     def logged(self: Any, step: int, loss: float, *args: Any, extra_metrics: Any = None, **kwargs: Any) -> Any:
@@ -141,9 +162,9 @@ def _run_job(arguments: list[str], port: int) -> Outcome:
 
     MetricsProcessor.log = logged
     sys.argv = ["tf_adapters.torchtitan", *arguments]
-    train.time = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})  # it sleeps at its end
+    module.time = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})  # it sleeps at its end
     parse: Any = ConfigManager.parse_args
-    ConfigManager.parse_args = lambda self: parse(self, sys.argv[1:])  # it reads them when it is imported
+    ConfigManager.parse_args = lambda self, args=None: parse(self, sys.argv[1:])  # read when it is imported, before 0.3
     with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(said):
         try:
             main()

@@ -101,6 +101,7 @@ def between(training: Any, folder: str, load: bool) -> None:
     """Evaluation, a checkpoint, now and then going on from it; then all ranks' masks are held against each other."""
     training.full_gradients(7)
     training.save(f"{folder}/saved")
+    dist.barrier()
     if load:
         training.load(f"{folder}/saved")
     controller = training.controller

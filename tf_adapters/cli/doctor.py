@@ -55,7 +55,7 @@ HOSTS = (
     Host("deepspeed", "deepspeed", "tf-adapters[deepspeed]", oldest="0.19.3", newest="0.19.8"),
     Host("megatron-core", "megatron-core", "tf-adapters[megatron]", oldest="0.16.1", newest="0.19.2"),
     Host("torch.distributed.pipelining", "torch", "torch>=2.13", oldest="2.13", newest="2.15"),
-    Host("torchtitan", "torchtitan", "tf-adapters[torchtitan]", oldest="0.2.2", newest="0.2.2"),
+    Host("torchtitan", "torchtitan", "tf-adapters[torchtitan]", oldest="0.2.2", newest="0.3.0"),
 )
 
 

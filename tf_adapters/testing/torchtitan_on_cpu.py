@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 -m tf_adapters.testing.torchtitan_on_cpu -m torchtitan.train ...
 
 TorchTitan takes the accelerator that torch finds, and "cuda" where there is none: here it is the CPU, over gloo. Its
-figures of device memory are 0, and what is written for Triton can be imported, not run.
-Seen to run: TorchTitan 0.2.2 (torch 2.13).
+figures of device memory are 0, what is for Triton can be imported, not run, FlexAttention is plain products.
+Seen to run: TorchTitan 0.2.2 (torch 2.13), 0.3.0 (torch 2.15).
 """
 
 from __future__ import annotations
@@ -39,28 +39,35 @@ def install() -> None:
         vars(torch.cpu).setdefault(name, function)
     barrier = torch.distributed.barrier
     vars(torch.distributed)["barrier"] = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
-    if importlib.util.find_spec("triton") is None:
-        sys.meta_path.insert(0, _WithTriton())
+    sys.meta_path.insert(0, _Changing())
 
 
-class _WithTriton(importlib.abc.MetaPathFinder):
-    """Imports the module of TorchTitan that defines kernels with a stand-in for Triton, which nobody else sees."""
-
-    _module = "torchtitan.models.moe.kernels"
+class _Changing(importlib.abc.MetaPathFinder):
+    """Imports the modules of TorchTitan that a CPU cannot run in a way of their own."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != self._module:
+        change = _CHANGED.get(fullname)
+        if change is None:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        assert spec is not None
-        assert spec.loader is not None
-        run = spec.loader.exec_module
-        vars(spec.loader)["exec_module"] = lambda module: _with_triton(run, module)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+            vars(spec.loader)["exec_module"] = lambda module: change(run, module)
         return spec
 
 
-def _with_triton(run: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:
+Run = Callable[[types.ModuleType], None]
+
+
+def _with_triton(run: Run, module: types.ModuleType) -> None:
+    """With a stand-in for Triton that nobody else sees: torch has ways of its own without it."""
+    if importlib.util.find_spec("triton") is not None:
+        run(module)
+        return
     language = types.ModuleType("triton.language")
     vars(language)["constexpr"] = int
     triton = types.ModuleType("triton")
@@ -70,6 +77,42 @@ def _with_triton(run: Callable[[types.ModuleType], None], module: types.ModuleTy
         run(module)
     finally:
         del sys.modules["triton"], sys.modules["triton.language"]
+
+
+def _with_plain_attention(run: Run, module: types.ModuleType) -> None:
+    """FlexAttention has no backward on a CPU, and its compiled masks would be built with a C++ compiler."""
+    run(module)
+    flex = vars(module)["FlexAttention"]
+    if hasattr(flex, "_compiled_flex_attn"):
+        flex._compiled_flex_attn = staticmethod(_attention)
+    if hasattr(module, "_compiled_create_block_mask"):
+        vars(module)["_compiled_create_block_mask"] = importlib.import_module(
+            "torch.nn.attention.flex_attention"
+        ).create_block_mask
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    """FlexAttention without a score_mod, in plain products: (batch, heads, tokens, width)."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    if options.get("score_mod") is not None:
+        raise NotImplementedError("a score_mod on a CPU")
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    scores = q @ k.transpose(-1, -2) * (options.get("scale") or q.shape[-1] ** -0.5)
+    blocks = options.get("block_mask")
+    if blocks is not None:
+        size = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        scores = scores.masked_fill(~create_mask(blocks.mask_mod, *size, device="cpu"), float("-inf"))
+    result = scores.softmax(-1) @ v
+    if options.get("return_aux") is None:
+        return result
+    return result, types.SimpleNamespace(lse=scores.logsumexp(-1))
+
+
+_CHANGED = {
+    "torchtitan.models.moe.kernels": _with_triton,
+    "torchtitan.models.common.attention": _with_plain_attention,
+}
 
 
 def _memory_bytes() -> int:

@@ -28,8 +28,8 @@ __all__ = ["Installed", "install", "trainer_module"]
 
 _TRAINER = ("train",)
 _BUILT = ("checkpointer", "metrics_processor", "optimizers", "parallel_dims", "step")
-_CHECKPOINTER = ("enable", "load", "states")
-_LOADING = ("_create_checkpoint_id", "_find_load_step", "exclude_from_loading", "folder")
+_CHECKPOINTER = ("enable", "load")
+_LOADING = ("_create_checkpoint_id", "_find_load_step", "exclude_from_loading", "folder", "states")
 _METRICS = ("log", "should_log")
 
 Settings = Callable[[str], TimelyFreezeConfig | None]
