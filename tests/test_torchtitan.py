@@ -79,7 +79,8 @@ def test_a_wrong_section_is_refused_by_name(section: object, line: str) -> None:
 with_torchtitan = pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed")
 with_job_files = pytest.mark.skipif(not OLD, reason="torchtitan 0.3 has no job files")
 LLAMA = (*MODEL, *TRAINING, *PIPELINE)
-SCHEDULES = ("GPipe", "Interleaved1F1B", "ZBVZeroBubble")
+# 0.3's debug model has selective activation checkpointing, with which torch's split backwards fail, also without us.
+SCHEDULES = ("GPipe", "Interleaved1F1B", *(["ZBVZeroBubble"] if OLD else []))
 DEFERRED_TOKENS = ("--timely_freeze.weight_gradients=deferred", "--timely_freeze.granularity=token")
 CHECKPOINTS = ("--checkpoint.enable", "--checkpoint.interval", "14", "--checkpoint.no-last-save-model-only")
 
