@@ -111,6 +111,7 @@ def between(training: Any, folder: str, load: bool) -> None:
         digests: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(digests, hashlib.sha256(repr((masks, controller.step)).encode()).hexdigest())
         assert len(set(digests)) == 1, f"masks differ between ranks at step {controller.step}"
+    dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(f"{folder}/saved")
     dist.barrier()
