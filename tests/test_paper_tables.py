@@ -19,10 +19,11 @@ from paper_cells import Cell, all_cells
 from paper_models import MODELS, Model, build, microbatch
 from paper_trainings import setup, start
 from predicting import PAPER
+from rank_pools import fork_ranks
 
 from tf_adapters.schedule.orders import named_schedule
 from tf_adapters.simulate.model_costs import LLAMA_1B, LLAMA_8B, LLAMA_13B, split_layers, stage_costs
-from tf_adapters.testing import RankPool, force_plan
+from tf_adapters.testing import force_plan
 from tf_adapters.testing.emulated_device import EmulatedDevice
 
 ROOT = paper_tables.ROOT
@@ -159,7 +160,7 @@ def train(cell: Cell, ratio: float) -> dict[str, Any]:
 )
 def test_a_cell_runs_on_its_hosts_engine(cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    with RankPool(cell.ranks, functools.partial(setup, cell.host)) as pool:
+    with fork_ranks(cell.ranks, functools.partial(setup, cell.host)) as pool:
         ranks = pool.run(train, cell, 0.5, timeout_s=120)
     assert {rank["failure"] for rank in ranks} == {None}
     assert all(rank["order"] == ranks[0]["order"] for rank in ranks)
