@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from deepspeed import comm
+import torch.distributed as dist
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe import schedule as host
 
@@ -149,4 +149,6 @@ class Sends:
 
     def _send(self, tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> None:
         p2p._is_valid_send_recv(p2p._grid.get_stage_id(), dest_stage)
-        self._under_way.append((comm.isend(tensor, p2p._grid.stage_to_global(stage_id=dest_stage)), tensor))
+        # Not by deepspeed.comm.isend, which waits for its receiver in releases before 0.19.8.
+        work = dist.isend(tensor, p2p._grid.stage_to_global(stage_id=dest_stage))
+        self._under_way.append((work, tensor))
