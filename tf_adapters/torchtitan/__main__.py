@@ -52,9 +52,8 @@ def _run(module: str, arguments: list[str]) -> None:
     from tf_adapters.torchtitan.training import install, trainer_module
 
     if hasattr(ConfigManager, "_maybe_load_toml"):  # before 0.3
-        Overrides().set(
-            ConfigManager, "_maybe_load_toml", _without_our_section(ConfigManager._maybe_load_toml, settings)
-        )
+        load = ConfigManager._maybe_load_toml
+        Overrides().set(ConfigManager, "_maybe_load_toml", _without_our_section(load, settings))
     install(settings.config)
     if module != "torchtitan.train":
         runpy.run_module(module, run_name="__main__", alter_sys=True)

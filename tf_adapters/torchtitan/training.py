@@ -58,9 +58,8 @@ class Installed:
         def train(trainer: Any) -> Any:
             self.adapter = _attach(trainer, settings)
             result = run(trainer)
-            if (
-                self.adapter is not None
-            ):  # after an error other ranks may be gone: the last report is written at the end
+            # Not after an error: other ranks may be gone. The process's end writes the last report then.
+            if self.adapter is not None:
                 self.adapter.detach()
                 self.adapter = None
             return result
@@ -174,9 +173,8 @@ def _keep_in_checkpoints(trainer: Any, adapter: Any, warmup_steps: int) -> None:
         finally:
             checkpointer.exclude_from_loading = excluded
         if loaded and absent:
-            announce(
-                adapter.collectives.rank, "the checkpoint was saved without freezing: it begins anew", logging.WARNING
-            )
+            rank = adapter.collectives.rank
+            announce(rank, "the checkpoint was saved without freezing: it begins anew", logging.WARNING)
             adapter.controller.load_state_dict(None, max(0, warmup_steps - trainer.step))
         return loaded
 
