@@ -186,10 +186,10 @@ def test_torch(name: str) -> None:
 
 def torch_pipelining(settings: dict[str, Any]) -> tuple[Reading, Reading, dict]:
     from torch.distributed.tensor import DTensor, Shard
-    from torch_ranks import Case, attached, whole
+    from torch_ranks import Case, attached, plain, whole
 
     run = attached(Case(section=SECTION, **settings))
-    parameters = {(s.stage_index, n): p for s in run.stages for n, p in s.submod.named_parameters()}
+    parameters = {(s.stage_index, plain(n)): p for s in run.stages for n, p in s.submod.named_parameters()}
     readings = []
     for step in range(3):
         run.train_step(step)

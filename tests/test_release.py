@@ -125,7 +125,8 @@ def test_the_demos_example_trains_on_two_ranks_from_the_wheel(installed: Install
     pytest.importorskip("deepspeed")
     with tarfile.open(installed.sdist) as sdist:
         examples = [entry for entry in sdist.getmembers() if "/examples/" in entry.name]
-        sdist.extractall(tmp_path, members=examples, filter="data")
+        safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # from Python 3.11.4 on
+        sdist.extractall(tmp_path, members=examples, **safely)
     (folder,) = tmp_path.glob("*/examples")
     copied = installed.run("tf-adapters", "configs", "plain", "--copy", "ds_config.json", cwd=tmp_path)
     assert copied.returncode == 0, copied.stderr
