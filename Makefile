@@ -20,7 +20,7 @@ endif
 .PHONY: demo test check fuzz faults soak docs bench gpu study test-matrix clean
 
 demo: $(VENV)/ready
-	$(RUN) examples/deepspeed_gpt/demo.py
+	@$(RUN) examples/deepspeed_gpt/demo.py
 
 # Ranks wait for each other a third of their time: two tests at once keep two cores busy.
 DISTRIBUTED := -m distributed -n 2 --dist worksteal

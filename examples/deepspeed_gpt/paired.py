@@ -171,5 +171,12 @@ _SINK = open(os.devnull, "w")  # noqa: SIM115  the host's loggers may keep it
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    with contextlib.redirect_stdout(_SINK), contextlib.redirect_stderr(_SINK):
-        yield
+    """Show nothing of what the host says, nor of what its linker says when it looks for libraries (``-laio``)."""
+    shown = os.dup(2)
+    os.dup2(_SINK.fileno(), 2)
+    try:
+        with contextlib.redirect_stdout(_SINK), contextlib.redirect_stderr(_SINK):
+            yield
+    finally:
+        os.dup2(shown, 2)
+        os.close(shown)
