@@ -15,9 +15,11 @@ from rank_pools import GetPool, rank_pool
 
 from tf_adapters.masking.gradient_noise import chosen_weights
 from tf_adapters.planner.learning import Learning, Probe
+from tf_adapters.report.schema import Report
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.selection.sampling import sample_indices
+from tf_adapters.simulate.balance import balance
 from tf_adapters.testing import force_plan, relative_error
 from tf_adapters.timing.phase import Phase
 
@@ -77,6 +79,12 @@ def test_the_life_of_a_run_and_its_report(ranks, host, tmp_path):
     assert [len(memory[phase]) for phase in ("unfrozen", "stable")] == [STAGES, STAGES]
     assert all(held > 2**20 for phase in memory.values() for held in phase)
     assert set(report["versions"]) >= {"tf_adapters", "python", "torch"}
+    assert list(report["layers"]) == ["0", "1"]
+    layers = [layer for stage in report["layers"].values() for layer in stage["layers"]]
+    assert len({layer["name"] for layer in layers}) == len(layers) >= 2 * STAGES
+    for layer in layers:
+        assert min(layer["forward_ms"], layer["backward_ms"], layer["parameters"]) > 0, layer
+    assert sum(map(len, balance(Report.from_json(report)).best.layers)) == len(layers)
 
 
 def test_every_parameter_learns_in_every_step_of_mixed_monitoring(ranks, host):

@@ -1,4 +1,4 @@
-"""The ``tf-adapters`` command: ``plan``, ``simulate``, ``show``, ``configs`` and ``doctor``, each in its own module."""
+"""The ``tf-adapters`` command: one subcommand in each module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tf_adapters import __version__
 
 __all__ = ["build_parser", "main"]
 
-_SUBCOMMANDS = tuple(f"tf_adapters.cli.{name}" for name in ("plan", "simulate", "show", "configs", "doctor"))
+_SUBCOMMANDS = tuple(f"tf_adapters.cli.{name}" for name in ("plan", "simulate", "show", "balance", "configs", "doctor"))
 """Modules with ``add_parser(subparsers)``, which sets ``run``: from the arguments to an exit status."""
 
 

@@ -36,6 +36,7 @@ from tf_adapters.deepspeed.optimizers import (
 from tf_adapters.deepspeed.schedules import SCHEDULES, MicrobatchTracker, translate
 from tf_adapters.deepspeed.stages import (
     is_dualpipev,
+    layers_by_stage,
     parameters_by_stage,
     stages_of,
     units_by_stage,
@@ -94,6 +95,7 @@ class DeepSpeedAdapter(HostAdapter):
             schedule=translate(self._schedule_type, self._microbatches, engine.num_stages),
             units=units_by_stage(engine, parameters),
             parameters=parameters,
+            layers=layers_by_stage(engine),
             held_values=held_values(engine, parameters),
             taps={engine.stage_id: StageTaps(engine.module, plain_layer)} if self.config.splits_backwards else {},
             accumulating=lambda: accumulating(engine),

@@ -45,6 +45,33 @@ def parameters_by_stage(engine: Any) -> dict[int, dict[str, torch.nn.Parameter]]
     }
 
 
+def layers_by_stage(engine: Any) -> dict[int, dict[str, torch.nn.Module]]:
+    """This rank's layers by stage, under their numbers in the whole model."""
+    module = engine.module
+    return {
+        stage: {
+            str(index): layer
+            for index in range(*_bounds(engine, phase))
+            if (layer := _layer(module, index)) is not None
+        }
+        for phase, stage in stages_of(engine).items()
+    }
+
+
+def _layer(module: Any, index: int) -> torch.nn.Module | None:
+    """The module of a layer; None where that is a function."""
+    key = getattr(module._layer_specs[index], "key", None)
+    layer: torch.nn.Module | None = module.tied_modules[key] if key else module._modules.get(str(index))
+    return layer
+
+
+def _bounds(engine: Any, phase: int) -> tuple[int, int]:
+    """The first layer of a phase of this rank, and the one behind its last."""
+    module = engine.module
+    start, stop = module.phase_bounds[phase] if is_dualpipev(engine) else (module._local_start, module._local_stop)
+    return start, stop
+
+
 def units_by_stage(
     engine: Any, parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]
 ) -> dict[int, tuple[FreezeUnit, ...]]:
@@ -62,9 +89,7 @@ def units_by_stage(
 def _multiplies(engine: Any, phase: int) -> Callable[[str, torch.nn.Parameter], bool]:
     """Whether a tied weight of a phase goes through a function of the user's, an output layer for one."""
     module = engine.module
-    start, stop = (module._local_start, module._local_stop)
-    if is_dualpipev(engine):
-        start, stop = module.phase_bounds[phase]
+    start, stop = _bounds(engine, phase)
     specs = [spec for spec in module._layer_specs[start:stop] if isinstance(spec, TiedLayerSpec)]
     keys = {spec.key for spec in specs if spec.forward_fn is not None}
     return lambda name, parameter: name.startswith("tied_modules.") and name.split(".")[1] in keys

@@ -21,6 +21,7 @@ from megatron.core.distributed import DistributedDataParallel
 from tf_adapters.collectives import Collectives, holds_first_rank, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
+from tf_adapters.hosts.layers import layers_of
 from tf_adapters.log import announce
 from tf_adapters.masking.taps import StageTaps
 from tf_adapters.megatron.chunks import Chunk
@@ -114,6 +115,7 @@ class MegatronAdapter(HostAdapter):
                 for stage, chunk in by_stage.items()
             },
             parameters=parameters,
+            layers={stage: layers_of(chunk.model) for stage, chunk in by_stage.items()},
             held_values=held_values(model.optimizer, parameters),
             traced=holds_first_rank(model.pp_group),
             replicas=model.replicas,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from operator import itemgetter
 from statistics import fmean
@@ -16,6 +16,8 @@ from tf_adapters.planner.learning import Learning
 from tf_adapters.report.schema import (
     BackwardSample,
     Host,
+    Layer,
+    Layers,
     Measured,
     PeakMemory,
     Phases,
@@ -27,6 +29,7 @@ from tf_adapters.report.schema import (
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.timing.device import EMULATED
 from tf_adapters.timing.estimates import estimate, median
+from tf_adapters.timing.layers import StageLayers
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.timer import ActionTimer
 from tf_adapters.timing.token_cost import TokenCost
@@ -66,6 +69,7 @@ class LocalMeasurements:
     peak_bytes: Mapping[str, int | None]
     frozen_share: Mapping[int, tuple[float, ...]]
     parameter_freeze_ratio: Mapping[int, Mapping[str, float]]
+    layers: Mapping[int, StageLayers]
 
 
 def local_measurements(run: RunSnapshot) -> LocalMeasurements:
@@ -80,6 +84,7 @@ def local_measurements(run: RunSnapshot) -> LocalMeasurements:
         peak_bytes={phase.value: run.memory.peak_bytes(phase) for phase in _REPORTED},
         frozen_share=run.tally.frozen_share() if run.traced else {},
         parameter_freeze_ratio=run.tally.parameter_freeze_ratio() if run.traced else {},
+        layers=run.layers.times() if run.traced else {},
     )
 
 
@@ -108,6 +113,15 @@ def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report
         parameter_freeze_ratio={str(s): dict(of) for rank in ranks for s, of in rank.parameter_freeze_ratio.items()},
         tokens=_tokens(state.plan, state.token_costs),
         gradient_signal=_signal(state.learning),
+        layers={str(s): _layers(of) for rank in ranks for s, of in sorted(rank.layers.items())},
+    )
+
+
+def _layers(stage: StageLayers) -> Layers:
+    return Layers(
+        layers=tuple(Layer(**asdict(layer)) for layer in stage.layers),
+        rest_forward_ms=stage.rest_forward_ms,
+        rest_backward_ms=stage.rest_backward_ms,
     )
 
 

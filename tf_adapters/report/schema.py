@@ -32,6 +32,8 @@ __all__ = [
     "FORMAT",
     "BackwardSample",
     "Host",
+    "Layer",
+    "Layers",
     "Measured",
     "PeakMemory",
     "Phases",
@@ -171,6 +173,23 @@ class SampledTokens(_Model):
     per_token: Quotient
 
 
+class Layer(_Model):
+    """A layer's times in a microbatch, nothing frozen, and how many elements its parameters on one rank have."""
+
+    name: str
+    forward_ms: Milliseconds
+    backward_ms: Milliseconds
+    parameters: Annotated[int, Field(ge=0)]
+
+
+class Layers(_Model):
+    """A stage's layers in the order in which they compute, and what a microbatch takes outside of all of them."""
+
+    layers: tuple[Layer, ...]
+    rest_forward_ms: Milliseconds
+    rest_backward_ms: Milliseconds
+
+
 class Measured(_Model):
     """What the run measured. None, or empty, means not measured yet.
 
@@ -197,7 +216,8 @@ class Report(_Model):
     ``frozen_share`` holds, by stage, the mean share frozen in steps 1, 2, ...; ``parameter_freeze_ratio``, by stage and
     name, the share of stable freezing's microbatches in which a parameter was frozen. ``tokens`` is by stage,
     where they are sampled; ``gradient_signal``, by stage, the share of a batch's gradient that is signal and its
-    standard error, where ``max_freeze_ratio`` is "auto". All may be left out.
+    standard error, where ``max_freeze_ratio`` is "auto"; ``layers``, by stage, what its layers took in the
+    warm-up. All may be left out.
     """
 
     format: Literal[1] = FORMAT
@@ -218,6 +238,7 @@ class Report(_Model):
     parameter_freeze_ratio: dict[str, dict[str, Share]] = Field(default_factory=dict)
     tokens: dict[str, SampledTokens] = Field(default_factory=dict)
     gradient_signal: dict[str, tuple[Share, Quotient]] = Field(default_factory=dict)
+    layers: dict[str, Layers] = Field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values; the inverse of ``from_json``."""

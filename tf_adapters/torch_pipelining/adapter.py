@@ -17,6 +17,7 @@ import torch
 from tf_adapters.collectives import Collectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
+from tf_adapters.hosts.layers import layers_of
 from tf_adapters.hosts.units import units_of
 from tf_adapters.masking.taps import StageTaps
 from tf_adapters.report.observer import MetricSink
@@ -79,6 +80,7 @@ class TorchPipeliningAdapter(HostAdapter):
                 schedule=translate(schedule),
                 units={stage: _units(schedule, model) for stage, model in models.items()},
                 parameters=parameters,
+                layers={stage: layers_of(model) for stage, model in models.items()},
                 ties=shared_parameters(parameters),
                 held_values=held_values(parameters),
                 taps={stage.stage_index: StageTaps(stage.submod, linear_layer(stage.submod)) for stage in tapped},

@@ -24,6 +24,7 @@ from tf_adapters.planner.forecast import Forecast
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.masks import Mask, StageMasks
 from tf_adapters.selection.stability import StabilityChecks
+from tf_adapters.timing.layers import LayerTimer
 from tf_adapters.timing.memory import MemoryMeter
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.timer import ActionTimer, is_capturing
@@ -38,6 +39,9 @@ from tf_adapters.training.step_masks import Scale, StepMasks
 from tf_adapters.training.tally import MaskTally
 
 __all__ = ["Controller"]
+
+_LAYER_STEPS = 4
+"""How many steps layers are timed in: the last of the warm-up, which no plan is made from."""
 
 
 class Controller:
@@ -66,7 +70,8 @@ class Controller:
             caps=config.freeze_caps,
             tokens=config.samples_tokens,
         )
-        self.timer = ActionTimer(pipeline.timing_clock())
+        clock = pipeline.timing_clock()
+        self.timer, self._layers = ActionTimer(clock), LayerTimer(pipeline.layers, clock)
         self.memory = MemoryMeter(pipeline.device)
         self.state = RunState.fresh(config, pipeline.warmup_steps)
         self.parameter_masks = {stage: ParameterMask(of_stage) for stage, of_stage in pipeline.parameters.items()}
@@ -122,6 +127,7 @@ class Controller:
             )
         self._executed.clear()
         self._step_masks.clear()
+        self._layers.on() if self._times_layers() else self._layers.off()
         for taps in self.pipeline.taps.values():
             taps.clear()
         self.timer.drain()
@@ -139,7 +145,11 @@ class Controller:
         """
         mask, phase = self.mask(action.stage, action.microbatch), self.phase
         self._executed.append(action)
-        with self.parameter_masks[action.stage].frozen(mask.names), self.timer.timed(phase, action, mask.share):
+        with (
+            self.parameter_masks[action.stage].frozen(mask.names),
+            self.timer.timed(phase, action, mask.share),
+            self._layers.timed(action),
+        ):
             yield from self._tapped(phase, action)
         self.memory.look(phase)
 
@@ -238,6 +248,7 @@ class Controller:
             state=self.state,
             timer=self.timer,
             memory=self.memory,
+            layers=self._layers,
             tally=self._tally,
             traced=self.pipeline.traced,
         )
@@ -282,6 +293,7 @@ class Controller:
     def close(self) -> None:
         """End of freezing on this rank. Called on all ranks at the same point: leaves the final report."""
         self._decisions.forget()
+        self._layers.off()
         if self._observer is not None:
             self._observer.close(self.snapshot())
 
@@ -297,6 +309,7 @@ class Controller:
         elif action.kind is Kind.BACKWARD:
             with self.timer.timed_first_part(phase, action), taps.recording(action.microbatch):
                 yield
+            self._layers.weight_gradients()
             self._compute(action.stage, taps, action.microbatch)
         else:
             with taps.recording(action.microbatch):
@@ -315,6 +328,10 @@ class Controller:
         cost, caps = self.state.token_costs.get(stage, TokenCost()), self.masks.caps(stage)
         key = (self.config.seed, self.step, stage, microbatch)
         return TokenSampler(key, lambda weight: cost.kept(ratio * caps.get(weight, 0.0)))
+
+    def _times_layers(self) -> bool:
+        last = self.state.phases.warmup_end
+        return self.phase is Phase.WARMUP and last - _LAYER_STEPS < self.step <= last
 
     def _freezable_weights(self) -> dict[int, dict[str, torch.nn.Parameter]]:
         """This rank's parameters that may be frozen, by stage and name."""

@@ -8,6 +8,7 @@ from typing import Protocol
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
+from tf_adapters.timing.layers import LayerTimer
 from tf_adapters.timing.memory import MemoryMeter
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.timer import ActionTimer
@@ -36,6 +37,7 @@ class RunSnapshot:
     state: RunState
     timer: ActionTimer
     memory: MemoryMeter
+    layers: LayerTimer
     tally: MaskTally
     traced: bool = True
 

@@ -12,6 +12,7 @@ from tf_adapters.masking.taps import StageTaps
 from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.selection.sampling import HeldValues, whole_parameters
 from tf_adapters.selection.units import FreezeUnit, Tie
+from tf_adapters.timing.layers import Layers
 from tf_adapters.timing.timer import Clock, clock_for
 
 __all__ = ["HostInfo", "HostPipeline", "ParametersByStage"]
@@ -39,6 +40,7 @@ class HostPipeline:
         ties: weights that several stages hold.
         held_values: this rank's values of a parameter, as its optimizer updates them; by default ``parameters``.
         taps: this rank's layers whose weight gradients can wait, by stage; the units say which they are.
+        layers: this rank's layers by stage and name: what the model could be cut between.
         accumulating: around weight gradients that are computed later: takes them where those of the host's backward go.
         moves_forwards: whether the host can run forwards and input gradients in another order, too.
         traced: whether transfers are measured on this rank's pipeline: true of one replica of the pipeline.
@@ -55,6 +57,7 @@ class HostPipeline:
     ties: Sequence[Tie] = ()
     held_values: HeldValues | None = None
     taps: Mapping[int, StageTaps] = field(default_factory=dict)
+    layers: Mapping[int, Layers] = field(default_factory=dict)
     accumulating: Callable[[], AbstractContextManager[None]] = nullcontext
     moves_forwards: bool = False
     traced: bool = True

@@ -1,0 +1,128 @@
+"""``tf-adapters balance REPORT.json``: how the layers had better be spread over the stages, and what that brings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from itertools import accumulate
+
+from tf_adapters.errors import TimelyFreezeError
+from tf_adapters.report.page import Page, Table, print_page
+from tf_adapters.report.schema import Report
+from tf_adapters.simulate.balance import Balance, Cut, balance
+from tf_adapters.timing.device import EMULATED
+
+__all__ = ["add_parser", "run"]
+
+_HEADER = ("stage", "rank", "layers", "parameters", "ms a microbatch", "layers then", "parameters then", "ms then")
+_REMARKS = (
+    "memory is not in it: a stage with more layers also keeps more activations, the first ones most",
+    "only the present step's times are known: predicted is what the same layers would take on other stages",
+)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``balance`` to the command line."""
+    about = "spread a model's layers over the stages so that the batch ends earliest, from a run's report.json"
+    parser = subparsers.add_parser("balance", help=about, description=f"tf-adapters balance: {about}.")
+    parser.add_argument("report", metavar="REPORT.json", help="<output_dir>/timely_freeze/report.json of a run")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the page; 0, or 2 with one line on stderr."""
+    try:
+        report = Report.read(args.report)
+        print_page(page(report, balance(report)))
+    except TimelyFreezeError as error:
+        text = " ".join(str(error).split())
+        path = "" if text.startswith(args.report) else f"{args.report}: "
+        print(f"tf-adapters balance: {path}{text}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def page(report: Report, result: Balance) -> Page:
+    """What is said of a balance."""
+    device = " on emulated devices" if report.host.device == EMULATED else ""
+    facts = [
+        ("pipeline", f"{report.host.name} {report.host.version}{device}: {_counts(result.now)} layers on the stages"),
+        ("batch", f"{result.now.makespan_ms:,.1f} ms; {_idle(result, result.now):.0%} of the ranks' time idle"),
+    ]
+    if result.moves:
+        best = result.best
+        facts += [
+            ("then", f"{_counts(best)} layers on the stages"),
+            ("batch then", f"{best.makespan_ms:,.1f} ms predicted; {_idle(result, best):.0%} idle"),
+            ("say it", say_it(report.host.name, best)),
+        ]
+    return Page(_headline(result), tuple(facts), tables=(_table(result),), notes=_REMARKS if result.moves else ())
+
+
+def _headline(result: Balance) -> str:
+    if not result.moves:
+        return "the layers are spread as well as they can be: moving any brings less than half a percent"
+    if result.step_ms is None or result.best_step_ms is None:
+        return f"batch {result.gain:.2f}x as fast predicted, with layers on other stages"
+    return (
+        f"step {result.step_ms:,.1f} ms -> {result.best_step_ms:,.1f} ms predicted: {result.gain:.2f}x, "
+        "with layers on other stages"
+    )
+
+
+def _counts(cut: Cut) -> str:
+    return " | ".join(str(len(layers)) for layers in cut.layers)
+
+
+def _idle(result: Balance, cut: Cut) -> float:
+    """The share of the ranks' time in the batch in which they compute nothing, in [0, 1]."""
+    ranks, microbatches = len(result.schedule.ranks), result.schedule.num_microbatches
+    busy = microbatches * sum(forward + backward for forward, backward in cut.stage_ms)
+    return max(0.0, 1.0 - busy / (ranks * cut.makespan_ms)) if cut.makespan_ms else 0.0
+
+
+def _table(result: Balance) -> Table:
+    rows = []
+    for stage in range(len(result.now.layers)):
+        then = _cells(result.best, stage) if result.moves else ("-",) * 3
+        rows.append((str(stage), str(result.schedule.rank_of(stage)), *_cells(result.now, stage), *then))
+    return Table("Layers of each stage (ms: forward + backward of one microbatch)", _HEADER, tuple(rows))
+
+
+def _cells(cut: Cut, stage: int) -> tuple[str, str, str]:
+    forward, backward = cut.stage_ms[stage]
+    return str(len(cut.layers[stage])), f"{cut.parameters[stage]:,}", f"{forward:.1f} + {backward:.1f}"
+
+
+# --- the host's own way to say it ------------------------------------------------------------------------------
+
+
+def say_it(host: str, cut: Cut) -> str:
+    """What the user sets in the host to get this cut."""
+    if host == "megatron-core" and (layout := _megatron_layout(cut)):
+        return f"--pipeline-model-parallel-layout '{layout}'"
+    if host == "deepspeed":
+        starts = [0, *accumulate(len(layers) for layers in cut.layers[:-1])]
+        numbers = [int(layers[0]) for layers in cut.layers] if _numbered(cut) else starts
+        return f"the stages begin at layers {[0, *numbers[1:]]} of the PipelineModule"
+    what = "TorchTitan's module_fqns_per_model_part" if host == "torch.distributed.pipelining" else "the stages' layers"
+    return f"{what}: {json.dumps(cut.layers)}"
+
+
+def _numbered(cut: Cut) -> bool:
+    return all(name.isdecimal() for layers in cut.layers for name in layers)
+
+
+def _megatron_layout(cut: Cut) -> str | None:
+    """Megatron's layout: E embeds, t is a decoder layer, L the norm, the output layer and the loss."""
+    stages = []
+    for layers in cut.layers:
+        tokens = ["t" if re.search(r"\.layers\.\d+$", name) else "E" if "embedding" in name else "L" for name in layers]
+        text = "".join(tokens)
+        if not re.fullmatch(r"E?t*L*", text):
+            return None
+        decoders = text.count("t")
+        stages.append("E" * ("E" in text) + (f"t*{decoders}" if decoders > 1 else "t" * decoders) + "L" * ("L" in text))
+    return "|".join(stages)

@@ -1,0 +1,127 @@
+"""Where to cut a model into stages so that the batch ends earliest: the search behind ``tf-adapters balance``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.ir import Kind, PipelineSchedule
+from tf_adapters.timing.transfers import Gaps
+
+__all__ = ["CutPipeline", "Cuts", "Piece", "StageRest"]
+
+_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+
+Cuts = tuple[int, ...]
+"""The first piece of each stage but the first; ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Layers that stay together, and ms of a microbatch with nothing frozen."""
+
+    names: tuple[str, ...]
+    forward_ms: float
+    backward_ms: float
+    parameters: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StageRest:
+    """What a microbatch takes on a stage outside of its layers, ms: it stays where it is."""
+
+    forward_ms: float
+    backward_ms: float
+
+
+class CutPipeline:
+    """A batch of a schedule as a function of where the model is cut.
+
+    Args:
+        schedule: of one batch; its backwards are whole or in halves.
+        gaps: the time between actions.
+        pieces: of all stages, in order.
+        rest: by stage.
+        halves: by stage, the share of a backward that is its input gradient, in [0, 1].
+    """
+
+    def __init__(
+        self,
+        schedule: PipelineSchedule,
+        gaps: Gaps,
+        pieces: Sequence[Piece],
+        rest: Sequence[StageRest],
+        halves: Sequence[float],
+    ) -> None:
+        self._dag = PipelineDag.from_schedule(schedule, gaps.communication, gaps.overhead)
+        self._forward = [0.0, *accumulate(piece.forward_ms for piece in pieces)]
+        self._backward = [0.0, *accumulate(piece.backward_ms for piece in pieces)]
+        self._rest, self._last = rest, len(pieces)
+        self._stages = np.array([action.stage for action in self._dag.actions])
+        self._kinds = np.array([_KINDS.index(action.kind) for action in self._dag.actions])
+        self._halves = halves
+
+    def stage_times(self, cuts: Cuts) -> tuple[tuple[float, float], ...]:
+        """ms of each stage's forward and backward of a microbatch."""
+        bounds = pairwise((0, *cuts, self._last))
+        return tuple(self._one(stage, start, stop) for stage, (start, stop) in enumerate(bounds))
+
+    def _one(self, stage: int, start: int, stop: int) -> tuple[float, float]:
+        rest = self._rest[stage]
+        return (
+            rest.forward_ms + self._forward[stop] - self._forward[start],
+            rest.backward_ms + self._backward[stop] - self._backward[start],
+        )
+
+    def makespan(self, cuts: Cuts) -> float:
+        """ms from the batch's start to its end."""
+        times = [
+            (forward, backward, backward * half, backward * (1.0 - half))
+            for (forward, backward), half in zip(self.stage_times(cuts), self._halves, strict=True)
+        ]
+        by_stage: NDArray[np.float64] = np.array(times)
+        return self._dag.end(by_stage[self._stages, self._kinds])
+
+    def even_cuts(self) -> Cuts:
+        """The cuts whose longest stage is shortest: what a microbatch takes on it, forward and backward."""
+        stages = len(self._rest)
+        best: dict[int, tuple[float, Cuts]] = {0: (0.0, ())}  # by the piece at which the next stage begins
+        for stage in range(stages):
+            after: dict[int, tuple[float, Cuts]] = {}
+            for start, (longest, cuts) in best.items():
+                for stop in range(start + 1, self._last - (stages - stage - 1) + 1):
+                    whole = max(longest, sum(self._one(stage, start, stop)))
+                    if stop not in after or whole < after[stop][0]:
+                        after[stop] = (whole, (*cuts, stop))
+            best = after
+        return best[self._last][1][:-1]
+
+    def best_cuts(self, cuts: Cuts) -> Cuts:
+        """The cuts of the shortest batch that moving neighbouring cuts together, one piece at a time, leads to.
+
+        From the present ``cuts`` and from ``even_cuts``.
+        """
+        return min((self._descend(start) for start in (cuts, self.even_cuts())), key=self.makespan)
+
+    def _descend(self, cuts: Cuts) -> Cuts:
+        shortest = self.makespan(cuts)
+        while True:
+            moved = min(((self.makespan(m), m) for m in _moves(cuts, self._last)), default=(shortest, cuts))
+            if moved[0] >= shortest * (1.0 - 1e-9):
+                return cuts
+            shortest, cuts = moved
+
+
+def _moves(cuts: Cuts, pieces: int) -> Iterator[Cuts]:
+    """A run of neighbouring cuts, moved by one piece; every stage keeps one."""
+    for first in range(len(cuts)):
+        for last in range(first, len(cuts)):
+            for by in (-1, 1):
+                moved = tuple(cut + by if first <= place <= last else cut for place, cut in enumerate(cuts))
+                if all(left < right for left, right in pairwise((0, *moved, pieces))):
+                    yield moved
