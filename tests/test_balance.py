@@ -78,12 +78,6 @@ def test_layers_are_the_members_of_the_outermost_lists_and_what_stands_beside_th
     assert layers_of(torch.nn.ReLU()) == {}
 
 
-def test_a_model_with_a_compiled_layer_is_not_timed():
-    model = Model()
-    model.decoder.layers[1].compile(backend="eager")
-    assert layers_of(model) == {}
-
-
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 def test_the_time_between_two_marks_is_the_first_ones_layer(recomputed):
     clock = Clock()

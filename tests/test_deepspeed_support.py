@@ -214,7 +214,7 @@ def engine_without_a_symbol() -> Any:
 
 COMPILED = (
     "the model or a part of it is compiled with torch.compile, which would recompile for every mask; "
-    "train without compiling"
+    'compile its layers one by one and take granularity "block", or train without compiling'
 )
 FP16_AUTOCAST = (
     "torch_autocast in fp16 is not supported: each stage scales the loss by itself and skips updates alone; "

@@ -199,6 +199,14 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "step": 400,
         "times": TIMES,
         "plan": json.loads(Path("plan.json").read_text()),
+        "layers": {
+            stage: {
+                "layers": [{"name": name, "forward_ms": 1.0, "backward_ms": 2.0, "parameters": 9} for name in "ab"],
+                "rest_forward_ms": 0.0,
+                "rest_backward_ms": 0.0,
+            }
+            for stage in "01"
+        },
         "measured": {
             "backward_ms": [
                 {"action": action, "afr": afr, "ms": 20.0 - 11 * afr, "phase": None}

@@ -31,7 +31,7 @@ from tf_adapters.megatron.support import check
 PREFIX = "timely_freeze cannot run here: "
 COMPILED = (
     "the model or a part of it is compiled with torch.compile, which would recompile for every mask; "
-    "train without compiling"
+    'compile its layers one by one and take granularity "block", or train without compiling'
 )
 PLAIN = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4)
 

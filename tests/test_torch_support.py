@@ -98,7 +98,7 @@ def unchanged(run: Run) -> None: ...
 
 COMPILED = (
     "the model or a part of it is compiled with torch.compile, which would recompile for every mask; "
-    "train without compiling"
+    'compile its layers one by one and take granularity "block", or train without compiling'
 )
 DDP = "stage 0 is wrapped in DistributedDataParallel "
 REFUSED: dict[str, tuple[Case, Callable[[Run], None], str]] = {

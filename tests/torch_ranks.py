@@ -49,6 +49,7 @@ class Case:
     optimizer: str = "AdamW"
     set_to_none: bool = True
     checkpoint: bool = False
+    compiled: bool = False  # each layer, by inductor
     traced: bool = False  # the stages are cut from the whole model by torch's tracer: pipeline(), build_stage()
     dtype: torch.dtype = torch.float32  # of the parameters
     give_optimizer: bool = True
@@ -202,6 +203,8 @@ def build(case: Case) -> Run:
             stages.append(traced(case).build_stage(index, torch.device("cpu"), mesh.get_group("pp")))
             continue
         module = Layers(*stage_layers(index, case.stages), checkpoint=case.checkpoint, adapted=case.adapted)
+        for layer in module.layers.values() if case.compiled else ():
+            layer.compile()
         wrapped = wrap(module.to(case.dtype), case.replicas, mesh["dp"])
         stages.append(PipelineStage(wrapped, index, case.stages, torch.device("cpu"), group=mesh.get_group("pp")))
     optimizers = [make_optimizer(case, stage.submod.parameters()) for stage in stages]

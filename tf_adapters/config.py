@@ -62,10 +62,11 @@ class TimelyFreezeConfig(BaseModel):
             "allowed": 'an object of patterns and ratios from 0 to max_freeze_ratio, such as {"*embed*": 0.2}'
         },
     )
-    granularity: Literal["tensor", "token"] = Field(
+    granularity: Literal["tensor", "token", "block"] = Field(
         "tensor",
         description="tensor: whole weight gradients are skipped; token: those of linear layers are made from a sample "
-        "of their tokens, as much smaller as the freeze ratio says, and unbiased",
+        "of their tokens, as much smaller as the freeze ratio says, and unbiased; block: whole layers are frozen, "
+        "which may be compiled with torch.compile",
     )
     weight_gradients: Literal["in_place", "deferred"] = Field(
         "in_place",
@@ -157,8 +158,8 @@ class TimelyFreezeConfig(BaseModel):
             )
         if self.samples_tokens and self.method not in ("timely", "none"):
             raise ConfigError(
-                f'{SECTION}.granularity is "token" and {SECTION}.method is "{self.method}": allowed is "tensor" with '
-                "it, since it chooses tensors"
+                f'{SECTION}.granularity is "token" and {SECTION}.method is "{self.method}": allowed is "tensor" or '
+                '"block" with it, since it chooses what to freeze whole'
             )
         if self.weight_gradients == "deferred" and not self.plans:
             raise ConfigError(
@@ -213,6 +214,11 @@ class TimelyFreezeConfig(BaseModel):
     def samples_tokens(self) -> bool:
         """Whether weight gradients are made from a sample of the tokens."""
         return self.granularity == "token"
+
+    @property
+    def freezes_blocks(self) -> bool:
+        """Whether layers are frozen whole or not at all."""
+        return self.granularity == "block"
 
     @property
     def splits_backwards(self) -> bool:

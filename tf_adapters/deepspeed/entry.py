@@ -87,7 +87,7 @@ def _settings(engine: Any, config: GivenConfig) -> TimelyFreezeConfig | None:
             return None
 
     def check_engine(settings: TimelyFreezeConfig) -> None:
-        check(engine)
+        check(engine, settings)
         if settings.splits_backwards and is_dualpipev(engine):
             refuse(f"DualPipeV overlaps two stages of a rank; use {settings.without_split} with it")
         if is_dualpipev(engine):

@@ -10,7 +10,8 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from tf_adapters.deepspeed.stages import is_dualpipev
+from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.deepspeed.stages import is_dualpipev, layers_by_stage
 from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, missing_name, refuse
 from tf_adapters.masking.compiled import COMPILED
 
@@ -24,7 +25,7 @@ _SCALED = ("8bit", "4bit", "fp8")
 _UNTESTED_OPTIMIZERS = ("onebit", "zerooneadam", "muon")
 
 
-def check(engine: Any) -> None:
+def check(engine: Any, settings: TimelyFreezeConfig | None = None) -> None:
     """Raise UnsupportedError, one line, if freezing this engine's parameters could be wrong."""
     if not isinstance(engine, PipelineEngine):
         refuse(
@@ -35,7 +36,9 @@ def check(engine: Any) -> None:
     module_names = (*MODULE_NAMES, "phase_bounds") if is_dualpipev(engine) else MODULE_NAMES
     refuse(missing_name(engine.module, module_names, called="PipelineModule"))
     refuse_compiled(engine)
-    refuse(compiled_problem(engine.module) or _setting_problem(engine) or _optimizer_problem(engine))
+    layers = {name: layer for of_stage in layers_by_stage(engine).values() for name, layer in of_stage.items()}
+    refuse(compiled_problem(engine.module, engine.module, layers, settings))
+    refuse(_setting_problem(engine) or _optimizer_problem(engine))
 
 
 def refuse_compiled(engine: Any) -> None:

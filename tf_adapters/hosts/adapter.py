@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from tf_adapters.collectives import Collectives, on_all_ranks
 from tf_adapters.config import SECTION, TimelyFreezeConfig
 from tf_adapters.errors import ConfigError, TimelyFreezeError
 from tf_adapters.hosts.agreement import GivenConfig, agree_on_settings, gather_units
+from tf_adapters.hosts.layers import blocks
 from tf_adapters.overrides import Overrides
 from tf_adapters.report.observer import MetricSink, RunReporter
 from tf_adapters.selection.units import FreezeUnit
@@ -55,7 +56,7 @@ class HostAdapter(ABC):
         def local_units() -> Mapping[int, Any]:
             described.append(describe())
             _check_scaled(config, described[0])
-            return _sampled_units(described[0]) if config.samples_tokens else described[0].units
+            return _units(config, described[0])
 
         units = gather_units(collectives, local_units)
         pipeline = replace(described[0], units=units)
@@ -122,6 +123,15 @@ class HostAdapter(ABC):
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a model (a moving average of its weights, say) is not attached to anything."""
         return
+
+
+def _units(config: TimelyFreezeConfig, pipeline: HostPipeline) -> Mapping[int, Sequence[FreezeUnit]]:
+    """A rank's units at the granularity of the settings."""
+    if config.samples_tokens:
+        return _sampled_units(pipeline)
+    if config.freezes_blocks:
+        return {stage: blocks(units, pipeline.layers[stage]) for stage, units in pipeline.units.items()}
+    return pipeline.units
 
 
 def _sampled_units(pipeline: HostPipeline) -> dict[int, tuple[FreezeUnit, ...]]:

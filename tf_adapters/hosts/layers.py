@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from tf_adapters.masking.compiled import is_compiled
+from tf_adapters.selection.units import FreezeUnit
+from tf_adapters.timing.layers import Layers
 
-__all__ = ["layers_of"]
+__all__ = ["blocks", "layer_of", "layers_of"]
 
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 def layers_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The layers of a stage's module by name: members of its outermost lists of modules, and what stands beside them.
+    """The layers of a stage's module by name: members of its outermost lists of modules, and modules beside these."""
+    return dict(_layers("", model))
 
-    None where one is compiled: hooks on it would compile it anew.
-    """
-    layers = dict(_layers("", model))
-    return {} if any(is_compiled(part) for layer in layers.values() for part in layer.modules()) else layers
+
+def layer_of(name: str, layers: Layers) -> str | None:
+    """The layer that a module or parameter of this name is, or is part of; None outside of all layers."""
+    return next((layer for layer in layers if name == layer or name.startswith(f"{layer}.")), None)
+
+
+def blocks(units: Sequence[FreezeUnit], layers: Layers) -> tuple[FreezeUnit, ...]:
+    """Units joined by layer: each is frozen whole or not at all. What is outside of all layers stays as it is."""
+    joined: dict[str, list[FreezeUnit]] = {}
+    for unit in units:
+        joined.setdefault(layer_of(unit.names[0], layers) or unit.names[0], []).append(unit)
+    return tuple(
+        FreezeUnit(
+            names=tuple(name for unit in of_layer for name in unit.names),
+            work=sum(unit.work for unit in of_layer),
+            shape=of_layer[0].shape,
+            cap=min(unit.cap for unit in of_layer),
+        )
+        for of_layer in joined.values()
+    )
 
 
 def _layers(name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

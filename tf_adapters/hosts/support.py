@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
+from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import UnsupportedError
+from tf_adapters.hosts.layers import layer_of
 from tf_adapters.masking.compiled import COMPILED, is_compiled
+from tf_adapters.timing.layers import Layers
 
 __all__ = ["Problem", "compiled_problem", "first_problem", "missing_name", "refuse"]
 
@@ -39,6 +42,28 @@ def missing_name(owner: Any, names: Iterable[str], called: str = "") -> Problem:
     return None
 
 
-def compiled_problem(module: torch.nn.Module) -> Problem:
-    """Return a problem if the module or a part of it is compiled with torch.compile."""
-    return COMPILED if any(map(is_compiled, module.modules())) else None
+def compiled_problem(
+    wrapped: torch.nn.Module, model: torch.nn.Module, layers: Layers, settings: TimelyFreezeConfig | None
+) -> Problem:
+    """Return a problem if a part of a stage is compiled with torch.compile that cannot be frozen whole.
+
+    ``layers`` are of ``model``, the stage's own module inside the host's wrappers. Without settings nothing may be.
+    """
+    names = {id(part): name for name, part in model.named_modules()}
+    compiled = [names.get(id(part), "") for part in wrapped.modules() if is_compiled(part)]
+    if not compiled:
+        return None
+    if settings is None or not settings.freezes_blocks:
+        return COMPILED
+    if settings.splits_backwards:
+        return (
+            "layers are compiled with torch.compile, and compiled layers compute their weight gradients with the "
+            f"backward; use {settings.without_split}"
+        )
+    outside = next((name for name in compiled if layer_of(name, layers) is None), None)
+    if outside is None:
+        return None
+    return (
+        f"{outside or 'a whole stage'} is compiled with torch.compile and holds layers that are frozen one by one; "
+        "compile its layers instead"
+    )

@@ -141,7 +141,7 @@ def _on_backward(run: Any, output: Any) -> Any:
 def _settings(chunks: Sequence[Any], optimizer: Any, config: GivenConfig) -> TimelyFreezeConfig:
     def check_model(settings: TimelyFreezeConfig) -> None:
         refuse_other_schedules(settings, "with Megatron-Core the schedule follows from the pipeline's sizes")
-        check(chunks, optimizer)
+        check(chunks, optimizer, settings=settings)
 
     return read_settings(config, check_model)
 

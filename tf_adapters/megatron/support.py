@@ -12,7 +12,10 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_model_config
 
+from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.hosts.layers import layers_of
 from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, missing_name, refuse
+from tf_adapters.megatron.chunks import innermost
 from tf_adapters.megatron.optimizers import inner_of, leaves
 
 _REMATERIALIZED = "the weight gradient of one layer finishes that of another, which a frozen weight would leave undone"
@@ -48,7 +51,9 @@ BUCKET_GROUP_NAMES = ("finish_param_sync", "is_last_microbatch", "register_grad_
 DISTRIBUTED_OPTIMIZER_NAMES = ("_get_model_param_range_map", "model_param_group_index_map")
 
 
-def check(chunks: Sequence[Any], optimizer: Any, config: Any = None) -> None:
+def check(
+    chunks: Sequence[Any], optimizer: Any, config: Any = None, settings: TimelyFreezeConfig | None = None
+) -> None:
     """Raise UnsupportedError, one line, if freezing these model chunks could be wrong.
 
     ``config`` is the model's TransformerConfig; by default the first chunk's own.
@@ -57,6 +62,8 @@ def check(chunks: Sequence[Any], optimizer: Any, config: Any = None) -> None:
         refuse("there is no model chunk; it needs the list of modules that the schedule gets")
     for chunk in chunks:
         refuse(_chunk_problem(chunk) or missing_ddp_name(chunk))
+        model = innermost(chunk)
+        refuse(compiled_problem(chunk, model, layers_of(model), settings))
     config = config or get_model_config(chunks[0])
     refuse(_config_problem(config))
     if optimizer is None:
@@ -99,7 +106,7 @@ def _chunk_problem(chunk: Any) -> Problem:
         return f"a model chunk is a {wrapper}; it needs the list of modules that the schedule gets"
     if "FullyShardedDataParallel" in wrapper:
         return f"the model is wrapped in {wrapper}; use Megatron's DistributedDataParallel"
-    return compiled_problem(chunk)
+    return None
 
 
 def missing_ddp_name(chunk: Any) -> Problem:

@@ -99,9 +99,14 @@ class StageMasks:
             return
         rng = np.random.default_rng([self._seed, step, stage])
         for frozen in self._selection_of(stage, preferred).draw(ratios, rng):
-            complete = len(frozen) == len(units) and not self._excludes[stage]
-            names = tuple(name for index in sorted(frozen) for name in units[index].names)
-            yield Mask(names, frozen_share(units, frozen), complete)
+            yield self.of_units(stage, frozen)
+
+    def of_units(self, stage: int, frozen: frozenset[int]) -> Mask:
+        """The mask that freezes the units of a stage at ``frozen`` and no other."""
+        units = self._units[stage]
+        complete = len(frozen) == len(units) and not self._excludes[stage]
+        names = tuple(name for index in sorted(frozen) for name in units[index].names)
+        return Mask(names, frozen_share(units, frozen), complete)
 
     def names(self, stage: int) -> tuple[str, ...]:
         """Every parameter of a stage that can be frozen."""

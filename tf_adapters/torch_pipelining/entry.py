@@ -70,7 +70,7 @@ def attach(
 def _settings(schedule: Any, config: GivenConfig, optimizers: tuple[Any, ...]) -> TimelyFreezeConfig:
     def check_schedule(settings: TimelyFreezeConfig) -> None:
         refuse_other_schedules(settings, "with torch.distributed.pipelining the schedule is the object that you pass")
-        check(schedule, optimizers)
+        check(schedule, optimizers, settings)
         if settings.splits_backwards:
             check_split_backwards(schedule, settings.without_split)
 

@@ -12,9 +12,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.pipelining import schedules as host
 from torch.nn.parallel import DistributedDataParallel
 
+from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.hosts.layers import layers_of
 from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, missing_name, refuse
 from tf_adapters.schedule.ir import Kind, PipelineSchedule
-from tf_adapters.torch_pipelining.replicas import reshards_after_forward
+from tf_adapters.torch_pipelining.replicas import inside_replica, reshards_after_forward
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
 
 SCHEDULE_CLASSES = ("_PipelineSchedule", "_PipelineScheduleRuntime", "PipelineScheduleSingle", "Schedule1F1B")
@@ -33,13 +35,15 @@ FSDP_STATE_NAMES = ("_auto_reshard_after_forward", "_fsdp_param_groups")
 _COMPUTATIONS = {*(kind.value for kind in Kind), "OVERLAP_F_B"}
 
 
-def check(schedule: Any, optimizers: Sequence[Any]) -> None:
+def check(schedule: Any, optimizers: Sequence[Any], settings: TimelyFreezeConfig | None = None) -> None:
     """Raise UnsupportedError, one line, if freezing with this schedule could be wrong."""
     refuse_grad_scaler()
     refuse(_schedule_problem(schedule))
     translated = translate(schedule)
     for stage in stages_of(schedule):
         refuse(_stage_problem(stage, translated, bool(optimizers)))
+        model = inside_replica(stage.submod)
+        refuse(compiled_problem(stage.submod, model, layers_of(model), settings))
     refuse(_optimizer_problem(schedule, optimizers))
 
 
@@ -101,9 +105,6 @@ def _stage_problem(stage: Any, schedule: PipelineSchedule, has_optimizer: bool) 
         return problem
     if stage.dw_builder is not None:
         return f"stage {stage.stage_index} has a dw_builder, which computes weight gradients outside of autograd"
-    problem = compiled_problem(stage.submod)
-    if problem:
-        return problem
     splits = any(a.stage == stage.stage_index and a.kind is Kind.WEIGHT_GRAD for a in schedule.actions)
     if splits and stage.is_first and not any(p.requires_grad for p in stage.submod.parameters()):
         return (

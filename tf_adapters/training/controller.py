@@ -16,6 +16,7 @@ import torch
 from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import UnsupportedError
+from tf_adapters.masking.compiled import any_compiled
 from tf_adapters.masking.gradient_noise import GradientNoise, RowObserver
 from tf_adapters.masking.parameters import ParameterMask
 from tf_adapters.masking.taps import StageTaps
@@ -71,7 +72,8 @@ class Controller:
             tokens=config.samples_tokens,
         )
         clock = pipeline.timing_clock()
-        self.timer, self._layers = ActionTimer(clock), LayerTimer(pipeline.layers, clock)
+        timed = {stage: {} if any_compiled(layers) else layers for stage, layers in pipeline.layers.items()}
+        self.timer, self._layers = ActionTimer(clock), LayerTimer(timed, clock)
         self.memory = MemoryMeter(pipeline.device)
         self.state = RunState.fresh(config, pipeline.warmup_steps)
         self.parameter_masks = {stage: ParameterMask(of_stage) for stage, of_stage in pipeline.parameters.items()}

@@ -64,6 +64,8 @@ class FreezeRatios:
         """
         if not action.freezable:
             return 0.0
+        if compiling := self._compiling(state, step, action.stage):
+            return compiling[action.microbatch].share
         if self._config.plans and state.phases.phase(step).monitors:
             return self._monitoring_ratio(state, step, action) if self._monitors_with_masks(state) else 0.0
         if not self.on(state) or self.probes(state, step):
@@ -76,6 +78,8 @@ class FreezeRatios:
 
     def masks(self, state: RunState, step: int, stage: int) -> tuple[Mask, ...]:
         """What is frozen on ``stage`` at ``step``, for each microbatch."""
+        if compiling := self._compiling(state, step, stage):
+            return compiling
         actions = (self.weight_gradients.get((stage, microbatch)) for microbatch in range(self._microbatches))
         ratios = [0.0 if action is None else self.ratio(state, step, action) for action in actions]
         return self._masks.draw(step, stage, ratios, self.stable(state, step, stage))
@@ -84,6 +88,31 @@ class FreezeRatios:
         """What the last stability check found stable on a stage, by the indices of its units."""
         freezing = step > state.phases.monitoring_end  # monitoring is of uniform masks
         return state.stability.stable.get(stage, NONE_PREFERRED) if freezing else NONE_PREFERRED
+
+    def _compiling(self, state: RunState, step: int, stage: int) -> tuple[Mask, ...]:
+        """Masks of the last steps of the warm-up, for which layers that are compiled are compiled; mostly none.
+
+        A compiled layer is another graph where it is frozen, and where its input needs no gradient: behind layers that
+        are frozen, on the first stage that trains. These masks show every layer in each of its states.
+        """
+        if not self._config.freezes_blocks or not self._monitors_with_masks(state):
+            return ()
+        shown = {stage: self._states(stage) for stage in self._masks.stages}
+        steps = -(-max(map(len, shown.values()), default=0) // self._microbatches)
+        passed = step - 1 - (state.phases.warmup_end - steps)
+        if not 0 <= passed < steps or step > state.phases.warmup_end:
+            return ()
+        first = passed * self._microbatches
+        masks = [*shown[stage][first : first + self._microbatches]]
+        masks += [frozenset()] * (self._microbatches - len(masks))
+        return tuple(self._masks.of_units(stage, frozen) for frozen in masks)
+
+    def _states(self, stage: int) -> list[frozenset[int]]:
+        """Sets of units of a stage which, frozen one after the other, bring each unit into all of its states."""
+        units = range(len(self._masks.units[stage]))
+        if stage != self._masks.first_training_stage:
+            return [frozenset(units)] if units else []
+        return [*(frozenset(units[: last + 1]) for last in units), frozenset(units[1:])]
 
     def _monitoring_ratio(self, state: RunState, step: int, action: Action) -> float:
         """The first stage is not frozen whole: its backward would disappear, a bound that no mask of the plan reaches.
