@@ -26,7 +26,8 @@ EXAMPLES = {"deepspeed": "deepspeed_gpt", "megatron-core": "megatron_gpt", "torc
 class Size:
     """A model and its pipeline: ``ranks`` stages of ``layers`` in all, microbatches of ``micro_batch`` rows.
 
-    ``replicas`` of the pipeline are trained by DeepSpeed where the group has that many times as many ranks.
+    ``replicas`` of the pipeline are trained by DeepSpeed where the group has that many times as many ranks. With
+    ``compiled`` torch's decoder layers are compiled one by one.
     """
 
     ranks: int = RANKS
@@ -36,6 +37,7 @@ class Size:
     micro_batch: int = 4
     microbatches: int = 8
     replicas: int = 1
+    compiled: bool = False
 
 
 @dataclass
@@ -158,6 +160,8 @@ def _torch(freezing: Freezing, alone: bool, size: Size) -> Training:
     config = models.new_config(layers=size.layers, width=size.width, heads=4, context=size.context, vocabulary=256)
     layout = Layout("1f1b", size.ranks, config.num_hidden_layers, size.microbatches)
     trainer = Trainer(layout, models.build(config), torch.device("cpu"), lr=1e-3, bf16=False)
+    for layer in [layer for s in trainer.stages.values() for layer in s.model.layers.values()] if size.compiled else []:
+        layer.compile()
     train, held_out = (
         Batches(encode(part), size.context, size.microbatches * size.micro_batch) for part in split(load_text("topics"))
     )

@@ -62,7 +62,7 @@ class TrainingScript:
         if settings is None or optimizer is None:  # not asked for, or an evaluation only (--skip-train)
             collectives.close()
             return
-        warmup = _warmup_left(scheduler, args.global_batch_size)
+        warmup = warmup_left(scheduler, args.global_batch_size)
         logs = TrainingLogs(args)
         self.adapter = attach(
             list(model), optimizer, settings, warmup_steps=warmup, metrics=logs, collectives=collectives
@@ -107,7 +107,7 @@ class TrainingLogs:
         return has_writer and self._iteration % self._args.tensorboard_log_interval == 0
 
 
-def _warmup_left(scheduler: Any, global_batch_size: int) -> int:
+def warmup_left(scheduler: Any, global_batch_size: int) -> int:
     """What is left of the learning-rate warm-up, in steps; Megatron's scheduler counts samples."""
     if scheduler.lr_warmup_steps <= 0:
         return DEFAULT_WARMUP_STEPS
