@@ -77,7 +77,8 @@ def test_the_life_of_a_run_and_its_report(ranks, host, tmp_path):
     assert report["host"]["name"]
     memory = measured["peak_memory_bytes"]
     assert [len(memory[phase]) for phase in ("unfrozen", "stable")] == [STAGES, STAGES]
-    assert all(held > 2**20 for phase in memory.values() for held in phase)
+    assert memory["planned"] is None  # the host's own order
+    assert all(held > 2**20 for phase in memory.values() if phase for held in phase)
     assert set(report["versions"]) >= {"tf_adapters", "python", "torch"}
     assert list(report["layers"]) == ["0", "1"]
     layers = [layer for stage in report["layers"].values() for layer in stage["layers"]]

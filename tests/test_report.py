@@ -35,7 +35,7 @@ MEASURED = {
         {"action": "0B1", "afr": 0.99, "ms": 12.0, "phase": None},
         {"action": "0B1", "afr": 1.0, "ms": 11.0, "phase": None},
     ],
-    "peak_memory_bytes": {"unfrozen": [3 * 2**30, 2**30], "stable": [2 * 2**30, 2**30]},
+    "peak_memory_bytes": {"unfrozen": [3 * 2**30, 2**30], "planned": [3 * 2**30, 2**31], "stable": [2 * 2**30, 2**30]},
 }
 
 

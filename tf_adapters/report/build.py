@@ -59,7 +59,8 @@ class LocalMeasurements:
 
     Only ranks of the one replica that is traced have more than steps and memory: the others would say the same.
     ``forward_ms`` holds the medians of stable freezing's forwards.
-    ``peak_bytes`` by phase, and ``stage``, any one of the rank's, are where it is in the pipeline and what it held.
+    ``peak_bytes`` by phase, ``planned_peak_bytes`` and ``stage``, any one of the rank's, are what it held, what it is
+    to hold under the plan, and where it is in the pipeline.
     """
 
     stage: int
@@ -67,6 +68,7 @@ class LocalMeasurements:
     actions: Mapping[str, Mapping[Action, Points]]
     forward_ms: Mapping[Action, float]
     peak_bytes: Mapping[str, int | None]
+    planned_peak_bytes: int | None
     frozen_share: Mapping[int, tuple[float, ...]]
     parameter_freeze_ratio: Mapping[int, Mapping[str, float]]
     layers: Mapping[int, StageLayers]
@@ -82,6 +84,7 @@ def local_measurements(run: RunSnapshot) -> LocalMeasurements:
         actions={phase.value: _points(timer, phase) if run.traced else {} for phase in _REPORTED},
         forward_ms=_forwards(timer) if run.traced else {},
         peak_bytes={phase.value: run.memory.peak_bytes(phase) for phase in _REPORTED},
+        planned_peak_bytes=run.planned_peak_bytes(),
         frozen_share=run.tally.frozen_share() if run.traced else {},
         parameter_freeze_ratio=run.tally.parameter_freeze_ratio() if run.traced else {},
         layers=run.layers.times() if run.traced else {},
@@ -217,18 +220,22 @@ def _measured(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Measured:
             for share, ms in points
         ),
         peak_memory_bytes=PeakMemory(
-            unfrozen=_fullest(run, ranks, Phase.MONITORING_UPPER),
-            stable=_fullest(run, ranks, Phase.STABLE),
+            unfrozen=_fullest(run, [(rank.stage, rank.peak_bytes[Phase.MONITORING_UPPER.value]) for rank in ranks]),
+            planned=_fullest(run, [(rank.stage, rank.planned_peak_bytes) for rank in ranks]),
+            stable=_fullest(run, [(rank.stage, rank.peak_bytes[Phase.STABLE.value]) for rank in ranks]),
         ),
     )
 
 
-def _fullest(run: RunSnapshot, ranks: Sequence[LocalMeasurements], phase: Phase) -> tuple[int, ...] | None:
-    """By pipeline rank, the bytes of the replica that held most; None unless there are some of every rank."""
+def _fullest(run: RunSnapshot, of_ranks: Sequence[tuple[int, int | None]]) -> tuple[int, ...] | None:
+    """By pipeline rank, the bytes of the replica that holds most; None unless there are some of every rank.
+
+    ``of_ranks`` has a stage of each rank, and its bytes.
+    """
     schedule = run.schedule
     peaks: dict[int, int] = {}
-    for rank in ranks:
-        held, row = rank.peak_bytes[phase.value], schedule.rank_of(rank.stage)
+    for stage, held in of_ranks:
+        row = schedule.rank_of(stage)
         if held is not None:
             peaks[row] = max(held, peaks.get(row, 0))
     return tuple(peaks[row] for row in sorted(peaks)) if len(peaks) == len(schedule.ranks) else None

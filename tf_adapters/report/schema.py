@@ -156,9 +156,14 @@ class BackwardSample(_Model):
 
 
 class PeakMemory(_Model):
-    """Most bytes that each pipeline rank held, with nothing frozen and in the stable phase (``tf_adapters.memory``)."""
+    """Most bytes that each pipeline rank held at the ends of its actions (``timing.memory``).
+
+    ``unfrozen``: while monitoring with nothing frozen; ``stable``: in stable freezing; ``planned``: the most that the
+    plan's order takes, where it is not the host's.
+    """
 
     unfrozen: tuple[Bytes, ...] | None = None
+    planned: tuple[Bytes, ...] | None = None
     stable: tuple[Bytes, ...] | None = None
 
 

@@ -123,7 +123,11 @@ def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[st
     if memory.unfrozen:
         peaks = [memory.unfrozen, *([memory.stable] if memory.stable else [])]
         counted = "of the process" if report.host.device in ("cpu", EMULATED) else "of tensors"
-        yield "memory", f"peak {counted} on the fullest rank {' -> '.join(_gib(max(ranks_)) for ranks_ in peaks)}"
+        planned = f", at most {_gib(max(memory.planned))} planned" if memory.planned else ""
+        yield (
+            "memory",
+            f"peak {counted} on the fullest rank {' -> '.join(_gib(max(ranks_)) for ranks_ in peaks)}{planned}",
+        )
 
 
 def _tokens(stages: Collection[SampledTokens]) -> str:

@@ -22,6 +22,7 @@ from tf_adapters.masking.parameters import ParameterMask
 from tf_adapters.masking.taps import StageTaps
 from tf_adapters.masking.tokens import TokenSampler
 from tf_adapters.planner.forecast import Forecast
+from tf_adapters.schedule.deferral import first_half
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.masks import Mask, StageMasks
 from tf_adapters.selection.stability import StabilityChecks
@@ -128,6 +129,7 @@ class Controller:
                 "train without CUDA graphs"
             )
         self._executed.clear()
+        self.memory.start_step()
         self._step_masks.clear()
         self._layers.on() if self._times_layers() else self._layers.off()
         for taps in self.pipeline.taps.values():
@@ -153,7 +155,7 @@ class Controller:
             self._layers.timed(action),
         ):
             yield from self._tapped(phase, action)
-        self.memory.look(phase)
+        self.memory.look(phase, action)
 
     def compute_weight_gradients(self, stage: int, microbatch: int) -> None:
         """A WEIGHT_GRAD of ``execution``: compute what the INPUT_GRAD of the microbatch has left."""
@@ -311,6 +313,7 @@ class Controller:
         elif action.kind is Kind.BACKWARD:
             with self.timer.timed_first_part(phase, action), taps.recording(action.microbatch):
                 yield
+            self.memory.look(phase, first_half(action))
             self._layers.weight_gradients()
             self._compute(action.stage, taps, action.microbatch)
         else:

@@ -147,11 +147,27 @@ class Decisions:
         state.adopt(planned)
         if planned.plan.deferrable_share:
             self.say(f"deferral: {describe_deferral(planned.plan, run.schedule)}")
+            self._say_memory(run)
         if planned.plan.frontier:
             self.say(f"max_freeze_ratio auto: {describe_frontier(planned.plan)}")
         for line in (messages.planned(planned.plan, Forecast(state.unfrozen_step_ms, planned.step_ms)), *planned.notes):
             self.say(line)
         self._report(run)
+
+    def _say_memory(self, run: RunSnapshot) -> None:
+        """What the fullest rank holds in the host's order, and is to hold in the plan's."""
+
+        def local() -> tuple[int, int] | None:
+            held, planned = run.memory.peak_bytes(Phase.MONITORING_UPPER), run.planned_peak_bytes()
+            return None if held is None or planned is None else (held, planned)
+
+        def fullest(ranks: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
+            held, planned = zip(*(rank for rank in ranks if rank), strict=True) if any(ranks) else ((), ())
+            return (max(held), max(planned)) if held else None
+
+        peaks = decide_from_all(self._collectives, local, fullest)
+        if peaks is not None:
+            self.say(messages.memory(*peaks))
 
     def _renew_plan(self, run: RunSnapshot) -> None:
         """Make the plan anew where the times it was made for are no longer the times that are measured."""

@@ -96,6 +96,11 @@ def precise(steps: int, error: float) -> str:
     return f"monitoring ended after {steps} steps: times and savings are known to {error:.1%}"
 
 
+def memory(held: int, planned: int) -> str:
+    """The most bytes at the ends of a rank's actions: measured with nothing frozen, and in the plan's order."""
+    return f"memory of the fullest rank: {held / 2**20:,.1f} MiB now, at most {planned / 2**20:,.1f} MiB planned"
+
+
 def planned(plan: FreezePlan, forecast: Forecast) -> str:
     """What was measured, what is planned, and what it costs in freezing."""
     stages = ", ".join(f"stage {stage}: {ratio:.2f}" for stage, ratio in sorted(plan.stage_freeze_ratio.items()))

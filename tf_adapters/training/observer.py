@@ -41,6 +41,17 @@ class RunSnapshot:
     tally: MaskTally
     traced: bool = True
 
+    def planned_peak_bytes(self) -> int | None:
+        """The most that this rank is to hold in the plan's order; None where the host's own order stays.
+
+        At most: it counts what a microbatch keeps with nothing frozen.
+        """
+        order = self.state.plan and self.state.plan.schedule
+        held = self.memory.held(Phase.MONITORING_UPPER)
+        if order is None or order == self.schedule or held is None:
+            return None
+        return held.peak_bytes(order.ranks[self.schedule.rank_of(self.stages[0])])
+
 
 class Observer(Protocol):
     """Looks at a run. An observer must not raise: training goes on whatever happens to it."""
