@@ -97,7 +97,7 @@ def measure(host: str) -> dict[str, Any]:
 
 
 def emulation(cell: Cell) -> EmulatedDevice:
-    return EmulatedDevice(forward_flops(cell.of) / (FORWARD_S * cell.ranks))
+    return EmulatedDevice(forward_flops(cell.of) / (FORWARD_S * cell.ranks), real_time=True)
 
 
 def monitored(cell: Cell) -> str:

@@ -87,7 +87,7 @@ def measure(host: str) -> dict[str, Any]:
 
 def run_alone(host: str) -> dict[str, Any]:
     """The host's step in ms, its loss at the end, and how far the emulation was off. Called on all ranks at once."""
-    with EmulatedDevice(RATE) as device:
+    with EmulatedDevice(RATE, real_time=True) as device:
         training = start(host, Freezing(), alone=True, size=SIZE)
         times = [timed_step(training.step) for _ in range(sum(PHASES.values()))]
         return {
@@ -104,7 +104,7 @@ def run_variant(host: str, settings: dict[str, Any]) -> dict[str, Any]:
     """
     section = {"monitoring_precision": 0.02, "replan_threshold": 0.0, **settings}
     freezing = Freezing(**PHASES, output_dir=f"runs/bench/emulated/{host}", settings=section)
-    with EmulatedDevice(RATE) as device:
+    with EmulatedDevice(RATE, real_time=True) as device:
         training = start(host, freezing, size=SIZE)
         controller = training.adapter.controller
         times: dict[str, list[float]] = {}

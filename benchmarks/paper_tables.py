@@ -128,7 +128,7 @@ def run_cell(cell: Cell) -> dict[str, float]:
         output_dir=f"runs/bench/paper_tables/{cell}",
         settings={**SETTINGS, "method": cell.method},
     )
-    with EmulatedDevice(forward_flops(cell.of) / (FORWARD_S * cell.ranks)) as device:
+    with EmulatedDevice(forward_flops(cell.of) / (FORWARD_S * cell.ranks), real_time=True) as device:
         alone = start(cell, None)
         unfrozen = [timed_step(alone.step) for _ in range(ALONE)]
         if alone.adapter is not None:

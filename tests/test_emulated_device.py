@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,3 +172,10 @@ def test_four_ranks_on_emulated_devices(tmp_path: Path):
     report = Report.read(path)
     assert "emulated devices" in summary(report)
     assert all(panel.title.startswith("emulated devices") for panel in panels_of(report))
+
+
+def test_real_time_is_given_back():
+    policy = os.sched_getscheduler(0)
+    with EmulatedDevice(1e12, real_time=True):
+        assert os.sched_getscheduler(0) in (os.SCHED_RR, policy)  # where the system does not allow it, it stays
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER

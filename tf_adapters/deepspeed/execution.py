@@ -147,8 +147,18 @@ class Sends:
             work.wait()
         self._under_way.clear()
 
+    def _let_go(self) -> None:
+        """What has arrived is no longer kept; what failed raises."""
+        under_way, self._under_way = self._under_way, []
+        for work, tensor in under_way:
+            if work.is_completed():
+                work.wait()
+            else:
+                self._under_way.append((work, tensor))
+
     def _send(self, tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> None:
         p2p._is_valid_send_recv(p2p._grid.get_stage_id(), dest_stage)
+        self._let_go()
         # Not by deepspeed.comm.isend, which waits for its receiver in releases before 0.19.8.
         work = dist.isend(tensor, p2p._grid.stage_to_global(stage_id=dest_stage))
         self._under_way.append((work, tensor))

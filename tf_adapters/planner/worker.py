@@ -125,6 +125,7 @@ def _yield_to_training(seconds: float) -> None:
     if hasattr(signal, "alarm"):
         signal.alarm(int(seconds + 2 * _GRACE_S) + 1)  # in case the training process is gone
     with contextlib.suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # a nice value says nothing under real-time ones
         os.nice(10)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -31,6 +31,7 @@ from torch.utils.flop_counter import flop_registry
 from tf_adapters.errors import ConfigError
 from tf_adapters.log import announce
 from tf_adapters.testing.emulated_link import EmulatedLinks, Link
+from tf_adapters.testing.real_time import real_time
 from tf_adapters.timing.device import emulated
 
 __all__ = ["EmulatedDevice", "main"]
@@ -49,6 +50,7 @@ class EmulatedDevice(TorchDispatchMode):
         rate: FLOP/s, above 0.
         jitter: standard deviation of an operation's duration, as a share of it, in [0, 1).
         seed: of the jitter.
+        real_time: whether the process goes before others of the machine (``real_time``), where the system allows it.
         clock, sleep: seconds, and how to wait for some.
         busy: seconds that this thread has computed for, waiting not counted.
 
@@ -64,6 +66,7 @@ class EmulatedDevice(TorchDispatchMode):
         *,
         jitter: float = 0.0,
         seed: int = 0,
+        real_time: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
         busy: Callable[[], float] = time.thread_time,
@@ -73,7 +76,7 @@ class EmulatedDevice(TorchDispatchMode):
             raise ConfigError(f"rate is {rate}: allowed is a number of FLOP/s above 0")
         if not 0.0 <= jitter < 1.0:
             raise ConfigError(f"jitter is {jitter}: allowed is a number from 0 to below 1")
-        self.rate, self.jitter = rate, jitter
+        self.rate, self.jitter, self._real_time = rate, jitter, real_time
         self.asked_s = self.late_s = 0.0
         self.operations = 0
         self._flops: dict[Any, float] = {}
@@ -85,6 +88,8 @@ class EmulatedDevice(TorchDispatchMode):
 
     def __enter__(self) -> EmulatedDevice:
         self._active.enter_context(emulated())
+        if self._real_time:
+            self._active.enter_context(real_time())
         self._busy_until = self._busy()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -150,7 +155,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, command = parse(sys.argv[1:] if arguments is None else list(arguments))
     rank = int(os.environ.get("RANK", "0"))
     rates = options.rate
-    device = EmulatedDevice(rates[rank % len(rates)], jitter=options.jitter, seed=options.seed + rank)
+    device = EmulatedDevice(
+        rates[rank % len(rates)], jitter=options.jitter, seed=options.seed + rank, real_time=options.real_time
+    )
     links = _links(options.link)
     try:
         with device, links or nullcontext():
@@ -165,7 +172,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Options, and the command that they are for. Exits with 2 where they are wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m tf_adapters.testing.emulated_device",
-        usage="%(prog)s --rate FLOPS [--jitter SHARE] [--seed N] [--link LINK ...] (-m MODULE | SCRIPT) ...",
+        usage="%(prog)s --rate FLOPS [--jitter SHARE] [--seed N] [--link LINK ...] [--real-time] "
+        "(-m MODULE | SCRIPT) ...",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -179,6 +187,9 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         default=[],
         metavar="[RANK-RANK=]MS[:BYTES_PER_S]",
         help="latency and rate between two ranks, both ways, or between all that have no other; may be repeated",
+    )
+    parser.add_argument(
+        "--real-time", action="store_true", help="go before other processes of the machine, where the system allows it"
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-m MODULE or SCRIPT, and its arguments")
     options = parser.parse_args(arguments)
