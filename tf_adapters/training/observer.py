@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tf_adapters.config import TimelyFreezeConfig
@@ -40,6 +40,18 @@ class RunSnapshot:
     layers: LayerTimer
     tally: MaskTally
     traced: bool = True
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether batches have had several numbers of microbatches since there are plans."""
+        return len(self.state.plans.of) > 1
+
+    def of_most_used(self) -> RunSnapshot:
+        """The same run, where it is mixed as seen by the number of microbatches that most of its steps have had."""
+        batch = self.state.plans.most_used
+        if batch is None or not self.is_mixed:
+            return self
+        return replace(self, schedule=batch.schedule, state=self.state.of_batch(batch))
 
 
 class Observer(Protocol):
