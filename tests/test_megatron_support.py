@@ -82,7 +82,7 @@ UNEVEN = "it makes microbatches of different lengths, but a plan takes those of 
 GRAPH = "a CUDA graph would replay one mask for ever"
 APART = "weight gradients are computed apart from the backward that is masked"
 REMATERIALIZED = "the weight gradient of one layer finishes that of another, which a frozen weight would leave undone"
-FURTHER_TOKENS = "multi-token prediction was checked with"
+FURTHER_TOKENS = "multi-token prediction was checked"
 REFUSED: dict[str, tuple[Any, Any, str]] = {  # what is refused, what is not, and why
     "cuda_graph_impl": ("local", "none", GRAPH),
     "enable_cuda_graph": (True, False, GRAPH),
@@ -98,9 +98,10 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {  # what is refused, what is not, an
     ),
     "moe_paged_stash": (True, False, "it keeps count of activations that freezing does not keep"),
     "fine_grained_activation_offloading": (True, False, "it keeps count of activations that freezing does not keep"),
-    "mtp_use_repeated_layer": (True, False, f"{FURTHER_TOKENS} a layer for each depth only"),
-    "mtp_detach_heads": (True, False, f"{FURTHER_TOKENS} a loss that trains all of the model only"),
-    "mtp_hsm": (True, False, f"{FURTHER_TOKENS} a layer for each depth only"),
+    "mtp_standalone": (True, False, f"{FURTHER_TOKENS} on the last stage only"),
+    "mtp_use_repeated_layer": (True, False, f"{FURTHER_TOKENS} with a layer for each depth only"),
+    "mtp_detach_heads": (True, False, f"{FURTHER_TOKENS} with a loss that trains all of the model only"),
+    "mtp_hsm": (True, False, f"{FURTHER_TOKENS} with a layer for each depth only"),
     "gtp_weight_remat_size": (2, 1, REMATERIALIZED),
     "expert_gtp_weight_remat_size": (4, 1, REMATERIALIZED),
     "sequence_packing_scheduler": ("dp_balanced", None, UNEVEN),

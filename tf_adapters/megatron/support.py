@@ -31,6 +31,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("overlap_dispatch_backward_with_experts_wgrad", bool, "weight gradients are computed apart from the backward"),
     ("moe_paged_stash", bool, "it keeps count of activations that freezing does not keep"),
     ("fine_grained_activation_offloading", bool, "it keeps count of activations that freezing does not keep"),
+    ("mtp_standalone", bool, "multi-token prediction was checked on the last stage only"),
     ("mtp_use_repeated_layer", bool, "multi-token prediction was checked with a layer for each depth only"),
     ("mtp_detach_heads", bool, "multi-token prediction was checked with a loss that trains all of the model only"),
     ("mtp_hsm", bool, "multi-token prediction was checked with a layer for each depth only"),
