@@ -90,7 +90,7 @@ def local_measurements(run: RunSnapshot) -> LocalMeasurements:
 
 
 def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report:
-    """The report of the run as far as it has come: where it is mixed, of the batches that most steps had."""
+    """The report of the run as far as it has come, of the number of microbatches that most steps had."""
     batches, run = _batches(run), run.of_most_used()
     state, gaps = run.state, run.state.gaps.to_json()
     return Report(
@@ -122,15 +122,17 @@ def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report
 
 def _number(run: RunSnapshot) -> int | None:
     """The number of microbatches whose steps are reported; None for all."""
-    return run.of_most_used().state.microbatches if run.is_mixed else None
+    batch = run.state.plans.most_used
+    return None if batch is None else batch.schedule.num_microbatches
 
 
 def _batches(run: RunSnapshot) -> dict[str, Batches]:
-    if not run.is_mixed:
+    plans = run.state.plans.of
+    if len(plans) < 2:
         return {}
     return {
         str(number): Batches(steps=of.steps, step_ms_unfrozen=of.unfrozen_step_ms, planned_step_ms=of.planned_step_ms)
-        for number, of in sorted(run.state.plans.of.items())
+        for number, of in sorted(plans.items())
     }
 
 

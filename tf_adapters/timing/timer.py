@@ -102,7 +102,7 @@ class _Step(NamedTuple):
     """A step that is timed: the mark of its beginning, how many there were before it, and its microbatches."""
 
     origin: Any = None
-    count: int = 0
+    ordinal: int = 0
     microbatches: int = 0
 
 
@@ -168,7 +168,7 @@ class ActionTimer:
 
     def start_step(self, microbatches: int = 0) -> Any:
         """A step of so many microbatches begins."""
-        self._step = _Step(self._clock.mark(), self._step.count + 1, microbatches)
+        self._step = _Step(self._clock.mark(), self._step.ordinal + 1, microbatches)
         return self._step.origin
 
     def stop_step(self, phase: str, start: Any, step: int) -> None:
@@ -197,7 +197,7 @@ class ActionTimer:
             if marked.first_part:
                 self._first_parts[marked.phase, marked.action].append(elapsed)
                 continue
-            sample = Sample(marked.share, elapsed, step.count, step.microbatches)
+            sample = Sample(marked.share, elapsed, step.ordinal, step.microbatches)
             self._actions[marked.phase, marked.action].append(sample)
             if step.origin is not None:
                 begin = self._clock.elapsed_ms(step.origin, marked.start) or 0.0

@@ -41,15 +41,10 @@ class RunSnapshot:
     tally: MaskTally
     traced: bool = True
 
-    @property
-    def is_mixed(self) -> bool:
-        """Whether batches have had several numbers of microbatches since there are plans."""
-        return len(self.state.plans.of) > 1
-
     def of_most_used(self) -> RunSnapshot:
-        """The same run, where it is mixed as seen by the number of microbatches that most of its steps have had."""
+        """The same run as seen by the number of microbatches that most of its steps have had since there are plans."""
         batch = self.state.plans.most_used
-        if batch is None or not self.is_mixed:
+        if batch is None:
             return self
         return replace(self, schedule=batch.schedule, state=self.state.of_batch(batch))
 

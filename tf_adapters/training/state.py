@@ -219,7 +219,8 @@ def compatible_state(
     order = schedule if measured_with is None else measured_with.schedule
     if data.get("fingerprint") != fingerprint(config, order, masks) or not _fits(state, order, schedule):
         return state.restarted(config, "the checkpoint's plan is for another pipeline, model or budget")
-    if not state.bounds and config.plans and state.completed_steps > state.phases.warmup_end:
+    unplanned = not state.plans and not state.awaits_plan
+    if config.plans and unplanned and state.completed_steps > state.phases.warmup_end:
         return state.restarted(config, "a checkpoint interrupted it")
     if "other_ms" not in data:
         state.other_ms = other_ms(order, state.measured)
