@@ -288,7 +288,7 @@ def events_of(controller: Controller, collectives: CountedCollectives) -> dict[s
         "attach: settings": lambda: agree_on_settings(collectives, HOST, lambda: config),
         "attach: units": lambda: gather_units(collectives, lambda: {stage: tuple(units[stage])}),
         "first step: order": lambda: verify_schedule(collectives, schedule, executed),
-        "monitoring: precision": lambda: maker.precision(timer),
+        "monitoring: precision": lambda: maker.precision(schedule, timer),
         "monitoring: times": lambda: maker.measure(schedule, timer),
         "plan: not there yet": lambda: on_one_rank(collectives, lambda: None),
         "plan": lambda: on_one_rank(collectives, lambda: plan),

@@ -117,7 +117,7 @@ def kernels(options: Options) -> list[Check]:
         training.update()
         timer = adapter.controller.timer
         timer.drain(wait=True)
-        _, trace = timer.traces(Phase.STABLE)[-1]
+        _, trace = timer.traces(Phase.STABLE, adapter.controller.state.microbatches)[-1]
         ours = sum(interval.end_ms - interval.start_ms for interval in trace.values())
         differences.append(100 * (ours / kernel_ms(profiled, options) - 1))
         assert {action.kind for action in trace} == {Kind.FORWARD, Kind.BACKWARD}

@@ -57,11 +57,11 @@ def held(host: str, freezing: Freezing) -> dict[str, int]:
     for _ in range(freezing.steps):
         training.step()
     run = training.adapter.controller.snapshot()
-    model = run.memory.held(Phase.MONITORING_UPPER)
+    model, planned = run.memory.held(Phase.MONITORING_UPPER), run.planned_peak_bytes(run.schedule, run.state.plan)
     bytes_ = {
         "base": round(model.base),
         "host": run.memory.peak_bytes(Phase.MONITORING_UPPER),
-        "planned": run.planned_peak_bytes() or model.peak_bytes(run.schedule.ranks[run.stages[0]]),
+        "planned": planned or model.peak_bytes(run.schedule.ranks[run.stages[0]]),
         "measured": run.memory.peak_bytes(Phase.STABLE),
     }
     training.detach()

@@ -46,8 +46,12 @@ class Case:
     tied: bool = False
     adapted: range | None = None  # layers that have low-rank adapters: nothing else trains
     steps: int = 6
+    numbers: tuple[int, ...] = ()  # of microbatches in the steps in turn, where they change
     ratios: float | dict[str, float] | None = None  # a plan to start with, instead of a measured one
     output_dir: str = "runs/tests"
+
+    def microbatches_in(self, step: int) -> int:
+        return self.numbers[step % len(self.numbers)] if self.numbers else self.microbatches
 
     @property
     def num_stages(self) -> int:
@@ -198,12 +202,17 @@ def parameters_of(engine: Any) -> dict[str, torch.Tensor]:
 class GradientRecorder:
     """The gradients that reach the inner optimizer, by parameter name: whole, or this rank's fragments of them."""
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    def __init__(self, engine: Any, controller: Any = None) -> None:
+        self.engine, self.controller = engine, controller
         self.latest: dict[str, torch.Tensor] = {}
+        self.masks: dict[tuple[int, int], tuple[str, ...]] = {}  # of the step's own number of microbatches
         self._hook = engine.basic_optimizer.register_step_pre_hook(self._record)
 
     def _record(self, *_: Any) -> None:
+        if self.controller is not None:
+            step, number = self.controller.step, self.engine.micro_batches
+            stages = range(self.controller.schedule.num_stages)
+            self.masks = {(s, m): self.controller.frozen_parameters(step, s, m) for s in stages for m in range(number)}
         for name, p in self.engine.module.named_parameters():
             if self.engine.optimizer is self.engine.basic_optimizer:
                 self.latest[name] = torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
@@ -253,7 +262,7 @@ def train(case: Case) -> dict[str, Any]:
 
     engine = build_engine(case)
     adapter = tf_adapters.deepspeed.attach(engine)
-    recorder = GradientRecorder(engine)
+    recorder = GradientRecorder(engine, adapter and adapter.controller)
     if adapter is not None and case.ratios is not None:
         force_plan(adapter.controller, case.ratios)
     with recorded_draws() as draws:
@@ -268,28 +277,25 @@ def train(case: Case) -> dict[str, Any]:
     if adapter is not None:
         result["schedule"] = adapter.controller.schedule.to_text()
         result["status"] = adapter.controller.state.failure
+        result["numbers"] = sorted(adapter.controller.state.plans.of)
         result["plan"] = adapter.controller.state.plan and adapter.controller.state.plan.to_json()
     return result
 
 
 def _step(case: Case, engine: Any, adapter: Any, recorder: GradientRecorder, step: int) -> dict[str, Any]:
     before, state_before = parameters_of(engine), optimizer_state(engine)
-    masks, phase = {}, None
-    if adapter is not None:
-        controller = adapter.controller
-        phase = controller.phase.value
-        masks = {
-            (s, m): controller.frozen_parameters(controller.step, s, m)
-            for s in range(case.num_stages)
-            for m in range(case.microbatches)
-        }
-    loss = engine.train_batch(iter(batch(step, engine.grid.data_parallel_id, case.microbatches)))
+    phase = adapter and adapter.controller.phase.value
+    microbatches = case.microbatches_in(step)
+    if case.numbers:
+        replicas = engine.grid.get_data_parallel_world_size()
+        engine.set_train_batch_size(microbatches * replicas * engine.train_micro_batch_size_per_gpu())
+    loss = engine.train_batch(iter(batch(step, engine.grid.data_parallel_id, microbatches)))
     return {
         "loss": float(loss),
         "number": adapter and adapter.controller.step - 1,
         "before": before,
         "gradients": dict(recorder.latest),
-        "masks": masks,
+        "masks": recorder.masks,
         "phase": phase,
         "state_before": state_before,
         "state_after": optimizer_state(engine),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from megatron_low_rank import with_adapters
@@ -47,8 +49,12 @@ class Case:
     tied: bool = False
     trained: Trained | None = None  # what trains where not everything does
     steps: int = 3
+    numbers: tuple[int, ...] = ()  # of microbatches in the steps in turn, where they change
     ratios: float | dict[str, float] | None = None  # a plan to start with, instead of a measured one
     output_dir: str = "runs/tests"
+
+    def microbatches_in(self, step: int) -> int:
+        return self.numbers[step % len(self.numbers)] if self.numbers else self.microbatches
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -159,6 +165,7 @@ def build_chunks(case: Case, wrap: bool = True) -> list[torch.nn.Module]:
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **virtual),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **virtual),
             share_embeddings_and_output_weights=case.tied,
+            mtp_block_spec=further_tokens(config, layer, virtual),
             **virtual,
         )
         if case.trained is not None:
@@ -174,6 +181,26 @@ def build_chunks(case: Case, wrap: bool = True) -> list[torch.nn.Module]:
             chunk.broadcast_params()
     CHUNKS.extend(chunks)
     return chunks
+
+
+def further_tokens(config: Any, layer: Any, virtual: dict[str, int]) -> Any:
+    """The block of this chunk that predicts further tokens (multi-token prediction), where it has one."""
+    if not config.mtp_num_layers:
+        return None
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlock,
+        MultiTokenPredictionBlockSubmodules,
+        get_mtp_layer_spec,
+        mtp_on_this_rank,
+    )
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    if not mtp_on_this_rank(config, ignore_virtual=False, **virtual):
+        return None
+    spec = get_mtp_layer_spec(layer, use_transformer_engine=False)
+    spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = Norm
+    layers = MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * config.mtp_num_layers)
+    return ModuleSpec(module=MultiTokenPredictionBlock, submodules=layers)
 
 
 def freeze_but(model: Any, trained: Trained) -> None:
@@ -340,7 +367,7 @@ def start(case: Case) -> tuple[list[Any], Any, Any]:
 
 def train_step(case: Case, chunks: list[Any], optimizer: Any, step: int, microbatches: int = 0) -> list[float]:
     zero_gradients(chunks, optimizer)
-    losses = run_batch(case, chunks, step, range(microbatches or case.microbatches))
+    losses = run_batch(case, chunks, step, range(microbatches or case.microbatches_in(step)))
     optimizer.step()
     return [float(entry["loss"]) for entry in losses]
 
@@ -358,6 +385,7 @@ def full_gradients(
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.utils import get_model_config
 
+    finalizing = sys.modules["megatron.core.distributed.finalize_model_grads"]
     plain = replace(
         case,
         tied=False,
@@ -368,15 +396,19 @@ def full_gradients(
     get_model_config(copies[0]).finalize_model_grads_func = finalize_model_grads
     for copy, chunk in zip(copies, chunks, strict=True):
         own = dict(innermost(chunk).named_parameters())
+        embedding = own.get("embedding.word_embeddings.weight")
         for name, parameter in innermost(copy).named_parameters():
-            parameter.data.copy_(own.get(name, own.get("embedding.word_embeddings.weight")).data)
+            if case.tied and name == "output_layer.weight" and embedding is not None:
+                parameter.data.copy_(embedding.data)
+            else:
+                parameter.data.copy_(own[name].data)
     # Interleaving needs a whole group of microbatches: several of the same have the same mean.
     at_least = max(case.pp, case.model.get("microbatch_group_size_per_vp_stage", 1)) if case.vp else 1
     found = []
-    for microbatch in range(case.microbatches):
+    for microbatch in range(case.microbatches_in(step)):
         for copy in copies:
             copy.zero_grad_buffer()
-        with ExitStack() as scaled:
+        with ExitStack() as scaled, patch.object(finalizing, "_allreduce_word_embedding_grads"):
             for copy, of_chunk in zip(copies, scales[microbatch] if scales else (), strict=bool(scales)):
                 scaled.enter_context(scaled_parallel_layers(innermost(copy), of_chunk))
             run_batch(plain, copies, step, [microbatch] * at_least)
@@ -405,11 +437,11 @@ def _scaled_product(impl: Any, scales: torch.Tensor, *, input: Any, weight: Any,
     return output if bias is None else output + bias
 
 
-def drawn_scales(case: Case, chunks: list[Any], draws: Draws, step: int) -> list[list[Scales]]:
-    """What this rank has drawn in a step, by microbatch and chunk."""
+def drawn_scales(case: Case, chunks: list[Any], draws: Draws, step: int, number: int) -> list[list[Scales]]:
+    """What this rank has drawn in the controller's ``step``, by microbatch and chunk."""
     return [
-        [draws.get((step, stage_of(case, index), microbatch), {}) for index in range(len(chunks))]
-        for microbatch in range(case.microbatches)
+        [draws.get((number, stage_of(case, index), microbatch), {}) for index in range(len(chunks))]
+        for microbatch in range(case.microbatches_in(step))
     ]
 
 
@@ -425,16 +457,17 @@ def _train(case: Case, draws: Draws, oracle: bool, evaluate: bool) -> dict[str, 
     chunks, optimizer, adapter = start(case)
     steps = []
     for number in range(case.steps):
-        masks = all_masks(adapter.controller) if adapter is not None else {}
         phase = adapter and adapter.controller.phase.value
         zero_gradients(chunks, optimizer)
-        losses = run_batch(case, chunks, number, range(case.microbatches))
+        losses = run_batch(case, chunks, number, range(case.microbatches_in(number)))
+        masks = all_masks(adapter.controller) if adapter is not None else {}
         gradients = by_name(case, chunks, main_gradient)
         # Only now: an overlapped all-gather of the parameters ends in the forward.
         before = by_name(case, chunks, values)
         full = []
         if adapter is not None and oracle:
-            full = full_gradients(case, chunks, number, drawn_scales(case, chunks, draws, adapter.controller.step))
+            scales = drawn_scales(case, chunks, draws, number, adapter.controller.step)
+            full = full_gradients(case, chunks, number, scales)
         state_before = optimizer_state(chunks, optimizer)
         optimizer.step()
         steps.append(
@@ -462,6 +495,7 @@ def _train(case: Case, draws: Draws, oracle: bool, evaluate: bool) -> dict[str, 
         result["schedule"] = adapter.controller.schedule.to_text()
         result["plan"] = state.plan and state.plan.to_json()
         result["status"] = state.failure
+        result["numbers"] = sorted(state.plans.of)
         adapter.detach()
     return result
 

@@ -259,7 +259,7 @@ def expected_gradients(case: Case, ranks: list[dict], number: int) -> dict[str, 
     per_replica = [
         masked_gradients(
             ordinary,
-            batch(number, replica, case.microbatches),
+            batch(number, replica, case.microbatches_in(number)),
             loss_fn,
             frozen,
             gradient_scale=scale,

@@ -11,6 +11,7 @@ import deepspeed.pipe
 import pytest
 import torch
 from deepspeed_ranks import CONTEXT, Case, batch, build_engine, force_plan, optimizer_state, parameters_of, train
+from test_deepspeed_oracle import check_oracle
 
 pytestmark = pytest.mark.distributed
 
@@ -259,30 +260,62 @@ def resumed_from_plain(case: Case, folder: str) -> tuple[int, int]:
 # --- changes and failures ------------------------------------------------------------------------------------
 
 
-def test_another_number_of_microbatches_in_mid_run_monitors_again(pools, tmp_path):
-    outcome = pools(2).run(resized, Case(section={"report_every": 1}, output_dir=str(tmp_path)))
-    assert outcome[0] == outcome[1]
-    phases, microbatches, replanned, failure = outcome[0]
-    assert failure is None
-    assert phases[:5] == ["warmup", "monitoring_upper", "monitoring_mixed", "progressive", "progressive"]
-    assert phases[5:] == ["monitoring_upper", "monitoring_mixed", "progressive", "progressive"]
-    assert microbatches == 6
-    assert replanned
+MIXED = (4, 6, 8)
+WHOLE_LIFE = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2}
+EXACT = {**WHOLE_LIFE, "max_freeze_ratio": 0, "weight_gradients": "deferred"}
+DRAWN = {**WHOLE_LIFE, "granularity": "token", "weight_gradients": "deferred"}
 
 
-def resized(case: Case) -> tuple[Any, ...]:
+@pytest.mark.parametrize("section", [WHOLE_LIFE, DRAWN], ids=["tensors", "deferred tokens"])
+def test_numbers_of_microbatches_that_change_are_monitored_together_and_planned_for_apart(pools, section, tmp_path):
+    case = Case(section=section, numbers=MIXED, steps=14, output_dir=str(tmp_path))
+    ranks = pools(4).run(train, case)
+    check_oracle(case, ranks)
+    phases = ["warmup", *["monitoring_upper", "monitoring_mixed"] * 2, *["progressive"] * 2, *["stable"] * 7]
+    for rank in ranks:
+        assert (rank["status"], rank["numbers"]) == (None, [4, 6, 8])
+        assert [step["phase"] for step in rank["steps"]] == phases
+        assert [step["masks"] for step in rank["steps"]] == [step["masks"] for step in ranks[0]["steps"]]
+        last = rank["steps"][-3:]
+        assert [len(step["masks"]) for step in last] == [2 * case.microbatches_in(step) for step in range(11, 14)]
+        assert section is DRAWN or all(any(step["masks"].values()) for step in last)
+    report = json.loads((tmp_path / "timely_freeze" / "report.json").read_text())
+    assert {action for row in report["schedule"]["ranks"] for action in row} == set(report["times"])
+
+
+def test_numbers_of_microbatches_that_change_are_the_host_to_the_bit_where_nothing_is_frozen(pools):
+    case = Case(section=EXACT, numbers=MIXED, steps=11)
+    ours = pools(2).run(train, case)
+    assert ours[0]["numbers"] == [4, 6, 8]
+    assert_same(ours, pools(2).run(train, replace(case, section=None)))
+
+
+def test_a_checkpoint_of_changing_numbers_resumes_all_their_plans(pools, tmp_path):
+    case = Case(section=WHOLE_LIFE, numbers=MIXED, output_dir=str(tmp_path))
+    for through, resumed in pools(2).run(interrupted_while_mixed, case, str(tmp_path / "checkpoint")):
+        assert resumed == through
+
+
+def interrupted_while_mixed(case: Case, folder: str) -> tuple[Any, Any]:
     import tf_adapters.deepspeed
 
     engine = build_engine(case)
     adapter = tf_adapters.deepspeed.attach(engine)
-    phases = []
-    for step in range(9):
-        if step == 5:
-            engine.set_train_batch_size(engine.train_batch_size() * 3 // 2)
-        engine.train_batch(iter(batch(step, 0, engine.micro_batches)))
-        phases.append(adapter.controller.state.phases.phase(step + 1).value)
-    state = adapter.controller.state
-    return phases, adapter.controller.schedule.num_microbatches, state.plan is not None, state.failure
+    mixed_losses(engine, case, range(10))
+    engine.save_checkpoint(folder)
+    through = mixed_losses(engine, case, range(10, 16)), sorted(adapter.controller.state.plans.of)
+    other = build_engine(case)
+    adapter = tf_adapters.deepspeed.attach(other)
+    other.load_checkpoint(folder)
+    return through, (mixed_losses(other, case, range(10, 16)), sorted(adapter.controller.state.plans.of))
+
+
+def mixed_losses(engine: Any, case: Case, steps: range) -> list[float]:
+    found = []
+    for step in steps:
+        engine.set_train_batch_size(case.microbatches_in(step) * engine.train_micro_batch_size_per_gpu())
+        found.append(float(engine.train_batch(iter(batch(step, 0, case.microbatches_in(step))))))
+    return found
 
 
 def test_shorter_sequences_in_mid_run_train_on_under_the_same_plan(pools):

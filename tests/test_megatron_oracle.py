@@ -91,6 +91,31 @@ TWO_RANKS = {
     "expert parallel": Case(pp=1, ep=2, layers=2, ratios=0.6, model=MOE),
     "expert parallel, overlap": Case(pp=1, ep=2, layers=2, ratios=0.6, model=MOE, ddp=OVERLAP),
 }
+MTP = {"mtp_num_layers": 1}
+FURTHER_TOKENS = {
+    "1f1b": Case(ratios=0.5, model=MTP),
+    "two depths, interleaved": Case(vp=2, ratios=0.6, model={"mtp_num_layers": 2}),
+    "no pipelining": Case(pp=1, layers=2, ratios=0.5, model=MTP),
+    "stage 0 frozen all step": Case(ratios=ALL_STEP, model=MTP),
+    "everything frozen": Case(ratios=1.0, model=MTP),
+    "tied": Case(tied=True, ratios=0.7, model=MTP),
+    "tied, stage 0 frozen all step": Case(tied=True, ratios=ALL_STEP, model=MTP),
+    "tied, no pipelining": Case(tied=True, pp=1, layers=2, ratios=0.5, model=MTP),
+    "full recompute": Case(ratios=0.7, model={**MTP, **FULL}),
+    "full recompute, stage 0 frozen whole": Case(ratios=STAGE_0, model={**MTP, **FULL}),
+    "selective recompute": Case(ratios=0.7, model={**MTP, **SELECTIVE}),
+    "fused gradients": Case(ratios=0.5, model={**MTP, **FUSED}),
+    "bf16": Case(ratios=0.5, model={**MTP, **BF16}, optimizer=BF16_OPTIMIZER),
+    "fp16 with loss scale": Case(ratios=0.5, model={**MTP, **FP16}, optimizer=FP16_OPTIMIZER),
+    "distributed optimizer, clipping": Case(
+        ratios=0.5, model=MTP, ddp=SHARDED, optimizer={**SHARDED, "clip_grad": 0.1}
+    ),
+    "replicas, overlap": Case(pp=1, layers=2, ratios=0.5, model=MTP, ddp=OVERLAP),
+    "replicas, gather": Case(pp=1, layers=2, ratios=0.8, model=MTP, ddp=GATHER, optimizer=GATHER_OPTIMIZER),
+    "tensor parallel": Case(pp=1, tp=2, layers=2, ratios=0.5, model=MTP),
+    "sequence parallel": Case(pp=1, tp=2, layers=2, ratios=0.5, model={**MTP, "sequence_parallel": True}),
+    "experts": Case(ratios=0.5, model={**MTP, **MOE}),
+}
 FOUR_RANKS = {
     "pipeline 4": Case(pp=4, microbatches=6, ratios=0.6, steps=2),
     "pipeline 4, interleaved": Case(pp=4, vp=2, layers=8, microbatches=8, ratios=0.6, steps=2),
@@ -181,6 +206,12 @@ def test_masked_gradients_reach_the_optimizer(megatron, name):
     check_oracle(case, megatron(2).run(train, case))
 
 
+@pytest.mark.parametrize("name", FURTHER_TOKENS)
+def test_masked_gradients_of_a_model_that_predicts_further_tokens(megatron, name):
+    case = replace(FURTHER_TOKENS[name], steps=3 if FURTHER_TOKENS[name].ddp else 2)
+    check_oracle(case, megatron(2).run(train, case))
+
+
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_masked_gradients_reach_the_optimizer_on_four_ranks(megatron, name):
     ranks = megatron(4).run(train, FOUR_RANKS[name])
@@ -248,19 +279,30 @@ def check(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, what: 
 
 def expected_gradient(case: Case, ranks: list[dict], rank: dict, number: int, key: tuple[int, str]) -> torch.Tensor:
     """The mean of the masked full gradients; for a tied weight the sum of that over the places that hold it."""
-    last = case.pp * (case.vp or 1) - 1
-    places = {(0, "embedding.word_embeddings.weight"), (last, "output_layer.weight")}
-    if not case.tied or key not in places:
-        return masked_mean(rank["steps"][number], key, key)
+    uses = embedding_uses(case)
+    if key not in uses.values():
+        of_key = rank["steps"][number]
+        unused = case.tied and key[1] == OUTPUT  # where the last stage has the embedding, it computes with that
+        return torch.zeros_like(of_key["gradients"][key]) if unused else masked_mean(of_key, key, key)
     total = torch.zeros(())
-    for stage, name in sorted(places):
-        holder = next(
-            r for r in ranks if r["place"] == rank["place"] and (stage, name) in r["steps"][number]["full"][0]
-        )
-        # Without pipelining there is one parameter, and one mask for both of its uses.
-        masked_as = (stage, name) if (stage, name) in holder["steps"][number]["gradients"] else key
-        total = total + masked_mean(holder["steps"][number], (stage, name), masked_as)
+    for use, masked_as in sorted(uses.items()):
+        holder = next(r for r in ranks if r["place"] == rank["place"] and use in r["steps"][number]["full"][0])
+        total = total + masked_mean(holder["steps"][number], use, masked_as)
     return total
+
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+def embedding_uses(case: Case) -> dict[tuple[int, str], tuple[int, str]]:
+    """Where the embedding is used in a copy of the model that ties nothing, each with the parameter that it is."""
+    last = case.pp * (case.vp or 1) - 1
+    uses = {(0, EMBEDDING): (0, EMBEDDING)}
+    if case.model.get("mtp_num_layers"):
+        uses[last, EMBEDDING] = (last, EMBEDDING)
+    if case.tied:
+        uses[last, OUTPUT] = (last, EMBEDDING) if (last, EMBEDDING) in uses else (last, OUTPUT)
+    return uses
 
 
 def masked_mean(step: dict, key: tuple[int, str], masked_as: tuple[int, str]) -> torch.Tensor:

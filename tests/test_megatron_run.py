@@ -25,6 +25,7 @@ from megatron_ranks import (
     values,
     zero_gradients,
 )
+from test_megatron_oracle import check_oracle
 
 from tf_adapters.testing import RanksFailed
 
@@ -314,17 +315,53 @@ def test_tied_weights_stay_equal_on_both_stages(megatron):
 # --- changes in mid-run --------------------------------------------------------------------------------------
 
 
-def test_another_number_of_microbatches_monitors_and_plans_anew(megatron):
-    for phases, schedule, failure in megatron(2).run(ramped_up, Case()):
+MIXED = {
+    "tensors": Case(section={}),
+    "interleaved, deferred": Case(vp=2, section={"weight_gradients": "deferred"}),
+    "deferred tokens": Case(section={"weight_gradients": "deferred", "granularity": "token"}),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_numbers_of_microbatches_that_change_are_monitored_together_and_planned_for_apart(megatron, name):
+    case = replace(MIXED[name], section={**MIXED[name].section, "monitoring_steps": 4}, numbers=(4, 6, 8), steps=12)
+    ranks = megatron(2).run(train, case)
+    check_oracle(case, ranks)
+    phases = ["warmup", *["monitoring_upper", "monitoring_mixed"] * 2, *["progressive"] * 2, *["stable"] * 5]
+    for rank in ranks:
+        assert (rank["status"], rank["numbers"]) == (None, [4, 6, 8])
+        assert [step["phase"] for step in rank["steps"]] == phases
+        assert [step["masks"] for step in rank["steps"]] == [step["masks"] for step in ranks[0]["steps"]]
+        last = rank["steps"][-3:]
+        assert [len(step["masks"]) for step in last] == [stages_of(case) * number for number in (4, 6, 8)]
+        assert name == "deferred tokens" or all(any(step["masks"].values()) for step in last)
+
+
+def stages_of(case: Case) -> int:
+    return case.pp * (case.vp or 1)
+
+
+@pytest.mark.parametrize("virtual", [None, 2])
+def test_numbers_of_microbatches_that_change_are_the_host_to_the_bit_where_nothing_is_frozen(megatron, virtual):
+    section = {"max_freeze_ratio": 0.0, "weight_gradients": "deferred"}
+    case = Case(vp=virtual, section=section, numbers=(4, 6, 8), steps=9)
+    ours = megatron(2).run(train, case, False)
+    assert ours[0]["numbers"] == [4, 6, 8]
+    assert_same(ours, megatron(2).run(train, replace(case, section=None), False))
+
+
+def test_a_batch_that_has_grown_for_good_gets_its_plan_without_monitoring(megatron):
+    for phases, schedule, failure in megatron(2).run(ramped_up, Case(steps=9)):
         assert failure is None
-        assert phases == ["stable", "stable", "monitoring_upper", "monitoring_mixed", "progressive"]
+        assert phases[:5] == ["warmup", "monitoring_upper", "monitoring_mixed", "progressive", "progressive"]
+        assert phases[5:] == ["stable"] * 4
         assert len(schedule[0]) == 12
 
 
 def ramped_up(case: Case) -> tuple[list[str], list, str | None]:
-    chunks, optimizer, adapter = start(replace(case, ratios=0.5))
+    chunks, optimizer, adapter = start(case)
     phases = []
-    for step, microbatches in enumerate([4, 4, 6, 6, 6]):
+    for step, microbatches in enumerate([4, 4, 4, 4, 6, 6, 6, 6, 6]):
         train_step(case, chunks, optimizer, step, microbatches)
         phases.append(adapter.controller.state.phases.phase(adapter.controller.state.completed_steps).value)
     result = phases, adapter.controller.schedule.to_text(), adapter.controller.state.failure

@@ -78,10 +78,11 @@ def refusal(chunks: Any = None, optimizer: Any = None, config: Any = PLAIN) -> s
 
 # --- the model's config ----------------------------------------------------------------------------------------
 
+UNEVEN = "it makes microbatches of different lengths, but a plan takes those of a stage for alike"
 GRAPH = "a CUDA graph would replay one mask for ever"
 APART = "weight gradients are computed apart from the backward that is masked"
 REMATERIALIZED = "the weight gradient of one layer finishes that of another, which a frozen weight would leave undone"
-VARYING = "the number of microbatches varies from batch to batch, but a plan is for one number"
+FURTHER_TOKENS = "multi-token prediction was checked"
 REFUSED: dict[str, tuple[Any, Any, str]] = {  # what is refused, what is not, and why
     "cuda_graph_impl": ("local", "none", GRAPH),
     "enable_cuda_graph": (True, False, GRAPH),
@@ -97,11 +98,14 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {  # what is refused, what is not, an
     ),
     "moe_paged_stash": (True, False, "it keeps count of activations that freezing does not keep"),
     "fine_grained_activation_offloading": (True, False, "it keeps count of activations that freezing does not keep"),
-    "mtp_num_layers": (1, None, "multi-token prediction uses the embedding on two stages in one microbatch"),
+    "mtp_standalone": (True, False, f"{FURTHER_TOKENS} on the last stage only"),
+    "mtp_use_repeated_layer": (True, False, f"{FURTHER_TOKENS} with a layer for each depth only"),
+    "mtp_detach_heads": (True, False, f"{FURTHER_TOKENS} with a loss that trains all of the model only"),
+    "mtp_hsm": (True, False, f"{FURTHER_TOKENS} with a layer for each depth only"),
     "gtp_weight_remat_size": (2, 1, REMATERIALIZED),
     "expert_gtp_weight_remat_size": (4, 1, REMATERIALIZED),
-    "sequence_packing_scheduler": ("dp_balanced", None, VARYING),
-    "dynamic_context_parallel": (True, False, VARYING),
+    "sequence_packing_scheduler": ("dp_balanced", None, UNEVEN),
+    "dynamic_context_parallel": (True, False, UNEVEN),
 }
 
 
@@ -126,8 +130,9 @@ def test_every_refused_setting_is_one_that_megatron_has(field: str) -> None:
     """A misspelt one would be looked for in vain. All versions from 0.16.1 to 0.20.0 have them, but for these."""
     from_0_18 = ("overlap_dispatch_backward_with_experts_wgrad", "moe_paged_stash")
     from_0_19 = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
-    of_dev = ("sequence_packing_scheduler", "dynamic_context_parallel")
-    assert field in TransformerConfig.__dataclass_fields__ or field in (*from_0_18, *from_0_19, *of_dev)
+    of_dev = ("sequence_packing_scheduler", "dynamic_context_parallel", "mtp_detach_heads", "mtp_hsm")
+    later = (*from_0_18, *from_0_19, *of_dev, "mtp_use_repeated_layer")
+    assert field in TransformerConfig.__dataclass_fields__ or field in later
 
 
 @pytest.mark.parametrize("graph", ["transformer_engine", "full_iteration"])
@@ -282,6 +287,15 @@ def test_an_optimizer_that_is_none_of_torch_or_megatron_is_refused(inside: bool)
         assert refusal(optimizer=own).startswith("the optimizer NoTorchOptimizer is ")
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has none")
+@pytest.mark.parametrize("kind", OURS)
+def test_muon_is_refused_wherever_it_is(kind: Any) -> None:
+    text = "the optimizer Muon mixes all rows of an update, frozen ones too; use Adam or SGD"
+    muon = torch.optim.Muon([nn.Parameter(torch.ones(2, 2))], lr=0.1)
+    assert refusal(optimizer=muon) == text
+    assert refusal(optimizer=chained(megatrons(kind, sgd(Chunk())), megatrons(kind, muon))) == text
+
+
 def test_no_optimizer_at_all_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=f"^{PREFIX}the optimizer"):
         check([Chunk()], None, PLAIN)
@@ -321,6 +335,7 @@ def test_a_rank_whose_part_of_the_optimizer_is_empty_is_accepted(kind: Any) -> N
         {"recompute_granularity": "selective"},
         {"num_moe_experts": 4, "moe_ffn_hidden_size": 16, "add_bias_linear": False},
         {"gradient_accumulation_fusion": True},
+        {"mtp_num_layers": 1},
     ],
     ids=lambda settings: next(iter(settings)),
 )

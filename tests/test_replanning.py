@@ -32,7 +32,7 @@ def stable(factors: dict[int, float], share: float = 0.5, steps: int = 3) -> Fil
     """Steps of stable freezing in which each stage's actions take ``factors`` times as long as they did."""
     found = Filled()
     for number in range(1, steps + 1):
-        start = found.timer.start_step()
+        start = found.timer.start_step(SCHEDULE.num_microbatches)
         for action in SCHEDULE.actions:
             of_action = share if action.freezable else 0.0
             ms = BOUNDS[action].upper - of_action * (BOUNDS[action].upper - BOUNDS[action].lower)

@@ -33,7 +33,8 @@ def planned_state(completed: int) -> RunState:
     bounds = {a: Bounds(1.1, 2.3) if a.freezable else Bounds(1.0, 1.0) for a in SCHEDULE.actions}
     edge = next(SCHEDULE.transfers())
     state.measure(Measured(bounds, Gaps({edge: 0.7}, {edge[1]: 0.1}), 12.3456789012345, ("1B0: a note",)))
-    state.adopt(Planned(plan(SCHEDULE, bounds, 0.8), 9.87654321))
+    state.turn_to(SCHEDULE)
+    state.adopt(SCHEDULE, Planned(plan(SCHEDULE, bounds, 0.8), 9.87654321))
     return state
 
 
@@ -56,7 +57,7 @@ def resumed(
 
 def test_a_state_comes_back_from_json_as_it_was() -> None:
     state = planned_state(20)
-    assert RunState.from_json(saved(state)) == state
+    assert RunState.from_json(saved(state), SCHEDULE) == state
     assert resumed(saved(state)) == state
 
 
@@ -106,13 +107,13 @@ def other_units() -> StageMasks:
     "change",
     [
         {"schedule": gpipe(2, 3)},
-        {"schedule": one_f_one_b(2, 4)},
+        {"schedule": one_f_one_b(3, 4)},
         {"masks": other_units()},
         {"config": CONFIG.model_copy(update={"max_freeze_ratio": 0.5})},
         {"config": CONFIG.model_copy(update={"freeze_limits": {"1.*": 0.4}})},
         {"config": CONFIG.model_copy(update={"method": "none"})},
     ],
-    ids=["order", "microbatches", "parameters", "budget", "limits", "method"],
+    ids=["order", "stages", "parameters", "budget", "limits", "method"],
 )
 def test_a_plan_for_something_else_is_made_anew_and_the_step_stays(change: dict[str, Any]) -> None:
     state = resumed(saved(planned_state(20)), **change)

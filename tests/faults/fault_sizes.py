@@ -76,7 +76,7 @@ OTHER: dict[str, tuple[Sizes, Sizes]] = {
 @each_host
 @pytest.mark.parametrize("change", OTHER)
 def fault_a_run_goes_on_with_other_sizes(host: str, change: str, tmp_path: Path) -> None:
-    """With other replicas or shards the plan stands; another pipeline is monitored and planned for anew."""
+    """With other replicas or shards the plan stands, other microbatches get one; other stages are monitored anew."""
     before, after = OTHER[change]
     if "shards" in change and host != "megatron":
         pytest.skip("this host's tests have no tensor parallelism in this model")
@@ -89,7 +89,7 @@ def fault_a_run_goes_on_with_other_sizes(host: str, change: str, tmp_path: Path)
     told = [second.events(rank)[-1] for rank in range(ranks[1])]
     assert all(of_rank == told[0] for of_rank in told)
     assert (told[0]["failure"], told[0]["last"], told[0]["steps"]) == (None, "stable", 30)
-    if "replicas" in change or "shards" in change:
+    if "stages" not in change:
         assert told[0]["first"] == "stable"
     else:
         assert told[0]["first"] == "monitoring_upper"
@@ -109,16 +109,18 @@ def change_every_step(tell: Tell, host: str, frozen: bool) -> None:
         if host == "deepspeed":
             training.engine.set_train_batch_size(count * training.engine.train_micro_batch_size_per_gpu())
         losses.append(training.step(number))
-    told = {"losses": losses[:20]}
+    told: dict[str, Any] = {"losses": losses}
     if frozen:
-        told |= {"failure": training.controller.state.failure, "phase": training.controller.phase.value}
+        state = training.controller.state
+        told |= {"failure": state.failure, "phase": training.controller.phase.value, "numbers": sorted(state.plans.of)}
+        told["alone"] = state.phases.warmup_end + 1  # until the first masks of monitoring
         training.detach()
     tell(**told)
 
 
 @each_host
 def fault_microbatches_change_in_every_step(host: str, tmp_path: Path) -> None:
-    """Training is the host's alone while they do; once they no longer do, the run is monitored and planned for."""
+    """All are monitored together, and each has a plan of its own."""
     if host == "torch":
         pytest.skip("a schedule of torch has one number of microbatches: another one is another schedule")
     told = []
@@ -127,8 +129,9 @@ def fault_microbatches_change_in_every_step(host: str, tmp_path: Path) -> None:
             assert job.ended(120.0) == [0, 0], job.output(0) + job.output(1)
             told.append([job.events(rank)[-1] for rank in range(2)])
     for ours, alone in zip(*told, strict=True):
-        assert (ours["failure"], ours["phase"]) == (None, "stable")
-        assert ours["losses"] == alone["losses"]
+        assert (ours["failure"], ours["phase"], ours["numbers"]) == (None, "stable", [4, 6, 8])
+        assert ours["losses"][: ours["alone"]] == alone["losses"][: ours["alone"]]
+        assert ours["losses"] != alone["losses"]
 
 
 # --- steps that the host skips -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 import deepspeed
@@ -48,6 +49,7 @@ from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.selection.units import Tie, same_names
 from tf_adapters.timing.timer import clock_for
+from tf_adapters.training.batches import MOST_NUMBERS
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
@@ -76,13 +78,13 @@ class DeepSpeedAdapter(HostAdapter):
         self._stages = stages_of(engine)
         # The engine keeps one loss, the last forward's: under GPipe that is another microbatch's. DualPipeV's does not.
         self._keeps_losses = engine.is_last_stage() and not is_dualpipev(engine)
-        self._microbatches = engine.micro_batches
         self._tracker = MicrobatchTracker()
         self._losses: dict[int, Any] = {}
         self._running: tuple[int, int] | None = None
         self._sends, self._reordered = Sends(), False
         self._given_warmup, self._given_metrics = warmup_steps, metrics
         self._schedule_type = SCHEDULES.get(config.schedule) or _own_schedule_type(engine)
+        self._orders = lru_cache(MOST_NUMBERS)(partial(translate, self._schedule_type, stages=engine.num_stages))
         self._host_exec_schedule: Callable[[host.PipeSchedule], None] = engine._exec_schedule
         super().__init__(config, collectives, self._describe, self._metrics())
         self._holder = HeldParameters(engine)
@@ -92,7 +94,7 @@ class DeepSpeedAdapter(HostAdapter):
         engine, parameters = self.engine, parameters_by_stage(self.engine)
         return HostPipeline(
             host=host_info(),
-            schedule=translate(self._schedule_type, self._microbatches, engine.num_stages),
+            schedule=self._orders(engine.micro_batches),
             units=units_by_stage(engine, parameters),
             parameters=parameters,
             layers=layers_by_stage(engine),
@@ -157,9 +159,8 @@ class DeepSpeedAdapter(HostAdapter):
         """Start a training step; the schedule that the engine is to run in it."""
         engine = self.engine
         refuse_compiled(engine)  # it may have been compiled after attaching
-        if engine.micro_batches != self._microbatches:
-            self._microbatches = engine.micro_batches
-            self.controller.reschedule(translate(self._schedule_type, self._microbatches, engine.num_stages))
+        if engine.micro_batches != self.controller.state.microbatches:
+            self.controller.reschedule(self._orders(engine.micro_batches))
         self._tracker = MicrobatchTracker()
         self._losses.clear()
         self.controller.begin_step()

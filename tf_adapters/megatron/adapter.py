@@ -34,6 +34,7 @@ from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.selection.units import Tie
 from tf_adapters.timing.timer import clock_for
+from tf_adapters.training.batches import MOST_NUMBERS
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
@@ -77,13 +78,14 @@ class MegatronAdapter(HostAdapter):
         self._model = model
         self._position = PipelinePosition(model.pp_group.rank(), model.pp_group.size(), len(model.chunks))
         self._chunks = {id(c): Chunk(self._position.stage(index), c) for index, c in enumerate(model.chunks)}
-        self._num_microbatches, self._warmup_steps = model.num_microbatches, warmup_steps
+        self._warmup_steps = warmup_steps
         self._in_batch = False
         self._batch_seen = False
         self._waiting: WaitingWeights | None = None
         self._unscaled: set[int] = set()  # stages whose gradients of this step are still to be scaled
         self.collectives = collectives
-        self._schedule = self._translate(model.num_microbatches)
+        self._orders = functools.lru_cache(MOST_NUMBERS)(self._translate)
+        self._orders(model.num_microbatches)  # which communicates, as describing does not
         super().__init__(config, collectives, self._describe, metrics)
 
     def install(self) -> None:
@@ -109,7 +111,7 @@ class MegatronAdapter(HostAdapter):
         return HostPipeline(
             host=host_info(),
             taps=taps if self.config.splits_backwards else {},
-            schedule=self._schedule,
+            schedule=self._orders(model.num_microbatches),
             units={
                 stage: chunk_units(chunk.model, model.config, model.expert_parallel_size)
                 for stage, chunk in by_stage.items()
@@ -135,9 +137,8 @@ class MegatronAdapter(HostAdapter):
     @contextmanager
     def batch(self, num_microbatches: int) -> Iterator[None]:
         """Around one training batch."""
-        if num_microbatches != self._num_microbatches:
-            self._num_microbatches = num_microbatches
-            self.controller.reschedule(self._translate(num_microbatches))
+        if num_microbatches != self.controller.state.microbatches:
+            self.controller.reschedule(self._orders(num_microbatches))
         self.controller.begin_step()
         self._in_batch = self._batch_seen = True
         self._waiting = self._waiting_weights()

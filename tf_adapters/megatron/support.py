@@ -19,7 +19,7 @@ from tf_adapters.megatron.chunks import innermost
 from tf_adapters.megatron.optimizers import inner_of, leaves
 
 _REMATERIALIZED = "the weight gradient of one layer finishes that of another, which a frozen weight would leave undone"
-_VARYING = "the number of microbatches varies from batch to batch, but a plan is for one number"
+_UNEVEN = "it makes microbatches of different lengths, but a plan takes those of a stage for alike"
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("cuda_graph_impl", lambda v: v != "none", "a CUDA graph would replay one mask for ever"),
     ("enable_cuda_graph", bool, "a CUDA graph would replay one mask for ever"),
@@ -31,11 +31,14 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("overlap_dispatch_backward_with_experts_wgrad", bool, "weight gradients are computed apart from the backward"),
     ("moe_paged_stash", bool, "it keeps count of activations that freezing does not keep"),
     ("fine_grained_activation_offloading", bool, "it keeps count of activations that freezing does not keep"),
-    ("mtp_num_layers", bool, "multi-token prediction uses the embedding on two stages in one microbatch"),
+    ("mtp_standalone", bool, "multi-token prediction was checked on the last stage only"),
+    ("mtp_use_repeated_layer", bool, "multi-token prediction was checked with a layer for each depth only"),
+    ("mtp_detach_heads", bool, "multi-token prediction was checked with a loss that trains all of the model only"),
+    ("mtp_hsm", bool, "multi-token prediction was checked with a layer for each depth only"),
     ("gtp_weight_remat_size", lambda v: v > 1, _REMATERIALIZED),
     ("expert_gtp_weight_remat_size", lambda v: v > 1, _REMATERIALIZED),
-    ("sequence_packing_scheduler", bool, _VARYING),
-    ("dynamic_context_parallel", bool, _VARYING),
+    ("sequence_packing_scheduler", bool, _UNEVEN),
+    ("dynamic_context_parallel", bool, _UNEVEN),
 )
 _OPTIMIZERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
 DDP_NAMES = (

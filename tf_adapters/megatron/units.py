@@ -33,9 +33,13 @@ def chunk_units(model: torch.nn.Module, config: Any, expert_parallel_size: int) 
     Transformer Engine's fused experts have one flag for both of their layers: these two are then one unit.
     Source: transformer_engine/pytorch/ops/fused/grouped_mlp.py.
     """
-    units = units_of(model, unit_rules(config, expert_parallel_size))
+    units = [
+        unit
+        for unit in units_of(model, unit_rules(config, expert_parallel_size))
+        if not _is_unused(model, model.get_parameter(unit.names[0]))
+    ]
     if not getattr(config, "use_transformer_engine_op_fuser", False):  # from 0.17 on
-        return units
+        return tuple(units)
     experts = [prefix for prefix, module in model.named_modules() if _is_grouped_mlp(module)]
     mlps = {f"{prefix}.{layer}": prefix for prefix in experts for layer in _LAYERS}
     joined: dict[str, list[FreezeUnit]] = {}
@@ -43,6 +47,15 @@ def chunk_units(model: torch.nn.Module, config: Any, expert_parallel_size: int) 
         name = unit.names[0]
         joined.setdefault(mlps.get(name.rpartition(".")[0], name), []).append(unit)
     return tuple(_joined(together) for together in joined.values())
+
+
+def _is_unused(model: Any, parameter: torch.nn.Parameter) -> bool:
+    """Whether this is an output layer's own weight on a stage that has the embedding, too, and computes with that.
+
+    Megatron makes one for multi-token prediction with tied embeddings, and trains the embedding's copy.
+    """
+    tied, predicts = (getattr(model, name, False) for name in ("share_embeddings_and_output_weights", "mtp_process"))
+    return tied and predicts and parameter is getattr(getattr(model, "output_layer", None), "weight", None)
 
 
 def _joined(units: Sequence[FreezeUnit]) -> FreezeUnit:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from tf_adapters.errors import PlanInputError
@@ -73,6 +73,11 @@ class StageLearning:
         computed = len(ratios) - sum(ratios)
         return sum(ratios) / computed if computed > 0.0 else math.inf
 
+    def of_batch(self, times: float) -> StageLearning:
+        """The same where batches have so many times as many microbatches: their noise is less by that."""
+        left = self.signal + (1.0 - self.signal) / times
+        return replace(self, signal=self.signal / left, error=self.error / times / left**2)
+
     def progress(self, added_noise: float, adaptive: bool = False) -> Progress:
         """What a step gains with so much ``added_noise``, along the gradient or with an ``adaptive`` optimizer."""
         if math.isinf(added_noise):
@@ -102,6 +107,10 @@ class Learning:
         every = [of_stage.progress(added_noise[stage], self.adaptive) for stage, of_stage in self.stages.items()]
         errors = math.sqrt(sum(progress.error**2 for progress in every))
         return Progress(sum(progress.share for progress in every) / len(every), errors / len(every))
+
+    def of_batch(self, times: float) -> Learning:
+        """The same where batches have so many times as many microbatches."""
+        return replace(self, stages={stage: of_stage.of_batch(times) for stage, of_stage in self.stages.items()})
 
     @classmethod
     def measured(

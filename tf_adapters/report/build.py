@@ -15,6 +15,7 @@ from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.learning import Learning
 from tf_adapters.report.schema import (
     BackwardSample,
+    Batches,
     Host,
     Layer,
     Layers,
@@ -76,15 +77,15 @@ class LocalMeasurements:
 
 def local_measurements(run: RunSnapshot) -> LocalMeasurements:
     """What this rank has measured so far."""
-    timer = run.timer
+    timer, number, reported = run.timer, _number(run), run.of_most_used()
     timer.drain()
     return LocalMeasurements(
         stage=run.stages[0],
-        steps={phase.value: timer.step_ms(phase) for phase in _REPORTED},
-        actions={phase.value: _points(timer, phase) if run.traced else {} for phase in _REPORTED},
-        forward_ms=_forwards(timer) if run.traced else {},
+        steps={phase.value: timer.step_ms(phase, number) for phase in _REPORTED},
+        actions={phase.value: _points(timer, phase, number) if run.traced else {} for phase in _REPORTED},
+        forward_ms=_forwards(timer, number) if run.traced else {},
         peak_bytes={phase.value: run.memory.peak_bytes(phase) for phase in _REPORTED},
-        planned_peak_bytes=run.planned_peak_bytes(),
+        planned_peak_bytes=run.planned_peak_bytes(reported.schedule, reported.state.plan),
         frozen_share=run.tally.frozen_share() if run.traced else {},
         parameter_freeze_ratio=run.tally.parameter_freeze_ratio() if run.traced else {},
         layers=run.layers.times() if run.traced else {},
@@ -92,7 +93,8 @@ def local_measurements(run: RunSnapshot) -> LocalMeasurements:
 
 
 def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report:
-    """The report of the run as far as it has come."""
+    """The report of the run as far as it has come, of the number of microbatches that most steps had."""
+    batches, run = _batches(run), run.of_most_used()
     state, gaps = run.state, run.state.gaps.to_json()
     return Report(
         host=Host(name=run.host.name, version=run.host.version, device=run.memory.device_type),
@@ -116,8 +118,25 @@ def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report
         parameter_freeze_ratio={str(s): dict(of) for rank in ranks for s, of in rank.parameter_freeze_ratio.items()},
         tokens=_tokens(state.plan, state.token_costs),
         gradient_signal=_signal(state.learning),
+        batches=batches,
         layers={str(s): _layers(of) for rank in ranks for s, of in sorted(rank.layers.items())},
     )
+
+
+def _number(run: RunSnapshot) -> int | None:
+    """The number of microbatches whose steps are reported; None for all."""
+    batch = run.state.plans.most_used
+    return None if batch is None else batch.schedule.num_microbatches
+
+
+def _batches(run: RunSnapshot) -> dict[str, Batches]:
+    plans = run.state.plans.of
+    if len(plans) < 2:
+        return {}
+    return {
+        str(number): Batches(steps=of.steps, step_ms_unfrozen=of.unfrozen_step_ms, planned_step_ms=of.planned_step_ms)
+        for number, of in sorted(plans.items())
+    }
 
 
 def _layers(stage: StageLayers) -> Layers:
@@ -143,6 +162,11 @@ def _tokens(plan: FreezePlan | None, costs: Mapping[int, TokenCost]) -> dict[str
 
 def _signal(learning: Learning | None) -> dict[str, tuple[float, float]]:
     return {str(stage): (of.signal, of.error) for stage, of in learning.stages.items()} if learning else {}
+
+
+def stable_steps_ms(run: RunSnapshot) -> tuple[float, ...]:
+    """Durations of this rank's newest steps of stable freezing, ms: those that are reported."""
+    return run.timer.steps_ms(Phase.STABLE, _number(run))
 
 
 def disabled_report(host: HostInfo, config: TimelyFreezeConfig, reason: str) -> Report:
@@ -175,21 +199,21 @@ def result_line(report: Report, stable_steps_ms: Sequence[float]) -> str | None:
     )
 
 
-def _forwards(timer: ActionTimer) -> dict[Action, float]:
+def _forwards(timer: ActionTimer, number: int | None) -> dict[Action, float]:
     medians = {
-        action: median(sample.ms for sample in timer.samples(Phase.STABLE, action))
+        action: median(sample.ms for sample in timer.samples(Phase.STABLE, action, number))
         for action in timer.actions(Phase.STABLE)
         if action.kind is Kind.FORWARD
     }
     return {action: ms for action, ms in medians.items() if ms is not None}
 
 
-def _points(timer: ActionTimer, phase: Phase) -> dict[Action, Points]:
+def _points(timer: ActionTimer, phase: Phase, number: int | None) -> dict[Action, Points]:
     """One median for each action, or its newest samples where each has a freeze ratio of its own."""
     points: dict[Action, Points] = {}
     for action in timer.actions(phase):
-        samples = timer.samples(phase, action)
-        if action.kind is Kind.FORWARD:
+        samples = timer.samples(phase, action, number)
+        if action.kind is Kind.FORWARD or not samples:
             continue
         if phase is Phase.MONITORING_MIXED:
             points[action] = tuple((sample.share, sample.ms) for sample in samples[-_SINGLE_SAMPLES:])

@@ -9,7 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tf_adapters.collectives import Collectives, to_first_rank
 from tf_adapters.log import announce
-from tf_adapters.report.build import LocalMeasurements, build_report, local_measurements, result_line
+from tf_adapters.report.build import (
+    LocalMeasurements,
+    build_report,
+    local_measurements,
+    result_line,
+    stable_steps_ms,
+)
 from tf_adapters.timing.phase import Phase
 from tf_adapters.training.observer import RunSnapshot
 
@@ -90,7 +96,7 @@ class _Writer:
         report = build_report(run, ranks)
         report.write(run.config.report_path)
         self._said_failure = False
-        line = None if self.said_result else result_line(report, run.timer.steps_ms(Phase.STABLE))
+        line = None if self.said_result else result_line(report, stable_steps_ms(run))
         if line is not None:
             self.said_result = True
             announce(0, line)

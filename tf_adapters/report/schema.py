@@ -31,6 +31,7 @@ from tf_adapters.timing.transfers import Gaps
 __all__ = [
     "FORMAT",
     "BackwardSample",
+    "Batches",
     "Host",
     "Layer",
     "Layers",
@@ -195,6 +196,14 @@ class Layers(_Model):
     rest_backward_ms: Milliseconds
 
 
+class Batches(_Model):
+    """Batches of one number of microbatches: how many steps had one, and a step with nothing frozen and as planned."""
+
+    steps: Annotated[int, Field(ge=0)]
+    step_ms_unfrozen: Milliseconds
+    planned_step_ms: Milliseconds
+
+
 class Measured(_Model):
     """What the run measured. None, or empty, means not measured yet.
 
@@ -222,7 +231,8 @@ class Report(_Model):
     name, the share of stable freezing's microbatches in which a parameter was frozen. ``tokens`` is by stage,
     where they are sampled; ``gradient_signal``, by stage, the share of a batch's gradient that is signal and its
     standard error, where ``max_freeze_ratio`` is "auto"; ``layers``, by stage, what its layers took in the
-    warm-up. All may be left out.
+    warm-up. ``batches`` is by number of microbatches, where they are mixed: all else is of the number that most steps
+    had. All may be left out.
     """
 
     format: Literal[1] = FORMAT
@@ -244,6 +254,7 @@ class Report(_Model):
     tokens: dict[str, SampledTokens] = Field(default_factory=dict)
     gradient_signal: dict[str, tuple[Share, Quotient]] = Field(default_factory=dict)
     layers: dict[str, Layers] = Field(default_factory=dict)
+    batches: dict[str, Batches] = Field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values; the inverse of ``from_json``."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.planner.frontier import describe_frontier
 from tf_adapters.report.layout import Panel
 from tf_adapters.report.measured import stable_samples
 from tf_adapters.report.page import Page, Table, as_text
-from tf_adapters.report.schema import Report, SampledTokens
+from tf_adapters.report.schema import Batches, Report, SampledTokens
 from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.timing.device import EMULATED
@@ -115,6 +115,8 @@ def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[st
         solver = plan.solver
         gap = f"at most {solver.optimality_gap:.2%} from the best possible"
         yield "solver", f"{solver.name}, {solver.status.value.lower()} in {solver.seconds:.2f} s: {gap}"
+    if report.batches:
+        yield "batches", _batches(report.batches)
     pace, ratio = report.measured.forward_pace, report.measured.step_ratio
     if pace and ratio and abs(pace - 1.0) >= _SAME_PACE:
         forwards = f"forwards, which do not freeze, take {pace:.2f}x what they took while monitoring"
@@ -128,6 +130,15 @@ def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[st
             "memory",
             f"peak {counted} on the fullest rank {' -> '.join(_gib(max(ranks_)) for ranks_ in peaks)}{planned}",
         )
+
+
+def _batches(batches: Mapping[str, Batches]) -> str:
+    planned = ", ".join(
+        f"{number} microbatches {of.step_ms_unfrozen / of.planned_step_ms:.2f}x in {of.steps} steps"
+        for number, of in batches.items()
+        if of.planned_step_ms > 0.0
+    )
+    return f"planned by number: {planned}; all else here is of the one that most steps had"
 
 
 def _tokens(stages: Collection[SampledTokens]) -> str:

@@ -40,8 +40,8 @@ def force_plan(controller: Controller, ratios: Ratios) -> None:
     times = dict.fromkeys(controller.schedule.actions, Bounds(1.0, 2.0))
     made = solve(PlanProblem(controller.schedule, times, max_freeze_ratio=0.0, defer=controller.config.defers))
     data = {**made.to_json(), "freeze_ratio": {str(a): _ratio(ratios, a) for a in made.freeze_ratio}}
-    controller.state.adopt(Planned(FreezePlan.from_json(data), step_ms=1.0))
     controller.state.unfrozen_step_ms = 1.0
+    controller.state.adopt(controller.schedule, Planned(FreezePlan.from_json(data), step_ms=1.0))
     controller.state.completed_steps = max(controller.state.completed_steps, controller.state.phases.progressive_end)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -74,13 +75,16 @@ def mean_bounds(bounds: Collection[Bounds]) -> Bounds:
     return Bounds(statistics.fmean(b.lower for b in bounds), statistics.fmean(b.upper for b in bounds))
 
 
-def measured_times(timer: ActionTimer, first_stage: int | None, sampled: bool = False) -> StageTimes:
+def measured_times(
+    timer: ActionTimer, first_stage: int | None, sampled: bool = False, microbatches: int | None = None
+) -> StageTimes:
     """Fit the lines to what monitoring has measured on this rank so far.
 
     ``first_stage`` is the first stage that trains anything: its backwards vanish when all of it is frozen. ``sampled``:
-    weight gradients are made from samples of the tokens.
+    weight gradients are made from samples of the tokens. ``microbatches`` is how many of a batch's are looked at, in
+    all steps that have them; by default all.
     """
-    unfrozen = _unfrozen_ms(timer)
+    unfrozen = _unfrozen_ms(timer, math.inf if microbatches is None else microbatches)
     upper = {action: ms for group in unfrozen.values() for action, ms in group.items()}
     responses = {
         group: response
@@ -95,12 +99,13 @@ def measured_times(timer: ActionTimer, first_stage: int | None, sampled: bool = 
     return StageTimes(upper, responses, costs if sampled else {})
 
 
-def _unfrozen_ms(timer: ActionTimer) -> dict[Group, dict[Action, float]]:
+def _unfrozen_ms(timer: ActionTimer, microbatches: float) -> dict[Group, dict[Action, float]]:
     """The microbatches of a stage do the same work: their differences count as far as noise does not explain them."""
     estimates = {
         action: of_action
         for action in timer.actions(Phase.MONITORING_UPPER)
-        if (of_action := estimate(sample.ms for sample in timer.samples(Phase.MONITORING_UPPER, action))) is not None
+        if action.microbatch < microbatches
+        and (of_action := estimate(sample.ms for sample in timer.samples(Phase.MONITORING_UPPER, action))) is not None
     }
     return {group: shrink(of_group) for group, of_group in _by_group(estimates).items()}
 
@@ -134,26 +139,37 @@ def _points(timer: ActionTimer, upper: Mapping[Action, float], vanishes: bool) -
     """By step. Where a backward ``vanishes`` when it is frozen whole, such samples are no part of the line."""
     sampled = {a: [sample for phase in _FREEZING for sample in timer.samples(phase, a)] for a in upper}
     limit = 1.0 if vanishes and _has_partial(sampled) else math.inf
-    steps: list[list[Point]] = [[] for _ in range(max(map(len, sampled.values())))]
+    steps: dict[_Step, list[Point]] = {}
     for action, samples in sampled.items():
-        for points, sample in zip(steps, samples, strict=False):
+        for step, sample in _numbered(samples):
+            points = steps.setdefault(step, [])
             if sample.share < limit and upper[action] > 0.0:
                 points.append(Point(sample.share, sample.ms / upper[action]))
-    return steps
+    return [steps[step] for step in sorted(steps)]
 
 
-def _has_partial(sampled: Mapping[Action, Sequence[Sample]]) -> bool:
+_Step = tuple[int, int]
+"""A timed step; and how many samples an action already has of it, where steps were not told apart."""
+
+
+def _numbered(samples: Iterable[Sample]) -> Iterable[tuple[_Step, Sample]]:
+    """An action's samples with the steps that they are of. Not every step has every microbatch."""
+    seen: Counter[int] = Counter()
+    for sample in samples:
+        yield (sample.step, seen[sample.step]), sample
+        seen[sample.step] += 1
+
+
+def _has_partial(sampled: Mapping[Action, Iterable[Sample]]) -> bool:
     return any(0.0 < sample.share < 1.0 for samples in sampled.values() for sample in samples)
 
 
 def _unfrozen_error(timer: ActionTimer, upper: Mapping[Action, float]) -> float:
     """Relative standard error of a group's unfrozen time: from step to step, and from sample to sample."""
-    ratios = [
-        [sample.ms / ms for sample in timer.samples(Phase.MONITORING_UPPER, action)]
-        for action, ms in upper.items()
-        if ms > 0.0
-    ]
-    steps = list(zip(*ratios, strict=False))
-    by_step = estimate(statistics.median(of_step) for of_step in steps)
-    off = estimate(ratio for of_step in steps for ratio in of_step)
+    steps: dict[_Step, list[float]] = {}
+    for action, ms in upper.items():
+        for step, sample in _numbered(timer.samples(Phase.MONITORING_UPPER, action)) if ms > 0.0 else ():
+            steps.setdefault(step, []).append(sample.ms / ms)
+    by_step = estimate(statistics.median(of_step) for of_step in steps.values())
+    off = estimate(ratio for of_step in steps.values() for ratio in of_step)
     return max(by_step.error, off.error) if by_step and off else math.inf

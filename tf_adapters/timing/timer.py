@@ -87,22 +87,35 @@ def is_capturing(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured action. ``share`` is the share of its freezable work that was frozen (``units.frozen_share``)."""
+    """One measured action. ``share`` is the share of its freezable work that was frozen (``units.frozen_share``).
+
+    ``step`` counts this rank's timed steps, ``microbatches`` are those of the step.
+    """
 
     share: float
     ms: float
+    step: int = 0
+    microbatches: int = 0
+
+
+class _Step(NamedTuple):
+    """A step that is timed: the mark of its beginning, how many there were before it, and its microbatches."""
+
+    origin: Any = None
+    ordinal: int = 0
+    microbatches: int = 0
 
 
 class _Marked(NamedTuple):
-    """An action between two marks, or a whole step (no action), and the mark of its step's beginning."""
+    """An action between two marks, or a whole step (no action), ``number``, and the step that it belongs to."""
 
     phase: str
     action: Action | None
     share: float
     start: Any
     stop: Any
-    origin: Any
-    step: int = 0
+    step: _Step
+    number: int = 0
     first_part: bool = False
 
 
@@ -123,27 +136,26 @@ _TRACES = 32
 class ActionTimer:
     """Collects samples of actions and of whole steps, by phase. Bounded: it keeps the newest ``keep`` of each.
 
-    Of the newest 32 steps it also keeps the traces.
+    Of the newest 32 steps it also keeps the traces. Where steps have different numbers of ``microbatches``, those of
+    one number can be asked for; without it all count.
     """
 
     def __init__(self, clock: Clock, keep: int = 256) -> None:
         self._clock = clock
-        self._origin: Any = None
+        self._step = _Step()
         self._pending: deque[_Marked] = deque()
         self._actions: dict[tuple[str, Action], deque[Sample]] = defaultdict(lambda: deque(maxlen=keep))
         self._first_parts: dict[tuple[str, Action], deque[float]] = defaultdict(lambda: deque(maxlen=keep))
-        self._steps: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=keep))
+        self._steps: dict[str, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=keep))
         self._trace: dict[Action, Interval] = {}
-        self._traces: dict[str, deque[tuple[int, Trace]]] = defaultdict(lambda: deque(maxlen=_TRACES))
+        self._traces: dict[tuple[str, int], deque[tuple[int, Trace]]] = defaultdict(lambda: deque(maxlen=_TRACES))
 
     @contextmanager
     def timed(self, phase: str, action: Action, share: float) -> Iterator[None]:
         """Time the block as one run of ``action``. A block that raises leaves no sample."""
         start = self._clock.mark()
         yield
-        self._pending.append(
-            _Marked(phase, action, share=share, start=start, stop=self._clock.mark(), origin=self._origin)
-        )
+        self._pending.append(_Marked(phase, action, share=share, start=start, stop=self._clock.mark(), step=self._step))
 
     @contextmanager
     def timed_first_part(self, phase: str, action: Action) -> Iterator[None]:
@@ -151,19 +163,20 @@ class ActionTimer:
         start = self._clock.mark()
         yield
         self._pending.append(
-            _Marked(phase, action, share=0.0, start=start, stop=self._clock.mark(), origin=None, first_part=True)
+            _Marked(phase, action, share=0.0, start=start, stop=self._clock.mark(), step=self._step, first_part=True)
         )
 
-    def start_step(self) -> Any:
-        self._origin = self._clock.mark()
-        return self._origin
+    def start_step(self, microbatches: int = 0) -> Any:
+        """A step of so many microbatches begins."""
+        self._step = _Step(self._clock.mark(), self._step.ordinal + 1, microbatches)
+        return self._step.origin
 
     def stop_step(self, phase: str, start: Any, step: int) -> None:
         """Step number ``step``, the same on all ranks, has ended."""
         self._pending.append(
-            _Marked(phase, None, share=0.0, start=start, stop=self._clock.mark(), origin=start, step=step)
+            _Marked(phase, None, share=0.0, start=start, stop=self._clock.mark(), step=self._step, number=step)
         )
-        self._origin = None
+        self._step = self._step._replace(origin=None)
 
     def drain(self, wait: bool = False) -> None:
         """Turn the marks that the device has passed into samples; with ``wait``, all of them."""
@@ -175,21 +188,24 @@ class ActionTimer:
             if elapsed is None:
                 return
             self._pending.popleft()
+            step = marked.step
             if marked.action is None:
-                self._steps[marked.phase].append(elapsed)
-                self._traces[marked.phase].append((marked.step, self._trace))
+                self._steps[marked.phase].append((step.microbatches, elapsed))
+                self._traces[marked.phase, step.microbatches].append((marked.number, self._trace))
                 self._trace = {}
                 continue
             if marked.first_part:
                 self._first_parts[marked.phase, marked.action].append(elapsed)
                 continue
-            self._actions[marked.phase, marked.action].append(Sample(marked.share, elapsed))
-            if marked.origin is not None:
-                begin = self._clock.elapsed_ms(marked.origin, marked.start) or 0.0
+            sample = Sample(marked.share, elapsed, step.ordinal, step.microbatches)
+            self._actions[marked.phase, marked.action].append(sample)
+            if step.origin is not None:
+                begin = self._clock.elapsed_ms(step.origin, marked.start) or 0.0
                 self._trace[marked.action] = Interval(begin, begin + elapsed)
 
-    def samples(self, phase: str, action: Action) -> tuple[Sample, ...]:
-        return tuple(self._actions.get((phase, action), ()))
+    def samples(self, phase: str, action: Action, microbatches: int | None = None) -> tuple[Sample, ...]:
+        every = self._actions.get((phase, action), ())
+        return tuple(sample for sample in every if microbatches in (None, sample.microbatches))
 
     def first_parts(self, phase: str, action: Action) -> tuple[float, ...]:
         """The newest first parts of an action as shares of its time, in order."""
@@ -199,20 +215,20 @@ class ActionTimer:
     def actions(self, phase: str) -> tuple[Action, ...]:
         return tuple(sorted(action for sampled, action in self._actions if sampled == phase))
 
-    def traces(self, phase: str) -> tuple[tuple[int, Trace], ...]:
+    def traces(self, phase: str, microbatches: int = 0) -> tuple[tuple[int, Trace], ...]:
         """The newest steps of a phase with their numbers, in order. A rank may have drained fewer than another."""
-        return tuple(self._traces.get(phase, ()))
+        return tuple(self._traces.get((phase, microbatches), ()))
 
-    def step_ms(self, phase: str) -> float | None:
+    def step_ms(self, phase: str, microbatches: int | None = None) -> float | None:
         """Median duration of this rank's steps in a phase, ms; None where there is none."""
-        return median(self.steps_ms(phase))
+        return median(self.steps_ms(phase, microbatches))
 
-    def steps_ms(self, phase: str) -> tuple[float, ...]:
+    def steps_ms(self, phase: str, microbatches: int | None = None) -> tuple[float, ...]:
         """Durations of this rank's newest steps in a phase, ms, in order."""
-        return tuple(self._steps.get(phase, ()))
+        return tuple(ms for number, ms in self._steps.get(phase, ()) if microbatches in (None, number))
 
     def last_step_ms(self, phase: str) -> float | None:
-        steps = self._steps.get(phase)
+        steps = self.steps_ms(phase)
         return steps[-1] if steps else None
 
     def clear(self) -> None:

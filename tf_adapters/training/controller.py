@@ -32,6 +32,7 @@ from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.timer import ActionTimer, is_capturing
 from tf_adapters.timing.token_cost import TokenCost
 from tf_adapters.training import messages
+from tf_adapters.training.batches import same_pipeline
 from tf_adapters.training.decisions import Decisions
 from tf_adapters.training.freeze_ratios import FreezeRatios
 from tf_adapters.training.observer import Observer, RunSnapshot
@@ -77,6 +78,7 @@ class Controller:
         self.timer, self._layers = ActionTimer(clock), LayerTimer(timed, clock)
         self.memory = MemoryMeter(pipeline.device)
         self.state = RunState.fresh(config, pipeline.warmup_steps)
+        self.state.turn_to(self.schedule)
         self.parameter_masks = {stage: ParameterMask(of_stage) for stage, of_stage in pipeline.parameters.items()}
         self.stability_checks = StabilityChecks(
             config,
@@ -135,7 +137,7 @@ class Controller:
         for taps in self.pipeline.taps.values():
             taps.clear()
         self.timer.drain()
-        self._step_start = self.timer.start_step()
+        self._step_start = self.timer.start_step(self.state.microbatches)
         self._step_masks.draw()
         if self._ratios.probes(self.state, self.step):
             self._noise.begin()
@@ -200,7 +202,7 @@ class Controller:
         step, phase = self.step, self.phase
         self.timer.stop_step(phase, self._step_start, step)
         self.memory.stop_step(phase)
-        self._noise.end(self.schedule.num_microbatches)
+        self._noise.end(self.state.microbatches)
         self._tally.add(step, phase, self._step_masks.local())
         self._step_start = None
         self.state.completed_steps = step
@@ -221,7 +223,10 @@ class Controller:
         return self._ratios.ratio(self.state, step, action)
 
     def frozen_parameters(self, step: int, stage: int, microbatch: int) -> tuple[str, ...]:
-        """Names frozen on ``stage`` for ``microbatch`` at ``step``: the same on every replica and after a restart."""
+        """Names frozen on ``stage`` for ``microbatch`` at ``step``: the same on every replica and after a restart.
+
+        In a batch of as many microbatches as the one that runs, or ran last.
+        """
         masks = self._ratios.masks(self.state, step, stage)
         return masks[microbatch].names if microbatch < len(masks) else ()
 
@@ -284,11 +289,21 @@ class Controller:
         self._decisions.resume_planning(self.snapshot())
 
     def reschedule(self, schedule: PipelineSchedule) -> None:
-        """The host runs another schedule from here on (another number of microbatches, say): monitor and plan anew."""
-        self.schedule = schedule.validate()
+        """The host runs another schedule from here on. Called on all ranks, between two steps.
+
+        One of another number of microbatches has a plan of its own, at the latest after its first step: from the times
+        that are known, and while monitoring all numbers are monitored together. For another pipeline monitoring starts
+        anew.
+        """
+        before, self.schedule = self.schedule, schedule
         self._ratios = FreezeRatios(self.config, schedule, self.masks)
+        if same_pipeline(before, schedule) and before.num_microbatches != schedule.num_microbatches:
+            self.state.turn_to(schedule)
+            return
+        schedule.validate()
         stability = self.state.stability
         self.state = self.state.restarted(self.config, "the pipeline schedule changed")
+        self.state.turn_to(schedule)
         self.state.stability = stability  # of the same parameters
         self._forget_measured()
         again = f": monitoring again from step {self.step}" if self.config.plans else ""

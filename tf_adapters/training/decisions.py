@@ -10,7 +10,7 @@ from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ScheduleError, TimelyFreezeError
 from tf_adapters.log import announce
 from tf_adapters.planner.deferred import describe_deferral
-from tf_adapters.planner.forecast import Forecast
+from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.frontier import describe_frontier
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
@@ -18,9 +18,10 @@ from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.timer import ActionTimer
 from tf_adapters.training import messages
+from tf_adapters.training.batches import MonitoredBatches
 from tf_adapters.training.observer import Observer, RunSnapshot
 from tf_adapters.training.pipeline import HostPipeline
-from tf_adapters.training.plan_maker import PlanMaker, Planned, Probes
+from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned, Probes
 from tf_adapters.training.replanning import PlanWatch, Replanning
 
 __all__ = ["Decisions"]
@@ -51,7 +52,10 @@ class Decisions:
     ) -> None:
         self._config, self._masks, self._checks = config, masks, checks
         self._collectives, self._observer = collectives, observer
-        self._verified: PipelineSchedule | None = None
+        self._verified: dict[int, PipelineSchedule | None] = {}  # by number of microbatches; None: the host's own order
+        self._monitored = MonitoredBatches()
+        self._planning: tuple[PipelineSchedule, Measured] | None = None  # what a plan is being made of
+        self._unplanned: set[int] = set()  # numbers of microbatches that no plan could be made for
         self.plan_maker = PlanMaker(config, collectives, pipeline, masks, probes=probes)
         watch = PlanWatch(config, collectives, pipeline, masks, probes=probes)
         self._replanning = Replanning(watch, self.plan_maker, self.say)
@@ -67,41 +71,49 @@ class Decisions:
     def resume_planning(self, run: RunSnapshot) -> None:
         """Make the plan that a checkpoint says was still being made."""
         if run.state.awaits_plan:
-            self._guarded(run, lambda: self._start_plan(run))
+            self._guarded(run, lambda: self._start_plan(run, run.schedule))
 
     def forget(self) -> None:
-        """Give up a plan that is being made, and what was seen of the plan in force."""
+        """Give up a plan that is being made, and what was seen of the pipeline and of plans in force."""
         self.plan_maker.close()
+        self._planning = None
         self._replanning.forget()
+        for seen in (self._verified, self._monitored, self._unplanned):
+            seen.clear()
 
     def _decide(self, run: RunSnapshot, executed: Sequence[Action]) -> None:
         state, step = run.state, run.state.completed_steps
+        state.plans.used(state.microbatches)
         if state.failure:
             return
         phases = state.phases
         self._verify(run, executed)
         if phases.phase(step).monitors:
             self._say_progress(run)
+        if phases.phase(step) is Phase.MONITORING_UPPER:
+            self._monitored.add(run.schedule)
         if self._config.plans and self._monitoring_ends(run):
             state.phases = phases.monitored_until(step)
             self._measure(run)
-            self._start_plan(run)
-        elif state.awaits_plan:
-            self._take(run, self.plan_maker.poll(run.schedule, state.measured))
+            self._start_plan(run, self._monitored.most_seen(run.schedule))
+        elif self._planning is not None:
+            self._take(run, self.plan_maker.poll)
         elif step > phases.monitoring_end and self._report_due(run):
             self._report(run)
         self._renew_plan(run)
+        self._plan_batch(run)
         self._check_stability(run)
         if state.phases.description(step + 1) != phases.description(step):
             self.say(f"step {step + 1}: {messages.phase(self._config, state.phases, step + 1)}")
 
     def _verify(self, run: RunSnapshot, executed: Sequence[Action]) -> None:
         """Once of every order: of the host's own after the warm-up, of a plan's in its first step."""
-        step = run.state.completed_steps
+        step, number = run.state.completed_steps, run.state.microbatches
         order = run.state.execution(run.schedule, step)
-        if step == run.state.phases.warmup_end + 1 or order not in (run.schedule, self._verified):
+        rewritten = None if order is run.schedule else order
+        if step > run.state.phases.warmup_end and self._verified.get(number, run.schedule) != rewritten:
             verify_schedule(self._collectives, order, executed)
-            self._verified = order
+            self._verified[number] = rewritten
 
     def _say_progress(self, run: RunSnapshot) -> None:
         """Four times while monitoring."""
@@ -118,47 +130,67 @@ class Decisions:
             return True
         if not phases.may_end_monitoring(step):
             return False
-        error = self.plan_maker.precision(run.timer)
+        error = self.plan_maker.precision(self._monitored.most_seen(run.schedule), run.timer)
         ends = error <= self._config.monitoring_precision
         if ends:
             self.say(messages.precise(step - phases.warmup_end, error))
         return ends
 
     def _measure(self, run: RunSnapshot) -> None:
-        measured = self.plan_maker.measure(run.schedule, run.timer)
+        measured = self.plan_maker.measure(self._monitored.most_seen(run.schedule), run.timer)
         run.state.measure(measured)
         for note in measured.notes:
             self.say(note)
 
-    def _start_plan(self, run: RunSnapshot) -> None:
-        self._take(run, self.plan_maker.start(run.schedule, run.state.measured))
+    def _start_plan(self, run: RunSnapshot, schedule: PipelineSchedule) -> None:
+        self._planning = schedule, run.state.measured_for(schedule)
+        self._take(run, self.plan_maker.start)
 
-    def _take(self, run: RunSnapshot, planned: Planned | None) -> None:
-        """Freezing begins after this step if the plan is there, else after the next one at the earliest."""
-        state = run.state
-        if planned is None:
-            state.phases = state.phases.planned_after(state.completed_steps + 1)
+    def _take(self, run: RunSnapshot, make: Callable[[PipelineSchedule, Measured], Planned | None]) -> None:
+        """Take the plan, if it is there. With the first one freezing begins, or after the next step at the earliest.
+
+        One that fails leaves those of other numbers of microbatches in force.
+        """
+        state, first = run.state, not run.state.plans
+        assert self._planning is not None
+        schedule = self._planning[0]
+        try:
+            planned = make(*self._planning)
+        except TimelyFreezeError as error:
+            self._planning = None
+            if first:
+                raise
+            self._unplanned.add(schedule.num_microbatches)
+            self.say(f"batches of {schedule.num_microbatches} microbatches have no plan of their own: {error}")
             return
-        state.phases = state.phases.planned_after(state.completed_steps)
-        self._adopt(run, planned)
+        if first:
+            state.phases = state.phases.planned_after(state.completed_steps + (planned is None))
+        if planned is not None:
+            self._planning = None
+            self._adopt(run, schedule, planned)
+            if first:
+                self._report(run)
 
-    def _adopt(self, run: RunSnapshot, planned: Planned) -> None:
-        state = run.state
-        state.adopt(planned)
-        if planned.plan.deferrable_share:
-            self.say(f"deferral: {describe_deferral(planned.plan, run.schedule)}")
-            self._say_memory(run)
-        if planned.plan.frontier:
-            self.say(f"max_freeze_ratio auto: {describe_frontier(planned.plan)}")
-        for line in (messages.planned(planned.plan, Forecast(state.unfrozen_step_ms, planned.step_ms)), *planned.notes):
+    def _adopt(self, run: RunSnapshot, schedule: PipelineSchedule, planned: Planned) -> None:
+        state, plan = run.state, planned.plan
+        state.adopt(schedule, planned)
+        if len(state.plans.of) > 1:
+            self.say(f"batches of {schedule.num_microbatches} microbatches have a plan of their own:")
+        if plan.deferrable_share:
+            self.say(f"deferral: {describe_deferral(plan, schedule)}")
+            self._say_memory(run, schedule, plan)
+        if plan.frontier:
+            self.say(f"max_freeze_ratio auto: {describe_frontier(plan)}")
+        promised = state.plans.of[schedule.num_microbatches].forecast
+        for line in (messages.planned(plan, promised), *planned.notes):
             self.say(line)
-        self._report(run)
 
-    def _say_memory(self, run: RunSnapshot) -> None:
+    def _say_memory(self, run: RunSnapshot, schedule: PipelineSchedule, plan: FreezePlan) -> None:
         """What the fullest rank holds in the host's order, and is to hold in the plan's."""
 
         def local() -> tuple[int, int] | None:
-            held, planned = run.memory.peak_bytes(Phase.MONITORING_UPPER), run.planned_peak_bytes()
+            held = run.memory.peak_bytes(Phase.MONITORING_UPPER)
+            planned = run.planned_peak_bytes(schedule, plan)
             return None if held is None or planned is None else (held, planned)
 
         def fullest(ranks: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
@@ -170,13 +202,24 @@ class Decisions:
             self.say(messages.memory(*peaks))
 
     def _renew_plan(self, run: RunSnapshot) -> None:
-        """Make the plan anew where the times it was made for are no longer the times that are measured."""
-        if not run.ratios.on(run.state) and not self._config.defers:
+        """Make plans anew where the times they were made for are no longer the times that are measured."""
+        if (not run.ratios.on(run.state) and not self._config.defers) or self._planning is not None:
             return
-        renewed = self._replanning.after(run.state.completed_steps, run.schedule, run.timer, run.state)
+        renewed = self._replanning.after(run.state.completed_steps, run.timer, run.state)
         if renewed is not None:
             run.state.measure(renewed.measured)
-            self._adopt(run, renewed.planned)
+            self._unplanned.clear()
+            self._adopt(run, renewed.schedule, renewed.planned)
+            self._report(run)
+
+    def _plan_batch(self, run: RunSnapshot) -> None:
+        """Plan for batches of this number of microbatches, where there are plans for others: nothing is measured."""
+        state, number = run.state, run.state.microbatches
+        if not state.plans or not state.outlived or number in self._unplanned:
+            return
+        busy = self._planning is not None or self._replanning.busy
+        if not busy and state.plans.has_room(number, state.completed_steps, self._config.replan_interval):
+            self._start_plan(run, run.schedule)
 
     def _check_stability(self, run: RunSnapshot) -> None:
         """Find out what is stable, where the method asks and a check is due."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.timing.layers import LayerTimer
@@ -41,16 +42,23 @@ class RunSnapshot:
     tally: MaskTally
     traced: bool = True
 
-    def planned_peak_bytes(self) -> int | None:
-        """The most that this rank is to hold in the plan's order; None where the host's own order stays.
+    def planned_peak_bytes(self, host_order: PipelineSchedule, plan: FreezePlan | None) -> int | None:
+        """The most that this rank is to hold under a plan; None where the host's own order stays.
 
         At most: it counts what a microbatch keeps with nothing frozen.
         """
-        order = self.state.plan and self.state.plan.schedule
+        order = plan.schedule if plan else None
         held = self.memory.held(Phase.MONITORING_UPPER)
-        if order is None or order == self.schedule or held is None:
+        if order is None or order == host_order or held is None:
             return None
-        return held.peak_bytes(order.ranks[self.schedule.rank_of(self.stages[0])])
+        return held.peak_bytes(order.ranks[host_order.rank_of(self.stages[0])])
+
+    def of_most_used(self) -> RunSnapshot:
+        """The same run as seen by the number of microbatches that most of its steps have had since there are plans."""
+        batch = self.state.plans.most_used
+        if batch is None:
+            return self
+        return replace(self, schedule=batch.schedule, state=self.state.of_batch(batch))
 
 
 class Observer(Protocol):

@@ -28,7 +28,7 @@ from tf_adapters.timing.transfers import Gaps, complete_steps, local_traces, mea
 from tf_adapters.training import messages
 from tf_adapters.training.pipeline import HostPipeline
 
-__all__ = ["Measured", "PlanMaker", "Planned", "Probes", "learning_of"]
+__all__ = ["Measured", "PlanMaker", "Planned", "Probes", "learning_of", "other_ms"]
 
 _SOLVED_AT_ONCE = 1_000
 """Actions up to which planning takes about a second, no more than starting a process for it."""
@@ -48,7 +48,8 @@ class Measured:
     """What a plan is made from; times in ms. ``notes`` name bounds that noise had crossed and that were clamped.
 
     ``token_costs`` are by stage, where tokens are sampled. ``learning`` is there where ``max_freeze_ratio`` is "auto"
-    and gradients of single microbatches could be seen.
+    and gradients of single microbatches could be seen. ``other_ms`` is what a step takes besides the batch, ``longer``
+    how many times as long it takes as the step whose target the settings may name: it has other microbatches.
     """
 
     bounds: Mapping[Action, Bounds]
@@ -57,6 +58,12 @@ class Measured:
     notes: tuple[str, ...] = ()
     token_costs: Mapping[int, TokenCost] = field(default_factory=dict)
     learning: Learning | None = None
+    other_ms: float = 0.0
+    longer: float = 1.0
+
+    def target_ms(self, config: TimelyFreezeConfig) -> float:
+        """The settings' target for the step; 0 without one."""
+        return config.target_ms(self.unfrozen_step_ms / self.longer) * self.longer
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,7 @@ class PlanMaker:
         self._steps: Sequence[Trace] = ()  # on rank 0
         self._waited = 0  # steps, for the plan
 
-    def precision(self, timer: ActionTimer) -> float:
+    def precision(self, schedule: PipelineSchedule, timer: ActionTimer) -> float:
         """Standard error of what this run's plan would be made from now: the worst of all ranks, in shares.
 
         From what devices have finished. Waiting for them would empty their queues, and only the steps that follow a
@@ -119,7 +126,7 @@ class PlanMaker:
 
         def local() -> float:
             timer.drain()
-            return self._times(timer).error
+            return self._times(schedule, timer).error
 
         return decide_from_all(self._collectives, local, lambda errors: max(errors))
 
@@ -138,7 +145,8 @@ class PlanMaker:
             return PackedBounds.of(schedule, bounds), fresh
 
         packed, measured = decide_from_all(self._collectives, lambda: self._local(schedule, timer), merge)
-        return replace(measured, bounds=packed.unpack(schedule))
+        measured = replace(measured, bounds=packed.unpack(schedule))
+        return replace(measured, other_ms=other_ms(schedule, measured))
 
     def start(self, schedule: PipelineSchedule, measured: Measured) -> Planned | None:
         """Make the plan, or begin to: None where it is made beside training. Raises TimelyFreezeError on all ranks."""
@@ -179,8 +187,8 @@ class PlanMaker:
 
     def _local(self, schedule: PipelineSchedule, timer: ActionTimer) -> _Local:
         timer.drain(wait=True)
-        times = self._times(timer)
-        step_ms = timer.step_ms(Phase.MONITORING_UPPER) or 0.0
+        times, number = self._times(schedule, timer), schedule.num_microbatches
+        step_ms = timer.step_ms(Phase.MONITORING_UPPER, number) or 0.0
         if not self._traced:
             return _Local(step_ms, times.token_costs, self._probes(), means=times.means())
         return _Local(
@@ -188,11 +196,12 @@ class PlanMaker:
             times.token_costs,
             self._probes(),
             bounds=PackedBounds.of(schedule, times.bounds()),
-            traces=PackedTraces.of(schedule, local_traces(timer, Phase.MONITORING_UPPER)),
+            traces=PackedTraces.of(schedule, local_traces(timer, Phase.MONITORING_UPPER, number)),
         )
 
-    def _times(self, timer: ActionTimer) -> StageTimes:
-        return measured_times(timer, self._first_stage, sampled=self._config.samples_tokens)
+    def _times(self, schedule: PipelineSchedule, timer: ActionTimer) -> StageTimes:
+        sampled, number = self._config.samples_tokens, schedule.num_microbatches
+        return measured_times(timer, self._first_stage, sampled=sampled, microbatches=number)
 
     def _arrived(self, schedule: PipelineSchedule, measured: Measured, wait_s: float) -> Planned | None:
         def ask() -> Planned | None:
@@ -204,9 +213,7 @@ class PlanMaker:
 
     def _problem(self, schedule: PipelineSchedule, measured: Measured) -> PlanProblem:
         unfrozen_ms = _unfrozen_makespan(schedule, measured)
-        learning = measured.learning and replace(
-            measured.learning, other_ms=max(0.0, measured.unfrozen_step_ms - unfrozen_ms)
-        )
+        learning = measured.learning and replace(measured.learning, other_ms=other_ms(schedule, measured))
         return PlanProblem(
             schedule=schedule,
             times=measured.bounds,
@@ -224,9 +231,8 @@ class PlanMaker:
 
     def _target_makespan(self, measured: Measured, unfrozen_ms: float) -> float:
         """The settings' target for a step, less what is no part of the pipeline; 0 without a target."""
-        step_ms = measured.unfrozen_step_ms
-        target = self._config.target_ms(step_ms)
-        return max(0.0, unfrozen_ms - (step_ms - target)) if target else 0.0
+        target = measured.target_ms(self._config)
+        return max(0.0, unfrozen_ms - (measured.unfrozen_step_ms - target)) if target else 0.0
 
     def _promise(self, schedule: PipelineSchedule, measured: Measured, plan: FreezePlan) -> Planned:
         step_ms = measured.unfrozen_step_ms
@@ -244,7 +250,7 @@ class PlanMaker:
 
     def _notes(self, measured: Measured, promised: Forecast, plan: FreezePlan) -> Iterator[str]:
         """What the settings ask for and the plan does not reach, and why it freezes what it freezes."""
-        target = self._config.target_ms(measured.unfrozen_step_ms)
+        target = measured.target_ms(self._config)
         if target and promised.planned_ms > target * _NEARLY and not self._config.is_auto:
             yield messages.out_of_reach(target, promised, self._config.stage_limit)
         if self._config.is_auto and not plan.frontier:
@@ -260,6 +266,11 @@ def learning_of(pipeline: HostPipeline) -> Callable[..., Learning | None]:
         return Learning.measured(ranks, schedule.num_microbatches * pipeline.replicas, costs, pipeline.adaptive)
 
     return learning
+
+
+def other_ms(schedule: PipelineSchedule, measured: Measured) -> float:
+    """What a step takes besides the batch, ms: data, optimizer."""
+    return max(0.0, measured.unfrozen_step_ms - _unfrozen_makespan(schedule, measured))
 
 
 def _unfrozen_makespan(schedule: PipelineSchedule, measured: Measured) -> float:

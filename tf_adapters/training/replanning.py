@@ -30,7 +30,7 @@ from tf_adapters.timing.timer import ActionTimer, Sample, Trace
 from tf_adapters.timing.transfers import Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.training import messages
 from tf_adapters.training.pipeline import HostPipeline
-from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned, Probes, learning_of
+from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned, Probes, learning_of, other_ms
 from tf_adapters.training.state import RunState
 
 __all__ = ["PlanWatch", "Renewed", "Replanning", "changes"]
@@ -112,19 +112,22 @@ class PlanWatch:
             fresh = Measured({}, gaps, step_ms, tuple(why), token_costs=measured.token_costs, learning=learning)
             return PackedBounds.of(schedule, bounds), fresh
 
-        fresh = decide_from_all(self._collectives, lambda: self._local(ran, timer, measured.bounds), judge)
+        number = schedule.num_microbatches
+        fresh = decide_from_all(self._collectives, lambda: self._local(ran, timer, measured.bounds, number), judge)
         self._changes_in_a_row = self._changes_in_a_row + 1 if fresh else 0
         if fresh is None or self._changes_in_a_row < _IN_A_ROW:
             return None
         self._changes_in_a_row = 0
         packed, changed = fresh
-        return replace(changed, bounds=packed.unpack(schedule))
+        changed = replace(changed, bounds=packed.unpack(schedule))
+        return replace(changed, other_ms=other_ms(schedule, changed))
 
-    def _local(self, ran: PipelineSchedule, timer: ActionTimer, bounds: Mapping[Action, Bounds]) -> _Local:
+    def _local(self, ran: PipelineSchedule, timer: ActionTimer, bounds: Mapping[Action, Bounds], number: int) -> _Local:
         timer.drain()
-        traces = PackedTraces.of(ran, local_traces(timer, Phase.STABLE) if self._traced else ())
+        traces = PackedTraces.of(ran, local_traces(timer, Phase.STABLE, number) if self._traced else ())
         newest = min(self._config.replan_interval, _NEWEST)
-        return _Local(changes(timer, bounds, newest), timer.step_ms(Phase.STABLE) or 0.0, traces, self._probes())
+        step_ms = timer.step_ms(Phase.STABLE, number) or 0.0
+        return _Local(changes(timer, bounds, newest), step_ms, traces, self._probes())
 
     def _saved(
         self, schedule: PipelineSchedule, plan: FreezePlan, bounds: Mapping[Action, Bounds], gaps: Gaps
@@ -139,56 +142,60 @@ class PlanWatch:
 
 @dataclass(frozen=True)
 class Renewed:
-    """A plan that takes the place of the one in force, and what it was made from."""
+    """A plan that takes the place of the one in force for ``schedule``, and what it was made from."""
 
+    schedule: PipelineSchedule
     measured: Measured
     planned: Planned
 
 
 class Replanning:
-    """Makes the plan in force anew where it no longer holds. Every method is called on all ranks at the same point.
+    """Makes plans anew where they no longer hold. Every method is called on all ranks at the same point.
 
     Args:
-        watch: tells whether it holds.
-        maker: makes plans; the one that the plan in force came from.
+        watch: tells whether they hold: by the one that most steps have had.
+        maker: makes plans; those in force came from it.
         say: logs a line.
     """
 
     def __init__(self, watch: PlanWatch, maker: PlanMaker, say: Callable[[str], None]) -> None:
         self._watch, self._maker, self._say = watch, maker, say
-        self._fresh: Measured | None = None  # what a plan is being made from
+        self._fresh: tuple[PipelineSchedule, Measured] | None = None  # what a plan is being made from
+
+    @property
+    def busy(self) -> bool:
+        """Whether a plan is being made."""
+        return self._fresh is not None
 
     def forget(self) -> None:
         """Begin anew: the pipeline runs something else now."""
         self._watch.forget()
         self._fresh = None
 
-    def after(self, step: int, schedule: PipelineSchedule, timer: ActionTimer, state: RunState) -> Renewed | None:
+    def after(self, step: int, timer: ActionTimer, state: RunState) -> Renewed | None:
         """The plan that is in force from now on, where it is another than before. Raises nothing: the old one stays."""
         try:
-            planned = self._poll(schedule) if self._fresh else self._look(step, schedule, timer, state)
+            planned = self._maker.poll(*self._fresh) if self._fresh else self._look(step, timer, state)
         except TimelyFreezeError as error:
             self._fresh = None
             self._say(f"the plan stays as it is: {error}")
             return None
         if planned is None or self._fresh is None:
             return None
-        renewed, self._fresh = Renewed(self._fresh, planned), None
+        renewed, self._fresh = Renewed(*self._fresh, planned), None
         return renewed
 
-    def _poll(self, schedule: PipelineSchedule) -> Planned | None:
-        assert self._fresh is not None
-        return self._maker.poll(schedule, self._fresh)
-
-    def _look(self, step: int, schedule: PipelineSchedule, timer: ActionTimer, state: RunState) -> Planned | None:
+    def _look(self, step: int, timer: ActionTimer, state: RunState) -> Planned | None:
         """Look where it is due, and begin a new plan where the old one no longer holds."""
-        if state.plan is None or not self._watch.due(step, state.phases.progressive_end):
+        batch = state.plans.most_used
+        if batch is None or not self._watch.due(step, state.phases.progressive_end):
             return None
-        self._fresh = self._watch.look(schedule, timer, state.measured, state.plan)
-        if self._fresh is None:
+        fresh = self._watch.look(batch.schedule, timer, state.measured_for(batch.schedule), batch.plan)
+        if fresh is None:
             return None
-        self._say(f"step {step}: planning anew: {'; '.join(self._fresh.notes)}")
-        return self._maker.start(schedule, self._fresh)
+        self._fresh = batch.schedule, fresh
+        self._say(f"step {step}: planning anew: {'; '.join(fresh.notes)}")
+        return self._maker.start(batch.schedule, fresh)
 
 
 def _pays_otherwise(plan: FreezePlan, learning: Learning | None) -> list[str]:

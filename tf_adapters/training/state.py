@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from tf_adapters.config import TimelyFreezeConfig
@@ -19,8 +19,9 @@ from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.stability import StabilityState
 from tf_adapters.timing.token_cost import TokenCost
 from tf_adapters.timing.transfers import NO_GAPS, Gaps
+from tf_adapters.training.batches import BatchPlan, BatchPlans, carried_over, known_microbatches, same_pipeline
 from tf_adapters.training.phases import PhaseSchedule
-from tf_adapters.training.plan_maker import Measured, Planned
+from tf_adapters.training.plan_maker import Measured, Planned, other_ms
 
 FORMAT = 2
 _NOTES = 50  # the newest: a long run may plan anew many times
@@ -28,17 +29,23 @@ _NOTES = 50  # the newest: a long run may plan anew many times
 
 @dataclass
 class RunState:
-    """The state of one run, equal on every rank."""
+    """The state of one run, equal on every rank.
+
+    ``microbatches`` are those of the batch that runs, or runs next; ``plans`` has a plan for each number of them.
+    ``bounds``, ``gaps`` and ``unfrozen_step_ms`` are of one number, that they were measured with.
+    """
 
     phases: PhaseSchedule
     completed_steps: int = 0
-    plan: FreezePlan | None = None
+    microbatches: int = field(default=0, compare=False)
+    plans: BatchPlans = field(default_factory=BatchPlans)
     bounds: dict[Action, Bounds] = field(default_factory=dict)
     gaps: Gaps = NO_GAPS
     unfrozen_step_ms: float = 0.0
+    other_ms: float = 0.0
+    measured_at: int = 0
     token_costs: Mapping[int, TokenCost] = field(default_factory=dict)
     learning: Learning | None = None
-    planned_step_ms: float = 0.0
     notes: tuple[str, ...] = ()
     failure: str | None = None
     stability: StabilityState = field(default_factory=StabilityState)
@@ -54,18 +61,36 @@ class RunState:
         start = max(self.completed_steps, self.phases.warmup_end)
         phases = _phases(config, start)
         note = f"{'monitoring' if config.plans else 'freezing'} began again after step {start}: {reason}"
-        return RunState(phases, self.completed_steps, notes=(*self.notes, note))
+        return RunState(phases, self.completed_steps, self.microbatches, notes=(*self.notes, note))
 
     def measure(self, measured: Measured) -> None:
-        """Keep what a plan is made from."""
+        """Keep what plans are made from."""
         self.bounds, self.gaps, self.unfrozen_step_ms = dict(measured.bounds), measured.gaps, measured.unfrozen_step_ms
-        self.token_costs, self.learning = measured.token_costs, measured.learning
+        self.token_costs, self.learning, self.other_ms = measured.token_costs, measured.learning, measured.other_ms
+        self.measured_at = self.completed_steps
         self.notes = (*self.notes, *measured.notes)[-_NOTES:]
 
-    def adopt(self, planned: Planned) -> None:
-        """Take a new plan into force."""
-        self.plan, self.planned_step_ms = planned.plan, planned.step_ms
-        self.notes = (*self.notes, *planned.notes)
+    def adopt(self, schedule: PipelineSchedule, planned: Planned) -> None:
+        """Take a new plan into force for batches that the host runs in the order of ``schedule``."""
+        unfrozen = self.measured_for(schedule).unfrozen_step_ms
+        self.plans.put(BatchPlan(schedule, planned.plan, unfrozen, planned.step_ms, self.completed_steps))
+        self.notes = (*self.notes, *planned.notes)[-_NOTES:]
+
+    def turn_to(self, schedule: PipelineSchedule) -> None:
+        """The next batches have another number of microbatches."""
+        self.microbatches = schedule.num_microbatches
+        if self.batch is not None and self.batch.schedule != schedule:
+            self.plans.drop(self.microbatches)  # a checkpoint's, of another order
+
+    @property
+    def batch(self) -> BatchPlan | None:
+        """The plan that is in force for the batch that runs, or runs next."""
+        return self.plans.get(self.microbatches)
+
+    @property
+    def plan(self) -> FreezePlan | None:
+        """What ``batch`` freezes; None before there is a plan for its number of microbatches."""
+        return None if self.batch is None else self.batch.plan
 
     def execution(self, host_order: PipelineSchedule, step: int) -> PipelineSchedule:
         """What the ranks run in ``step``: the order of a plan that defers, once one is in force; else the host's."""
@@ -77,53 +102,95 @@ class RunState:
     @property
     def forecast(self) -> Forecast | None:
         """What the plan promises for a whole step; None before there is a plan."""
-        return Forecast(self.unfrozen_step_ms, self.planned_step_ms) if self.plan else None
+        return None if self.batch is None else self.batch.forecast
 
     @property
     def measured(self) -> Measured:
-        """What the plan is made from, without the notes on it."""
+        """What plans are made from, without the notes on it."""
         return Measured(
-            self.bounds, self.gaps, self.unfrozen_step_ms, token_costs=self.token_costs, learning=self.learning
+            self.bounds,
+            self.gaps,
+            self.unfrozen_step_ms,
+            token_costs=self.token_costs,
+            learning=self.learning,
+            other_ms=self.other_ms,
+        )
+
+    def measured_for(self, schedule: PipelineSchedule) -> Measured:
+        """The same for another number of microbatches."""
+        return carried_over(self.measured, schedule)
+
+    def of_batch(self, batch: BatchPlan) -> RunState:
+        """The run as it is for batches of one number of microbatches."""
+        known = self.measured_for(batch.schedule)
+        return replace(
+            self,
+            microbatches=batch.schedule.num_microbatches,
+            bounds=dict(known.bounds),
+            gaps=known.gaps,
+            unfrozen_step_ms=batch.unfrozen_step_ms,
+            learning=known.learning,
         )
 
     @property
     def awaits_plan(self) -> bool:
-        """Whether everything is measured and only the plan is missing."""
-        return self.plan is None and bool(self.bounds) and not self.failure
+        """Whether everything is measured and only the first plan is missing."""
+        return not self.plans and bool(self.bounds) and not self.failure
+
+    @property
+    def outlived(self) -> bool:
+        """Whether the batch that runs has no plan that is made from what is known."""
+        if not self.bounds or self.failure:
+            return False
+        return self.batch is None or self.batch.planned_at < self.measured_at
 
     def to_json(self, config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: StageMasks) -> dict[str, Any]:
+        """Plain values. What earlier versions read is of the number of microbatches that times were measured with."""
+        own = self.plans.get(known_microbatches(self.bounds))
         data = {
             "format": FORMAT,
-            "fingerprint": fingerprint(config, schedule, masks),
+            "fingerprint": fingerprint(config, own.schedule if own else schedule, masks),
             "completed_steps": self.completed_steps,
             "phases": list(astuple(self.phases)),
-            "plan": self.plan.to_json() if self.plan else None,
+            "plan": own.plan.to_json() if own else None,
             "bounds": {str(action): [b.lower, b.upper] for action, b in self.bounds.items()},
             "gaps": self.gaps.to_json(),
             "unfrozen_step_ms": self.unfrozen_step_ms,
+            "other_ms": self.other_ms,
+            "measured_at": self.measured_at,
             "token_costs": {str(stage): cost.to_json() for stage, cost in self.token_costs.items()},
             "learning": self.learning.to_json() if self.learning else None,
-            "planned_step_ms": self.planned_step_ms,
+            "planned_step_ms": own.planned_step_ms if own else 0.0,
+            "batches": [batch.to_json() | ({"plan": None} if batch is own else {}) for batch in self.plans.of.values()],
             "notes": list(self.notes),
             "stability": self.stability.to_json(),
         }
         return {**data, "checksum": _digest(data)}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> RunState:
-        return cls(
+    def from_json(cls, data: Mapping[str, Any], schedule: PipelineSchedule) -> RunState:
+        """The inverse of ``to_json``; ``schedule`` is what the host runs next, and what a plan alone is of."""
+        state = cls(
             phases=PhaseSchedule(*data["phases"]),
             completed_steps=data["completed_steps"],
-            plan=FreezePlan.from_json(data["plan"]) if data["plan"] else None,
+            microbatches=schedule.num_microbatches,
             bounds={Action.parse(text): Bounds(*pair) for text, pair in data["bounds"].items()},
             gaps=Gaps.from_json(data["gaps"]),
             unfrozen_step_ms=data["unfrozen_step_ms"],
+            other_ms=data.get("other_ms", 0.0),
+            measured_at=data.get("measured_at", 0),
             token_costs={int(stage): TokenCost(*pair) for stage, pair in data.get("token_costs", {}).items()},
             learning=Learning.from_json(data["learning"]) if data.get("learning") else None,
-            planned_step_ms=data["planned_step_ms"],
             notes=tuple(data["notes"]),
             stability=StabilityState.from_json(data.get("stability")),
         )
+        if data["plan"] and "batches" not in data:  # an earlier version's, which had one number of microbatches
+            plan, unfrozen_ms, planned_ms = data["plan"], data["unfrozen_step_ms"], data["planned_step_ms"]
+            state.plans.put(BatchPlan(schedule, FreezePlan.from_json(plan), unfrozen_ms, planned_ms, planned_at=0))
+        for batch in data.get("batches", ()):
+            read = BatchPlan.from_json({**batch, "plan": batch["plan"] or data["plan"]})
+            state.plans.of[read.schedule.num_microbatches] = read
+        return state
 
 
 def compatible_state(
@@ -139,23 +206,38 @@ def compatible_state(
     still being made is made again. A plan for another pipeline, other parameters or another budget is dropped and
     made anew; the step count stays.
     """
+    fresh = RunState.fresh(config, auto_warmup)
+    fresh.microbatches = schedule.num_microbatches
     if data is None:
-        return RunState.fresh(config, auto_warmup)
+        return fresh
     try:
-        state = _read(data)
+        state = _read(data, schedule)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TimelyFreezeError) as error:
-        fresh = RunState.fresh(config, auto_warmup)
         fresh.completed_steps = _step_count(data)
         return fresh.restarted(config, f"the checkpoint's state {' '.join(str(error).split())}")
-    if data.get("fingerprint") != fingerprint(config, schedule, masks):
+    measured_with = state.plans.get(known_microbatches(state.bounds))
+    order = schedule if measured_with is None else measured_with.schedule
+    if data.get("fingerprint") != fingerprint(config, order, masks) or not _fits(state, order, schedule):
         return state.restarted(config, "the checkpoint's plan is for another pipeline, model or budget")
-    unplanned = state.plan is None and not state.awaits_plan
+    unplanned = not state.plans and not state.awaits_plan
     if config.plans and unplanned and state.completed_steps > state.phases.warmup_end:
         return state.restarted(config, "a checkpoint interrupted it")
+    if "other_ms" not in data:
+        state.other_ms = other_ms(order, state.measured)
+    state.turn_to(schedule)
     return state
 
 
-def _read(data: Any) -> RunState:
+def _fits(state: RunState, order: PipelineSchedule, schedule: PipelineSchedule) -> bool:
+    """Whether plans that were made for a host's ``order`` hold where it runs another: one of as many microbatches.
+
+    Of another number it is taken for the same kind of schedule, where the ranks run the same stages.
+    """
+    own = state.plans.get(schedule.num_microbatches)
+    return same_pipeline(order, schedule) and (own is None or own.schedule == schedule)
+
+
+def _read(data: Any, schedule: PipelineSchedule) -> RunState:
     """Raises almost anything for what is no state, or is another than was saved."""
     if not isinstance(data, Mapping):
         raise ValueError(f"is no object: {data!r:.40}")
@@ -165,7 +247,7 @@ def _read(data: Any) -> RunState:
     if "checksum" in data and data["checksum"] != _digest(content):
         raise ValueError("was changed after it was saved")
     try:
-        return RunState.from_json(data)
+        return RunState.from_json(data, schedule)
     except KeyError as error:
         raise ValueError(f"lacks {error}") from None
 

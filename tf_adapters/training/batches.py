@@ -1,0 +1,191 @@
+"""Batches of other numbers of microbatches: each number has its plan, all from the same known times.
+
+How long a stage's forward and backward of a microbatch take does not depend on how many there are. So what was
+monitored with some numbers serves all others, and a host may change the number in every step (dynamic batching).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from tf_adapters.planner.forecast import Forecast
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.timing.transfers import Gaps
+from tf_adapters.training.plan_maker import Measured
+
+__all__ = [
+    "MOST_NUMBERS",
+    "BatchPlan",
+    "BatchPlans",
+    "MonitoredBatches",
+    "carried_over",
+    "known_microbatches",
+    "same_pipeline",
+]
+
+MOST_NUMBERS = 16
+"""Numbers of microbatches that have a plan at once."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The plan for batches of one number of microbatches.
+
+    Attributes:
+        schedule: the host's order.
+        plan: what is frozen, and the order to run where weight gradients wait.
+        unfrozen_step_ms: a step with nothing frozen.
+        planned_step_ms: a step under the plan.
+        planned_at: the step after which the plan was taken into force.
+        steps: how many steps have had this number since.
+    """
+
+    schedule: PipelineSchedule
+    plan: FreezePlan
+    unfrozen_step_ms: float
+    planned_step_ms: float
+    planned_at: int
+    steps: int = 0
+
+    @property
+    def forecast(self) -> Forecast:
+        return Forecast(self.unfrozen_step_ms, self.planned_step_ms)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "schedule": self.schedule.to_text(), "plan": self.plan.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> BatchPlan:
+        """The inverse of ``to_json``."""
+        schedule, plan = PipelineSchedule.from_text(data["schedule"]), FreezePlan.from_json(data["plan"])
+        return cls(**{**data, "schedule": schedule, "plan": plan})
+
+
+@dataclass
+class BatchPlans:
+    """The plans of a run by number of microbatches, the one used last at the end; the same on every rank.
+
+    Of more than ``MOST_NUMBERS`` the one that was used longest ago is given up.
+    """
+
+    of: dict[int, BatchPlan] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.of)
+
+    def get(self, microbatches: int) -> BatchPlan | None:
+        return self.of.get(microbatches)
+
+    @property
+    def most_used(self) -> BatchPlan | None:
+        """The plan of the number that most steps have had."""
+        return max(self.of.values(), key=lambda batch: batch.steps, default=None)
+
+    def has_room(self, microbatches: int, step: int, interval: int) -> bool:
+        """Whether to plan for a number after ``step``: where another is given up for it, once in ``interval`` steps."""
+        newest = max((batch.planned_at for batch in self.of.values()), default=0)
+        return microbatches in self.of or len(self.of) < MOST_NUMBERS or step >= newest + interval
+
+    def put(self, batch: BatchPlan) -> None:
+        """Take a plan into force, in the place of the number's last one."""
+        number = batch.schedule.num_microbatches
+        earlier = self.of.pop(number, None)
+        if len(self.of) == MOST_NUMBERS:
+            del self.of[next(iter(self.of))]
+        self.of[number] = replace(batch, steps=earlier.steps if earlier else 0)
+
+    def used(self, microbatches: int) -> None:
+        """A step has run a batch of this number."""
+        if (batch := self.of.pop(microbatches, None)) is not None:
+            self.of[microbatches] = replace(batch, steps=batch.steps + 1)
+
+    def drop(self, microbatches: int) -> None:
+        """Give the plan of a number up."""
+        self.of.pop(microbatches, None)
+
+
+class MonitoredBatches:
+    """The numbers of microbatches that monitoring has seen in steps that froze nothing."""
+
+    def __init__(self) -> None:
+        self._steps: Counter[int] = Counter()
+        self._orders: dict[int, PipelineSchedule] = {}
+
+    def add(self, schedule: PipelineSchedule) -> None:
+        """A step has ended that ran this."""
+        self._steps[schedule.num_microbatches] += 1
+        self._orders[schedule.num_microbatches] = schedule
+
+    def most_seen(self, schedule: PipelineSchedule) -> PipelineSchedule:
+        """What most steps ran: of equals the smallest, for most steps have its microbatches. ``schedule`` if none."""
+        number = max(self._steps, key=lambda number: (self._steps[number], -number), default=0)
+        return self._orders.get(number, schedule)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._steps.clear()
+        self._orders.clear()
+
+
+def same_pipeline(one: PipelineSchedule, other: PipelineSchedule) -> bool:
+    """Whether two schedules run the same stages, on the same ranks and in the same kinds of actions."""
+    return [{(a.stage, a.kind) for a in row} for row in one.ranks] == [
+        {(a.stage, a.kind) for a in row} for row in other.ranks
+    ]
+
+
+def known_microbatches(bounds: Mapping[Action, Bounds]) -> int:
+    """The number of microbatches that times are of; 0 without any."""
+    return max((action.microbatch for action in bounds), default=-1) + 1
+
+
+def carried_over(measured: Measured, schedule: PipelineSchedule) -> Measured:
+    """The known times as those of another number of microbatches of the same pipeline.
+
+    A microbatch beyond those that are known takes the median of its stage, and so does every transfer. A step is the
+    batch with nothing frozen and what is no part of it.
+    """
+    known, number = known_microbatches(measured.bounds), schedule.num_microbatches
+    if known in (0, number):
+        return measured
+    lower = _medians((action, bounds.lower) for action, bounds in measured.bounds.items())
+    upper = _medians((action, bounds.upper) for action, bounds in measured.bounds.items())
+    bounds = {
+        action: measured.bounds.get(action) or Bounds(lower[_group(action)], upper[_group(action)])
+        for action in schedule.actions
+    }
+    transfer = _medians((target, ms) for (_, target), ms in measured.gaps.communication.items())
+    overhead = _medians(measured.gaps.overhead.items())
+    gaps = Gaps(
+        {(s, t): transfer[_group(t)] for s, t in schedule.transfers() if _group(t) in transfer},
+        {action: overhead[_group(action)] for action in schedule.actions if _group(action) in overhead},
+    )
+    batch_ms = PipelineDag.from_schedule(schedule, *gaps).makespan({a: b.upper for a, b in bounds.items()})
+    step_ms = batch_ms + measured.other_ms
+    return replace(
+        measured,
+        bounds=bounds,
+        gaps=gaps,
+        unfrozen_step_ms=step_ms,
+        notes=(),
+        learning=measured.learning and measured.learning.of_batch(number / known),
+        longer=step_ms / measured.unfrozen_step_ms if measured.unfrozen_step_ms > 0.0 else 1.0,
+    )
+
+
+def _group(action: Action) -> tuple[int, Kind]:
+    return action.stage, action.kind
+
+
+def _medians(of: Iterable[tuple[Action, float]]) -> dict[tuple[int, Kind], float]:
+    groups: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for action, ms in of:
+        groups[_group(action)].append(ms)
+    return {group: median(values) for group, values in groups.items()}
