@@ -114,6 +114,7 @@ def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report
         tokens=_tokens(state.plan, state.token_costs),
         gradient_signal=_signal(state.learning),
         layers={str(s): _layers(of) for rank in ranks for s, of in sorted(rank.layers.items())},
+        batch=state.batch,
     )
 
 

@@ -25,6 +25,7 @@ from pydantic import (
 
 from tf_adapters.errors import ConfigError, ScheduleError, TimelyFreezeError
 from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.report.batch_schema import Batch
 from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.timing.transfers import Gaps
 
@@ -217,7 +218,7 @@ class Report(_Model):
     name, the share of stable freezing's microbatches in which a parameter was frozen. ``tokens`` is by stage,
     where they are sampled; ``gradient_signal``, by stage, the share of a batch's gradient that is signal and its
     standard error, where ``max_freeze_ratio`` is "auto"; ``layers``, by stage, what its layers took in the
-    warm-up. All may be left out.
+    warm-up; ``batch``, where the ranks' time goes with nothing frozen. All may be left out.
     """
 
     format: Literal[1] = FORMAT
@@ -239,6 +240,7 @@ class Report(_Model):
     tokens: dict[str, SampledTokens] = Field(default_factory=dict)
     gradient_signal: dict[str, tuple[Share, Quotient]] = Field(default_factory=dict)
     layers: dict[str, Layers] = Field(default_factory=dict)
+    batch: Batch | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values; the inverse of ``from_json``."""

@@ -18,8 +18,9 @@ from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
+from tf_adapters.timing.batch_times import BatchTimes, batch_times, with_replicas
 from tf_adapters.timing.compact import PackedBounds, PackedTraces
-from tf_adapters.timing.freeze_response import Group, StageTimes, measured_times
+from tf_adapters.timing.freeze_response import Group, StageTimes, mean_by_group, measured_times
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.replicas import merge_bounds
 from tf_adapters.timing.timer import ActionTimer, Trace
@@ -48,7 +49,7 @@ class Measured:
     """What a plan is made from; times in ms. ``notes`` name bounds that noise had crossed and that were clamped.
 
     ``token_costs`` are by stage, where tokens are sampled. ``learning`` is there where ``max_freeze_ratio`` is "auto"
-    and gradients of single microbatches could be seen.
+    and gradients of single microbatches could be seen. ``batch`` is where the ranks' time in a batch goes.
     """
 
     bounds: Mapping[Action, Bounds]
@@ -57,6 +58,7 @@ class Measured:
     notes: tuple[str, ...] = ()
     token_costs: Mapping[int, TokenCost] = field(default_factory=dict)
     learning: Learning | None = None
+    batch: BatchTimes | None = None
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,23 @@ class PlanMaker:
             step_ms = max(rank.step_ms for rank in ranks)
             costs = slowest_costs([rank.token_costs for rank in ranks])
             learning = self._learning(schedule, [rank.probes for rank in ranks], costs)
-            fresh = Measured({}, gaps, step_ms, notes=notes, token_costs=costs, learning=learning)
+            batch = self._batch(schedule, ranks, bounds, gaps)
+            fresh = Measured({}, gaps, step_ms, notes=notes, token_costs=costs, learning=learning, batch=batch)
             return PackedBounds.of(schedule, bounds), fresh
 
         packed, measured = decide_from_all(self._collectives, lambda: self._local(schedule, timer), merge)
         return replace(measured, bounds=packed.unpack(schedule))
+
+    def _batch(
+        self, schedule: PipelineSchedule, ranks: Sequence[_Local], bounds: Mapping[Action, Bounds], gaps: Gaps
+    ) -> BatchTimes | None:
+        """Where the ranks' time goes, and which replicas are slow. ``bounds`` are merged over replicas."""
+        batch = batch_times(schedule, self._steps, gaps)
+        if batch is None:
+            return None
+        means = [(rank, _group_means(local, schedule)) for rank, local in enumerate(ranks)]
+        upper = {action: of_action.upper for action, of_action in bounds.items()}
+        return with_replicas(batch, PipelineDag.from_schedule(schedule, *gaps), upper, means)
 
     def start(self, schedule: PipelineSchedule, measured: Measured) -> Planned | None:
         """Make the plan, or begin to: None where it is made beside training. Raises TimelyFreezeError on all ranks."""
@@ -260,6 +274,12 @@ def learning_of(pipeline: HostPipeline) -> Callable[..., Learning | None]:
         return Learning.measured(ranks, schedule.num_microbatches * pipeline.replicas, costs, pipeline.adaptive)
 
     return learning
+
+
+def _group_means(local: _Local, schedule: PipelineSchedule) -> dict[Group, float]:
+    """Mean ms of a rank's actions with nothing frozen, by stage and kind."""
+    means = local.means or mean_by_group(local.bounds.unpack(schedule) if local.bounds else {})
+    return {group: bounds.upper for group, bounds in means.items()}
 
 
 def _unfrozen_makespan(schedule: PipelineSchedule, measured: Measured) -> float:

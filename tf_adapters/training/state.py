@@ -17,6 +17,7 @@ from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.stability import StabilityState
+from tf_adapters.timing.batch_times import BatchTimes
 from tf_adapters.timing.token_cost import TokenCost
 from tf_adapters.timing.transfers import NO_GAPS, Gaps
 from tf_adapters.training.phases import PhaseSchedule
@@ -38,6 +39,7 @@ class RunState:
     unfrozen_step_ms: float = 0.0
     token_costs: Mapping[int, TokenCost] = field(default_factory=dict)
     learning: Learning | None = None
+    batch: BatchTimes | None = None
     planned_step_ms: float = 0.0
     notes: tuple[str, ...] = ()
     failure: str | None = None
@@ -60,6 +62,7 @@ class RunState:
         """Keep what a plan is made from."""
         self.bounds, self.gaps, self.unfrozen_step_ms = dict(measured.bounds), measured.gaps, measured.unfrozen_step_ms
         self.token_costs, self.learning = measured.token_costs, measured.learning
+        self.batch = measured.batch or self.batch  # a plan that is made anew has none: it is of nothing frozen
         self.notes = (*self.notes, *measured.notes)[-_NOTES:]
 
     def adopt(self, planned: Planned) -> None:
@@ -103,6 +106,7 @@ class RunState:
             "unfrozen_step_ms": self.unfrozen_step_ms,
             "token_costs": {str(stage): cost.to_json() for stage, cost in self.token_costs.items()},
             "learning": self.learning.to_json() if self.learning else None,
+            "batch": self.batch.to_json() if self.batch else None,
             "planned_step_ms": self.planned_step_ms,
             "notes": list(self.notes),
             "stability": self.stability.to_json(),
@@ -120,6 +124,7 @@ class RunState:
             unfrozen_step_ms=data["unfrozen_step_ms"],
             token_costs={int(stage): TokenCost(*pair) for stage, pair in data.get("token_costs", {}).items()},
             learning=Learning.from_json(data["learning"]) if data.get("learning") else None,
+            batch=BatchTimes.from_json(data["batch"]) if data.get("batch") else None,
             planned_step_ms=data["planned_step_ms"],
             notes=tuple(data["notes"]),
             stability=StabilityState.from_json(data.get("stability")),
