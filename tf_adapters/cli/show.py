@@ -26,7 +26,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("show", help=about, description=f"tf-adapters show: {about}.")
     parser.add_argument("report", metavar="REPORT.json", help="<output_dir>/timely_freeze/report.json of a run")
     add_output_arguments(parser)
-    parser.add_argument("--plots", metavar="FOLDER", help="draw the run's backward times and freeze ratios into FOLDER")
+    plots = "draw the ranks' time, backward times and freeze ratios into FOLDER"
+    parser.add_argument("--plots", metavar="FOLDER", help=plots)
     parser.set_defaults(run=run)
 
 
