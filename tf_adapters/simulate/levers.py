@@ -226,15 +226,19 @@ def _held(order: PipelineSchedule) -> float:
 
 
 def _with_assumed_weights(times: Mapping[Action, Bounds]) -> dict[Action, Bounds]:
-    """Weight gradients that last as long as the microbatch's forward on their stage, at most half of the backward."""
+    """Weight gradients that last as long as the microbatch's forward on their stage, at most half of the backward.
+
+    Those that the host computes apart were measured, except on the first stage, whose W is the whole backward.
+    """
 
     def bounds(action: Action) -> Bounds:
         upper = times[action].upper
-        forward = times.get(replace(action, kind=Kind.FORWARD))
+        forward, inputs = (times.get(replace(action, kind=kind)) for kind in (Kind.FORWARD, Kind.INPUT_GRAD))
         if not action.freezable or forward is None:
             return times[action]
-        most = upper if action.kind is Kind.WEIGHT_GRAD else 0.5 * upper
-        return Bounds(upper - min(forward.upper, most), upper)
+        if action.kind is Kind.WEIGHT_GRAD and action.stage > 0 and inputs is not None:
+            return Bounds(0.0, upper)
+        return Bounds(upper - min(forward.upper, 0.5 * upper), upper)
 
     return {action: bounds(action) for action in times}
 
