@@ -167,7 +167,7 @@ def _from_recorded(options: Options, recorded: _Recorded) -> Request:
     others = _compared(options, filled, lambda order: recut(pieces, order.num_stages), carried)
     if not options.schedules and sizes != Sizes():
         raise ConfigError("--ranks, --microbatches: the recorded schedule has its own; add --schedule for another")
-    recut_note = ("the other schedules take the recorded stages' mean times, cut into equal parts or joined",)
+    recut_note = ("the other schedules take the recorded mean times and gaps, stages cut into equal parts or joined",)
     notes = (*recorded.notes, *(recut_note if others else ()))
     return Request(
         (original, *others),
