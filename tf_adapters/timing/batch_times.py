@@ -23,8 +23,8 @@ from tf_adapters.timing.transfers import NO_GAPS, Gaps, aligned
 
 __all__ = ["BatchTimes", "CriticalPart", "EdgeTimes", "RankTimes", "Straggler", "batch_times", "with_replicas"]
 
-_MOST_INTERVALS = 65_536
-"""Of all steps together, unless a single step has more: they are looked at on one rank, in about a second."""
+_MOST_INTERVALS = 32_768
+"""Of all steps together, unless a single step has more: they are looked at on one rank, in half a second."""
 
 _SLOWER = 0.03
 """A replica that is slower than the median by less is no straggler: times are known no better."""
