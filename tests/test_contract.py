@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import json
+import time
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -21,6 +22,7 @@ from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.selection.sampling import sample_indices
 from tf_adapters.simulate.balance import balance
 from tf_adapters.testing import force_plan, relative_error
+from tf_adapters.timing.batch_times import BatchTimes
 from tf_adapters.timing.phase import Phase
 
 pytestmark = pytest.mark.distributed
@@ -86,6 +88,13 @@ def test_the_life_of_a_run_and_its_report(ranks, host, tmp_path):
     for layer in layers:
         assert min(layer["forward_ms"], layer["backward_ms"], layer["parameters"]) > 0, layer
     assert sum(map(len, balance(Report.from_json(report)).best.layers)) == len(layers)
+    batch = BatchTimes.from_json(report["batch_times"])
+    assert len(batch.ranks) == STAGES
+    for rank, bubble in zip(batch.ranks, batch.bubbles, strict=True):
+        waits = rank.waiting_ms + rank.transfer_ms + rank.overhead_ms
+        assert rank.busy_ms + waits == pytest.approx(batch.span_ms)
+        assert bubble == pytest.approx(waits / batch.span_ms)
+    assert {(edge.source, edge.target, edge.kind) for edge in batch.edges} == {(0, 1, "F"), (1, 0, "B")}
 
 
 def test_every_parameter_learns_in_every_step_of_mixed_monitoring(ranks, host):
@@ -559,6 +568,36 @@ def updates(host: str) -> dict:
 
 
 # --- replicas ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_only_measures_finds_the_slow_replica(ranks, host, tmp_path):
+    outcomes = ranks(2 * STAGES).run(with_slow_rank, host, str(tmp_path))
+    assert [failure for failure, _ in outcomes] == [None] * 2 * STAGES
+    batch = Report.read(tmp_path / "timely_freeze" / "report.json").batch_times
+    assert batch is not None
+    assert batch.replicas == 2
+    slow = {straggler.stage: straggler for straggler in batch.stragglers}[outcomes[SLOW_RANK][1]]
+    assert slow.rank == SLOW_RANK
+    assert slow.slowest_ms > SLOWER_S * 1e3 > slow.median_ms > 0.0
+    assert slow.cost_ms > 0.0
+
+
+SLOW_RANK, SLOWER_S = 2 * STAGES - 1, 0.15
+
+
+def with_slow_rank(host: str, folder: str) -> tuple[str | None, int]:
+    """The failure, and this rank's stage. One rank sleeps in every forward."""
+    settings = {"warmup_steps": 1, "monitoring_steps": 2, "method": "none", "monitoring_masks": False}
+    training = start(host, settings, folder)
+    controller = training.controller
+    (stage,) = controller.pipeline.parameters
+    layer = next(iter(controller.pipeline.layers[stage].values()))
+    if torch.distributed.get_rank() == SLOW_RANK:
+        layer.register_forward_pre_hook(lambda *_: time.sleep(SLOWER_S))
+    for number in range(4):
+        training.step(number)
+    training.detach()
+    return controller.state.failure, stage
 
 
 def test_replicas_draw_the_same_masks_and_average_their_gradients(ranks, host):

@@ -358,6 +358,15 @@ def test_the_study_shows_its_committed_runs() -> None:
     assert f"held in {sum(held):.0f} of {len(held)} runs" in (ROOT / "README.md").read_text().replace("\n  ", " ")
 
 
+def test_the_page_on_measuring_shows_what_is_printed_of_its_committed_report(tmp_path, monkeypatch) -> None:
+    from measure import RESULTS, shown, table
+
+    record, page = json.loads(RESULTS.read_text()), (ROOT / "docs" / "measure.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    assert shown(record["report"]) in page
+    assert table(record) in page
+
+
 def test_the_page_on_the_algorithm_shows_the_committed_draws() -> None:
     page = (ROOT / "docs" / "algorithm.md").read_text()
     for stage, plans in json.loads((BENCHMARKS / "results" / "selection.json").read_text())["draws"].items():

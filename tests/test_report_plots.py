@@ -11,6 +11,8 @@ from tf_adapters.cli import main
 from tf_adapters.errors import ConfigError
 from tf_adapters.planner.solve import plan_from_json
 from tf_adapters.report import plots
+from tf_adapters.report.batch import batch_of
+from tf_adapters.report.rank_plot import rank_parts
 from tf_adapters.report.schema import Report
 
 RANKS = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
@@ -98,6 +100,19 @@ def test_a_report_is_drawn_as_far_as_it_goes() -> None:
     assert set(plots.plots_of(report(measured=samples(0.0, 1.0)))) == {"backward_time"}
     assert set(plots.plots_of(report(plan=planned(), measured=samples(0.0)))) == {"freeze_ratio"}
     assert set(plots.plots_of(report(**FULL))) == {"backward_time", "freeze_ratio", "parameters"}
+
+
+def test_a_ranks_bar_is_as_long_as_the_batch() -> None:
+    shown = report(times=TIMES)
+    assert set(plots.plots_of(shown)) == {"rank_times"}
+    batch = batch_of(shown)
+    assert batch is not None
+    parts = {label: values for label, _, values in rank_parts(shown, batch.ranks)}
+    assert [sum(of_rank) for of_rank in zip(*parts.values(), strict=True)] == pytest.approx([batch.span_ms] * 2)
+    assert parts["weight gradient"] == pytest.approx([10.0, 10.0])
+    unknown = report(times={action: [most, most] for action, (_, most) in TIMES.items()})
+    in_one = {label: values for label, _, values in rank_parts(unknown, batch.ranks)}
+    assert (in_one["backward"], in_one["weight gradient"]) == ([20.0, 20.0], [0.0, 0.0])
 
 
 def test_new_fields_survive_being_written(tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ from schedules import gpipe, one_f_one_b, split_gpipe, v_shape
 from tf_adapters.errors import ConfigError, PlanInputError
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Bounds
-from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.orders import named_schedule
 from tf_adapters.simulate.limit import held_by
 from tf_adapters.simulate.model_costs import StageCost, action_bounds
-from tf_adapters.simulate.pipeline import Pipeline, between_ranks, recut, stage_times
+from tf_adapters.simulate.pipeline import Pipeline, between_ranks, carried_gaps, recut, stage_times
 from tf_adapters.simulate.simulation import simulate
+from tf_adapters.timing.transfers import Gaps
 
 # F 10 ms, B 20 ms, of which 10 are weight gradients, on every stage.
 PIECE = StageCost(10.0, 10.0, 10.0)
@@ -57,6 +59,18 @@ def test_busy_times_and_bubbles_before_and_after() -> None:
     assert found.frozen.end_ms == pytest.approx(60.0)
     assert found.frozen.busy_ms == pytest.approx((40.0, 40.0))
     assert found.planned.end_ms == pytest.approx(found.plan.makespan_ms.planned)
+
+
+def test_another_order_has_the_measured_gaps_on_average() -> None:
+    schedule = named_schedule("one_f_one_b", 2, 4)
+    slow = {edge: 1.0 + 2.0 * edge[1].stage for edge in schedule.transfers()}
+    before = {action: 0.5 if action.kind is Kind.FORWARD else 1.5 for rank in schedule.ranks for action in rank[1:]}
+    measured = Pipeline("measured", schedule, {}, Gaps(slow, before))
+    assert carried_gaps(measured, schedule).overhead == before
+    other = named_schedule("zbv", 2, 4)
+    gaps = carried_gaps(measured, other)
+    assert gaps.communication == between_ranks(other, 2.0).communication
+    assert {(action.kind, ms) for action, ms in gaps.overhead.items()} == {(Kind.FORWARD, 0.5), (Kind.INPUT_GRAD, 1.5)}
 
 
 def test_communication_between_ranks_is_in_every_number() -> None:

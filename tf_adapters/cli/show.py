@@ -6,11 +6,13 @@ import argparse
 import importlib.util
 import os
 import sys
+from dataclasses import replace
 
+from tf_adapters.cli.progress import Progress
 from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.report.layout import Panel, panels_of
 from tf_adapters.report.outputs import add_output_arguments, asked_for, check_outputs, write_outputs
-from tf_adapters.report.page import print_page
+from tf_adapters.report.page import Page, print_page
 from tf_adapters.report.plots import draw_plots
 from tf_adapters.report.schema import Report
 from tf_adapters.report.terminal import page
@@ -24,7 +26,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("show", help=about, description=f"tf-adapters show: {about}.")
     parser.add_argument("report", metavar="REPORT.json", help="<output_dir>/timely_freeze/report.json of a run")
     add_output_arguments(parser)
-    parser.add_argument("--plots", metavar="FOLDER", help="draw the run's backward times and freeze ratios into FOLDER")
+    plots = "draw the ranks' time, backward times and freeze ratios into FOLDER"
+    parser.add_argument("--plots", metavar="FOLDER", help=plots)
     parser.set_defaults(run=run)
 
 
@@ -34,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
         report = Report.read(args.report)
         check_outputs(args)
         panels = panels_of(report) if asked_for(args) else _panels_if_any(report)
-        print_page(page(report, () if args.no_gantt else panels))
+        shown = page(report, () if args.no_gantt else panels)
+        print_page(_with_levers(shown, report) if report.config.get("method") == "none" else shown)
         lines = write_outputs(args, panels, f"One batch on {report.host.name}")
         lines += tuple(f"picture: {path}" for path in draw_plots(report, args.plots)) if args.plots else ()
         lines = lines or _hint(panels)
@@ -47,6 +51,21 @@ def run(args: argparse.Namespace) -> int:
         print(f"tf-adapters show: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
+
+
+def _with_levers(shown: Page, report: Report) -> Page:
+    """What each lever would bring to a run that only measures; what cannot be planned is a note."""
+    from tf_adapters.simulate.levers import levers
+    from tf_adapters.simulate.levers_page import levers_table
+
+    if not report.times:
+        return shown
+    try:
+        with Progress("tf-adapters show") as progress:
+            found = levers(report, progress)
+    except TimelyFreezeError as error:
+        return replace(shown, notes=(*shown.notes, f"what levers would bring is not known: {error}"))
+    return replace(shown, tables=(levers_table(found), *shown.tables), notes=(*found.notes, *shown.notes))
 
 
 def _panels_if_any(report: Report) -> tuple[Panel, ...]:

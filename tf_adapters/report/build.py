@@ -120,6 +120,7 @@ def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report
         gradient_signal=_signal(state.learning),
         batches=batches,
         layers={str(s): _layers(of) for rank in ranks for s, of in sorted(rank.layers.items())},
+        batch_times=state.batch_times,
     )
 
 

@@ -1,4 +1,5 @@
-"""Pictures of one run from its report: backward time against freeze ratio, freeze ratio over steps and by parameter.
+"""Pictures of one run from its report: backward time against freeze ratio, freeze ratio over steps and by parameter,
+where the ranks' time goes.
 
 Only drawing imports matplotlib. Each picture needs something of the report; what is missing is not drawn.
 """
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tf_adapters.errors import ConfigError
+from tf_adapters.report.batch import batch_of
 from tf_adapters.report.gantt_marks import matplotlib_module
+from tf_adapters.report.rank_plot import draw_rank_times
 from tf_adapters.report.schema import Report
 from tf_adapters.schedule.ir import Action
 from tf_adapters.training.phases import PhaseSchedule
@@ -91,6 +94,8 @@ def plots_of(report: Report) -> dict[str, Draw]:
         figures["parameters"] = _draw_parameters
     if report.plan is not None and report.plan.frontier:
         figures["frontier"] = _draw_frontier
+    if batch_of(report) is not None:
+        figures["rank_times"] = draw_rank_times
     return figures
 
 

@@ -25,6 +25,7 @@ from pydantic import (
 
 from tf_adapters.errors import ConfigError, ScheduleError, TimelyFreezeError
 from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.report.batch_schema import Batch
 from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.timing.transfers import Gaps
 
@@ -232,7 +233,7 @@ class Report(_Model):
     where they are sampled; ``gradient_signal``, by stage, the share of a batch's gradient that is signal and its
     standard error, where ``max_freeze_ratio`` is "auto"; ``layers``, by stage, what its layers took in the
     warm-up. ``batches`` is by number of microbatches, where they are mixed: all else is of the number that most steps
-    had. All may be left out.
+    had. ``batch_times`` is where the ranks' time goes with nothing frozen. All may be left out.
     """
 
     format: Literal[1] = FORMAT
@@ -255,6 +256,7 @@ class Report(_Model):
     gradient_signal: dict[str, tuple[Share, Quotient]] = Field(default_factory=dict)
     layers: dict[str, Layers] = Field(default_factory=dict)
     batches: dict[str, Batches] = Field(default_factory=dict)
+    batch_times: Batch | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values; the inverse of ``from_json``."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.planner.frontier import describe_frontier
+from tf_adapters.report.batch import batch_facts, bubble_headline
 from tf_adapters.report.layout import Panel
 from tf_adapters.report.measured import stable_samples
 from tf_adapters.report.page import Page, Table, as_text
@@ -13,6 +14,7 @@ from tf_adapters.report.schema import Batches, Report, SampledTokens
 from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.timing.device import EMULATED
+from tf_adapters.training.batch_words import milliseconds as _ms
 
 __all__ = ["page", "summary"]
 
@@ -43,7 +45,7 @@ _TABLE_TITLE = "Share of each stage's weight gradients that is skipped (backward
 def page(report: Report, panels: Sequence[Panel] = ()) -> Page:
     """The report as a page, ``panels`` as its chart."""
     schedule = report.schedule.parse()
-    rows = _rows(report, schedule)
+    rows = () if _only_measures(report) else _rows(report, schedule)
     tables = (Table(_TABLE_TITLE, _HEADER, rows),) if rows else ()
     return Page(
         _headline(report),
@@ -61,6 +63,8 @@ def summary(report: Report) -> str:
 
 def _headline(report: Report) -> str:
     measured = report.measured
+    if _only_measures(report) and (headline := bubble_headline(report)):
+        return headline
     unfrozen, stable = measured.step_ms_unfrozen, measured.step_ms_stable
     planned = f"{1 / measured.planned_ratio:.2f}x planned" if measured.planned_ratio else ""
     if unfrozen is None:
@@ -75,9 +79,7 @@ def _headline(report: Report) -> str:
 
 
 def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[str, str]]:
-    unplanned = report.status == "stable" and report.plan is None
-    status = "freezing what is stable, without a plan" if unplanned else _STATUS[report.status]
-    yield "status", f"{status} (step {report.step}{_phase_ends(report)})"
+    yield "status", f"{_status(report)} (step {report.step}{_phase_ends(report)})"
     ranks, microbatches = len(schedule.ranks), schedule.num_microbatches
     device = " on emulated devices" if report.host.device == EMULATED else ""
     yield (
@@ -87,6 +89,33 @@ def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[st
             f" {microbatches} microbatches"
         ),
     )
+    yield from batch_facts(report)
+    if not _only_measures(report):
+        yield from _plan_lines(report, schedule)
+    pace, ratio = report.measured.forward_pace, report.measured.step_ratio
+    if pace and ratio and abs(pace - 1.0) >= _SAME_PACE and not _only_measures(report):
+        forwards = f"forwards, which do not freeze, take {pace:.2f}x what they took while monitoring"
+        yield "pace", f"{forwards}: {pace / ratio:.2f}x measured at the same pace"
+    memory = report.measured.peak_memory_bytes
+    if memory.unfrozen:
+        peaks = [memory.unfrozen, *([memory.stable] if memory.stable else [])]
+        counted = "of the process" if report.host.device in ("cpu", EMULATED) else "of tensors"
+        planned = f", at most {_gib(max(memory.planned))} planned" if memory.planned else ""
+        yield (
+            "memory",
+            f"peak {counted} on the fullest rank {' -> '.join(_gib(max(ranks_)) for ranks_ in peaks)}{planned}",
+        )
+
+
+def _status(report: Report) -> str:
+    if report.status == "stable" and _only_measures(report):
+        return "measured: nothing is frozen"
+    if report.status == "stable" and report.plan is None:
+        return "freezing what is stable, without a plan"
+    return _STATUS[report.status]
+
+
+def _plan_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[str, str]]:
     plan = report.plan
     if plan is None:
         yield "plan", "none yet" if report.status in ("warmup", "monitoring") else "none"
@@ -117,19 +146,6 @@ def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[st
         yield "solver", f"{solver.name}, {solver.status.value.lower()} in {solver.seconds:.2f} s: {gap}"
     if report.batches:
         yield "batches", _batches(report.batches)
-    pace, ratio = report.measured.forward_pace, report.measured.step_ratio
-    if pace and ratio and abs(pace - 1.0) >= _SAME_PACE:
-        forwards = f"forwards, which do not freeze, take {pace:.2f}x what they took while monitoring"
-        yield "pace", f"{forwards}: {pace / ratio:.2f}x measured at the same pace"
-    memory = report.measured.peak_memory_bytes
-    if memory.unfrozen:
-        peaks = [memory.unfrozen, *([memory.stable] if memory.stable else [])]
-        counted = "of the process" if report.host.device in ("cpu", EMULATED) else "of tensors"
-        planned = f", at most {_gib(max(memory.planned))} planned" if memory.planned else ""
-        yield (
-            "memory",
-            f"peak {counted} on the fullest rank {' -> '.join(_gib(max(ranks_)) for ranks_ in peaks)}{planned}",
-        )
 
 
 def _batches(batches: Mapping[str, Batches]) -> str:
@@ -205,12 +221,14 @@ def _per_microbatch(actions: list[str], times: dict[str, float], microbatches: i
 
 def _remarks(report: Report) -> tuple[str, ...]:
     ratio, pace = report.measured.step_ratio, report.measured.forward_pace or 1.0
+    if _only_measures(report):
+        ratio = None
     own = ["freezing has not made the step faster"] if ratio is not None and ratio >= 0.995 * pace else []
     return (*own, *report.note)
 
 
-def _ms(value: float) -> str:
-    return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"
+def _only_measures(report: Report) -> bool:
+    return report.config.get("method") == "none"
 
 
 def _share(value: float | None) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
 
 from tf_adapters.errors import ConfigError
 from tf_adapters.schedule.durations import Bounds
@@ -11,7 +13,7 @@ from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.simulate.model_costs import StageCost
 from tf_adapters.timing.transfers import NO_GAPS, Gaps
 
-__all__ = ["Pipeline", "between_ranks", "recut", "stage_times"]
+__all__ = ["Pipeline", "between_ranks", "carried_gaps", "recut", "stage_times"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,33 @@ def between_ranks(schedule: PipelineSchedule, ms: float) -> Gaps:
             if home[source.stage] != home[target.stage] and ms > 0.0
         }
     )
+
+
+def carried_gaps(measured: Pipeline, order: PipelineSchedule) -> Gaps:
+    """The mean gaps of a measured pipeline in another order of its model.
+
+    A hand-over between ranks takes what it takes on average; so does what a rank spends before a forward, and before a
+    backward. Weight gradients that are computed apart wait for nobody and count as started at once.
+    """
+    edges, known = between_ranks(measured.schedule, 1.0).communication, measured.gaps.communication
+    communication = between_ranks(order, fmean(known.get(edge, 0.0) for edge in edges) if edges else 0.0).communication
+    spent = {forward: _mean_overhead(measured, forward) for forward in (True, False)}
+    overhead = {
+        action: spent[action.kind is Kind.FORWARD]
+        for rank in order.ranks
+        for _, action in pairwise(rank)
+        if action.kind is not Kind.WEIGHT_GRAD
+    }
+    return Gaps(communication, {action: ms for action, ms in overhead.items() if ms > 0.0})
+
+
+def _mean_overhead(measured: Pipeline, forward: bool) -> float:
+    values = [
+        ms
+        for action, ms in measured.gaps.overhead.items()
+        if (action.kind is Kind.FORWARD) is forward and action.kind is not Kind.WEIGHT_GRAD
+    ]
+    return fmean(values) if values else 0.0
 
 
 def stage_times(schedule: PipelineSchedule, times: Mapping[Action, Bounds]) -> tuple[StageCost, ...]:

@@ -21,8 +21,8 @@ from tf_adapters.simulate.model_costs import (
 )
 from tf_adapters.simulate.options import ModelOptions, Options, StageOptions
 from tf_adapters.simulate.orders import Sizes, named_order, read_csv
-from tf_adapters.simulate.pipeline import Pipeline, between_ranks, recut, stage_times
-from tf_adapters.timing.transfers import Gaps
+from tf_adapters.simulate.pipeline import Pipeline, between_ranks, carried_gaps, recut, stage_times
+from tf_adapters.timing.transfers import NO_GAPS, Gaps
 
 __all__ = ["Request", "read_request"]
 
@@ -71,7 +71,7 @@ def read_request(options: Options, load: Callable[[str], Any]) -> Request:
         request = _from_recorded(options, recorded)
     else:
         source, costs_for = _assumed(options)
-        pipelines = _compared(options, options.sizes, costs_for, options.communication_ms or 0.0)
+        pipelines = _compared(options, options.sizes, costs_for, lambda order: NO_GAPS)
         request = Request(pipelines, _DEFAULT_RATIO, source)
     ratio, extra = options.max_freeze_ratio, options.extra_microbatches
     return replace(
@@ -155,15 +155,19 @@ def _from_recorded(options: Options, recorded: _Recorded) -> Request:
     if options.communication_ms is not None:
         original = replace(original, gaps=between_ranks(original.schedule, options.communication_ms))
     pieces = stage_times(original.schedule, original.times)
+
+    def carried(order: PipelineSchedule) -> Gaps:
+        return carried_gaps(original, order)
+
     filled = replace(
         sizes,
         ranks=sizes.ranks or len(original.schedule.ranks),
         microbatches=sizes.microbatches or original.schedule.num_microbatches,
     )
-    others = _compared(options, filled, lambda order: recut(pieces, order.num_stages), _mean_delay(original))
+    others = _compared(options, filled, lambda order: recut(pieces, order.num_stages), carried)
     if not options.schedules and sizes != Sizes():
         raise ConfigError("--ranks, --microbatches: the recorded schedule has its own; add --schedule for another")
-    recut_note = ("the other schedules take the recorded stages' mean times, cut into equal parts or joined",)
+    recut_note = ("the other schedules take the recorded mean times and gaps, stages cut into equal parts or joined",)
     notes = (*recorded.notes, *(recut_note if others else ()))
     return Request(
         (original, *others),
@@ -173,12 +177,6 @@ def _from_recorded(options: Options, recorded: _Recorded) -> Request:
         step_ms=recorded.step_ms,
         extra_microbatches=recorded.extra_microbatches,
     )
-
-
-def _mean_delay(pipeline: Pipeline) -> float:
-    """What a hand-over between ranks takes on average, in ms."""
-    edges, known = between_ranks(pipeline.schedule, 1.0).communication, pipeline.gaps.communication
-    return sum(known.get(edge, 0.0) for edge in edges) / len(edges) if edges else 0.0
 
 
 # --- assumed times -------------------------------------------------------------------------------------------
@@ -241,15 +239,22 @@ def _for_each(argument: str, values: tuple[float, ...], pieces: int, sizes: Size
 # --- the same for every source -------------------------------------------------------------------------------
 
 
-def _compared(options: Options, sizes: Sizes, costs_for: Costs, delay_ms: float) -> tuple[Pipeline, ...]:
-    """A pipeline for --csv, then one for each name in --schedule."""
+def _compared(
+    options: Options, sizes: Sizes, costs_for: Costs, gaps_for: Callable[[PipelineSchedule], Gaps]
+) -> tuple[Pipeline, ...]:
+    """A pipeline for --csv, then one for each name in --schedule; --communication-ms takes the place of their gaps."""
     orders: list[tuple[str, PipelineSchedule]] = []
     if options.csv is not None:
         orders.append((options.csv, read_csv(options.csv)))
     orders += [(name, named_order(name, sizes)) for name in options.schedules]
-    delay = delay_ms if options.communication_ms is None else options.communication_ms
+    delay = options.communication_ms
     return tuple(
-        Pipeline(name, order, action_bounds(order, costs_for(order), 1.0), between_ranks(order, delay))
+        Pipeline(
+            name,
+            order,
+            action_bounds(order, costs_for(order), 1.0),
+            gaps_for(order) if delay is None else between_ranks(order, delay),
+        )
         for name, order in orders
     )
 

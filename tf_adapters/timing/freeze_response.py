@@ -67,7 +67,12 @@ class StageTimes:
 
     def means(self) -> dict[Group, Bounds]:
         """Mean bounds of each stage's actions of one kind, in ms."""
-        return {group: mean_bounds(of_group.values()) for group, of_group in _by_group(self.bounds()).items()}
+        return mean_by_group(self.bounds())
+
+
+def mean_by_group(bounds: Mapping[Action, Bounds]) -> dict[Group, Bounds]:
+    """Mean bounds of each stage's actions of one kind, in ms."""
+    return {group: mean_bounds(of_group.values()) for group, of_group in _by_group(bounds).items()}
 
 
 def mean_bounds(bounds: Collection[Bounds]) -> Bounds:

@@ -17,7 +17,7 @@ from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.timing.estimates import median
 from tf_adapters.timing.timer import ActionTimer, Interval, Trace
 
-__all__ = ["NO_GAPS", "Gaps", "complete_steps", "local_traces", "measure_gaps"]
+__all__ = ["NO_GAPS", "Gaps", "aligned", "complete_steps", "local_traces", "measure_gaps"]
 
 _MOST_INTERVALS = 4_096
 """Of a rank: 32 KB of what it sends, unless a single step has more."""
@@ -89,10 +89,10 @@ def measure_gaps(schedule: PipelineSchedule, steps: Sequence[Trace]) -> Gaps:
     source = {target: source for source, target in schedule.transfers()}
     lags: dict[tuple[int, Kind], list[_Lag]] = {}
     for step in steps:
-        aligned = _align(schedule, step)
-        for action, interval in aligned.items():
-            free = aligned[before[action]].end_ms if action in before else -math.inf
-            ready = aligned[source[action]].end_ms if action in source else -math.inf
+        on_one_clock = aligned(schedule, step)
+        for action, interval in on_one_clock.items():
+            free = on_one_clock[before[action]].end_ms if action in before else -math.inf
+            ready = on_one_clock[source[action]].end_ms if action in source else -math.inf
             if max(free, ready) > -math.inf:
                 lag = _Lag(max(0.0, interval.start_ms - max(free, ready)), ready - free)
                 lags.setdefault((action.stage, action.kind), []).append(lag)
@@ -126,8 +126,8 @@ def _overhead(lags: Sequence[_Lag], transfer: float) -> float:
     return min(lag.ms for lag in lags) if own is None else own
 
 
-def _align(schedule: PipelineSchedule, step: Trace) -> dict[Action, Interval]:
-    """The step on the clock of one rank."""
+def aligned(schedule: PipelineSchedule, step: Trace) -> dict[Action, Interval]:
+    """A complete step on the clock of one rank."""
     rank_of = {action: rank for rank, actions in enumerate(schedule.ranks) for action in actions}
     ahead = _clocks(schedule, step, rank_of)
     return {

@@ -17,7 +17,7 @@ from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.timer import ActionTimer
-from tf_adapters.training import messages
+from tf_adapters.training import batch_words, messages
 from tf_adapters.training.batches import MonitoredBatches
 from tf_adapters.training.observer import Observer, RunSnapshot
 from tf_adapters.training.pipeline import HostPipeline
@@ -141,6 +141,8 @@ class Decisions:
         run.state.measure(measured)
         for note in measured.notes:
             self.say(note)
+        if measured.batch_times is not None:
+            self.say(batch_words.log_line(measured.batch_times, measured.unfrozen_step_ms))
 
     def _start_plan(self, run: RunSnapshot, schedule: PipelineSchedule) -> None:
         self._planning = schedule, run.state.measured_for(schedule)

@@ -18,8 +18,9 @@ from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
+from tf_adapters.timing.batch_times import BatchTimes, batch_times, with_replicas
 from tf_adapters.timing.compact import PackedBounds, PackedTraces
-from tf_adapters.timing.freeze_response import Group, StageTimes, measured_times
+from tf_adapters.timing.freeze_response import Group, StageTimes, mean_by_group, measured_times
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.replicas import merge_bounds
 from tf_adapters.timing.timer import ActionTimer, Trace
@@ -50,6 +51,7 @@ class Measured:
     ``token_costs`` are by stage, where tokens are sampled. ``learning`` is there where ``max_freeze_ratio`` is "auto"
     and gradients of single microbatches could be seen. ``other_ms`` is what a step takes besides the batch, ``longer``
     how many times as long it takes as the step whose target the settings may name: it has other microbatches.
+    ``batch_times`` is where the ranks' time in a batch goes.
     """
 
     bounds: Mapping[Action, Bounds]
@@ -60,6 +62,7 @@ class Measured:
     learning: Learning | None = None
     other_ms: float = 0.0
     longer: float = 1.0
+    batch_times: BatchTimes | None = None
 
     def target_ms(self, config: TimelyFreezeConfig) -> float:
         """The settings' target for the step; 0 without one."""
@@ -141,12 +144,24 @@ class PlanMaker:
             step_ms = max(rank.step_ms for rank in ranks)
             costs = slowest_costs([rank.token_costs for rank in ranks])
             learning = self._learning(schedule, [rank.probes for rank in ranks], costs)
-            fresh = Measured({}, gaps, step_ms, notes=notes, token_costs=costs, learning=learning)
+            times = self._batch_times(schedule, ranks, bounds, gaps)
+            fresh = Measured({}, gaps, step_ms, notes=notes, token_costs=costs, learning=learning, batch_times=times)
             return PackedBounds.of(schedule, bounds), fresh
 
         packed, measured = decide_from_all(self._collectives, lambda: self._local(schedule, timer), merge)
         measured = replace(measured, bounds=packed.unpack(schedule))
         return replace(measured, other_ms=other_ms(schedule, measured))
+
+    def _batch_times(
+        self, schedule: PipelineSchedule, ranks: Sequence[_Local], bounds: Mapping[Action, Bounds], gaps: Gaps
+    ) -> BatchTimes | None:
+        """Where the ranks' time goes, and which replicas are slow. ``bounds`` are merged over replicas."""
+        batch = batch_times(schedule, self._steps, gaps)
+        if batch is None:
+            return None
+        means = [(rank, _group_means(local, schedule)) for rank, local in enumerate(ranks)]
+        upper = {action: of_action.upper for action, of_action in bounds.items()}
+        return with_replicas(batch, PipelineDag.from_schedule(schedule, *gaps), upper, means)
 
     def start(self, schedule: PipelineSchedule, measured: Measured) -> Planned | None:
         """Make the plan, or begin to: None where it is made beside training. Raises TimelyFreezeError on all ranks."""
@@ -271,6 +286,12 @@ def learning_of(pipeline: HostPipeline) -> Callable[..., Learning | None]:
 def other_ms(schedule: PipelineSchedule, measured: Measured) -> float:
     """What a step takes besides the batch, ms: data, optimizer."""
     return max(0.0, measured.unfrozen_step_ms - _unfrozen_makespan(schedule, measured))
+
+
+def _group_means(local: _Local, schedule: PipelineSchedule) -> dict[Group, float]:
+    """Mean ms of a rank's actions with nothing frozen, by stage and kind."""
+    means = local.means or mean_by_group(local.bounds.unpack(schedule) if local.bounds else {})
+    return {group: bounds.upper for group, bounds in means.items()}
 
 
 def _unfrozen_makespan(schedule: PipelineSchedule, measured: Measured) -> float:

@@ -17,6 +17,7 @@ from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.stability import StabilityState
+from tf_adapters.timing.batch_times import BatchTimes
 from tf_adapters.timing.token_cost import TokenCost
 from tf_adapters.timing.transfers import NO_GAPS, Gaps
 from tf_adapters.training.batches import BatchPlan, BatchPlans, carried_over, known_microbatches, same_pipeline
@@ -46,6 +47,7 @@ class RunState:
     measured_at: int = 0
     token_costs: Mapping[int, TokenCost] = field(default_factory=dict)
     learning: Learning | None = None
+    batch_times: BatchTimes | None = None
     notes: tuple[str, ...] = ()
     failure: str | None = None
     stability: StabilityState = field(default_factory=StabilityState)
@@ -68,6 +70,7 @@ class RunState:
         self.bounds, self.gaps, self.unfrozen_step_ms = dict(measured.bounds), measured.gaps, measured.unfrozen_step_ms
         self.token_costs, self.learning, self.other_ms = measured.token_costs, measured.learning, measured.other_ms
         self.measured_at = self.completed_steps
+        self.batch_times = measured.batch_times or self.batch_times  # a plan made anew has none: of nothing frozen
         self.notes = (*self.notes, *measured.notes)[-_NOTES:]
 
     def adopt(self, schedule: PipelineSchedule, planned: Planned) -> None:
@@ -160,6 +163,7 @@ class RunState:
             "measured_at": self.measured_at,
             "token_costs": {str(stage): cost.to_json() for stage, cost in self.token_costs.items()},
             "learning": self.learning.to_json() if self.learning else None,
+            "batch_times": self.batch_times.to_json() if self.batch_times else None,
             "planned_step_ms": own.planned_step_ms if own else 0.0,
             "batches": [batch.to_json() | ({"plan": None} if batch is own else {}) for batch in self.plans.of.values()],
             "notes": list(self.notes),
@@ -181,6 +185,7 @@ class RunState:
             measured_at=data.get("measured_at", 0),
             token_costs={int(stage): TokenCost(*pair) for stage, pair in data.get("token_costs", {}).items()},
             learning=Learning.from_json(data["learning"]) if data.get("learning") else None,
+            batch_times=BatchTimes.from_json(data["batch_times"]) if data.get("batch_times") else None,
             notes=tuple(data["notes"]),
             stability=StabilityState.from_json(data.get("stability")),
         )

@@ -1,0 +1,62 @@
+"""Where the ranks' time in a run's batch goes: bubble, what holds the batch, waits, late receives, stragglers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tf_adapters.errors import TimelyFreezeError
+from tf_adapters.report.layout import before
+from tf_adapters.report.schema import Report
+from tf_adapters.timing.batch_times import BatchTimes, batch_times
+from tf_adapters.timing.timer import Interval
+from tf_adapters.training import batch_words
+from tf_adapters.training.batch_words import milliseconds
+
+__all__ = ["batch_facts", "batch_of", "bubble_headline"]
+
+
+def batch_of(report: Report) -> BatchTimes | None:
+    """What monitoring measured; of a report without that, the graph of its median times. None where there are none."""
+    if report.batch_times is not None:
+        return report.batch_times
+    try:
+        panel = before(report)
+    except TimelyFreezeError:
+        return None
+    step = {block.action: Interval(block.start_ms, block.end_ms) for block in panel.blocks}
+    return batch_times(report.schedule.parse(), [step] if step else [], report.gaps())
+
+
+def bubble_headline(report: Report) -> str | None:
+    """The first line for a run that only measures; None before it has measured."""
+    batch, step_ms = batch_of(report), report.measured.step_ms_unfrozen
+    if batch is None:
+        return None
+    step = f", a step {milliseconds(step_ms)}" if step_ms else ""
+    return f"bubble {batch.bubble:.1%}: a batch takes {milliseconds(batch.span_ms)}{step}, nothing frozen"
+
+
+def batch_facts(report: Report) -> Iterator[tuple[str, str]]:
+    """Lines for the page; none before anything is measured."""
+    batch = batch_of(report)
+    if batch is None or batch.span_ms <= 0.0:
+        return
+    yield "bubble", f"{batch_words.bubbles(batch)} of {_source(report, batch)}"
+    yield "held by", f"{batch_words.held_by(batch)} of the critical path"
+    if text := batch_words.waits(batch):
+        yield "waits", text
+    for text in batch_words.late_receives(batch):
+        yield "late", text
+    if text := batch_words.stragglers(batch, report.measured.step_ms_unfrozen or batch.span_ms):
+        yield "stragglers", text
+
+
+def _source(report: Report, batch: BatchTimes) -> str:
+    """Which batch it is, and how long the graph that plans are made from says that it takes."""
+    if report.batch_times is None:
+        return f"the {milliseconds(batch.span_ms)} that a batch takes with every action at its median"
+    try:
+        graph = f"; {milliseconds(before(report).end_ms)} with every action at its median"
+    except TimelyFreezeError:
+        graph = ""
+    return f"the batch ({milliseconds(batch.span_ms)} over {batch.steps} steps{graph})"

@@ -1,0 +1,248 @@
+"""What each lever would bring to a run that was measured: deferral, freezing, sampled tokens, another order, a new cut.
+
+All of them from the same times, and each as ``planner.forecast`` promises a step: the measured one less what the
+pipeline gets shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tf_adapters.errors import ConfigError, TimelyFreezeError
+from tf_adapters.planner.forecast import forecast
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.problem import PlanProblem, most_of_a_microbatch
+from tf_adapters.planner.solve import solve
+from tf_adapters.report.schema import Report
+from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.deferral import most_in_flight
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.simulate.balance import balance
+from tf_adapters.simulate.model_costs import action_bounds
+from tf_adapters.simulate.orders import Sizes, named_order
+from tf_adapters.simulate.pipeline import Pipeline, carried_gaps, recut, stage_times
+from tf_adapters.timing.token_cost import TokenCost
+from tf_adapters.timing.transfers import Gaps
+
+__all__ = ["Lever", "Levers", "levers"]
+
+_RATIO = 0.8
+_DRAWING = TokenCost(fixed=0.1)
+"""What sampling tokens costs where it was not measured: a tenth of a weight gradient, for drawing and gathering."""
+
+_MOST_DEFERRED, _MOST_FROZEN = 4_096, 1_024
+"""Actions up to which an order with deferral, and a plan that freezes, take a second or two."""
+
+_WORTH_MEMORY = 0.01
+"""Of the step: what more microbatches held must save at least to be named."""
+
+_ORDERS = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv")
+_MOVES_NO_FORWARDS = "megatron-core"
+"""Its schedules run forwards and input gradients in their own order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lever:
+    """One way to another step. ``held`` counts microbatches of all of a rank's layers, at most, on any rank.
+
+    ``gradients`` says what becomes of the weight gradients.
+    """
+
+    name: str
+    step_ms: float
+    held: float
+    gradients: str
+
+
+@dataclass(frozen=True)
+class Levers:
+    """The step as it is, nothing frozen, and what others would take; all in ms. ``notes`` say what is assumed."""
+
+    now: Lever
+    others: tuple[Lever, ...]
+    notes: tuple[str, ...]
+
+    def speedup(self, lever: Lever) -> float:
+        """How many times as fast a lever's step is."""
+        return self.now.step_ms / lever.step_ms if lever.step_ms > 0.0 else 1.0
+
+
+def levers(report: Report, progress: Callable[[str], None] | None = None) -> Levers:
+    """Plan every lever that fits. ``progress`` is told in words what is being planned.
+
+    Raises ConfigError where nothing was measured, and TimelyFreezeError as the planner does.
+    """
+    measured = _Measured(report, progress or (lambda _: None))
+    notes = [*measured.notes()]
+    others: list[Lever] = []
+    actions = len(measured.schedule.actions)
+    if actions <= _MOST_DEFERRED:
+        others += measured.deferral()
+    if actions <= _MOST_FROZEN:
+        others += measured.freezing()
+    else:
+        notes.append(f"plans for {actions:,} actions take long: tf-adapters simulate makes those that are missing here")
+    others += [*measured.orders(), *measured.cut()]
+    return Levers(measured.now(), tuple(others), tuple(notes))
+
+
+class _Measured:
+    """A run's times, and steps that follow from them."""
+
+    def __init__(self, report: Report, progress: Callable[[str], None]) -> None:
+        if not report.times:
+            raise ConfigError(f"no action has been timed yet (status {report.status!r})")
+        self._report, self._progress = report, progress
+        self.schedule = report.schedule.parse().validate()
+        pairs = {Action.parse(text): Bounds(*pair) for text, pair in report.times.items()}
+        times = PlanProblem(self.schedule, pairs, _RATIO).validate().times
+        self._assumed = not any(b.lower < b.upper for a, b in times.items() if a.freezable)
+        self._times = _with_assumed_weights(times) if self._assumed else times
+        self._gaps = report.gaps()
+        self._unfrozen = self._makespan(self.schedule, self._times)
+        self._step_ms = report.measured.step_ms_unfrozen or self._unfrozen
+        ratio = report.config.get("max_freeze_ratio")
+        self._ratio = ratio if isinstance(ratio, (int, float)) and 0.0 < ratio <= 1.0 else _RATIO
+        self._cost = _slowest_cost(report)
+
+    def now(self) -> Lever:
+        return Lever("as it is, measured", self._step_ms, _held(self.schedule), "all")
+
+    def notes(self) -> Iterator[str]:
+        if self._assumed:
+            yield (
+                "what freezing saves was not measured (monitoring_masks is false): a weight gradient is taken to last "
+                "as long as the forward, at most half of the backward"
+            )
+        if self._cost is None:
+            yield "drawing tokens was not measured: it is taken to cost a tenth of a weight gradient"
+        promised = self._report.measured.planned_step_ms
+        if promised is not None and not self._assumed and self._report.plan and self._report.plan.mean_freeze_ratio:
+            yield (
+                f"the run's own plan promises {promised:,.1f} ms: it runs each monitored step again, in which actions "
+                "now and then take longer; here every action takes its median"
+            )
+
+    # --- plans of the host's order -----------------------------------------------------------------------------
+
+    def deferral(self) -> Iterator[Lever]:
+        """Weight gradients wait, nothing is frozen; with more memory where that helps."""
+        exact = self._deferred("deferred weight gradients", 0)
+        yield exact
+        more = len(self.schedule.ranks)
+        roomy = self._deferred(f"deferred, extra_microbatches {more}", more)
+        if roomy.step_ms < exact.step_ms - _WORTH_MEMORY * self._step_ms:
+            yield roomy
+
+    def freezing(self) -> Iterator[Lever]:
+        """Sampled tokens and whole tensors, each with weight gradients deferred and in place."""
+        for defer in (True, False):
+            with_deferral = ", deferred" if defer else ""
+            name = f"sampled tokens{with_deferral}, limit {self._ratio:g}"
+            plan = self._plan(name, self._ratio, defer=defer, most=(self._cost or _DRAWING).most_frozen)
+            yield self._lever(name, plan, f"{plan.mean_freeze_ratio:.0%} of their time saved, unbiased")
+            name = f"freezing{with_deferral}, limit {self._ratio:g}"
+            plan = self._plan(name, self._ratio, defer=defer)
+            yield self._lever(name, plan, f"{plan.mean_freeze_ratio:.0%} skipped")
+
+    def _deferred(self, name: str, extra: int) -> Lever:
+        return self._lever(name, self._plan(name, 0.0, defer=True, extra=extra), "all, the same bits")
+
+    def _lever(self, name: str, plan: FreezePlan, gradients: str) -> Lever:
+        return Lever(name, self._step(plan), _held(plan.schedule or self.schedule), gradients)
+
+    def _plan(self, name: str, ratio: float, defer: bool, extra: int = 0, most: float = 1.0) -> FreezePlan:
+        self._progress(name)
+        problem = PlanProblem(
+            self.schedule,
+            self._times,
+            ratio,
+            communication=self._gaps.communication,
+            overhead=self._gaps.overhead,
+            max_action_freeze_ratio=most,
+            max_microbatch_freeze_ratio=most_of_a_microbatch(ratio),
+            defer=defer,
+            extra_microbatches=extra,
+            moves_forwards=self._report.host.name != _MOVES_NO_FORWARDS,
+        )
+        return solve(problem)
+
+    def _step(self, plan: FreezePlan) -> float:
+        excluded = bool(self._report.config.get("freeze_exclude"))
+        promised = forecast(
+            self.schedule,
+            plan,
+            bounds=self._times,
+            unfrozen_step_ms=self._step_ms,
+            gaps=self._gaps,
+            stage_0_vanishes=not excluded,
+        )
+        return max(0.0, promised.planned_ms)
+
+    # --- other orders and other cuts -----------------------------------------------------------------------------
+
+    def orders(self) -> Iterator[Lever]:
+        """Other schedules of the same model on the same ranks, nothing frozen; where the sizes fit."""
+        own = Pipeline("measured", self.schedule, self._times, self._gaps)
+        pieces = stage_times(self.schedule, self._times)
+        sizes = Sizes(microbatches=self.schedule.num_microbatches, ranks=len(self.schedule.ranks))
+        for name in _ORDERS:
+            try:
+                order = named_order(name, sizes)
+                times = action_bounds(order, recut(pieces, order.num_stages), 1.0)
+            except ConfigError:
+                continue
+            if order == self.schedule:
+                continue
+            makespan = self._makespan(order, times, carried_gaps(own, order))
+            each = order.num_stages // len(order.ranks)
+            cut = f", {each} stages a rank" if each > 1 else ""
+            yield Lever(f"schedule {name}{cut}", self._with_batch(makespan - self._unfrozen), _held(order), "all")
+
+    def cut(self) -> Iterator[Lever]:
+        """The layers on other stages, where that gains."""
+        try:
+            result = balance(self._report)
+        except TimelyFreezeError:
+            return
+        if result.moves:
+            step = self._with_batch(result.best.makespan_ms - result.now.makespan_ms)
+            yield Lever("layers moved (tf-adapters balance)", step, _held(self.schedule), "all")
+
+    def _with_batch(self, longer: float) -> float:
+        """The measured step with a batch that is so many ms longer."""
+        return max(0.0, self._step_ms + longer)
+
+    def _makespan(self, schedule: PipelineSchedule, times: Mapping[Action, Bounds], gaps: Gaps | None = None) -> float:
+        dag = PipelineDag.from_schedule(schedule, *(self._gaps if gaps is None else gaps))
+        return dag.makespan({action: bounds.upper for action, bounds in times.items()})
+
+
+def _held(order: PipelineSchedule) -> float:
+    """Microbatches that the fullest rank holds at once, in units of all of a rank's layers."""
+    return most_in_flight(order) * len(order.ranks) / max(1, order.num_stages)
+
+
+def _with_assumed_weights(times: Mapping[Action, Bounds]) -> dict[Action, Bounds]:
+    """Weight gradients that last as long as the microbatch's forward on their stage, at most half of the backward.
+
+    Those that the host computes apart were measured, except on the first stage, whose W is the whole backward.
+    """
+
+    def bounds(action: Action) -> Bounds:
+        upper = times[action].upper
+        forward, inputs = (times.get(replace(action, kind=kind)) for kind in (Kind.FORWARD, Kind.INPUT_GRAD))
+        if not action.freezable or forward is None:
+            return times[action]
+        if action.kind is Kind.WEIGHT_GRAD and action.stage > 0 and inputs is not None:
+            return Bounds(0.0, upper)
+        return Bounds(upper - min(forward.upper, 0.5 * upper), upper)
+
+    return {action: bounds(action) for action in times}
+
+
+def _slowest_cost(report: Report) -> TokenCost | None:
+    costs: Sequence[TokenCost] = [TokenCost(of.fixed, of.per_token) for of in report.tokens.values()]
+    return min(costs, key=lambda cost: cost.most_frozen, default=None)

@@ -1,0 +1,112 @@
+"""Where the ranks' time in a batch goes, in words: for the log and for the page of a report."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from tf_adapters.schedule.ir import Kind
+from tf_adapters.timing.batch_times import BatchTimes, EdgeTimes
+
+__all__ = ["KINDS", "bubbles", "held_by", "late_receives", "log_line", "milliseconds", "stragglers", "waits"]
+
+KINDS = {
+    Kind.FORWARD.value: "forwards",
+    Kind.BACKWARD.value: "backwards",
+    Kind.INPUT_GRAD.value: "input gradients",
+    Kind.WEIGHT_GRAD.value: "weight gradients",
+}
+_EACH_RANK_UP_TO = 8
+_PARTS = 3
+"""Of a critical path, stages that are named."""
+_WORTH_A_WORD = 0.01
+"""Of the batch: what takes less is not named."""
+
+
+def milliseconds(value: float) -> str:
+    """A time as the pages print it."""
+    return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
+def bubbles(batch: BatchTimes) -> str:
+    """Each rank's share of the batch without computing; of many ranks the smallest and the largest."""
+    shares = list(enumerate(batch.bubbles))
+    if len(shares) > _EACH_RANK_UP_TO:
+        least, most = (choose(shares, key=lambda pair: pair[1]) for choose in (min, max))
+        return f"from {least[1]:.0%} (rank {least[0]}) to {most[1]:.0%} (rank {most[0]})"
+    return ", ".join(f"{share:.0%} (rank {rank})" for rank, share in shares)
+
+
+def held_by(batch: BatchTimes) -> str:
+    """What the critical path spends its time on: the stages that are longest on it, and what is no computing."""
+    by_stage: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    for part in batch.critical_path:
+        by_stage[part.stage][part.kind] = part.ms
+    longest = sorted(by_stage.items(), key=lambda item: (-sum(item[1].values()), item[0]))
+    parts = [
+        f"stage {stage} {_of(batch, sum(kinds.values()))} "
+        f"({', '.join(f'{KINDS[kind]} {milliseconds(ms)}' for kind, ms in kinds.items())})"
+        for stage, kinds in longest[:_PARTS]
+    ]
+    rest = sum(sum(kinds.values()) for _, kinds in longest[_PARTS:])
+    others = {"other stages": rest, "transfers": batch.critical_transfer_ms, "overhead": batch.critical_overhead_ms}
+    return "; ".join([*parts, *(f"{name} {_of(batch, ms)}" for name, ms in others.items() if _counts(batch, ms))])
+
+
+def waits(batch: BatchTimes) -> str | None:
+    """The edge that a rank spends most of a batch on, its transfers included; None where no edge costs much."""
+    edge = max(batch.edges, key=lambda e: e.waiting_ms + e.transfer_ms, default=None)
+    if edge is None or not _counts(batch, edge.waiting_ms + edge.transfer_ms):
+        return None
+    return (
+        f"longest for {_edge(edge)}: {milliseconds(edge.waiting_ms)} a batch until they are computed, "
+        f"{milliseconds(edge.transfer_ms)} until they have come"
+    )
+
+
+def late_receives(batch: BatchTimes) -> Iterator[str]:
+    """Edges on which ranks begin late although their input is there, the worst first."""
+    worst = sorted(batch.edges, key=lambda edge: -edge.late_ms)[:_PARTS]
+    for edge in (edge for edge in worst if _counts(batch, edge.late_ms)):
+        lost = f"{milliseconds(edge.late_ms)} ({_of(batch, edge.late_ms)}) of a batch"
+        yield f"{_edge(edge)} are taken late: {lost} pass although they had been sent and the rank was free"
+
+
+def stragglers(batch: BatchTimes, step_ms: float) -> str | None:
+    """Which replica of a stage is slower than the others and what that costs; None where there is one of each."""
+    if batch.replicas < 2:
+        return None
+    if not batch.stragglers:
+        spread = f"within {batch.replica_spread:.1%} of the median"
+        return f"none: of a stage's {batch.replicas} replicas the slowest is {spread}"
+    return "; ".join(
+        f"stage {one.stage}: rank {one.rank} takes {milliseconds(one.slowest_ms)} a microbatch, the median of its "
+        f"replicas {milliseconds(one.median_ms)} (+{one.slowest_ms / one.median_ms - 1.0:.0%}): "
+        f"{milliseconds(one.cost_ms)} of the step ({one.cost_ms / step_ms if step_ms else 0.0:.1%})"
+        for one in batch.stragglers
+    )
+
+
+def log_line(batch: BatchTimes, step_ms: float) -> str:
+    """The most important of it in one line."""
+    slow = stragglers(batch, step_ms) if batch.stragglers else None
+    said = [
+        f"bubble {batch.bubble:.1%} of a batch of {milliseconds(batch.span_ms)} ({bubbles(batch)})",
+        f"critical path: {held_by(batch)}",
+        *([f"ranks wait {text}"] if (text := waits(batch)) else []),
+        *list(late_receives(batch))[:1],
+        *([f"straggler: {slow}"] if slow else []),
+    ]
+    return ". ".join(said)
+
+
+def _edge(edge: EdgeTimes) -> str:
+    return f"stage {edge.source}'s {KINDS[edge.kind]} on stage {edge.target}"
+
+
+def _counts(batch: BatchTimes, ms: float) -> bool:
+    return ms > 0.0 and ms >= _WORTH_A_WORD * batch.span_ms
+
+
+def _of(batch: BatchTimes, ms: float) -> str:
+    return f"{ms / batch.span_ms if batch.span_ms else 0.0:.0%}"
