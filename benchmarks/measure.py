@@ -124,6 +124,8 @@ def under(lever: str) -> float:
 
 
 def table(record: Mapping[str, Any]) -> str:
+    if not record["measured_ms"]:
+        return ""
     promised = {lever.name: lever.step_ms for lever in levers(Report.from_json(record["report"])).others}
     lines = [("lever", "step promised", "step measured", "measured / promised"), ("---",) * 4]
     for name, ms in record["measured_ms"].items():

@@ -47,8 +47,8 @@ def batch_facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "waits", text
     for text in batch_words.late_receives(batch):
         yield "late", text
-    if text := batch_words.stragglers(batch, report.measured.step_ms_unfrozen or batch.span_ms):
-        yield "stragglers", text
+    for text in batch_words.stragglers(batch, report.measured.step_ms_unfrozen or batch.span_ms):
+        yield "straggler", text
 
 
 def _source(report: Report, batch: BatchTimes) -> str:

@@ -72,30 +72,29 @@ def late_receives(batch: BatchTimes) -> Iterator[str]:
         yield f"{_edge(edge)} are taken late: {lost} pass although they had been sent and the rank was free"
 
 
-def stragglers(batch: BatchTimes, step_ms: float) -> str | None:
-    """Which replica of a stage is slower than the others and what that costs; None where there is one of each."""
-    if batch.replicas < 2:
-        return None
-    if not batch.stragglers:
+def stragglers(batch: BatchTimes, step_ms: float) -> Iterator[str]:
+    """Which replica of a stage is slower than the others and what that costs; nothing where there is one of each."""
+    if batch.replicas > 1 and not batch.stragglers:
         spread = f"within {batch.replica_spread:.1%} of the median"
-        return f"none: of a stage's {batch.replicas} replicas the slowest is {spread}"
-    return "; ".join(
-        f"stage {one.stage}: rank {one.rank} takes {milliseconds(one.slowest_ms)} a microbatch, the median of its "
-        f"replicas {milliseconds(one.median_ms)} (+{one.slowest_ms / one.median_ms - 1.0:.0%}): "
-        f"{milliseconds(one.cost_ms)} of the step ({one.cost_ms / step_ms if step_ms else 0.0:.1%})"
-        for one in batch.stragglers
-    )
+        yield f"none: of a stage's {batch.replicas} replicas the slowest is {spread}"
+    for one in batch.stragglers[:_PARTS]:
+        above = one.slowest_ms / one.median_ms - 1.0 if one.median_ms else 0.0
+        yield (
+            f"stage {one.stage} on the job's rank {one.rank} takes {milliseconds(one.slowest_ms)} a microbatch, the "
+            f"median of its replicas {milliseconds(one.median_ms)} (+{above:.0%}): {milliseconds(one.cost_ms)} "
+            f"({one.cost_ms / step_ms if step_ms else 0.0:.1%}) of a step"
+        )
 
 
 def log_line(batch: BatchTimes, step_ms: float) -> str:
     """The most important of it in one line."""
-    slow = stragglers(batch, step_ms) if batch.stragglers else None
+    slow = list(stragglers(batch, step_ms))[:1] if batch.stragglers else []
     said = [
         f"bubble {batch.bubble:.1%} of a batch of {milliseconds(batch.span_ms)} ({bubbles(batch)})",
         f"critical path: {held_by(batch)}",
         *([f"ranks wait {text}"] if (text := waits(batch)) else []),
         *list(late_receives(batch))[:1],
-        *([f"straggler: {slow}"] if slow else []),
+        *(f"straggler: {text}" for text in slow),
     ]
     return ". ".join(said)
 
