@@ -21,8 +21,8 @@ from tf_adapters.selection.masks import StageMasks
 from tf_adapters.timing.compact import PackedBounds, PackedTraces
 from tf_adapters.timing.freeze_response import Group, StageTimes, measured_times
 from tf_adapters.timing.phase import Phase
-from tf_adapters.timing.replicas import merge_bounds
-from tf_adapters.timing.timer import ActionTimer, Trace
+from tf_adapters.timing.replicas import merge_bounds, slowest_durations
+from tf_adapters.timing.timer import ActionTimer
 from tf_adapters.timing.token_cost import TokenCost, slowest_costs
 from tf_adapters.timing.transfers import Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.training import messages
@@ -107,7 +107,7 @@ class PlanMaker:
         self._learning = learning_of(pipeline)
         self._first_stage, self._stage_0_vanishes = masks.first_training_stage, masks.can_freeze_all(0)
         self._worker: BackgroundPlan | None = None  # on rank 0
-        self._steps: Sequence[Trace] = ()  # on rank 0
+        self._steps: Sequence[Mapping[Action, float]] = ()  # durations, ms; on rank 0
         self._waited = 0  # steps, for the plan
 
     def precision(self, timer: ActionTimer) -> float:
@@ -129,8 +129,8 @@ class PlanMaker:
         def merge(ranks: Sequence[_Local]) -> tuple[PackedBounds, Measured]:
             detailed = [rank.bounds.unpack(schedule) for rank in ranks if rank.bounds]
             bounds, notes = merge_bounds(schedule, detailed, [rank.means for rank in ranks])
-            self._steps = complete_steps(schedule, [rank.traces.unpack(schedule) for rank in ranks if rank.traces])
-            gaps = measure_gaps(schedule, self._steps)
+            steps = complete_steps(schedule, [rank.traces.unpack(schedule) for rank in ranks if rank.traces])
+            self._steps, gaps = slowest_durations(steps, detailed, bounds), measure_gaps(schedule, steps)
             step_ms = max(rank.step_ms for rank in ranks)
             costs = slowest_costs([rank.token_costs for rank in ranks])
             learning = self._learning(schedule, [rank.probes for rank in ranks], costs)
