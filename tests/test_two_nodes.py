@@ -35,8 +35,9 @@ TINY = ("--layers", 4, "--width", 16, "--heads", 2, "--context", 8, "--microbatc
 FREEZE = {"warmup-steps": 1, "monitoring-steps": 4, "progressive-steps": 2, "on-error": "raise", "report-every": 1}
 
 BETWEEN_RANKS, BETWEEN_NODES = Link(latency_ms=12.0), Link(latency_ms=25.0, bytes_per_s=1e5)
-MESSAGE_BYTES = 2 * 5 * 12 * 4
+MESSAGE_BYTES = 2 * 5 * 12 * 4  # rows, tokens, width
 LATE_S = 0.1
+"""By how much the second node begins every step later."""
 
 
 @pytest.fixture
@@ -146,20 +147,20 @@ def test_transfers_are_those_of_the_links_although_clocks_and_starts_differ(
     planned_with = Gaps.from_json(told[0]["gaps"]).communication
     assert set(planned_with) == set(schedule.transfers())
     for (source, target), ms in planned_with.items():
-        link = link_of(source.stage, target.stage)
-        of_model = link.latency_ms + MESSAGE_BYTES / link.bytes_per_s * 1e3
-        assert ms == pytest.approx(of_model, rel=0.15, abs=0.5), (source, target)
+        assert ms == pytest.approx(way_ms(source.stage, target.stage), rel=0.15, abs=0.5), (source, target)
 
     steps = complete_steps(schedule, [traces_of(event) for event in told])
     assert len(steps) >= 2
     monkeypatch.setattr(transfers, "_clocks", lambda *_: dict.fromkeys(range(4), 0.0))  # the check can fail
     unaligned = measure_gaps(schedule, steps).communication
-    worst = max(abs(ms - planned_with[edge]) for edge, ms in unaligned.items() if {s.stage for s in edge} == {1, 2})
-    assert worst > 0.5 * LATE_S * 1e3
+    way = way_ms(1, 2)
+    assert any(abs(ms - way) > 0.5 * way for (s, t), ms in unaligned.items() if {s.stage, t.stage} == {1, 2})
 
 
-def link_of(stage: int, other: int) -> Link:
-    return BETWEEN_NODES if {stage, other} == {1, 2} else BETWEEN_RANKS
+def way_ms(stage: int, other: int) -> float:
+    """How long the link model has a message between two stages under way."""
+    link = BETWEEN_NODES if {stage, other} == {1, 2} else BETWEEN_RANKS
+    return link.latency_ms + MESSAGE_BYTES / link.bytes_per_s * 1e3
 
 
 def train_over_links(tell: Tell, host: str) -> None:
