@@ -8,7 +8,8 @@ from schedules import gpipe
 from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind
-from tf_adapters.timing.replicas import MeasurementError, merge_bounds
+from tf_adapters.timing.replicas import MeasurementError, merge_bounds, slowest_durations
+from tf_adapters.timing.timer import Interval
 
 SCHEDULE = gpipe(2, 1)
 F0, B0, F1, B1 = (Action.parse(text) for text in ("0F0", "0B0", "1F0", "1B0"))
@@ -41,6 +42,16 @@ def test_a_replica_that_sends_means_only_makes_its_stage_longer_by_as_much() -> 
     assert merged[Action.parse("0B1")] == Bounds(4.0, 12.0)
     assert merged[Action.parse("0F0")] == Bounds(1.0, 1.0)
     assert notes == ()
+
+
+def test_steps_of_the_traced_replica_are_as_long_as_the_slowest_ones() -> None:
+    """What freezing saves of a step is then what it saves on the replica that the step waits for."""
+    step = {action: Interval(100.0, 102.0) for action in (F0, B0, F1, B1)}
+    own = [STAGE_0, STAGE_1]
+    merged, _ = merge_bounds(SCHEDULE, own, [{(1, Kind.BACKWARD): Bounds(4.0, 12.0)}])
+    assert slowest_durations([step], own, merged) == [{F0: 2.0, B0: 2.0, F1: 2.0, B1: 3.0}]
+    alike, _ = merge_bounds(SCHEDULE, own)
+    assert slowest_durations([step], own, alike) == [dict.fromkeys(step, 2.0)]
 
 
 def test_bounds_that_noise_has_crossed_are_clamped_with_a_note() -> None:

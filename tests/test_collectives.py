@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -215,6 +216,28 @@ def groups_after_closing() -> tuple[int, int, bool]:
     left = set(dist.distributed_c10d._world.pg_map)
     dist.barrier(hosts)
     return len(made), len(left & made), before <= left
+
+
+def test_messages_wait_as_long_as_the_hosts(pool: RankPool) -> None:
+    """A node that disappears closes no connection: its neighbours end when they have waited long enough."""
+    assert pool.run(timeouts) == [(77.0, 77.0)] * 2
+
+
+def timeouts() -> tuple[float, float]:
+    world = dist.group.WORLD
+    before = _timeout(world)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=77), world)
+    with closing(ProcessGroupCollectives()) as collectives:
+        ours = _timeout(collectives._group)
+    found = _timeout(world), ours
+    dist.distributed_c10d._set_pg_timeout(before, world)
+    return found[0].total_seconds(), found[1].total_seconds()
+
+
+def _timeout(group: Any) -> timedelta:
+    limit = group._get_backend(torch.device("cpu")).options._timeout
+    assert isinstance(limit, timedelta)
+    return limit
 
 
 def test_a_single_process_needs_no_group() -> None:

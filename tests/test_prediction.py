@@ -31,6 +31,12 @@ def test_the_rest_of_the_step_stays_as_it_was_measured() -> None:
     assert promised.ratio == pytest.approx(0.9)
 
 
+def test_monitored_steps_say_what_freezing_saves() -> None:
+    """Steps that take twice as long as the bounds save twice as much; of several, the median."""
+    steps = [{action: scale * bounds.upper for action, bounds in BOUNDS.items()} for scale in (1.0, 2.0, 5.0)]
+    assert forecast(SCHEDULE, planned(0.5), BOUNDS, 100.0, steps=steps).planned_ms == pytest.approx(80.0)
+
+
 def test_nothing_frozen_promises_nothing() -> None:
     promised = forecast(SCHEDULE, planned(0.0), BOUNDS, 100.0)
     assert promised.planned_ms == pytest.approx(100.0)

@@ -11,6 +11,7 @@ import hashlib
 import pickle
 import zlib
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -58,7 +59,8 @@ class ProcessGroupCollectives:
     """Collectives of the ranks of a torch process group (all ranks by default), over a gloo group of their own.
 
     Nothing of ours is then on the device, and no message waits in the queue of the host's backend or for its watchdog.
-    Make one on all ranks of ``group`` at the same point.
+    Messages wait as long as the host's, so that ranks end as soon after one is lost. Make one on all ranks of ``group``
+    at the same point.
 
     Ranks first compare digests: of equal values, as replicas have them, one is sent. Short values then go to all ranks
     at once, padded to the longest; each long one is sent by itself in its own length, compressed.
@@ -146,12 +148,21 @@ def _gloo_group(group: Any) -> Any:
     """A gloo group of the ranks of ``group``, which need no other rank for it."""
     ranks = None if group is None else dist.get_process_group_ranks(group)
     try:
-        return dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
+        return dist.new_group(
+            ranks, timeout=_timeout(group), backend="gloo", use_local_synchronization=ranks is not None
+        )
     except (RuntimeError, ValueError) as error:
         raise UnsupportedError(
             "timely_freeze cannot run here: the ranks cannot reach each other over gloo, which our messages need; "
             f"GLOO_SOCKET_IFNAME names the network interface ({' '.join(str(error).split())})"
         ) from error
+
+
+def _timeout(group: Any) -> timedelta | None:
+    """How long the messages of ``group`` (all ranks by default) wait; None, torch's default, where it does not say."""
+    group = group or dist.group.WORLD
+    options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    return max((limit for of in options if (limit := getattr(of, "_timeout", None)) is not None), default=None)
 
 
 def holds_first_rank(group: Any = None) -> bool:

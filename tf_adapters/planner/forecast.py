@@ -12,7 +12,6 @@ from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.deferral import backward_of, first_half
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.timing.timer import Trace
 from tf_adapters.timing.transfers import NO_GAPS, Gaps
 
 __all__ = [
@@ -45,16 +44,16 @@ def forecast(
     bounds: Mapping[Action, Bounds],
     unfrozen_step_ms: float,
     gaps: Gaps = NO_GAPS,
-    steps: Sequence[Trace] = (),
+    steps: Sequence[Mapping[Action, float]] = (),
     stage_0_vanishes: bool = True,
 ) -> Forecast:
     """The measured step time less what freezing saves in the pipeline, in ms.
 
-    The rest of the step (data, optimizer) stays as it was measured. ``steps`` are monitored steps with nothing frozen.
-    Each is replayed in the DAG, with its backwards shortened in the proportion that the plan says, and the median
-    saving is taken: actions that now and then take longer delay their neighbours, which medians of durations do not
-    show. ``stage_0_vanishes``: stage 0's backward takes no time where all of it is frozen (``disappears``). Pass False
-    where some of its parameters are excluded from freezing.
+    The rest of the step (data, optimizer) stays as it was measured. ``steps`` are durations of monitored steps with
+    nothing frozen, ms. Each step is replayed in the DAG, with its backwards shortened in the proportion that the plan
+    says, and the median saving is taken: actions that now and then take longer delay their neighbours, which medians of
+    durations do not show. ``stage_0_vanishes``: stage 0's backward takes no time where all of it is frozen
+    (``disappears``). Pass False where some of its parameters are excluded from freezing.
     """
     dag, rewritten = PipelineDag.from_schedule(schedule, *gaps), planned_dag(schedule, plan, gaps)
     planned = stable_durations(plan.duration_ms, plan.freeze_ratio) if stage_0_vanishes else plan.duration_ms
@@ -66,8 +65,7 @@ def forecast(
     def saved(durations: Mapping[Action, float]) -> float:
         return dag.makespan(durations) - rewritten.makespan({a: durations[whole[a]] * left[a] for a in planned})
 
-    before = [{action: span.end_ms - span.start_ms for action, span in step.items()} for step in steps]
-    return Forecast(unfrozen_step_ms, unfrozen_step_ms - float(np.median(list(map(saved, before or [upper])))))
+    return Forecast(unfrozen_step_ms, unfrozen_step_ms - float(np.median(list(map(saved, steps or [upper])))))
 
 
 def planned_dag(schedule: PipelineSchedule, plan: FreezePlan, gaps: Gaps = NO_GAPS) -> PipelineDag:

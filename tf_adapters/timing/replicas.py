@@ -9,6 +9,7 @@ from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.timing.freeze_response import Group, mean_bounds
+from tf_adapters.timing.timer import Trace
 
 _K = TypeVar("_K", bound=Hashable)
 
@@ -42,6 +43,18 @@ def merge_bounds(
             notes.append(f"{action}: measured {lower:.3f} ms frozen, {upper:.3f} ms unfrozen; taken as not freezable")
         merged[action] = Bounds(min(max(lower, 0.0), upper), upper)
     return merged, tuple(notes)
+
+
+def slowest_durations(
+    steps: Iterable[Trace], per_rank: Iterable[Mapping[Action, Bounds]], merged: Mapping[Action, Bounds]
+) -> list[dict[Action, float]]:
+    """Durations in ms of each of the traced replica's steps, on the slowest replica.
+
+    ``merged`` are the bounds that ``merge_bounds`` made of ``per_rank``; each action takes longer as its bound does.
+    """
+    own = _slowest(per_rank)
+    growth = {action: _growth(own[action].upper, bounds.upper) for action, bounds in merged.items()}
+    return [{a: growth[a] * (span.end_ms - span.start_ms) for a, span in step.items()} for step in steps]
 
 
 def _slowest(replicas: Iterable[Mapping[_K, Bounds]]) -> dict[_K, Bounds]:

@@ -87,13 +87,14 @@ def measure_gaps(schedule: PipelineSchedule, steps: Sequence[Trace]) -> Gaps:
     """
     before = {action: previous for rank in schedule.ranks for previous, action in pairwise(rank)}
     source = {target: source for source, target in schedule.transfers()}
+    rank_of = _rank_of(schedule)
     lags: dict[tuple[int, Kind], list[_Lag]] = {}
     for step in steps:
-        on_one_clock = aligned(schedule, step)
+        on_one_clock, began = _align(schedule, step)
         for action, interval in on_one_clock.items():
-            free = on_one_clock[before[action]].end_ms if action in before else -math.inf
+            free = on_one_clock[before[action]].end_ms if action in before else began[rank_of[action]]
             ready = on_one_clock[source[action]].end_ms if action in source else -math.inf
-            if max(free, ready) > -math.inf:
+            if action in before or ready > free:  # else it waited for its rank to begin the step
                 lag = _Lag(max(0.0, interval.start_ms - max(free, ready)), ready - free)
                 lags.setdefault((action.stage, action.kind), []).append(lag)
     transfer = {group: _transfer(of_group) for group, of_group in lags.items()}
@@ -128,12 +129,22 @@ def _overhead(lags: Sequence[_Lag], transfer: float) -> float:
 
 def aligned(schedule: PipelineSchedule, step: Trace) -> dict[Action, Interval]:
     """A complete step on the clock of one rank."""
-    rank_of = {action: rank for rank, actions in enumerate(schedule.ranks) for action in actions}
+    return _align(schedule, step)[0]
+
+
+def _align(schedule: PipelineSchedule, step: Trace) -> tuple[dict[Action, Interval], dict[int, float]]:
+    """The step on the clock of one rank, and when each rank began it there, ms."""
+    rank_of = _rank_of(schedule)
     ahead = _clocks(schedule, step, rank_of)
-    return {
+    on_one_clock = {
         action: Interval(interval.start_ms - ahead[rank_of[action]], interval.end_ms - ahead[rank_of[action]])
         for action, interval in step.items()
     }
+    return on_one_clock, {rank: -of_rank for rank, of_rank in ahead.items()}
+
+
+def _rank_of(schedule: PipelineSchedule) -> dict[Action, int]:
+    return {action: rank for rank, actions in enumerate(schedule.ranks) for action in actions}
 
 
 def _clocks(schedule: PipelineSchedule, step: Trace, rank_of: Mapping[Action, int]) -> dict[int, float]:

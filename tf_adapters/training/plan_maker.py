@@ -22,8 +22,8 @@ from tf_adapters.timing.batch_times import BatchTimes, batch_times, with_replica
 from tf_adapters.timing.compact import PackedBounds, PackedTraces
 from tf_adapters.timing.freeze_response import Group, StageTimes, mean_by_group, measured_times
 from tf_adapters.timing.phase import Phase
-from tf_adapters.timing.replicas import merge_bounds
-from tf_adapters.timing.timer import ActionTimer, Trace
+from tf_adapters.timing.replicas import merge_bounds, slowest_durations
+from tf_adapters.timing.timer import ActionTimer
 from tf_adapters.timing.token_cost import TokenCost, slowest_costs
 from tf_adapters.timing.transfers import Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.training import messages
@@ -117,7 +117,7 @@ class PlanMaker:
         self._learning = learning_of(pipeline)
         self._first_stage, self._stage_0_vanishes = masks.first_training_stage, masks.can_freeze_all(0)
         self._worker: BackgroundPlan | None = None  # on rank 0
-        self._steps: Sequence[Trace] = ()  # on rank 0
+        self._steps: Sequence[Mapping[Action, float]] = ()  # durations, ms; on rank 0
         self._waited = 0  # steps, for the plan
 
     def precision(self, schedule: PipelineSchedule, timer: ActionTimer) -> float:
@@ -139,29 +139,20 @@ class PlanMaker:
         def merge(ranks: Sequence[_Local]) -> tuple[PackedBounds, Measured]:
             detailed = [rank.bounds.unpack(schedule) for rank in ranks if rank.bounds]
             bounds, notes = merge_bounds(schedule, detailed, [rank.means for rank in ranks])
-            self._steps = complete_steps(schedule, [rank.traces.unpack(schedule) for rank in ranks if rank.traces])
-            gaps = measure_gaps(schedule, self._steps)
+            steps = complete_steps(schedule, [rank.traces.unpack(schedule) for rank in ranks if rank.traces])
+            self._steps, gaps = slowest_durations(steps, detailed, bounds), measure_gaps(schedule, steps)
             step_ms = max(rank.step_ms for rank in ranks)
             costs = slowest_costs([rank.token_costs for rank in ranks])
             learning = self._learning(schedule, [rank.probes for rank in ranks], costs)
-            times = self._batch_times(schedule, ranks, bounds, gaps)
+            traced = batch_times(schedule, steps, gaps)
+            dag = PipelineDag.from_schedule(schedule, *gaps)
+            times = traced and with_replicas(traced, dag, _upper(bounds), _means_of_ranks(schedule, ranks))
             fresh = Measured({}, gaps, step_ms, notes=notes, token_costs=costs, learning=learning, batch_times=times)
             return PackedBounds.of(schedule, bounds), fresh
 
         packed, measured = decide_from_all(self._collectives, lambda: self._local(schedule, timer), merge)
         measured = replace(measured, bounds=packed.unpack(schedule))
         return replace(measured, other_ms=other_ms(schedule, measured))
-
-    def _batch_times(
-        self, schedule: PipelineSchedule, ranks: Sequence[_Local], bounds: Mapping[Action, Bounds], gaps: Gaps
-    ) -> BatchTimes | None:
-        """Where the ranks' time goes, and which replicas are slow. ``bounds`` are merged over replicas."""
-        batch = batch_times(schedule, self._steps, gaps)
-        if batch is None:
-            return None
-        means = [(rank, _group_means(local, schedule)) for rank, local in enumerate(ranks)]
-        upper = {action: of_action.upper for action, of_action in bounds.items()}
-        return with_replicas(batch, PipelineDag.from_schedule(schedule, *gaps), upper, means)
 
     def start(self, schedule: PipelineSchedule, measured: Measured) -> Planned | None:
         """Make the plan, or begin to: None where it is made beside training. Raises TimelyFreezeError on all ranks."""
@@ -288,13 +279,18 @@ def other_ms(schedule: PipelineSchedule, measured: Measured) -> float:
     return max(0.0, measured.unfrozen_step_ms - _unfrozen_makespan(schedule, measured))
 
 
-def _group_means(local: _Local, schedule: PipelineSchedule) -> dict[Group, float]:
-    """Mean ms of a rank's actions with nothing frozen, by stage and kind."""
-    means = local.means or mean_by_group(local.bounds.unpack(schedule) if local.bounds else {})
-    return {group: bounds.upper for group, bounds in means.items()}
+def _means_of_ranks(schedule: PipelineSchedule, ranks: Sequence[_Local]) -> list[tuple[int, dict[Group, float]]]:
+    """Each rank with the mean ms of its actions with nothing frozen, by stage and kind."""
+    means = [local.means or mean_by_group(local.bounds.unpack(schedule) if local.bounds else {}) for local in ranks]
+    return [(rank, {group: bounds.upper for group, bounds in of.items()}) for rank, of in enumerate(means)]
+
+
+def _upper(bounds: Mapping[Action, Bounds]) -> dict[Action, float]:
+    """Durations in ms with nothing frozen."""
+    return {action: of_action.upper for action, of_action in bounds.items()}
 
 
 def _unfrozen_makespan(schedule: PipelineSchedule, measured: Measured) -> float:
     """A batch in the host's order with nothing frozen, ms."""
     dag = PipelineDag.from_schedule(schedule, *measured.gaps)
-    return dag.makespan({action: bounds.upper for action, bounds in measured.bounds.items()})
+    return dag.makespan(_upper(measured.bounds))

@@ -14,12 +14,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from rank_pools import PRELOAD, prepare
+from two_nodes import Node, node_folder
 
 from tf_adapters.testing.ranks import free_port
 
@@ -104,38 +106,69 @@ def _environment(pid: int) -> list[bytes]:
         return []
 
 
-def start(function: Function, host: str, folder: Path, *arguments: Any, size: int = 2) -> Job:
-    """Start a job on ``size`` ranks that have imported the host; ``arguments`` go to ``function``."""
+def start(
+    function: Function,
+    host: str,
+    folder: Path,
+    *arguments: Any,
+    size: int = 2,
+    nodes: Sequence[Node] = (),
+    timeout_s: float = 1800.0,
+) -> Job:
+    """Start a job on ``size`` ranks that have imported the host; ``arguments`` go to ``function``.
+
+    With ``nodes`` each has an equal share of the ranks, in order, and its own working directory in ``folder``.
+    ``timeout_s`` is that of the process group, where the host does not make it.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     job = Job(folder, str(port))
     for rank in range(size):
-        given = (function, host, rank, size, port, str(folder), arguments)
+        environment = {MARK: str(port), "RANK": str(rank), "WORLD_SIZE": str(size), **_meeting(rank, size, port, nodes)}
+        node = nodes[rank * len(nodes) // size] if nodes else None
+        given = (function, host, str(folder), environment, node, timeout_s, arguments)
         process = context.Process(target=_rank, args=given)
         process.start()
         job.ranks.append(process)
     return job
 
 
-def _rank(function: Function, host: str, rank: int, size: int, port: int, folder: str, arguments: Any) -> None:
+def _meeting(rank: int, size: int, port: int, nodes: Sequence[Node]) -> dict[str, str]:
+    """What torchrun says of this rank's node, and where ranks meet."""
+    local = size // max(1, len(nodes))
+    place = {"LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local), "GROUP_RANK": str(rank // local)}
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {**place, **(nodes[rank // local].environment() if nodes else here)}
+
+
+def _rank(
+    function: Function,
+    host: str,
+    folder: str,
+    environment: Mapping[str, str],
+    node: Node | None,
+    timeout_s: float,
+    arguments: Any,
+) -> None:
     """One rank: as a script that torchrun started, which ends with Python's own end."""
+    rank = environment["RANK"]
     output = os.open(f"{folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.chdir(folder)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ[MARK] = str(port)
+    os.environ.update(environment)
     try:
+        if node is not None:
+            node.enter()
+        os.chdir(folder if node is None else node_folder(Path(folder), node.number))
         import torch
 
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)
         prepare(host)
         if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("gloo")
+            torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
         function(_teller(Path(folder) / f"rank{rank}.jsonl"), host, *arguments)
         status = 0
     except BaseException:

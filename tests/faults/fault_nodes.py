@@ -1,0 +1,86 @@
+"""Two nodes, one of which dies, falls silent or is started again; see ``two_nodes`` for what a node is here."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fault_processes import BESIDE, HOSTS, report_of, train
+from jobs import GRACE_S, start
+from test_two_nodes import EXAMPLE, TINY, freezing, torchrun
+from two_nodes import Node, TwoNodes, why_not
+
+pytestmark = pytest.mark.timeout(400)
+each_host = pytest.mark.parametrize("host", HOSTS)
+SILENT_AFTER_S = 5.0
+"""The host's own timeout where a node falls silent."""
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[Node, Node]]:
+    if reason := why_not():
+        pytest.skip(f"two nodes: {reason}")
+    with TwoNodes() as two:
+        yield two
+
+
+@each_host
+@pytest.mark.parametrize("phase", ["monitoring_upper", "planning", "stable"])
+@pytest.mark.parametrize("dead", [0, 1])
+def fault_a_node_dies(host: str, phase: str, dead: int, nodes: tuple[Node, Node], tmp_path: Path) -> None:
+    """Two stages, two replicas. The other node's ranks end with the host's own error, and its report is whole."""
+    with start(train, host, tmp_path, BESIDE, 100_000, size=4, nodes=nodes) as job:
+        job.wait_for(lambda event: event.get("phase") == phase, rank=2 * dead)
+        nodes[dead].kill()
+        codes = job.ended(GRACE_S)
+        lost = {2 * dead, 2 * dead + 1}
+        assert {rank for rank, code in enumerate(codes) if code == -signal.SIGKILL} == lost
+        for rank in {0, 1, 2, 3} - lost:
+            said = job.output(rank)
+            assert codes[rank] == 1, said
+            assert said.count("Traceback (most recent call last)") <= 1 + said.count("above exception"), said
+        assert job.orphans() == []
+        assert nodes[0].processes() == nodes[1].processes() == []
+        report_of(tmp_path)
+
+
+def fault_a_node_falls_silent(nodes: tuple[Node, Node], tmp_path: Path) -> None:
+    """Its link is gone and no connection is closed: both ends wait for the host's timeout, not for another of ours.
+
+    Only torch's pipelines have the timeout of the job; the other hosts' groups have half an hour of their own.
+    """
+    section = {"replan_interval": 1, "report_every": 1}
+    with start(train, "torch", tmp_path, section, 100_000, nodes=nodes, timeout_s=SILENT_AFTER_S) as job:
+        job.wait_for(lambda event: event.get("phase") == "stable")
+        nodes[1].disconnect()
+        assert job.ended(GRACE_S) == [1, 1]
+        for rank in range(2):
+            assert "timed out" in job.output(rank).lower(), job.output(rank)
+        assert nodes[0].processes() == nodes[1].processes() == []
+
+
+def fault_torchruns_node_dies(nodes: tuple[Node, Node], tmp_path: Path) -> None:
+    """Agent and rank of the second node are killed: the first node's agent ends by itself, with an error."""
+    more = ("--steps", 1_000_000, "--log-every", 1)
+    agents = [torchrun(node, EXAMPLE, *TINY, *more, *freezing(), folder=tmp_path) for node in nodes]
+    try:
+        said = ""
+        while "stable freezing" not in said:
+            assert agents[0].stdout is not None
+            line = agents[0].stdout.readline()
+            assert line, said
+            said += line
+        nodes[1].kill()
+        said += agents[0].communicate(timeout=GRACE_S)[0]
+        assert agents[0].returncode == 1, said
+        deadline = time.monotonic() + 10.0
+        while nodes[0].processes() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert nodes[0].processes() == []
+    finally:
+        for node, agent in zip(nodes, agents, strict=True):
+            node.kill()
+            agent.wait()
