@@ -58,7 +58,7 @@ class Outcome:
     error: str = ""
 
 
-def run_jobs(folder: Path, jobs: Sequence[Job], timeout_s: float = 200.0) -> list[list[Outcome]]:
+def run_jobs(folder: Path, jobs: Sequence[Job], timeout_s: float = 280.0) -> list[list[Outcome]]:
     """Run the jobs in turn on two ranks, in ``folder``; by job and rank."""
     file = folder / "jobs.pickle"
     file.write_bytes(pickle.dumps((list(jobs), [free_port() for _ in jobs])))
@@ -115,6 +115,7 @@ def _run_rank(rank: int, file: Path, jobs: Sequence[Job], ports: Sequence[int]) 
 def _run(job: Job) -> Outcome:
     import torch.distributed as dist
     from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.initialize import destroy_global_state
     from megatron.bridge.training.pretrain import pretrain
     from megatron.bridge.training.utils.checkpoint_utils import read_train_state
 
@@ -130,6 +131,7 @@ def _run(job: Job) -> Outcome:
             pretrain(configured(job), forward_step, callbacks=[*ours, Recorder(outcome)])
         except Exception as error:
             outcome.error = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            destroy_global_state()  # as Bridge does at the end of a run
     logging.getLogger("tf_adapters").removeHandler(lines)
     outcome.said = lines.stream.getvalue()
     if dist.is_initialized():
@@ -182,7 +184,14 @@ def configured(job: Job) -> Any:
         optimizer=names.OptimizerConfig(
             optimizer="adam", lr=1e-3, min_lr=1e-4, clip_grad=1.0, use_distributed_optimizer=distributed
         ),
-        scheduler=names.SchedulerConfig(lr_decay_style="constant", lr_warmup_iters=2, lr_decay_iters=job.iterations),
+        scheduler=names.SchedulerConfig(
+            lr_decay_style="constant",
+            lr_warmup_iters=2,
+            lr_decay_iters=12,
+            start_weight_decay=0.01,
+            end_weight_decay=0.01,
+            weight_decay_incr_style="constant",
+        ),
         ddp=names.DistributedDataParallelConfig(**{"use_distributed_optimizer": False, **job.ddp}),
         dataset=names.MockGPTDatasetConfig(
             random_seed=1,

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import megatron_patches.train_state
 from tf_adapters.config import SECTION, TimelyFreezeConfig
@@ -77,7 +76,7 @@ class TimelyFreezeCallback:
         try:
             self.adapter.detach()
         except UnsupportedError as error:  # other code has wrapped ours: the end of training is no reason to fail
-            announce(dist.get_rank(), str(error), logging.WARNING)
+            announce(self.adapter.collectives.rank, str(error), logging.WARNING)
         self.adapter = None
 
     def state_of(self, train_state: Any) -> dict[str, Any] | None:

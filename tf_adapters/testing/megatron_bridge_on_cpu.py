@@ -66,9 +66,9 @@ def _show_absent_packages() -> None:
         root = name.partition(".")[0]
         importer = (globals or {}).get("__name__", "")
         if level or not any(importer.startswith(who) and root in roots for who, roots in _ABSENT.items()):
-            return run(name, globals, locals, fromlist, level)
+            return run(name, globals, locals, fromlist=fromlist, level=level)
         try:
-            return run(name, globals, locals, fromlist, level)
+            return run(name, globals, locals, fromlist=fromlist, level=level)
         except ImportError:
             module = shown.setdefault(root, _Shown(root))
         for part in name.split(".")[1:] if fromlist else ():
