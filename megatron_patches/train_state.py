@@ -4,7 +4,7 @@ Why here: ``save_checkpoint`` writes what ``state_dict`` returns, whatever the f
 later by another process, on a disk or in an object store, global or local. ``load_checkpoint`` makes a new TrainState
 of it. Both take any further entry: a checkpoint with ours loads without us, and one without it with us.
 
-Versions: run on Megatron-Bridge 0.3.1 and 0.6.2; read in 0.3.0, 0.4.2, 0.5.1 and main, the same names.
+Versions: run on Megatron-Bridge 0.3.1; read in 0.3.0, 0.4.2, 0.5.1, 0.6.2 and main, the same names.
 """
 
 from __future__ import annotations

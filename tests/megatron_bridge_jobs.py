@@ -222,4 +222,6 @@ def _lora() -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    from megatron_bridge_jobs import main as main_of_module  # what it writes is read by the module's name
+
+    main_of_module()
