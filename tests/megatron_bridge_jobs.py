@@ -40,8 +40,6 @@ class Job:
     save: str | None = None
     load: str | None = None
     stages: int = 2  # or 1, with two replicas
-    adapters: bool = False  # LoRA
-    model: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
     checkpoint: dict[str, Any] = field(default_factory=dict)
     skip_train: bool = False
@@ -91,7 +89,6 @@ def main() -> None:
 
     megatron_bridge_on_cpu.install()
     importlib.import_module("megatron.bridge.training.pretrain")
-    importlib.import_module("megatron.bridge.peft.lora")
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=_run_rank, args=(rank, file, jobs, ports)) for rank in range(2)]
@@ -171,7 +168,6 @@ def configured(job: Job) -> Any:
         **{"masked_softmax_fusion": False, "gradient_accumulation_fusion": False, "persist_layer_norm": False},
         **{"bias_dropout_fusion": False, "bias_activation_fusion": False, "cross_entropy_loss_fusion": False},
         **{"apply_rope_fusion": False, "hidden_dropout": 0.1, "attention_dropout": 0.1},
-        **job.model,
     }
     training = {"train_iters": job.iterations, "global_batch_size": 8, "micro_batch_size": 2}
     evaluation = {"eval_interval": 4, "eval_iters": 1, "skip_train": job.skip_train}
@@ -210,15 +206,8 @@ def configured(job: Job) -> Any:
         ),
         dist=names.DistributedInitConfig(distributed_backend="gloo"),
         rng=names.RNGConfig(seed=3),
-        peft=_lora() if job.adapters else None,
         **more,
     )
-
-
-def _lora() -> Any:
-    from megatron.bridge.peft.lora import LoRA
-
-    return LoRA(dim=4, alpha=8, target_modules=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The callback in Megatron-Bridge's own ``pretrain`` and ``finetune`` on two ranks: freezing, checkpoints, refusals."""
+"""The callback in Megatron-Bridge's own ``pretrain`` on two ranks: freezing, checkpoints, refusals."""
 
 from __future__ import annotations
 
@@ -32,9 +32,6 @@ JOBS = {
         section={**FREEZING, "output_dir": "no_pipeline"},
         stages=1,
         ddp={"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
-    ),
-    "adapters": Job(
-        section={**FREEZING, "output_dir": "adapters"}, adapters=True, checkpoint={"pretrained_checkpoint": "alone"}
     ),
     "evaluated only": Job(section={**FREEZING}, skip_train=True),
     "refused": Job(section={**FREEZING, "schedule": "gpipe"}, iterations=2),
@@ -129,11 +126,6 @@ class TestTrainings:
         assert "1 stages x 2 microbatches" in outcomes["no pipeline"][0].said
         first, second = outcomes["no pipeline"]
         assert first.parameters == second.parameters
-
-    def test_adapters_of_a_finetuning_freeze(self, outcomes: dict[str, list[Outcome]], folder: Path) -> None:
-        losses_of(outcomes["adapters"])
-        report = Report.read(folder / "adapters" / "timely_freeze" / "report.json")
-        assert report.plan is not None
 
     def test_an_evaluation_attaches_nothing(self, outcomes: dict[str, list[Outcome]]) -> None:
         assert losses_of(outcomes["evaluated only"]) == {}

@@ -51,9 +51,6 @@ def install() -> None:
     if hasattr(builtins.__import__, "timely_freeze"):
         return
     megatron_on_cpu.install()
-    megatron_on_cpu.CHANGED["megatron.core.extensions.transformer_engine"] = {
-        name: type(name, (), {}) for name in ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear")
-    }  # None there, and asked for with isinstance
     megatron_on_cpu.use_built_helpers()
     megatron_on_cpu.spawn_without_the_script()
     barrier = torch.distributed.barrier
