@@ -32,7 +32,7 @@ class Patch:
 
     Args:
         module: the module's full name.
-        symbol: the function's name in it.
+        symbol: the function's name in it, or ``Class.method``.
         arguments: names of its arguments that the wrapper reads.
     """
 
@@ -58,7 +58,7 @@ class Patch:
             return
         original = self.check()
         replacement = functools.update_wrapper(wrapper(original), original)
-        setattr(self._import(), self.symbol, replacement)
+        setattr(self._owner(), self._name, replacement)
         self._original, self._replacement = original, replacement
 
     def handle(self, handler: Callable[..., Any]) -> None:
@@ -80,7 +80,7 @@ class Patch:
 
     def check(self) -> Callable[..., Any]:
         """Return the symbol as it is now. Raises UnsupportedError, naming the symbol or argument that is missing."""
-        function: Any = getattr(self._import(), self.symbol, None)
+        function: Any = getattr(self._owner(), self._name, None)
         problem = None
         if not callable(function):
             problem = f"this Megatron has no {self.path}"
@@ -94,7 +94,7 @@ class Patch:
 
     def check_revert(self) -> None:
         """Raise UnsupportedError if other code has wrapped the symbol since: putting it back would undo theirs."""
-        if self.applied and getattr(self._import(), self.symbol, None) is not self._replacement:
+        if self.applied and getattr(self._owner(), self._name, None) is not self._replacement:
             raise UnsupportedError(
                 f"timely_freeze cannot be taken back: {self.path} was replaced by other code; take that back first"
             )
@@ -103,8 +103,19 @@ class Patch:
         """Put the original back, if the symbol is replaced. Raises UnsupportedError as ``check_revert``."""
         self.check_revert()
         if self._original is not None:
-            setattr(self._import(), self.symbol, self._original)
+            setattr(self._owner(), self._name, self._original)
             self._original = self._replacement = None
+
+    @property
+    def _name(self) -> str:
+        return self.symbol.rpartition(".")[2]
+
+    def _owner(self) -> Any:
+        """The module, or the class in it whose method is replaced; None where there is no such class."""
+        owner = self._import()
+        for part in self.symbol.split(".")[:-1]:
+            owner = getattr(owner, part, None)
+        return owner
 
     def _import(self) -> Any:
         try:

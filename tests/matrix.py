@@ -24,28 +24,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from measuring import machine, put_table
 
-from tf_adapters.cli.doctor import HOSTS
+from tf_adapters.cli.doctor import HOSTS, Host
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "matrix"
 RESULTS = ROOT / "benchmarks" / "results" / "matrix.json"
 PAGE = ROOT / "docs" / "compatibility.md"
-PACKAGES = {host.package: host for host in HOSTS}
+ON_MEGATRON = Host("megatron-bridge", "megatron-bridge", "megatron-bridge", oldest="0.3.1", newest="0.3.1")
+"""Not installed for the other tests: it declares what needs a GPU to be built."""
+PACKAGES = {host.package: host for host in (*HOSTS, ON_MEGATRON)}
 HOST_TESTS = {
     "deepspeed": "deepspeed",
-    "megatron-core": "megatron",
+    "megatron-bridge": "bridge",
+    "megatron-core": "megatron and not bridge",
     "torch": "torch and not titan",
     "torchtitan": "titan",
 }
-CONTRACT = ("test_contract.py", "test_torchtitan.py")
+CONTRACT = ("test_contract.py", "test_torchtitan.py", "test_megatron_bridge.py")
 BUILD_SHM = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 # Megatron-Core's newer wheels ask for Python 3.12; their code runs on 3.11.
 DOWNLOAD = ("--no-deps", "--no-build-isolation", "--ignore-requires-python")
 
 
-BESIDE = {("torchtitan", "0.3.0"): ("torch", "2.15")}
+BESIDE = {("torchtitan", "0.3.0"): ("torch", "2.15"), ("megatron-bridge", "0.6.2"): ("megatron-core", "0.19.2")}
 """What a version needs that is not installed, too."""
-REQUIRED = {"torchtitan": ("spmd_types==0.2.3", "torch_checkpointing>=0.1")}
+REQUIRED = {
+    "torchtitan": ("spmd_types==0.2.3", "torch_checkpointing>=0.1"),
+    "megatron-bridge": ("omegaconf==2.3.0", "hydra-core==1.3.2", "antlr4-python3-runtime==4.9.3", "six"),
+}
 
 
 def main() -> None:
@@ -88,7 +94,7 @@ def numbers(version: str) -> tuple[int, ...]:
 def run(package: str, version: str, whole: bool) -> dict[str, object]:
     """The outcome of the tests of a host's adapter under one version of it."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    if not metadata.version(package).startswith(version):
+    if not (installed(package) or "").startswith(version):
         wanted = [(package, version), *([BESIDE[package, version]] if (package, version) in BESIDE else [])]
         overlays = [str(unpacked(*one)) for one in wanted]
         before = [*overlays, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -135,6 +141,13 @@ def run(package: str, version: str, whole: bool) -> dict[str, object]:
         "skipped": counts["skipped"],
         "seconds": round(time.monotonic() - began),
     }
+
+
+def installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def unpacked(package: str, version: str) -> Path:

@@ -29,6 +29,7 @@ from megatron_patches import (
     forward_backward,
     forward_step,
     model_setup,
+    train_state,
 )
 from megatron_patches.patch import Patch
 from tf_adapters.errors import UnsupportedError
@@ -361,7 +362,7 @@ def test_all_patches_can_be_taken_back_at_once() -> None:
     assert all(symbol(path).__wrapped__ is original for path, original in originals.items())
     megatron_patches.revert_all()
     assert all(symbol(path) is original for path, original in originals.items())
-    assert {*UNCHANGED, communication} == set(megatron_patches.ALL)
+    assert {*UNCHANGED, communication, train_state} == set(megatron_patches.ALL)
 
 
 def test_transfers_tell_what_they_receive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,6 +487,49 @@ def test_check_returns_the_symbol_and_replaces_nothing(module: Any) -> None:
     assert not patch.applied
     check_refusal(Patch("some_host.of_ours", "triple").check, "this Megatron has no some_host.of_ours.triple;")
     check_refusal(Patch("some_host.of_theirs", "double").check, "there is no some_host.of_theirs ")
+
+
+def test_a_method_of_a_class_is_replaced_for_all_its_objects(module: Any) -> None:
+    class Host:
+        def double(self, x: int) -> int:
+            return 2 * x
+
+    module.Host, made, original = Host, Host(), Host.double
+    patch = Patch("some_host.of_ours", "Host.double", "x")
+    patch.handle(lambda run, x: run() + x)
+    assert made.double(3) == made.double(x=3) == 9
+    patch.revert()
+    assert Host.double is original
+    check_refusal(
+        Patch("some_host.of_ours", "Host.triple").check, "this Megatron has no some_host.of_ours.Host.triple;"
+    )
+    check_refusal(Patch("some_host.of_ours", "Guest.double").check, "has no some_host.of_ours.Guest.double;")
+
+
+def test_a_train_state_is_saved_and_loaded_with_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TrainState:
+        step = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"step": self.step}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.step = state_dict["step"]
+
+    for name in ("megatron.bridge", "megatron.bridge.training", "megatron.bridge.training.state"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    vars(sys.modules["megatron.bridge.training.state"])["TrainState"] = TrainState
+    ours, other = TrainState(), TrainState()
+    ours.step = 3
+    train_state.apply("key", lambda state: "text" if state is ours else None)
+    assert other.state_dict() == {"step": 0}
+    assert ours.state_dict() == {"step": 3, "key": "text"}
+    other.load_state_dict(ours.state_dict())
+    assert (other.step, vars(other)["key"]) == (3, "text")
+    other.load_state_dict({"step": 4})
+    assert (other.step, vars(other)["key"]) == (4, None)
+    train_state.revert()
+    assert ours.state_dict() == {"step": 3}
 
 
 def test_a_wrapper_that_fails_leaves_the_symbol_alone(module: Any) -> None:

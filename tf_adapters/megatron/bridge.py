@@ -1,134 +1,121 @@
 """Freezing in Megatron-Bridge's ``pretrain`` and ``finetune``, as one of their callbacks.
 
-Source: megatron/bridge/training (callbacks.py, train.py, checkpointing.py).
+Source: megatron/bridge/training (callbacks.py, train.py, pretrain.py, state.py, checkpointing.py).
 """
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import logging
+from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
+import torch
 
+import megatron_patches.train_state
 from tf_adapters.config import SECTION, TimelyFreezeConfig
+from tf_adapters.errors import UnsupportedError
 from tf_adapters.hosts.agreement import GivenConfig
+from tf_adapters.hosts.support import refuse
 from tf_adapters.log import announce
 from tf_adapters.megatron.adapter import MegatronAdapter
 from tf_adapters.megatron.entry import attach, patch_schedules
 from tf_adapters.megatron.training import warmup_left
-from tf_adapters.overrides import Overrides
 
 __all__ = ["TimelyFreezeCallback"]
 
-STATE_FILE = f"{SECTION}.json"
-"""In a checkpoint's folder."""
+_newest: TimelyFreezeCallback | None = None  # whose run trains, or has trained last
 
 
 class TimelyFreezeCallback:
     """A callback of Megatron-Bridge that freezes: ``pretrain(..., callbacks=[TimelyFreezeCallback({...})])``.
 
-    Make it before ``pretrain`` is called: Bridge fetches Megatron's schedule before it starts its callbacks. It attaches
-    when training starts, goes on from the state in the checkpoint that was loaded, leaves its state in every global
-    checkpoint (``iter_.../timely_freeze.json``), writes figures to Bridge's TensorBoard and W&B, and detaches at the
-    end of training. It needs nothing of Bridge's to be imported.
+    Make it before ``pretrain`` or ``finetune`` is called: Bridge fetches Megatron's schedule before it starts its
+    callbacks. It attaches when training starts, goes on from the state in the checkpoint that was loaded, puts its
+    state into every checkpoint, writes figures to Bridge's loggers, and detaches at the end of training.
 
     Args:
         config: the settings; by default all defaults. Equal on all ranks.
 
     Attributes:
-        adapter: while training runs; None before, after, and where ``enabled`` is false.
+        adapter: while training runs; None before and after, and where ``enabled`` is false.
 
     Raises:
-        ConfigError: a setting is wrong. UnsupportedError: this version of Megatron-Core has not what it needs; raised
+        ConfigError: a setting is wrong. UnsupportedError: Megatron-Core or Megatron-Bridge lacks what it needs; raised
             at the start of training, on all ranks, where freezing cannot be right with this model.
     """
 
     def __init__(self, config: GivenConfig = None) -> None:
         self.adapter: MegatronAdapter | None = None
         self._settings = TimelyFreezeConfig.parse(config)
-        self._state: Any = None  # Bridge's, of the run
-        self._last: dict[str, Any] | None = None  # ours, once training has ended
-        self._overrides = Overrides()
-        patch_schedules()
+        self._progress: Any = None  # the TrainState of the run
+        self._last: dict[str, Any] | None = None  # our state at the end of training
+        if self._settings.enabled:
+            patch_schedules()
+            megatron_patches.train_state.apply(SECTION, _to_save)
 
     def on_train_start(self, context: Any) -> None:
         """Attach; called by Bridge on all ranks."""
-        self._state, self._last = context.state, None
-        self._watch_checkpoints()
-        configured, step = context.state.cfg, context.state.train_state.step
+        global _newest
+        configured, progress = context.state.cfg, context.state.train_state
+        self.adapter, self._last = None, None  # of a run in this process that has failed
+        self._progress, _newest = progress, self
+        if self._settings.enabled:
+            refuse(_problem(configured))
         warmup = warmup_left(context.scheduler, configured.train.global_batch_size)
         logs = BridgeLogs(context.state)
         self.adapter = attach(context.model, context.optimizer, self._settings, warmup_steps=warmup, metrics=logs)
-        if self.adapter is not None and step > 0:
-            self.adapter.controller.load_state_dict(_read(configured.checkpoint.load, step), warmup)
-
-    def on_checkpoint_save(self, context: Any) -> None:
-        """Leave our state beside the checkpoint that was saved; called by newer versions of Bridge."""
-        self._save(context.state)
+        if self.adapter is not None and progress.step > 0:
+            self.adapter.controller.load_state_dict(_decoded(getattr(progress, SECTION, None)), warmup)
 
     def on_train_end(self, context: Any) -> None:
         """Leave the last report, and give the model back as it was; called by Bridge on all ranks."""
-        if self.adapter is not None:
-            self._last = self.adapter.controller.state_dict()  # Bridge may save once more
-            self.adapter.detach()
-            self.adapter = None
-
-    def _watch_checkpoints(self) -> None:
-        """Follow the saves of versions that have no event for them."""
-        from megatron.bridge.training import callbacks, pretrain, train
-
-        if "on_checkpoint_save" in callbacks.VALID_EVENTS:
+        if self.adapter is None:
             return
-        for module in (train, pretrain):
-            if getattr(module.save_checkpoint, "timely_freeze", None) is not self:
-                self._overrides.set(module, "save_checkpoint", self._saving(module.save_checkpoint))
-
-    def _saving(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(run)
-        def save_checkpoint(state: Any, *args: Any, **kwargs: Any) -> Any:
-            result = run(state, *args, **kwargs)
-            if state is self._state and not kwargs.get("non_persistent_ckpt", False):
-                self._save(state)
-            return result
-
-        save_checkpoint.timely_freeze = self  # type: ignore[attr-defined]
-        return save_checkpoint
-
-    def _save(self, state: Any) -> None:
-        """Write our state on rank 0; a disk that fails costs the state and not the run."""
-        ours = self._last if self.adapter is None else self.adapter.controller.state_dict()
-        if ours is None or dist.get_rank() != 0 or state.cfg.checkpoint.save is None:
-            return
-        path = _path(state.cfg.checkpoint.save, state.train_state.step)
+        self._last = self.adapter.controller.state_dict()  # older versions save once more
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(ours))
-        except OSError as error:
-            announce(0, f"the state cannot be saved in {path} ({error.strerror}): a resumed run monitors anew")
+            self.adapter.detach()
+        except UnsupportedError as error:  # other code has wrapped ours: the end of training is no reason to fail
+            announce(self.adapter.collectives.rank, str(error), logging.WARNING)
+        self.adapter = None
+
+    def state_of(self, train_state: Any) -> dict[str, Any] | None:
+        """What a checkpoint of this run has to hold besides; None for other runs."""
+        if train_state is not self._progress:
+            return None
+        return self._last if self.adapter is None else self.adapter.controller.state_dict()
 
 
 class BridgeLogs:
-    """Figures to Bridge's writers, which live on the last rank, in its intervals."""
+    """Figures to Bridge's loggers, which live on the last rank, in its intervals."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
 
     def due(self) -> bool:
         """Whether Bridge writes after the step that has ended."""
-        writes = bool(self._state.tensorboard_logger or self._state.wandb_logger)
-        return writes and self._iteration % self._state.cfg.logger.tensorboard_log_interval == 0
+        if self._iteration % self._state.cfg.logger.tensorboard_log_interval:
+            return False
+        return any(self._logger(name) for name in ("tensorboard", "wandb", "mlflow", "comet"))
 
     def __call__(self, figures: Mapping[str, float]) -> None:
         """Called on every rank after the steps that are ``due``."""
         named = {f"timely-freeze/{name}": value for name, value in figures.items()}
-        if self._state.tensorboard_logger:
+        tensorboard, wandb = self._logger("tensorboard"), self._logger("wandb")
+        mlflow, comet = self._logger("mlflow"), self._logger("comet")
+        if tensorboard:
             for name, value in named.items():
-                self._state.tensorboard_logger.add_scalar(name, value, self._iteration)
-        if self._state.wandb_logger:
-            self._state.wandb_logger.log(named, self._iteration)
+                tensorboard.add_scalar(name, value, self._iteration)
+        if wandb:
+            wandb.log(named, self._iteration)
+        if mlflow:
+            mlflow.log_metrics({name.replace("/", "_"): value for name, value in named.items()}, step=self._iteration)
+        if comet:
+            comet.log_metrics(named, step=self._iteration)
+
+    def _logger(self, name: str) -> Any:
+        """None where it is not configured, on other ranks, and where this version does not know it."""
+        return getattr(self._state, f"{name}_logger", None)
 
     @property
     def _iteration(self) -> int:
@@ -136,15 +123,21 @@ class BridgeLogs:
         return int(self._state.train_state.step) + 1
 
 
-def _path(folder: str, step: int) -> Path:
-    return Path(folder) / f"iter_{step:07d}" / STATE_FILE
+def _problem(configured: Any) -> str | None:
+    if getattr(configured.dist, "use_decentralized_pg", False):
+        return "dist.use_decentralized_pg is True, and the ranks' places are read from Megatron's parallel_state"
+    return None
 
 
-def _read(folder: str | None, step: int) -> Any:
-    """The state that a checkpoint has; None where it has none that can be read. Rank 0's counts."""
-    if folder is None:
-        return None
+def _to_save(train_state: Any) -> torch.Tensor | None:
+    """Our state as JSON, in bytes: a TrainState's entries are tensors."""
+    state = None if _newest is None else _newest.state_of(train_state)
+    return None if state is None else torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+def _decoded(saved: Any) -> Any:
+    """None without a state that can be read. Rank 0's counts."""
     try:
-        return json.loads(_path(folder, step).read_text())
-    except (OSError, ValueError):
+        return None if saved is None else json.loads(bytes(saved.tolist()))
+    except (AttributeError, TypeError, ValueError):
         return None

@@ -11,48 +11,19 @@ Seen to run: Megatron-LM 0.16.1 (pretrain_gpt.py, pretrain_bert.py).
 
 from __future__ import annotations
 
-import glob
-import importlib.util
-import multiprocessing.spawn
 import os
 import runpy
 import sys
-from typing import Any
 
 from tf_adapters.testing import megatron_on_cpu
-
-_HELPERS = "megatron.core.datasets.helpers_cpp"
 
 
 def install() -> None:
     """Prepare this process for a Megatron-LM script."""
     megatron_on_cpu.install()
     megatron_on_cpu.CHANGED["megatron.legacy.fused_kernels"] = {"load": lambda args: None}  # would compile CUDA code
-    _use_built_helpers()
-    _spawn_without_the_script()
-
-
-def _use_built_helpers() -> None:
-    """A checkout runs make for its data helpers, which needs pybind11; the megatron-core wheel has them built."""
-    pattern = f"megatron/core/datasets/helpers_cpp.cpython-3{sys.version_info[1]}-*.so"
-    built = [file for folder in sys.path for file in glob.glob(os.path.join(folder, pattern))]
-    if built:
-        spec = importlib.util.spec_from_file_location(_HELPERS, built[0])
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[_HELPERS] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[_HELPERS])
-        megatron_on_cpu.CHANGED["megatron.core.datasets.utils"] = {"compile_helpers": lambda: None}
-
-
-def _spawn_without_the_script() -> None:
-    """Checkpoints spawn a process, which would import the script again, and without any of this."""
-    prepare = multiprocessing.spawn.get_preparation_data
-
-    def prepare_without_main(name: str) -> dict[str, Any]:
-        return {key: value for key, value in prepare(name).items() if not key.startswith("init_main_from")}
-
-    multiprocessing.spawn.get_preparation_data = prepare_without_main
+    megatron_on_cpu.use_built_helpers()
+    megatron_on_cpu.spawn_without_the_script()
 
 
 def main() -> None:

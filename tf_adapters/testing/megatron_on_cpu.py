@@ -7,8 +7,11 @@ Seen to run: megatron-core 0.16.1 and 0.19.2.
 from __future__ import annotations
 
 import functools
+import glob
 import importlib.machinery
 import importlib.util
+import multiprocessing.spawn
+import os
 import sys
 import types
 import typing
@@ -28,6 +31,7 @@ _NEED_TRITON = (
     "megatron.core.transformer.moe.ops.paged_stash",
 )
 
+_HELPERS = "megatron.core.datasets.helpers_cpp"
 _FUSED_KERNEL = "fused_weight_gradient_mlp_cuda"
 
 
@@ -62,6 +66,29 @@ def install() -> None:
     if importlib.util.find_spec("triton") is None:
         for name in _NEED_TRITON:
             sys.modules[name] = _module_of_functions_that_answer_false(name)
+
+
+def use_built_helpers() -> None:
+    """A checkout runs make for its data helpers, which needs pybind11; the megatron-core wheel has them built."""
+    pattern = f"megatron/core/datasets/helpers_cpp.cpython-3{sys.version_info[1]}-*.so"
+    built = [file for folder in sys.path for file in glob.glob(os.path.join(folder, pattern))]
+    if built:
+        spec = importlib.util.spec_from_file_location(_HELPERS, built[0])
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[_HELPERS] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[_HELPERS])
+        CHANGED["megatron.core.datasets.utils"] = {"compile_helpers": lambda: None}
+
+
+def spawn_without_the_script() -> None:
+    """Checkpoints spawn a process, which would import the script again, and without any of this."""
+    prepare = multiprocessing.spawn.get_preparation_data
+
+    def prepare_without_main(name: str) -> dict[str, Any]:
+        return {key: value for key, value in prepare(name).items() if not key.startswith("init_main_from")}
+
+    multiprocessing.spawn.get_preparation_data = prepare_without_main
 
 
 def _send_copies() -> None:

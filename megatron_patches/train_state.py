@@ -1,0 +1,46 @@
+"""``TrainState`` of Megatron-Bridge: what each of its checkpoints says of how far the run has come.
+
+Why here: ``save_checkpoint`` writes what ``state_dict`` returns, whatever the format and wherever it goes: at once or
+later by another process, on a disk or in an object store, global or local. ``load_checkpoint`` makes a new TrainState
+of it. Both take any further entry: a checkpoint with ours loads without us, and one without it with us.
+
+Versions: run on Megatron-Bridge 0.3.1; read in 0.3.0, 0.4.2, 0.5.1, 0.6.2 and main, the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_patches.patch import Patch
+
+_MODULE = "megatron.bridge.training.state"
+SAVE = Patch(_MODULE, "TrainState.state_dict", "self")
+LOAD = Patch(_MODULE, "TrainState.load_state_dict", "self", "state_dict")
+
+
+def apply(key: str, to_save: Callable[[Any], Any]) -> None:
+    """Save what ``to_save(train_state)`` returns, a tensor, under ``key`` (nothing for None).
+
+    A TrainState that was loaded has it as the attribute ``key`` (None without one): so it reaches the other ranks,
+    where rank 0 reads a checkpoint and sends the object.
+    """
+
+    def save(run: Callable[[], Any], train_state: Any) -> Any:
+        state_dict, ours = run(), to_save(train_state)
+        return state_dict if ours is None else {**state_dict, key: ours}
+
+    def load(run: Callable[[], Any], train_state: Any, state_dict: Any) -> Any:
+        result = run()
+        setattr(train_state, key, state_dict.get(key))
+        return result
+
+    SAVE.check()
+    LOAD.check()
+    SAVE.handle(save)
+    LOAD.handle(load)
+
+
+def revert() -> None:
+    SAVE.revert()
+    LOAD.revert()

@@ -1,0 +1,93 @@
+"""Run an unedited Megatron-Bridge script where there is no GPU, to try it out before it costs anything::
+
+    torchrun --nproc-per-node 2 -m tf_adapters.testing.megatron_bridge_on_cpu train.py
+
+``megatron_on_cpu`` is for Megatron-Core; here is what Megatron-Bridge imports whether it is used or not, and what asks
+for a GPU by name. Give the model provider ``transformer_layer_spec=local_layer_spec`` and no fused kernels, and the
+configuration ``dist.distributed_backend = "gloo"``.
+Seen to run: Megatron-Bridge 0.3.1 (Megatron-Core 0.16.1).
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import runpy
+import sys
+import types
+from typing import Any
+
+import torch
+
+from tf_adapters.testing import megatron_on_cpu
+
+_USAGE = "usage: torchrun [...] -m tf_adapters.testing.megatron_bridge_on_cpu SCRIPT [its arguments]"
+_ABSENT = {
+    "megatron.bridge": ("modelopt", "nvidia_resiliency_ext", "transformer_engine", "triton"),
+    "megatron.core.inference": ("triton",),
+    "megatron.core.ssm": ("triton",),
+}
+"""Who is shown a package that is not installed, by the importing module's name; nobody else is: others ask whether
+a package is there to choose what they run."""
+
+
+class _Shown(types.ModuleType):
+    """A package that is not there: every name in it exists, as an empty class or as a module that can be called."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        shown = _Shown(f"{self.__name__}.{name}") if name[0].islower() else type(name, (), {})
+        setattr(self, name, shown)
+        return shown
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As a decorator it leaves a function as it is, otherwise it does nothing."""
+        return args[0] if args and callable(args[0]) else None
+
+
+def install() -> None:
+    """Prepare this process for Megatron-Bridge, before it is imported; once is enough."""
+    if hasattr(builtins.__import__, "timely_freeze"):
+        return
+    megatron_on_cpu.install()
+    megatron_on_cpu.use_built_helpers()
+    megatron_on_cpu.spawn_without_the_script()
+    barrier = torch.distributed.barrier
+    vars(torch.distributed)["barrier"] = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
+    _show_absent_packages()
+
+
+def _show_absent_packages() -> None:
+    run: Any = builtins.__import__
+    shown: dict[str, _Shown] = {}
+
+    def import_or_show(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        root = name.partition(".")[0]
+        importer = (globals or {}).get("__name__", "")
+        if level or not any(importer.startswith(who) and root in roots for who, roots in _ABSENT.items()):
+            return run(name, globals, locals, fromlist=fromlist, level=level)
+        try:
+            return run(name, globals, locals, fromlist=fromlist, level=level)
+        except ImportError:
+            module = shown.setdefault(root, _Shown(root))
+        for part in name.split(".")[1:] if fromlist else ():
+            module = getattr(module, part)
+        return module
+
+    import_or_show.timely_freeze = True  # type: ignore[attr-defined]
+    vars(builtins)["__import__"] = import_or_show
+
+
+def main() -> None:
+    """Run the script that the arguments name."""
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        raise SystemExit(_USAGE)
+    install()
+    sys.argv = sys.argv[1:]
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
