@@ -239,8 +239,12 @@ def run_batch(
     microbatches: Sequence[int],
     forward_only: bool = False,
     length: int = CONTEXT,
+    **given: Any,
 ) -> Any:
-    """One pass of Megatron's schedule over microbatches of ``length`` tokens; the losses, on the last stage."""
+    """One pass of Megatron's schedule over microbatches of ``length`` tokens; the losses, on the last stage.
+
+    ``given`` are more arguments of the schedule.
+    """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -254,6 +258,7 @@ def run_batch(
         seq_length=length,
         micro_batch_size=BATCH,
         forward_only=forward_only,
+        **given,
     )
 
 
@@ -338,9 +343,11 @@ def start(case: Case) -> tuple[list[Any], Any, Any]:
     return chunks, optimizer, adapter
 
 
-def train_step(case: Case, chunks: list[Any], optimizer: Any, step: int, microbatches: int = 0) -> list[float]:
+def train_step(
+    case: Case, chunks: list[Any], optimizer: Any, step: int, microbatches: int = 0, **given: Any
+) -> list[float]:
     zero_gradients(chunks, optimizer)
-    losses = run_batch(case, chunks, step, range(microbatches or case.microbatches))
+    losses = run_batch(case, chunks, step, range(microbatches or case.microbatches), **given)
     optimizer.step()
     return [float(entry["loss"]) for entry in losses]
 

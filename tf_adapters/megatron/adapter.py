@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -24,10 +24,12 @@ from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.layers import layers_of
 from tf_adapters.log import announce
 from tf_adapters.masking.taps import StageTaps
-from tf_adapters.megatron.chunks import Chunk
+from tf_adapters.megatron.chunks import Chunk, device_of
 from tf_adapters.megatron.execution import WaitingWeights, before_reduction
 from tf_adapters.megatron.linear import tapped_layer
+from tf_adapters.megatron.links import Links
 from tf_adapters.megatron.optimizers import HeldParameters, held_values, scale_gradients
+from tf_adapters.megatron.ordered import OrderedBatch, is_replaceable
 from tf_adapters.megatron.schedules import PipelinePosition, translate
 from tf_adapters.megatron.units import chunk_units, tied_places
 from tf_adapters.report.observer import MetricSink
@@ -73,14 +75,16 @@ class MegatronAdapter(HostAdapter):
         collectives: Collectives,
         metrics: MetricSink | None = None,
         warmup_steps: int = DEFAULT_WARMUP_STEPS,
+        links: Links | None = None,
     ) -> None:
-        self._model = model
+        self._model, self._links = model, links
         self._position = PipelinePosition(model.pp_group.rank(), model.pp_group.size(), len(model.chunks))
         self._chunks = {id(c): Chunk(self._position.stage(index), c) for index, c in enumerate(model.chunks)}
         self._num_microbatches, self._warmup_steps = model.num_microbatches, warmup_steps
         self._in_batch = False
         self._batch_seen = False
         self._waiting: WaitingWeights | None = None
+        self._ordered: OrderedBatch | None = None
         self._unscaled: set[int] = set()  # stages whose gradients of this step are still to be scaled
         self.collectives = collectives
         self._schedule = self._translate(model.num_microbatches)
@@ -101,6 +105,8 @@ class MegatronAdapter(HostAdapter):
         for chunk in self._chunks.values():
             chunk.hook(model.config)
             self.on_detach(chunk.close)
+        if self._links is not None:
+            self.on_detach(self._links.close)
 
     def _describe(self) -> HostPipeline:
         model, by_stage = self._model, {chunk.stage: chunk for chunk in self._chunks.values()}
@@ -117,11 +123,12 @@ class MegatronAdapter(HostAdapter):
             parameters=parameters,
             layers={stage: layers_of(chunk.model) for stage, chunk in by_stage.items()},
             held_values=held_values(model.optimizer, parameters),
+            moves_forwards=self._links is not None,
             traced=holds_first_rank(model.pp_group),
             replicas=model.replicas,
             adaptive=is_adaptive([model.optimizer]),
             warmup_steps=self._warmup_steps,
-            clock=clock_for(_device_of(model.chunks)),
+            clock=clock_for(device_of(model.chunks)),
         )
 
     def ties(self, pipeline: HostPipeline) -> tuple[Tie, ...]:
@@ -133,41 +140,42 @@ class MegatronAdapter(HostAdapter):
     # --- what the patches call -------------------------------------------------------------------------------
 
     @contextmanager
-    def batch(self, num_microbatches: int) -> Iterator[None]:
-        """Around one training batch."""
+    def batch(self, num_microbatches: int, communicator: Any = None) -> Iterator[None]:
+        """Around one training batch, which sends and receives by a P2PCommunicator; None is the host's own."""
         if num_microbatches != self._num_microbatches:
             self._num_microbatches = num_microbatches
             self.controller.reschedule(self._translate(num_microbatches))
         self.controller.begin_step()
         self._in_batch = self._batch_seen = True
-        self._waiting = self._waiting_weights()
+        self._follow_plan(communicator)
         self._unscaled = {chunk.stage for chunk in self._chunks.values()}
+        ordered = self._ordered.without_transfers() if self._ordered else nullcontext()
         try:
-            with before_reduction(self._model.config, self._finish_weight_gradients):
+            with before_reduction(self._model.config, self._finish_weight_gradients), ordered:
                 yield
             self._finish_weight_gradients()
         finally:
-            self._in_batch, self._waiting = False, None
+            self._in_batch, self._waiting, self._ordered = False, None, None
 
-    def forward(self, run: Callable[[], Any], model: torch.nn.Module, microbatch: int | None) -> Any:
+    def forward(self, run: functools.partial[Any], model: torch.nn.Module, microbatch: int | None) -> Any:
         """Run one microbatch's forward through one chunk, masked and timed; outside a training batch, just run it."""
         if not self._in_batch or microbatch is None:
             return run()
         chunk = self._chunks[id(model)]
-        result = self._run(run, chunk, Kind.FORWARD, microbatch)
+        if self._ordered is not None:
+            result = self._ordered.forward(run, microbatch)
+        else:
+            result = self._run(run, Kind.FORWARD, microbatch, chunk=chunk)
         tag(result[0], (self, chunk, microbatch))
         return result
 
     def backward(self, run: Callable[[], Any], chunk: Chunk, microbatch: int) -> Any:
         """Run one microbatch's backward through one chunk, masked and timed."""
+        if self._ordered is not None:
+            return self._ordered.backward(microbatch)
         waiting = self._waiting
         kind = waiting.backward_kind(chunk.stage, microbatch) if waiting else Kind.BACKWARD
-        self.compute_waiting()
-        if kind is Kind.BACKWARD:
-            chunk.gradients.report(self.controller.mask(chunk.stage, microbatch).names)
-        result = self._run(run, chunk, kind, microbatch)
-        chunk.gradients.ready_as_now()
-        return result
+        return self._run(run, kind, microbatch, chunk=chunk)
 
     def compute_waiting(self) -> None:
         """Compute the weight gradients that the plan has put where this rank waits."""
@@ -176,24 +184,31 @@ class MegatronAdapter(HostAdapter):
 
     def _finish_weight_gradients(self, chunk: int | None = None) -> None:
         """Compute the weight gradients that are left of a model chunk, or of all: they are reduced now."""
-        if self._waiting is not None:
+        if self._ordered is not None:
+            self._ordered.finish()
+        elif self._waiting is not None:
             self._waiting.finish(None if chunk is None else self._position.stage(chunk))
 
-    def _run(self, run: Callable[[], Any], chunk: Chunk, kind: Kind, microbatch: int) -> Any:
+    def _run(self, run: Callable[[], Any], kind: Kind, microbatch: int, chunk: Chunk) -> Any:
         self.compute_waiting()
+        mask = self.controller.mask(chunk.stage, microbatch)
+        if kind is Kind.BACKWARD:
+            chunk.gradients.report(mask.names)
         action = Action(chunk.stage, kind, microbatch)
-        with chunk.masked(self.controller.mask(chunk.stage, microbatch)), self.controller.running(action):
+        with chunk.masked(mask), self.controller.running(action):
             result = run()
+        if kind is not Kind.FORWARD:
+            chunk.gradients.ready_as_now()
         if self._waiting is not None:
             self._waiting.passed(action)
         return result
 
-    def _waiting_weights(self) -> WaitingWeights | None:
-        """What this rank's row of a rewritten order has besides the host's own forwards and backwards."""
-        order = self.controller.execution
+    def _follow_plan(self, communicator: Any) -> None:
+        """Where this step's order is a rewritten one: run it, or its weight gradients between the host's actions."""
+        order, by_stage = self.controller.execution, {chunk.stage: chunk for chunk in self._chunks.values()}
         if order is self.controller.schedule:
-            return None
-        by_stage = {chunk.stage: chunk for chunk in self._chunks.values()}
+            return
+        row = order.ranks[self._position.rank]
 
         def compute(action: Action, last: bool) -> None:
             chunk = by_stage[action.stage]
@@ -202,7 +217,13 @@ class MegatronAdapter(HostAdapter):
                     chunk.gradients.report(self.controller.mask(action.stage, action.microbatch).names)
                 self.controller.compute_weight_gradients(action.stage, action.microbatch)
 
-        return WaitingWeights(order.ranks[self._position.rank], compute)
+        if self._links is not None and is_replaceable(communicator, self._model.pp_group):
+            (chunk,) = by_stage.values()
+            run = functools.partial(self._run, chunk=chunk)
+            device = device_of(self._model.chunks)
+            self._ordered = OrderedBatch(row, self._links, device=device, run=run, compute=compute)
+        else:
+            self._waiting = WaitingWeights(row, compute)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step, and with it the end of ours."""
@@ -287,10 +308,3 @@ def adapter_of(model: Any) -> MegatronAdapter | None:
     """The adapter attached to a model chunk, or to the first of a list of chunks."""
     chunk = model[0] if isinstance(model, (list, tuple)) and model else model
     return vars(chunk).get(ATTRIBUTE) if isinstance(chunk, torch.nn.Module) else None
-
-
-def _device_of(chunks: Sequence[torch.nn.Module]) -> torch.device:
-    """The device of this rank's model; a chunk of an "empty stage" layout has no parameters."""
-    devices = (parameter.device for chunk in chunks for parameter in chunk.parameters())
-    fallback = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return next(devices, fallback)

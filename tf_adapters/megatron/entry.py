@@ -20,7 +20,9 @@ from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.adapter import attach_once
 from tf_adapters.hosts.agreement import GivenConfig, read_settings, refuse_other_schedules, same_on_all_ranks
 from tf_adapters.megatron.adapter import MegatronAdapter, MegatronModel, adapter_of, host_info, tagged
-from tf_adapters.megatron.support import check
+from tf_adapters.megatron.chunks import device_of
+from tf_adapters.megatron.links import Links, connect, needs_own_groups
+from tf_adapters.megatron.support import check, keeps_order
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
@@ -77,7 +79,8 @@ def attach(
             replicas=int(parallel_state.get_data_parallel_world_size(with_context_parallel=True)),
         )
         warmup = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
-        return MegatronAdapter(described, settings, ours, metrics=metrics, warmup_steps=warmup)
+        links = _links(ours, described) if settings.defers else None
+        return MegatronAdapter(described, settings, ours, metrics=metrics, warmup_steps=warmup, links=links)
 
     return attach_once(
         connect=lambda: collectives or ProcessGroupCollectives(),
@@ -104,14 +107,14 @@ def patch_schedules() -> None:
     communication.apply(_on_communication)
 
 
-def _on_batch(run: Any, model: Any, num_microbatches: int, forward_only: bool) -> Any:
+def _on_batch(run: Any, model: Any, num_microbatches: int, forward_only: bool, communicator: Any) -> Any:
     adapter = adapter_of(model)
     if adapter is None or forward_only:
         return run()
     global _running
     _running = adapter
     try:
-        with adapter.batch(num_microbatches):
+        with adapter.batch(num_microbatches, communicator):
             return run()
     finally:
         _running = None
@@ -136,6 +139,15 @@ def _on_backward(run: Any, output: Any) -> Any:
         return run()
     adapter, chunk, microbatch = ours
     return adapter.backward(run, chunk, microbatch)
+
+
+def _links(collectives: Collectives, model: MegatronModel) -> Links | None:
+    """The links that rewritten orders need; None, on all ranks, where Megatron's order of forwards has to stay."""
+    apart = needs_own_groups(model.pp_group)
+    stays = on_all_ranks(collectives, lambda: keeps_order(model.config, model.pp_group.size(), len(model.chunks)))
+    if any(stays) or (apart and len(stays) != torch.distributed.get_world_size()):
+        return None
+    return connect(model.pp_group, device_of(model.chunks), own_groups=apart)
 
 
 def _settings(chunks: Sequence[Any], optimizer: Any, config: GivenConfig) -> TimelyFreezeConfig:
