@@ -224,7 +224,7 @@ def mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Te
     return loss, {"loss": loss.detach().clone()}
 
 
-def forward_step(data: Any, model: Any) -> Any:
+def forward_step(data: Any, model: Any, recomputed: bool | None = None) -> Any:
     tokens, labels = next(data)
     length = tokens.shape[1]
     positions = torch.arange(length).expand(BATCH, length)

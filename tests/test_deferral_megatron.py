@@ -210,7 +210,7 @@ def interrupted(case: Case, chunks: list[Any]) -> bool:
     """A batch that ends on all ranks with the error of a rank's first forward: whether it did."""
     from megatron.core import parallel_state
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise ValueError("the user's")
 
     first = parallel_state.is_pipeline_first_stage()
