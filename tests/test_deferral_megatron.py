@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,9 +119,9 @@ def alone(megatron):
     return megatron(4).run(train_through, replace(MOVED, section=None, ratios=None), "as ever")
 
 
-def test_messages_over_groups_of_their_own_are_the_same(megatron, alone):
-    """As on devices, whose backends queue the transfers of a group."""
-    check_same(megatron(4).run(train_through, MOVED, "own groups"), alone)
+def test_transfers_that_block_their_rank_run_the_same_order(megatron, alone):
+    """As on devices, at worst: the next transfer, or a device that is waited for, waits for those before."""
+    check_same(megatron(4).run(train_through, MOVED, "blocking"), alone)
 
 
 def test_a_communicator_of_the_loops_own_runs_the_same_order(megatron, alone):
@@ -152,12 +153,13 @@ def test_an_error_of_the_users_passes_and_the_next_batch_is_whole(megatron, alon
 
 def train_through(case: Case, event: str) -> dict[str, Any]:
     """Four steps, with something after the first or all the time."""
-    from tf_adapters.megatron import entry
+    from tf_adapters.megatron.links import Links
 
     outcome: dict[str, Any] = {"steps": [], "raised": False}
     with pytest.MonkeyPatch.context() as patch:
-        if event == "own groups":
-            patch.setattr(entry, "needs_own_groups", lambda group: True)
+        if event == "blocking":
+            patch.setattr(Links, "send", blocking(Links.send))
+            patch.setattr(Links, "receive", blocking(Links.receive))
         chunks, optimizer, adapter = start(case)
         given = communicator(chunks, event) if event in ("own communicator", "subclass") else {}
         for step in range(4):
@@ -178,6 +180,17 @@ def train_through(case: Case, event: str) -> dict[str, Any]:
         }
         adapter.detach()
     return outcome
+
+
+def blocking(transfer: Any) -> Any:
+    """A way to send or receive that returns once the tensor has arrived."""
+
+    def run(*args: Any) -> Any:
+        message = transfer(*args)
+        message.wait()
+        return message._replace(work=SimpleNamespace(wait=lambda: None))
+
+    return run
 
 
 class _Forgetful(list[Action]):

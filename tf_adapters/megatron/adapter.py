@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
@@ -33,7 +33,8 @@ from tf_adapters.megatron.ordered import OrderedBatch, is_replaceable
 from tf_adapters.megatron.schedules import PipelinePosition, translate
 from tf_adapters.megatron.units import chunk_units, tied_places
 from tf_adapters.report.observer import MetricSink
-from tf_adapters.schedule.ir import Action, Kind
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.messages import receive_points
 from tf_adapters.selection.units import Tie
 from tf_adapters.timing.timer import clock_for
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
@@ -48,7 +49,8 @@ _TAG = "timely_freeze_action"  # of a forward's output: what its backward is
 class MegatronModel:
     """A model as Megatron trains it on this rank: its chunks, what updates them, and the pipeline they are in.
 
-    ``config`` is the TransformerConfig, ``num_microbatches`` the number in a training batch.
+    ``config`` is the TransformerConfig, ``num_microbatches`` the number in a training batch; ``moves_forwards`` says
+    whether a plan may move forwards, too.
     """
 
     chunks: Sequence[torch.nn.Module]
@@ -58,6 +60,7 @@ class MegatronModel:
     pp_group: Any
     expert_parallel_size: int = 1
     replicas: int = 1
+    moves_forwards: bool = False
 
 
 def host_info() -> HostInfo:
@@ -75,9 +78,8 @@ class MegatronAdapter(HostAdapter):
         collectives: Collectives,
         metrics: MetricSink | None = None,
         warmup_steps: int = DEFAULT_WARMUP_STEPS,
-        links: Links | None = None,
     ) -> None:
-        self._model, self._links = model, links
+        self._model, self._links = model, Links(model.pp_group)
         self._position = PipelinePosition(model.pp_group.rank(), model.pp_group.size(), len(model.chunks))
         self._chunks = {id(c): Chunk(self._position.stage(index), c) for index, c in enumerate(model.chunks)}
         self._num_microbatches, self._warmup_steps = model.num_microbatches, warmup_steps
@@ -85,6 +87,9 @@ class MegatronAdapter(HostAdapter):
         self._batch_seen = False
         self._waiting: WaitingWeights | None = None
         self._ordered: OrderedBatch | None = None
+        self._receives: tuple[PipelineSchedule, Mapping[Action, tuple[Action, ...]]] | None = (
+            None  # of the newest order
+        )
         self._unscaled: set[int] = set()  # stages whose gradients of this step are still to be scaled
         self.collectives = collectives
         self._schedule = self._translate(model.num_microbatches)
@@ -105,8 +110,6 @@ class MegatronAdapter(HostAdapter):
         for chunk in self._chunks.values():
             chunk.hook(model.config)
             self.on_detach(chunk.close)
-        if self._links is not None:
-            self.on_detach(self._links.close)
 
     def _describe(self) -> HostPipeline:
         model, by_stage = self._model, {chunk.stage: chunk for chunk in self._chunks.values()}
@@ -123,7 +126,7 @@ class MegatronAdapter(HostAdapter):
             parameters=parameters,
             layers={stage: layers_of(chunk.model) for stage, chunk in by_stage.items()},
             held_values=held_values(model.optimizer, parameters),
-            moves_forwards=self._links is not None,
+            moves_forwards=model.moves_forwards,
             traced=holds_first_rank(model.pp_group),
             replicas=model.replicas,
             adaptive=is_adaptive([model.optimizer]),
@@ -217,13 +220,26 @@ class MegatronAdapter(HostAdapter):
                     chunk.gradients.report(self.controller.mask(action.stage, action.microbatch).names)
                 self.controller.compute_weight_gradients(action.stage, action.microbatch)
 
-        if self._links is not None and is_replaceable(communicator, self._model.pp_group):
+        if self._model.moves_forwards and is_replaceable(communicator, self._model.pp_group):
             (chunk,) = by_stage.values()
-            run = functools.partial(self._run, chunk=chunk)
-            device = device_of(self._model.chunks)
-            self._ordered = OrderedBatch(row, self._links, device=device, run=run, compute=compute)
+            self._ordered = OrderedBatch(
+                row,
+                receives=self._receive_points(order),
+                links=self._links,
+                device=device_of(self._model.chunks),
+                run=functools.partial(self._run, chunk=chunk),
+                compute=compute,
+            )
         else:
             self._waiting = WaitingWeights(row, compute)
+
+    def _receive_points(self, order: PipelineSchedule) -> Mapping[Action, tuple[Action, ...]]:
+        if self._receives is None or self._receives[0] is not order:
+            plan = self.controller.state.plan
+            assert plan is not None
+            ends = {action: start + plan.duration_ms[action] for action, start in plan.start_ms.items()}
+            self._receives = order, receive_points(order, ends)
+        return self._receives[1]
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step, and with it the end of ours."""

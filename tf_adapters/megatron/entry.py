@@ -20,8 +20,6 @@ from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.adapter import attach_once
 from tf_adapters.hosts.agreement import GivenConfig, read_settings, refuse_other_schedules, same_on_all_ranks
 from tf_adapters.megatron.adapter import MegatronAdapter, MegatronModel, adapter_of, host_info, tagged
-from tf_adapters.megatron.chunks import device_of
-from tf_adapters.megatron.links import Links, connect, needs_own_groups
 from tf_adapters.megatron.support import check, keeps_order
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
@@ -69,18 +67,21 @@ def attach(
             ours, "numbers of microbatches", lambda: num_microbatches or _microbatches_of_the_run()
         )
         on_all_ranks(ours, patch_schedules)
+        group = pp_group or parallel_state.get_pipeline_model_parallel_group()
+        model_config = get_model_config(chunks[0])
+        stays = on_all_ranks(ours, lambda: keeps_order(model_config, group.size(), len(chunks)))
         described = MegatronModel(
             chunks=chunks,
             optimizer=optimizer,
-            config=get_model_config(chunks[0]),
+            config=model_config,
             num_microbatches=microbatches,
-            pp_group=pp_group or parallel_state.get_pipeline_model_parallel_group(),
+            pp_group=group,
             expert_parallel_size=max(1, int(parallel_state.get_expert_model_parallel_world_size())),
             replicas=int(parallel_state.get_data_parallel_world_size(with_context_parallel=True)),
+            moves_forwards=not any(stays),
         )
         warmup = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
-        links = _links(ours, described) if settings.defers else None
-        return MegatronAdapter(described, settings, ours, metrics=metrics, warmup_steps=warmup, links=links)
+        return MegatronAdapter(described, settings, ours, metrics=metrics, warmup_steps=warmup)
 
     return attach_once(
         connect=lambda: collectives or ProcessGroupCollectives(),
@@ -139,15 +140,6 @@ def _on_backward(run: Any, output: Any) -> Any:
         return run()
     adapter, chunk, microbatch = ours
     return adapter.backward(run, chunk, microbatch)
-
-
-def _links(collectives: Collectives, model: MegatronModel) -> Links | None:
-    """The links that rewritten orders need; None, on all ranks, where Megatron's order of forwards has to stay."""
-    apart = needs_own_groups(model.pp_group)
-    stays = on_all_ranks(collectives, lambda: keeps_order(model.config, model.pp_group.size(), len(model.chunks)))
-    if any(stays) or (apart and len(stays) != torch.distributed.get_world_size()):
-        return None
-    return connect(model.pp_group, device_of(model.chunks), own_groups=apart)
 
 
 def _settings(chunks: Sequence[Any], optimizer: Any, config: GivenConfig) -> TimelyFreezeConfig:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel import schedules as host
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_type
 
-from tf_adapters.megatron.links import Link, Links, Message
+from tf_adapters.megatron.links import Links, Message
 from tf_adapters.overrides import Overrides
 from tf_adapters.schedule.deferral import most_held
 from tf_adapters.schedule.ir import Action, Kind
@@ -49,6 +49,7 @@ class OrderedBatch:
 
     Args:
         row: what the rank runs, in order; forwards, and backwards, in the order of the microbatches.
+        receives: before an action, the actions whose inputs the rank begins to receive (``schedule.messages``).
         links: to its neighbours.
         device: where its messages live.
         run: for a forward or backward.
@@ -58,12 +59,13 @@ class OrderedBatch:
     def __init__(
         self,
         row: tuple[Action, ...],
+        receives: Mapping[Action, tuple[Action, ...]],
         links: Links,
         device: torch.device,
         run: Run,
         compute: Callable[[Action, bool], None],
     ) -> None:
-        self._row, self._links, self._device = deque(row), links, device
+        self._row, self._receives, self._links, self._device = deque(row), receives, links, device
         self._run, self._compute = run, compute
         self._last = next((action for action in reversed(row) if action.kind is Kind.WEIGHT_GRAD), None)
         self._window = most_held(row)
@@ -72,7 +74,7 @@ class OrderedBatch:
         self._arguments: dict[str, Any] = {}  # of the host's first forward
         self._of_backward: dict[str, Any] = {}
         self._shapes: dict[bool, Any] = {}  # of an input and (True) of an output's gradient
-        self._posted: dict[Action, Message] = {}
+        self._coming: dict[Action, Message] = {}
         self._in_flight: dict[int, _InFlight] = {}
         self._tokens: dict[int, Any] = {}
         self._sent: list[Message] = []
@@ -122,19 +124,25 @@ class OrderedBatch:
             self._of_backward["model_type"] = get_model_type(self._arguments["model"])
 
     def _advance(self) -> None:
-        """Run the next action of the row. The next receive begins before weight gradients are computed."""
+        """Run the next action of the row."""
         action = self._row.popleft()
+        for target in self._receives.get(action, ()):
+            self._begin_to_receive(target)
         if action.kind is Kind.WEIGHT_GRAD:
             self._compute(action, action == self._last)
             return
-        received = self._received(action)
-        if self._links.early:
-            self._post_next()
+        message = self._coming.pop(action, None)
+        received = [None if message is None else message.wait()]
         if action.kind is Kind.FORWARD:
             self._run_forward(action, received)
         else:
             self._run_backward(action, received)
-        self._post_next()
+
+    def _begin_to_receive(self, action: Action) -> None:
+        forward = action.kind is Kind.FORWARD
+        dtype, shape = self._arguments["config"].pipeline_dtype, self._shapes[not forward]
+        buffer = torch.empty(shape, dtype=dtype, device=self._device, requires_grad=forward)
+        self._coming[action] = self._links.receive(buffer, -1 if forward else 1)
 
     def _run_forward(self, action: Action, inputs: list[Any]) -> None:
         microbatch, config = action.microbatch, self._arguments["config"]
@@ -150,7 +158,7 @@ class OrderedBatch:
         outputs, self._tokens[microbatch] = self._run(call, action.kind, microbatch)
         (output,) = outputs
         self._shapes[True] = output.shape
-        sent = self._links.outputs and self._links.outputs.send(output)
+        sent = None if self._links.is_last else self._links.send(output, 1)
         host.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
         self._in_flight[microbatch] = _InFlight(inputs, outputs, sent)
         self._forwards += 1
@@ -167,34 +175,9 @@ class OrderedBatch:
             **self._of_backward,
         )
         (gradient,) = self._run(call, action.kind, action.microbatch)
-        if self._links.input_grads is not None:
-            self._sent.append(self._links.input_grads.send(gradient))
+        if not self._links.is_first:
+            self._sent.append(self._links.send(gradient, -1))
         self._backwards += 1
-
-    def _received(self, action: Action) -> list[Any]:
-        """What an action takes from a neighbour, as the host's steps take it."""
-        if action not in self._posted:
-            self._post(action)
-        message = self._posted.pop(action, None)
-        return [None if message is None else message.wait()]
-
-    def _post_next(self) -> None:
-        """Begin to receive what the next forward or backward takes."""
-        for action in self._row:
-            if action.kind is not Kind.WEIGHT_GRAD:
-                if action not in self._posted:
-                    self._post(action)
-                return
-
-    def _post(self, action: Action) -> None:
-        forward = action.kind is Kind.FORWARD
-        link: Link | None = self._links.inputs if forward else self._links.output_grads
-        shape = self._shapes.get(not forward)
-        if link is None or shape is None:  # before the first forward no output is known
-            return
-        dtype = self._arguments["config"].pipeline_dtype
-        buffer = torch.empty(shape, dtype=dtype, device=self._device, requires_grad=forward)
-        self._posted[action] = link.receive(buffer)
 
 
 def is_replaceable(communicator: Any, pp_group: Any) -> bool:
