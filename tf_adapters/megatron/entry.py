@@ -68,17 +68,15 @@ def attach(
         )
         on_all_ranks(ours, patch_schedules)
         group = pp_group or parallel_state.get_pipeline_model_parallel_group()
-        model_config = get_model_config(chunks[0])
-        stays = on_all_ranks(ours, lambda: keeps_order(model_config, group.size(), len(chunks)))
         described = MegatronModel(
             chunks=chunks,
             optimizer=optimizer,
-            config=model_config,
+            config=get_model_config(chunks[0]),
             num_microbatches=microbatches,
             pp_group=group,
             expert_parallel_size=max(1, int(parallel_state.get_expert_model_parallel_world_size())),
             replicas=int(parallel_state.get_data_parallel_world_size(with_context_parallel=True)),
-            moves_forwards=not any(stays),
+            moves_forwards=_moves_forwards(ours, chunks, group),
         )
         warmup = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
         return MegatronAdapter(described, settings, ours, metrics=metrics, warmup_steps=warmup)
@@ -140,6 +138,12 @@ def _on_backward(run: Any, output: Any) -> Any:
         return run()
     adapter, chunk, microbatch = ours
     return adapter.backward(run, chunk, microbatch)
+
+
+def _moves_forwards(collectives: Collectives, chunks: Sequence[Any], group: Any) -> bool:
+    """Whether a plan may move forwards, too; the same on all ranks."""
+    stays = on_all_ranks(collectives, lambda: keeps_order(get_model_config(chunks[0]), group.size(), len(chunks)))
+    return not any(stays)
 
 
 def _settings(chunks: Sequence[Any], optimizer: Any, config: GivenConfig) -> TimelyFreezeConfig:
