@@ -55,27 +55,44 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        type=int,
+        choices=range(1, len(VARIANTS) + 1),
+        default=list(range(1, len(VARIANTS) + 1)),
+        metavar="N",
+        help="rows of the table, from 1; the others stay as they are (all)",
+    )
     args = parser.parse_args()
+    names = [name for number, name in enumerate(VARIANTS, 1) if number in args.rows]
     for host in args.hosts:
-        keep(host, measure(host))
-    text = table(json.loads(RESULTS.read_text())["hosts"])
+        keep(host, measure(host, names))
+    text = table(recorded())
     put_table(PAGE, "emulated", text)
     print(text)
 
 
 def keep(host: str, row: dict[str, Any]) -> None:
     """Write a host's figures in the place of its old ones."""
-    old = json.loads(RESULTS.read_text())["hosts"] if RESULTS.exists() else {}
+    old = recorded()
     hosts = {name: {**old, host: row}[name] for name in HOSTS if name in {**old, host: row}}
     record = {"machine": machine(*HOSTS), "device": "emulated", "rate": RATE, "size": vars(SIZE), "hosts": hosts}
     RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def measure(host: str) -> dict[str, Any]:
+def recorded() -> dict[str, Any]:
+    """The figures of the hosts that have been measured."""
+    return json.loads(RESULTS.read_text())["hosts"] if RESULTS.exists() else {}
+
+
+def measure(host: str, names: Sequence[str]) -> dict[str, Any]:
+    """A host's figures: of the host alone and of these variants new ones, of the others the recorded ones."""
+    row: dict[str, Any] = dict(recorded().get(host, {}))
     with RankPool(SIZE.ranks, functools.partial(setup, host)) as ranks:
-        alone = ranks.run(run_alone, host, timeout_s=600)[0]
-        row: dict[str, Any] = {"alone": alone}
-        for name, settings in VARIANTS.items():
+        alone = row["alone"] = ranks.run(run_alone, host, timeout_s=600)[0]
+        for name in names:
+            settings = VARIANTS[name]
             if "target_step_time_ms" in settings:  # as fast as that variant
                 settings = {**settings, "target_step_time_ms": row[settings["target_step_time_ms"]]["step_ms"]}
             row[name] = ranks.run(run_variant, host, settings, timeout_s=900)[0]

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_patches.patch import Patch
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-_ARGUMENTS = ("model", "num_microbatches", "forward_only")
+_ARGUMENTS = ("model", "num_microbatches", "forward_only", "p2p_communicator")
 PATCHES = (
     Patch(_SCHEDULES, "forward_backward_no_pipelining", *_ARGUMENTS),
     Patch(_SCHEDULES, "forward_backward_pipelining_without_interleaving", *_ARGUMENTS),
@@ -25,7 +25,7 @@ PATCHES = (
 
 
 def apply(handler: Callable[..., Any]) -> None:
-    """Let ``handler(run, model, number of microbatches, forward_only)`` run each batch."""
+    """Let ``handler(run, model, number of microbatches, forward_only, P2PCommunicator or None)`` run each batch."""
     for patch in PATCHES:
         patch.check()
     for patch in PATCHES:

@@ -251,7 +251,7 @@ def mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Te
     return loss, {"loss": loss.detach().clone()}
 
 
-def forward_step(data: Any, model: Any) -> Any:
+def forward_step(data: Any, model: Any, recomputed: bool | None = None) -> Any:
     tokens, labels = next(data)
     length = tokens.shape[1]
     positions = torch.arange(length).expand(BATCH, length)
@@ -266,8 +266,12 @@ def run_batch(
     microbatches: Sequence[int],
     forward_only: bool = False,
     length: int = CONTEXT,
+    **given: Any,
 ) -> Any:
-    """One pass of Megatron's schedule over microbatches of ``length`` tokens; the losses, on the last stage."""
+    """One pass of Megatron's schedule over microbatches of ``length`` tokens; the losses, on the last stage.
+
+    ``given`` are more arguments of the schedule.
+    """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -281,6 +285,7 @@ def run_batch(
         seq_length=length,
         micro_batch_size=BATCH,
         forward_only=forward_only,
+        **given,
     )
 
 
@@ -365,9 +370,11 @@ def start(case: Case) -> tuple[list[Any], Any, Any]:
     return chunks, optimizer, adapter
 
 
-def train_step(case: Case, chunks: list[Any], optimizer: Any, step: int, microbatches: int = 0) -> list[float]:
+def train_step(
+    case: Case, chunks: list[Any], optimizer: Any, step: int, microbatches: int = 0, **given: Any
+) -> list[float]:
     zero_gradients(chunks, optimizer)
-    losses = run_batch(case, chunks, step, range(microbatches or case.microbatches_in(step)))
+    losses = run_batch(case, chunks, step, range(microbatches or case.microbatches_in(step)), **given)
     optimizer.step()
     return [float(entry["loss"]) for entry in losses]
 

@@ -177,7 +177,7 @@ UNCHANGED: dict[types.ModuleType, tuple[Callable[[], None], tuple[str, ...]]] = 
     forward_step: (lambda: forward_step.apply(lambda run, model, microbatch: run()), (f"{CORE}.forward_step",)),
     backward_step: (lambda: backward_step.apply(lambda run, output: run()), (f"{CORE}.backward_step",)),
     forward_backward: (
-        lambda: forward_backward.apply(lambda run, model, number, forward_only: run()),
+        lambda: forward_backward.apply(lambda run, model, number, forward_only, communicator: run()),
         (
             f"{CORE}.forward_backward_no_pipelining",
             f"{CORE}.forward_backward_pipelining_without_interleaving",
@@ -610,7 +610,7 @@ def test_a_batch_is_handled_with_model_microbatches_and_whether_it_only_evaluate
     path: str, version: str, host: Host
 ) -> None:
     seen: list[Any] = []
-    forward_backward.apply(lambda run, model, number, forward_only: seen.append((model, number, forward_only)) or run())
+    forward_backward.apply(lambda run, *given: seen.append(given[:3]) or run())
     for call in host.calls(path):
         host.call(path, call)
     assert seen == [(each["model"], each["num_microbatches"], each["forward_only"]) for each in host.received]
@@ -735,7 +735,7 @@ class Adapter:
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def batch(self, number: int) -> Adapter:
+    def batch(self, number: int, communicator: Any) -> Adapter:
         self.seen.append(f"batch of {number}")
         return self
 

@@ -26,7 +26,6 @@ __all__ = [
     "Sends",
     "WeightGradients",
     "another_buffer",
-    "runs_in_order",
 ]
 
 
@@ -94,19 +93,6 @@ def _buffers(row: tuple[Action, ...]) -> dict[int, int]:
         elif action.kind is not Kind.WEIGHT_GRAD:
             free.append(buffers[action.microbatch])
     return buffers
-
-
-def runs_in_order(order: PipelineSchedule) -> bool:
-    """Whether every stage runs its forwards, and its (input) gradients, in the order of the microbatches.
-
-    The engine tells neither which microbatch it sends: a receiver takes them as they come.
-    """
-    for row in order.ranks:
-        for kinds in ((Kind.FORWARD,), (Kind.BACKWARD, Kind.INPUT_GRAD)):
-            microbatches = [action.microbatch for action in row if action.kind in kinds]
-            if microbatches != sorted(microbatches):
-                return False
-    return True
 
 
 def another_buffer(received: Any) -> Any:

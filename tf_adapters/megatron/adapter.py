@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -24,14 +24,17 @@ from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.layers import layers_of
 from tf_adapters.log import announce
 from tf_adapters.masking.taps import StageTaps
-from tf_adapters.megatron.chunks import Chunk
+from tf_adapters.megatron.chunks import Chunk, device_of
 from tf_adapters.megatron.execution import WaitingWeights, before_reduction
 from tf_adapters.megatron.linear import tapped_layer
+from tf_adapters.megatron.links import Links
 from tf_adapters.megatron.optimizers import HeldParameters, held_values, scale_gradients
+from tf_adapters.megatron.ordered import OrderedBatch, is_replaceable
 from tf_adapters.megatron.schedules import PipelinePosition, translate
 from tf_adapters.megatron.units import chunk_units, tied_places
 from tf_adapters.report.observer import MetricSink
-from tf_adapters.schedule.ir import Action, Kind
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.messages import receive_points
 from tf_adapters.selection.units import Tie
 from tf_adapters.timing.timer import clock_for
 from tf_adapters.training.batches import MOST_NUMBERS
@@ -47,7 +50,8 @@ _TAG = "timely_freeze_action"  # of a forward's output: what its backward is
 class MegatronModel:
     """A model as Megatron trains it on this rank: its chunks, what updates them, and the pipeline they are in.
 
-    ``config`` is the TransformerConfig, ``num_microbatches`` the number in a training batch.
+    ``config`` is the TransformerConfig, ``num_microbatches`` the number in a training batch; ``moves_forwards`` says
+    whether a plan may move forwards, too.
     """
 
     chunks: Sequence[torch.nn.Module]
@@ -57,6 +61,7 @@ class MegatronModel:
     pp_group: Any
     expert_parallel_size: int = 1
     replicas: int = 1
+    moves_forwards: bool = False
 
 
 def host_info() -> HostInfo:
@@ -75,13 +80,15 @@ class MegatronAdapter(HostAdapter):
         metrics: MetricSink | None = None,
         warmup_steps: int = DEFAULT_WARMUP_STEPS,
     ) -> None:
-        self._model = model
+        self._model, self._links = model, Links(model.pp_group)
         self._position = PipelinePosition(model.pp_group.rank(), model.pp_group.size(), len(model.chunks))
         self._chunks = {id(c): Chunk(self._position.stage(index), c) for index, c in enumerate(model.chunks)}
         self._warmup_steps = warmup_steps
         self._in_batch = False
         self._batch_seen = False
         self._waiting: WaitingWeights | None = None
+        self._ordered: OrderedBatch | None = None
+        self._receives: tuple[PipelineSchedule, Mapping[Action, tuple[Action, ...]]] | None = None  # of the last order
         self._unscaled: set[int] = set()  # stages whose gradients of this step are still to be scaled
         self.collectives = collectives
         self._orders = functools.lru_cache(MOST_NUMBERS)(self._translate)
@@ -119,11 +126,12 @@ class MegatronAdapter(HostAdapter):
             parameters=parameters,
             layers={stage: layers_of(chunk.model) for stage, chunk in by_stage.items()},
             held_values=held_values(model.optimizer, parameters),
+            moves_forwards=model.moves_forwards,
             traced=holds_first_rank(model.pp_group),
             replicas=model.replicas,
             adaptive=is_adaptive([model.optimizer]),
             warmup_steps=self._warmup_steps,
-            clock=clock_for(_device_of(model.chunks)),
+            clock=clock_for(device_of(model.chunks)),
         )
 
     def ties(self, pipeline: HostPipeline) -> tuple[Tie, ...]:
@@ -135,40 +143,41 @@ class MegatronAdapter(HostAdapter):
     # --- what the patches call -------------------------------------------------------------------------------
 
     @contextmanager
-    def batch(self, num_microbatches: int) -> Iterator[None]:
-        """Around one training batch."""
+    def batch(self, num_microbatches: int, communicator: Any = None) -> Iterator[None]:
+        """Around one training batch, which sends and receives by a P2PCommunicator; None is the host's own."""
         if num_microbatches != self.controller.state.microbatches:
             self.controller.reschedule(self._orders(num_microbatches))
         self.controller.begin_step()
         self._in_batch = self._batch_seen = True
-        self._waiting = self._waiting_weights()
+        self._follow_plan(communicator)
         self._unscaled = {chunk.stage for chunk in self._chunks.values()}
+        ordered = self._ordered.without_transfers() if self._ordered else nullcontext()
         try:
-            with before_reduction(self._model.config, self._finish_weight_gradients):
+            with before_reduction(self._model.config, self._finish_weight_gradients), ordered:
                 yield
             self._finish_weight_gradients()
         finally:
-            self._in_batch, self._waiting = False, None
+            self._in_batch, self._waiting, self._ordered = False, None, None
 
-    def forward(self, run: Callable[[], Any], model: torch.nn.Module, microbatch: int | None) -> Any:
+    def forward(self, run: functools.partial[Any], model: torch.nn.Module, microbatch: int | None) -> Any:
         """Run one microbatch's forward through one chunk, masked and timed; outside a training batch, just run it."""
         if not self._in_batch or microbatch is None:
             return run()
         chunk = self._chunks[id(model)]
-        result = self._run(run, chunk, Kind.FORWARD, microbatch)
+        if self._ordered is not None:
+            result = self._ordered.forward(run, microbatch)
+        else:
+            result = self._run(run, Kind.FORWARD, microbatch, chunk=chunk)
         tag(result[0], (self, chunk, microbatch))
         return result
 
     def backward(self, run: Callable[[], Any], chunk: Chunk, microbatch: int) -> Any:
         """Run one microbatch's backward through one chunk, masked and timed."""
+        if self._ordered is not None:
+            return self._ordered.backward(microbatch)
         waiting = self._waiting
         kind = waiting.backward_kind(chunk.stage, microbatch) if waiting else Kind.BACKWARD
-        self.compute_waiting()
-        if kind is Kind.BACKWARD:
-            chunk.gradients.report(self.controller.mask(chunk.stage, microbatch).names)
-        result = self._run(run, chunk, kind, microbatch)
-        chunk.gradients.ready_as_now()
-        return result
+        return self._run(run, kind, microbatch, chunk=chunk)
 
     def compute_waiting(self) -> None:
         """Compute the weight gradients that the plan has put where this rank waits."""
@@ -177,24 +186,31 @@ class MegatronAdapter(HostAdapter):
 
     def _finish_weight_gradients(self, chunk: int | None = None) -> None:
         """Compute the weight gradients that are left of a model chunk, or of all: they are reduced now."""
-        if self._waiting is not None:
+        if self._ordered is not None:
+            self._ordered.finish()
+        elif self._waiting is not None:
             self._waiting.finish(None if chunk is None else self._position.stage(chunk))
 
-    def _run(self, run: Callable[[], Any], chunk: Chunk, kind: Kind, microbatch: int) -> Any:
+    def _run(self, run: Callable[[], Any], kind: Kind, microbatch: int, chunk: Chunk) -> Any:
         self.compute_waiting()
+        mask = self.controller.mask(chunk.stage, microbatch)
+        if kind is Kind.BACKWARD:
+            chunk.gradients.report(mask.names)
         action = Action(chunk.stage, kind, microbatch)
-        with chunk.masked(self.controller.mask(chunk.stage, microbatch)), self.controller.running(action):
+        with chunk.masked(mask), self.controller.running(action):
             result = run()
+        if kind is not Kind.FORWARD:
+            chunk.gradients.ready_as_now()
         if self._waiting is not None:
             self._waiting.passed(action)
         return result
 
-    def _waiting_weights(self) -> WaitingWeights | None:
-        """What this rank's row of a rewritten order has besides the host's own forwards and backwards."""
-        order = self.controller.execution
+    def _follow_plan(self, communicator: Any) -> None:
+        """Where this step's order is a rewritten one: run it, or its weight gradients between the host's actions."""
+        order, by_stage = self.controller.execution, {chunk.stage: chunk for chunk in self._chunks.values()}
         if order is self.controller.schedule:
-            return None
-        by_stage = {chunk.stage: chunk for chunk in self._chunks.values()}
+            return
+        row = order.ranks[self._position.rank]
 
         def compute(action: Action, last: bool) -> None:
             chunk = by_stage[action.stage]
@@ -203,7 +219,26 @@ class MegatronAdapter(HostAdapter):
                     chunk.gradients.report(self.controller.mask(action.stage, action.microbatch).names)
                 self.controller.compute_weight_gradients(action.stage, action.microbatch)
 
-        return WaitingWeights(order.ranks[self._position.rank], compute)
+        if self._model.moves_forwards and is_replaceable(communicator, self._model.pp_group):
+            (chunk,) = by_stage.values()
+            self._ordered = OrderedBatch(
+                row,
+                receives=self._receive_points(order),
+                links=self._links,
+                device=device_of(self._model.chunks),
+                run=functools.partial(self._run, chunk=chunk),
+                compute=compute,
+            )
+        else:
+            self._waiting = WaitingWeights(row, compute)
+
+    def _receive_points(self, order: PipelineSchedule) -> Mapping[Action, tuple[Action, ...]]:
+        if self._receives is None or self._receives[0] is not order:
+            plan = self.controller.state.plan
+            assert plan is not None
+            ends = {action: start + plan.duration_ms[action] for action, start in plan.start_ms.items()}
+            self._receives = order, receive_points(order, ends)
+        return self._receives[1]
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step, and with it the end of ours."""
@@ -288,10 +323,3 @@ def adapter_of(model: Any) -> MegatronAdapter | None:
     """The adapter attached to a model chunk, or to the first of a list of chunks."""
     chunk = model[0] if isinstance(model, (list, tuple)) and model else model
     return vars(chunk).get(ATTRIBUTE) if isinstance(chunk, torch.nn.Module) else None
-
-
-def _device_of(chunks: Sequence[torch.nn.Module]) -> torch.device:
-    """The device of this rank's model; a chunk of an "empty stage" layout has no parameters."""
-    devices = (parameter.device for chunk in chunks for parameter in chunk.parameters())
-    fallback = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return next(devices, fallback)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,6 +82,13 @@ def innermost(module: Any) -> torch.nn.Module:
     while isinstance(getattr(module, "module", None), torch.nn.Module):
         module = module.module
     return module  # type: ignore[no-any-return]
+
+
+def device_of(chunks: Sequence[torch.nn.Module]) -> torch.device:
+    """The device of this rank's model; a chunk of an "empty stage" layout has no parameters."""
+    devices = (parameter.device for chunk in chunks for parameter in chunk.parameters())
+    fallback = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return next(devices, fallback)
 
 
 def _needs_none(tensor: Any) -> bool:

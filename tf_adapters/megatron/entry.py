@@ -20,7 +20,7 @@ from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.adapter import attach_once
 from tf_adapters.hosts.agreement import GivenConfig, read_settings, refuse_other_schedules, same_on_all_ranks
 from tf_adapters.megatron.adapter import MegatronAdapter, MegatronModel, adapter_of, host_info, tagged
-from tf_adapters.megatron.support import check
+from tf_adapters.megatron.support import check, keeps_order
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
@@ -67,14 +67,16 @@ def attach(
             ours, "numbers of microbatches", lambda: num_microbatches or _microbatches_of_the_run()
         )
         on_all_ranks(ours, patch_schedules)
+        group = pp_group or parallel_state.get_pipeline_model_parallel_group()
         described = MegatronModel(
             chunks=chunks,
             optimizer=optimizer,
             config=get_model_config(chunks[0]),
             num_microbatches=microbatches,
-            pp_group=pp_group or parallel_state.get_pipeline_model_parallel_group(),
+            pp_group=group,
             expert_parallel_size=max(1, int(parallel_state.get_expert_model_parallel_world_size())),
             replicas=int(parallel_state.get_data_parallel_world_size(with_context_parallel=True)),
+            moves_forwards=_moves_forwards(ours, chunks, group),
         )
         warmup = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
         return MegatronAdapter(described, settings, ours, metrics=metrics, warmup_steps=warmup)
@@ -104,14 +106,14 @@ def patch_schedules() -> None:
     communication.apply(_on_communication)
 
 
-def _on_batch(run: Any, model: Any, num_microbatches: int, forward_only: bool) -> Any:
+def _on_batch(run: Any, model: Any, num_microbatches: int, forward_only: bool, communicator: Any) -> Any:
     adapter = adapter_of(model)
     if adapter is None or forward_only:
         return run()
     global _running
     _running = adapter
     try:
-        with adapter.batch(num_microbatches):
+        with adapter.batch(num_microbatches, communicator):
             return run()
     finally:
         _running = None
@@ -136,6 +138,12 @@ def _on_backward(run: Any, output: Any) -> Any:
         return run()
     adapter, chunk, microbatch = ours
     return adapter.backward(run, chunk, microbatch)
+
+
+def _moves_forwards(collectives: Collectives, chunks: Sequence[Any], group: Any) -> bool:
+    """Whether a plan may move forwards, too; the same on all ranks."""
+    stays = on_all_ranks(collectives, lambda: keeps_order(get_model_config(chunks[0]), group.size(), len(chunks)))
+    return not any(stays)
 
 
 def _settings(chunks: Sequence[Any], optimizer: Any, config: GivenConfig) -> TimelyFreezeConfig:

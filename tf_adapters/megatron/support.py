@@ -9,6 +9,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_model_config
 
@@ -73,6 +74,20 @@ def check(
         refuse("the optimizer is None; pass the one that get_megatron_optimizer returned, or a torch optimizer")
     for leaf in leaves(optimizer):
         refuse(_optimizer_problem(leaf) or missing_optimizer_name(leaf))
+
+
+def keeps_order(config: Any, pipeline_size: int, chunks: int) -> bool:
+    """Whether only Megatron itself can run this model's forwards: its interleaved schedule; none to be moved.
+
+    With variable lengths every transfer is two, and the first one waits; so are pipelines of several modules.
+    """
+    return (
+        pipeline_size == 1
+        or chunks > 1
+        or config.variable_seq_lengths
+        or bool(getattr(config, "mtp_standalone", False))
+        or not hasattr(P2PCommunicator, "_communicate")
+    )
 
 
 def _config_problem(config: Any) -> Problem:

@@ -23,6 +23,7 @@ __all__ = [
     "defer",
     "first_half",
     "joined",
+    "most_held",
     "most_in_flight",
     "second_half",
     "split",
@@ -65,7 +66,7 @@ def split(schedule: PipelineSchedule) -> PipelineSchedule:
 
 def most_in_flight(schedule: PipelineSchedule) -> int:
     """The most microbatches that any rank holds at once: forwards that have run, weight gradients that have not."""
-    return max(map(_most_held, schedule.ranks))
+    return max(map(most_held, schedule.ranks))
 
 
 def defer(
@@ -89,7 +90,8 @@ def defer(
     return best
 
 
-def _most_held(row: tuple[Action, ...]) -> int:
+def most_held(row: tuple[Action, ...]) -> int:
+    """The most microbatches that a rank with this row holds at once."""
     held = most = 0
     for action in row:
         held += (action.kind is Kind.FORWARD) - action.freezable

@@ -11,7 +11,7 @@ from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.planner.solve import solve
 from tf_adapters.schedule.durations import Bounds
-from tf_adapters.schedule.ir import Action
+from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.training.plan_maker import Planned
 
@@ -35,10 +35,21 @@ def force_plan(controller: Controller, ratios: Ratios) -> None:
     """Put a controller into stable freezing with these freeze ratios in [0, 1]. Do the same on every rank.
 
     ``ratios`` is one for all backwards, or by an action's text (``"1B0"``, 0 where it is missing), or a function.
-    With deferred weight gradients the order is rewritten for forwards of 2 ms and backwards of 1 and 1 ms.
+    With deferred weight gradients the order is rewritten for forwards of 1 ms and backwards of 2 and 1 ms: of two
+    stages on, two extra microbatches then move forwards, too, where the host can.
     """
-    times = dict.fromkeys(controller.schedule.actions, Bounds(1.0, 2.0))
-    made = solve(PlanProblem(controller.schedule, times, max_freeze_ratio=0.0, defer=controller.config.defers))
+    forward, backward = Bounds(1.0, 1.0), Bounds(2.0, 3.0)
+    times = {a: forward if a.kind is Kind.FORWARD else backward for a in controller.schedule.actions}
+    config = controller.config
+    problem = PlanProblem(
+        controller.schedule,
+        times,
+        max_freeze_ratio=0.0,
+        defer=config.defers,
+        extra_microbatches=config.extra_microbatches,
+        moves_forwards=controller.pipeline.moves_forwards,
+    )
+    made = solve(problem)
     data = {**made.to_json(), "freeze_ratio": {str(a): _ratio(ratios, a) for a in made.freeze_ratio}}
     controller.state.unfrozen_step_ms = 1.0
     controller.state.adopt(controller.schedule, Planned(FreezePlan.from_json(data), step_ms=1.0))
