@@ -11,13 +11,13 @@ import importlib
 import os
 import sys
 import traceback
-import types
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import megatron_ranks as ranks
 import torch
+from forked_jobs import StandIn
 
 HOOK = "tf_adapters.megatron.slime.before_train_step"
 FREEZING = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2, "report_every": 1, "on_error": "raise"}
@@ -33,19 +33,6 @@ class Arguments(Namespace):
         return None
 
 
-class _StandIn(types.ModuleType):
-    """A module of functions and classes that do nothing."""
-
-    __path__: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        made = type(name, (), {"__init__": lambda self, *args, **kwargs: None})
-        setattr(self, name, made)
-        return made
-
-
 def prepare() -> None:
     sys.path[:0] = [os.environ["SLIME_SOURCE"], os.environ["MEGATRON_LM_SOURCE"]]
     from tf_adapters.testing import megatron_lm_on_cpu
@@ -58,7 +45,7 @@ def prepare() -> None:
         except ModuleNotFoundError as error:
             if not error.name or error.name.split(".")[0] in ("slime", "megatron"):
                 raise
-            sys.modules[error.name] = _StandIn(error.name)
+            sys.modules[error.name] = StandIn(error.name)
             print("a stand-in for", error.name)
     import tf_adapters.megatron.slime  # noqa: F401
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import megatron_ranks as ranks
 import torch
+from forked_jobs import StandIn
 
 FREEZING = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2, "report_every": 1, "on_error": "raise"}
 CASE = ranks.Case(pp=2, model={"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16})
@@ -37,22 +38,8 @@ def _of_configs() -> set[str]:
     from megatron.core.optimizer import AdamOptimizerConfig
 
     asked = {"use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "align_param_gather"}
-    return {
-        field.name for config in (AdamOptimizerConfig, DistributedDataParallelConfig) for field in fields(config)
-    } - asked
-
-
-class _StandIn(types.ModuleType):
-    """A module of empty classes."""
-
-    __path__: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        made = type(name, (), {})
-        setattr(self, name, made)
-        return made
+    configs = (AdamOptimizerConfig, DistributedDataParallelConfig)
+    return {field.name for config in configs for field in fields(config)} - asked
 
 
 def prepare() -> None:
@@ -62,7 +49,7 @@ def prepare() -> None:
 
     megatron_on_cpu.install()
     for name in ("mcore_bridge", "mcore_bridge.utils", "mcore_bridge.model", "mcore_bridge.config"):
-        sys.modules[name] = _StandIn(name)
+        sys.modules[name] = StandIn(name)
     base = importlib.import_module("swift.megatron.trainers.base")
     vars(base)["warmup_jit_function"] = lambda config, args: None
     vars(torch.cuda)["max_memory_reserved"] = lambda: 0
