@@ -84,8 +84,13 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
     os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="disabled", HF_DATASETS_CACHE=f"{folder}/cache{rank}")
     saved = {"enabled": True, "model_save_format": "torch_save", "save_consolidated": False}
     jobs: dict[str, tuple[str, int, dict[str, Any]]] = {
-        "alone": ("alone", 8, {}),
-        "nothing frozen": ("nothing", 8, {"timely_freeze": {**FREEZING, "max_freeze_ratio": 0.0}}),
+        "alone": ("alone", 9, {}),
+        "nothing frozen": ("nothing", 9, {"timely_freeze": {**FREEZING, "max_freeze_ratio": 0.0}}),
+        "deferred": (
+            "deferred",
+            9,
+            {"timely_freeze": {**FREEZING, "max_freeze_ratio": 0.0, "weight_gradients": "deferred"}},
+        ),
         "whole": ("run", 14, {"timely_freeze": FREEZING, "checkpoint": saved}),
         "resumed": ("run", 14, {"timely_freeze": FREEZING, "checkpoint": {**saved, "restore_from": RESUMED}}),
         "linear loss": (
@@ -93,7 +98,10 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
             9,
             {
                 "timely_freeze": FREEZING,
-                "loss_fn": {"_target_": "nemo_automodel.components.loss.chunked_ce.ChunkedCrossEntropy"},
+                "loss_fn": {
+                    "_target_": "nemo_automodel.components.loss.chunked_ce.ChunkedCrossEntropy",
+                    "compile": False,
+                },
             },
         ),
         "no section": ("none", 2, {}),

@@ -31,10 +31,11 @@ def jobs(folder: Path) -> list[dict[str, Any]]:
     return outcomes
 
 
-def test_with_nothing_frozen_it_trains_as_automodel_alone(jobs: list[dict[str, Any]]) -> None:
+def test_with_nothing_frozen_or_all_deferred_it_trains_as_automodel_alone(jobs: list[dict[str, Any]]) -> None:
     for of_rank in jobs:
         assert of_rank["nothing frozen"]["losses"] == of_rank["alone"]["losses"]
-        assert len(of_rank["alone"]["losses"]) == 8
+        assert of_rank["deferred"]["losses"] == of_rank["alone"]["losses"]
+        assert len(of_rank["alone"]["losses"]) == 9
 
 
 def test_it_freezes_to_the_end_and_logs_with_automodel(jobs: list[dict[str, Any]], folder: Path) -> None:

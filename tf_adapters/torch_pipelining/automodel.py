@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from nemo_automodel.recipes.llm.train_ft import TrainFinetuneRecipeForNextTokenPrediction
 
@@ -20,13 +21,13 @@ from tf_adapters.errors import ConfigError, TimelyFreezeError
 from tf_adapters.hosts.support import missing_name, refuse
 from tf_adapters.log import announce
 from tf_adapters.torch_pipelining.entry import attach
+from tf_adapters.torch_pipelining.replicas import inside_replica
 from tf_adapters.torch_pipelining.units import TRAINED_BY_LOSS
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
 __all__ = ["Freezing", "FreezingRecipe", "main"]
 
-_RECIPE = ("checkpointer", "lr_scheduler", "model_parts", "optimizer", "pp", "step_scheduler")
-_OUTPUT_LAYERS = ("lm_head", "output", "output_layer")
+_RECIPE = ("checkpointer", "lr_scheduler", "optimizer", "pp", "step_scheduler")
 
 
 class RunState:
@@ -104,7 +105,7 @@ class Freezing:
         if getattr(recipe, "partial_cuda_graph_manager", None) is not None:
             refuse("the backend captures CUDA graphs, which would replay one mask for ever; leave them off")
         settings = self._freeze_settings.reporting_in(recipe.checkpointer.config.checkpoint_dir)
-        marked = [part for part in recipe.model_parts if _name_output_layer(part)]
+        marked = [model for stage in recipe.pp.info.stages if (model := _mark_output_layer(stage)) is not None]
         warmup = _warmup_left(recipe.lr_scheduler)
         adapter = attach(
             recipe.pp.info.schedule,
@@ -113,8 +114,8 @@ class Freezing:
             metrics=self._keep_figures,
             warmup_steps=warmup,
         )
-        for part in marked:
-            delattr(part, TRAINED_BY_LOSS)
+        for model in marked:
+            delattr(model, TRAINED_BY_LOSS)
         self.timely_freeze.adapter = adapter
         if adapter is not None and recipe.step_scheduler.step > 0:
             text = (self.timely_freeze.loaded or {}).get(SECTION)
@@ -137,17 +138,20 @@ def _settings(section: Any) -> TimelyFreezeConfig | None:
     return TimelyFreezeConfig(**values)
 
 
-def _name_output_layer(part: Any) -> bool:
-    """Mark a stage whose output layer the loss computes with, whether alone or also; returns whether it is one.
+def _mark_output_layer(stage: Any) -> torch.nn.Module | None:
+    """Mark a stage whose output layer the loss computes with, whether alone or also; returns its module, if it is one.
 
     Linear cross entropy takes hidden states and that layer's weight; so does the loss of multi-token prediction.
     """
-    layers = [name for name in _OUTPUT_LAYERS if getattr(part, name, None) is not None]
-    predicts_more = getattr(part, "mtp", None) is not None
-    if not layers or not (predicts_more or getattr(part, "_pp_return_hidden_states", False)):
-        return False
-    setattr(part, TRAINED_BY_LOSS, tuple(layers))
-    return True
+    model = inside_replica(stage.submod)
+    wholly = any(getattr(module, "_pp_return_hidden_states", False) for module in (stage.submod, model))
+    if not stage.is_last or not (wholly or getattr(model, "mtp", None) is not None):
+        return None
+    layer = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    parts = model.named_modules()
+    names = tuple(name for name, part in parts if name and (part is layer or name.split(".")[-1] == "lm_head"))
+    setattr(model, TRAINED_BY_LOSS, names)
+    return model
 
 
 def _warmup_left(schedulers: Any) -> int:
