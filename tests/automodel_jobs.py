@@ -82,6 +82,7 @@ def prepare() -> None:
 
 def run(rank: int, folder: Path) -> dict[str, Any]:
     os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="disabled", HF_DATASETS_CACHE=f"{folder}/cache{rank}")
+    whole = str(folder / "run" / "epoch_0_step_9")
     saved = {"enabled": True, "model_save_format": "torch_save", "save_consolidated": False}
     jobs: dict[str, tuple[str, int, dict[str, Any]]] = {
         "alone": ("alone", 9, {}),
@@ -92,7 +93,7 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
             {"timely_freeze": {**FREEZING, "max_freeze_ratio": 0.0, "weight_gradients": "deferred"}},
         ),
         "whole": ("run", 14, {"timely_freeze": FREEZING, "checkpoint": saved}),
-        "resumed": ("run", 14, {"timely_freeze": FREEZING, "checkpoint": {**saved, "restore_from": RESUMED}}),
+        "resumed": ("resumed", 14, {"timely_freeze": FREEZING, "checkpoint": {**saved, "restore_from": whole}}),
         "linear loss": (
             "linear",
             9,
@@ -111,9 +112,6 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
         name: _run_job(name, folder / where, {"max_steps": steps, **JOB["step_scheduler"]}, changes)
         for name, (where, steps, changes) in jobs.items()
     }
-
-
-RESUMED = "epoch_0_step_9"
 
 
 def _run_job(name: str, folder: Path, scheduler: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

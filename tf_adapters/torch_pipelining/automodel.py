@@ -143,7 +143,7 @@ def _mark_output_layer(stage: Any) -> torch.nn.Module | None:
 
     Linear cross entropy takes hidden states and that layer's weight; so does the loss of multi-token prediction.
     """
-    model = inside_replica(stage.submod)
+    model: Any = inside_replica(stage.submod)
     wholly = any(getattr(module, "_pp_return_hidden_states", False) for module in (stage.submod, model))
     if not stage.is_last or not (wholly or getattr(model, "mtp", None) is not None):
         return None
