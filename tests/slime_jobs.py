@@ -97,6 +97,7 @@ def _train(
     begin_at: int = 0,
     save_at: int | None = None,
 ) -> None:
+    from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.training import global_vars
 
@@ -104,6 +105,8 @@ def _train(
     args = _arguments(folder, timely_freeze)
     global_vars.unset_global_variables()
     global_vars.set_args(args)
+    sizes = {"global_batch_size": 4, "micro_batch_size": 1, "data_parallel_size": 1}
+    reconfigure_num_microbatches_calculator(rank=0, rampup_batch_size=None, **sizes)  # as slime's own init does
     chunks = [_without_packing(chunk) for chunk in ranks.build_chunks(CASE)]
     chunks[0].role = role
     optimizer = ranks.build_optimizer(CASE, chunks)

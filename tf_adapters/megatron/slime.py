@@ -39,8 +39,9 @@ def before_train_step(
     global _run
     if _run is None or _run.model is not model[0]:
         detach()
-        _run = ActorRun(model[0])
-        _run.attach(args, model, optimizer, opt_param_scheduler)
+        run = ActorRun(model[0])
+        run.attach(args, model, optimizer, opt_param_scheduler)
+        _run = run
 
 
 def detach() -> None:
