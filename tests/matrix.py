@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -54,15 +55,36 @@ REQUIRED = {
 }
 
 
+_OF_HUGGING_FACE = ("transformers==5.18.0", "accelerate", "tiktoken", "peft==0.20.0")
+DOORS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
+    ("nemo-automodel", "0.7.0"): (
+        "test_automodel.py",
+        (*_OF_HUGGING_FACE, "torchao", "flashoptim", "megatron-fsdp==0.5.0", "mistral-common"),
+    ),
+    ("ms-swift", "4.6.0"): (
+        "test_swift.py",
+        (
+            *(*_OF_HUGGING_FACE, "modelscope", "modelscope_hub", "cryptography", "cffi", "addict", "attrdict"),
+            *("binpacking", "dacite", "json-repair", "oss2", "rouge", "simplejson", "nltk", "trl<1.0"),
+        ),
+    ),
+}
+"""Trainers on top of a host: the test of our way in, and what they import that is not installed. No outcome is kept."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("versions", nargs="*", metavar="PACKAGE==VERSION", help=f"of {', '.join(PACKAGES)}")
+    names = ", ".join([*PACKAGES, *(name for name, _ in DOORS)])
+    parser.add_argument("versions", nargs="*", metavar="PACKAGE==VERSION", help=f"of {names}")
     parser.add_argument("--whole", action="store_true", help="the host's own distributed tests too")
     args = parser.parse_args()
-    chosen = [tuple(text.split("==")) for text in args.versions] or [*tested(), *newer()]
+    chosen = [tuple(text.split("==")) for text in args.versions] or [*tested(), *newer(), *DOORS]
     failed = False
     for package, version in chosen:
         print(f"{package} {version} ...", flush=True)
+        if (package, version) in DOORS:
+            failed |= not passes_door(package, version)
+            continue
         row = run(package, version, args.whole)
         print(json.dumps(row), flush=True)
         keep(row)
@@ -89,6 +111,16 @@ def newer() -> list[tuple[str, str]]:
 
 def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, [*re.findall(r"\d+", version), "0", "0"][:3]))
+
+
+def passes_door(package: str, version: str) -> bool:
+    """Whether the test of a trainer's way in passes with it; pip takes no torch along."""
+    test, required = DOORS[package, version]
+    overlay = unpacked(package, version, required)
+    before = os.pathsep.join([str(overlay), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "pytest", str(ROOT / "tests" / test), "-q", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PYTHONPATH": before, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, check=False, cwd=ROOT).returncode == 0
 
 
 def run(package: str, version: str, whole: bool) -> dict[str, object]:
@@ -150,13 +182,13 @@ def installed(package: str) -> str | None:
         return None
 
 
-def unpacked(package: str, version: str) -> Path:
+def unpacked(package: str, version: str, required: Sequence[str] = ()) -> Path:
     """A folder that holds one version of a package; torch with all that it brings."""
     overlay = FOLDER / f"{package}-{version}"
     if not (overlay / "ready").exists():
         options = [] if package == "torch" else DOWNLOAD
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", *options]
-        wanted = (f"{package}=={version}", *REQUIRED.get(package, ()))
+        wanted = (f"{package}=={version}", *REQUIRED.get(package, ()), *required)
         subprocess.run([*pip, "--upgrade", "--target", str(overlay), *wanted], check=True)
         (overlay / "ready").touch()
     return overlay

@@ -252,6 +252,12 @@ class TimelyFreezeConfig(BaseModel):
         """Where rank 0 leaves the report."""
         return Path(self.output_dir) / SECTION / "report.json"
 
+    def reporting_in(self, folder: str | Path) -> TimelyFreezeConfig:
+        """The settings with reports in a host's own folder, unless they name one."""
+        if self.output_dir != TimelyFreezeConfig.model_fields["output_dir"].default:
+            return self
+        return self.model_copy(update={"output_dir": str(folder)})
+
     def target_ms(self, unfrozen_step_ms: float) -> float:
         """How long a step may take, in ms; 0 where it is to be as short as can be."""
         if self.target_speedup is not None:

@@ -13,6 +13,9 @@ from torch.distributed.tensor import DTensor
 from tf_adapters.selection.sampling import HeldValues, Piece
 from tf_adapters.selection.units import Tie
 
+TRAINED_BY_LOSS = "timely_freeze_trained_by_loss"
+"""Of a stage's module: the names of layers that the loss computes with, where the loss holds the whole module."""
+
 
 def shared_parameters(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> tuple[Tie, ...]:
     """Parameters that several stages of this rank hold as one object, as a V-shaped schedule's ends may."""

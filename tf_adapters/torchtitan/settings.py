@@ -61,10 +61,7 @@ class JobSettings:
         Ends the program with one line where a setting is given but freezing is not switched on.
         """
         settings = config_from_args(self._parser.parse_known_args(self._arguments)[0], dotted)
-        default = TimelyFreezeConfig.model_fields["output_dir"].default
-        if settings is None or settings.output_dir != default:
-            return settings
-        return settings.model_copy(update={"output_dir": output_dir})
+        return None if settings is None else settings.reporting_in(output_dir)
 
 
 def _as_typed(argument: str) -> str:

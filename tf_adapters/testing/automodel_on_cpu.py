@@ -1,0 +1,59 @@
+"""Run an unedited NeMo AutoModel job where there is no GPU, to try a command line out before it costs anything::
+
+    torchrun --nproc-per-node 2 -m tf_adapters.testing.automodel_on_cpu -m nemo_automodel.cli.app job.yaml
+
+with ``dist_env.backend: gloo`` in the job. AutoModel builds its models on "cuda": here that is the CPU. Its figures of
+device memory are 0. Seen to run: nemo-automodel 0.7.0 (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+from typing import Any
+
+import torch
+
+_USAGE = "usage: torchrun [...] -m tf_adapters.testing.automodel_on_cpu -m MODULE [its arguments]"
+
+
+class _OnCpu:
+    """torch, whose every device is the CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def device(*args: Any) -> torch.device:
+        return torch.device("cpu")
+
+
+def install() -> None:
+    """Prepare this process for AutoModel."""
+    of_a_device: dict[str, Any] = {
+        "current_device": lambda: torch.device("cpu"),
+        "empty_cache": lambda: None,
+        "max_memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "synchronize": lambda device=None: None,
+    }
+    vars(torch.cuda).update(of_a_device)
+    barrier = torch.distributed.barrier
+    vars(torch.distributed)["barrier"] = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
+    for name in ("nemo_automodel._transformers.auto_model", "nemo_automodel.recipes.llm.train_ft"):
+        vars(importlib.import_module(name))["torch"] = _OnCpu()
+
+
+def main() -> None:
+    """Run the module that the arguments name, as ``__main__``."""
+    if sys.argv[1:2] != ["-m"] or len(sys.argv) < 3:
+        raise SystemExit(_USAGE)
+    install()
+    sys.path[0], sys.argv = os.getcwd(), sys.argv[2:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

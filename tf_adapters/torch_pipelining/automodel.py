@@ -1,0 +1,182 @@
+"""Freezing in NeMo AutoModel's recipes, whose pipelines are torch.distributed.pipelining's.
+
+In the job's YAML file ``recipe: tf_adapters.torch_pipelining.automodel.FreezingRecipe`` and a ``timely_freeze``
+section. Source: nemo_automodel/recipes (base_recipe.py, llm/train_ft.py), nemo_automodel/components/loss/mtp.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from nemo_automodel.recipes.llm.train_ft import TrainFinetuneRecipeForNextTokenPrediction
+
+from tf_adapters.config import SECTION, TimelyFreezeConfig
+from tf_adapters.errors import ConfigError, TimelyFreezeError
+from tf_adapters.hosts.support import missing_name, refuse
+from tf_adapters.log import announce
+from tf_adapters.torch_pipelining.entry import attach
+from tf_adapters.torch_pipelining.replicas import inside_replica
+from tf_adapters.torch_pipelining.units import TRAINED_BY_LOSS
+from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
+
+__all__ = ["Freezing", "FreezingRecipe", "main"]
+
+_RECIPE = ("checkpointer", "lr_scheduler", "optimizer", "pp", "step_scheduler")
+
+
+class RunState:
+    """What AutoModel's checkpoints keep of freezing: a tracked state of the recipe, in ``timely_freeze.pt``."""
+
+    def __init__(self) -> None:
+        self.adapter: Any = None
+        self.loaded: Mapping[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the run; empty where nothing is frozen."""
+        return {} if self.adapter is None else dict(self.adapter.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep it until freezing is attached: a recipe loads while it is set up."""
+        self.loaded = state
+
+
+class Freezing:
+    """Mixed into a recipe of AutoModel's that trains a pipeline, before it in the list of its bases.
+
+    It reads the ``timely_freeze`` section when the recipe is made, attaches at the start of the training loop, goes on
+    from the state in the checkpoint that the recipe has loaded, adds figures to what the recipe logs, and detaches at
+    the end.
+
+    Attributes:
+        timely_freeze: has ``adapter`` while training runs; None before, after, and where nothing is frozen.
+
+    Raises:
+        ConfigError: a setting is wrong. UnsupportedError: at the start of training, on all ranks, where freezing cannot
+            be right in this job.
+    """
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)  # type: ignore[call-arg]
+        self._freeze_settings = _settings(self.cfg.get(SECTION, None))  # type: ignore[attr-defined]
+        self._freeze_figures: dict[str, float] = {}
+        self.timely_freeze = RunState()
+
+    def run_train_validation_loop(self) -> Any:
+        """Train with freezing; AutoModel's loop."""
+        self._attach()
+        result = super().run_train_validation_loop()  # type: ignore[misc]
+        # Not after an error: other ranks may be gone. The process's end writes the last report then.
+        if self.timely_freeze.adapter is not None:
+            self.timely_freeze.adapter.detach()
+            self.timely_freeze.adapter = None
+        return result
+
+    def log_train_metrics(self, log_data: Any) -> None:
+        """Log our figures with AutoModel's."""
+        log_data.metrics.update(self._freeze_figures)
+        super().log_train_metrics(log_data)  # type: ignore[misc]
+
+    def _load_checkpoint_tracked_state(self, ckpt_dir: str) -> Any:
+        """Load what a checkpoint has; of one that was saved without freezing, all but our state."""
+        tracked: set[str] = self.__dict__["__state_tracked"]
+        absent = not os.path.isfile(os.path.join(ckpt_dir, f"{SECTION}.pt"))
+        if absent:
+            tracked.discard(SECTION)
+        try:
+            return super()._load_checkpoint_tracked_state(ckpt_dir)  # type: ignore[misc]
+        finally:
+            if absent:
+                tracked.add(SECTION)
+
+    def _attach(self) -> None:
+        recipe: Any = self
+        if self._freeze_settings is None:
+            announce(dist.get_rank(), f'disabled: the config has no "{SECTION}" section')
+            return
+        refuse(missing_name(recipe, _RECIPE, called="recipe"))
+        if recipe.pp is None:
+            refuse("the recipe trains without a pipeline; set distributed.pp_size above 1")
+        if getattr(recipe, "partial_cuda_graph_manager", None) is not None:
+            refuse("the backend captures CUDA graphs, which would replay one mask for ever; leave them off")
+        settings = self._freeze_settings.reporting_in(recipe.checkpointer.config.checkpoint_dir)
+        marked = [model for stage in recipe.pp.info.stages if (model := _mark_output_layer(stage)) is not None]
+        warmup = _warmup_left(recipe.lr_scheduler)
+        adapter = attach(
+            recipe.pp.info.schedule,
+            settings,
+            optimizer=list(recipe.optimizer),
+            metrics=self._keep_figures,
+            warmup_steps=warmup,
+        )
+        for model in marked:
+            delattr(model, TRAINED_BY_LOSS)
+        self.timely_freeze.adapter = adapter
+        if adapter is not None and recipe.step_scheduler.step > 0:
+            text = (self.timely_freeze.loaded or {}).get(SECTION)
+            adapter.controller.load_state_dict(None if text is None else json.loads(text), warmup)
+
+    def _keep_figures(self, figures: Mapping[str, float]) -> None:
+        self._freeze_figures = {f"{SECTION}/{name}": value for name, value in figures.items()}
+
+
+class FreezingRecipe(Freezing, TrainFinetuneRecipeForNextTokenPrediction):  # type: ignore[misc]
+    """AutoModel's recipe for next-token prediction (pre-training, fine-tuning, PEFT), with freezing."""
+
+
+def _settings(section: Any) -> TimelyFreezeConfig | None:
+    if section is None:
+        return None
+    values = section.to_dict() if hasattr(section, "to_dict") else section
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{SECTION} is {values!r}: it must be an object of settings")
+    return TimelyFreezeConfig(**values)
+
+
+def _mark_output_layer(stage: Any) -> torch.nn.Module | None:
+    """Mark a stage whose output layer the loss computes with, whether alone or also; returns its module, if it is one.
+
+    Linear cross entropy takes hidden states and that layer's weight; so does the loss of multi-token prediction.
+    """
+    model: Any = inside_replica(stage.submod)
+    wholly = any(getattr(module, "_pp_return_hidden_states", False) for module in (stage.submod, model))
+    if not stage.is_last or not (wholly or getattr(model, "mtp", None) is not None):
+        return None
+    layer = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    parts = model.named_modules()
+    names = tuple(name for name, part in parts if name and (part is layer or name.split(".")[-1] == "lm_head"))
+    setattr(model, TRAINED_BY_LOSS, names)
+    return model
+
+
+def _warmup_left(schedulers: Any) -> int:
+    """What is left of the learning-rate warm-up, in steps, which AutoModel's schedulers count one by one."""
+    if not schedulers or schedulers[0].lr_warmup_steps <= 0:
+        return DEFAULT_WARMUP_STEPS
+    return max(0, int(schedulers[0].lr_warmup_steps - schedulers[0].num_steps))
+
+
+def main(config_path: str | None = None) -> None:
+    """Run the recipe with a YAML file: ``torchrun ... -m tf_adapters.torch_pipelining.automodel -c job.yaml``.
+
+    An error of ours becomes one line on rank 0's stderr and exit status 2 on every rank.
+    """
+    from nemo_automodel.components.config._arg_parser import parse_args_and_load_config
+
+    try:
+        recipe = FreezingRecipe(parse_args_and_load_config(config_path))
+        recipe.setup()
+        recipe.run_train_validation_loop()
+    except TimelyFreezeError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"tf_adapters.torch_pipelining.automodel: error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()
