@@ -23,7 +23,7 @@ from tf_adapters.training.phases import PhaseSchedule
 from tf_adapters.training.plan_maker import Measured, Planned
 
 FORMAT = 2
-_NOTES = 50  # the newest: a long run may plan anew many times
+_NOTES = 50  # the newest: a long run may begin or plan anew many times
 
 
 @dataclass
@@ -54,7 +54,7 @@ class RunState:
         start = max(self.completed_steps, self.phases.warmup_end)
         phases = _phases(config, start)
         note = f"{'monitoring' if config.plans else 'freezing'} began again after step {start}: {reason}"
-        return RunState(phases, self.completed_steps, notes=(*self.notes, note))
+        return RunState(phases, self.completed_steps, notes=(*self.notes, note)[-_NOTES:])
 
     def measure(self, measured: Measured) -> None:
         """Keep what a plan is made from."""
@@ -65,7 +65,7 @@ class RunState:
     def adopt(self, planned: Planned) -> None:
         """Take a new plan into force."""
         self.plan, self.planned_step_ms = planned.plan, planned.step_ms
-        self.notes = (*self.notes, *planned.notes)
+        self.notes = (*self.notes, *planned.notes)[-_NOTES:]
 
     def execution(self, host_order: PipelineSchedule, step: int) -> PipelineSchedule:
         """What the ranks run in ``step``: the order of a plan that defers, once one is in force; else the host's."""
