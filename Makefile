@@ -81,6 +81,7 @@ test-matrix: $(VENV)/ready
 
 # torch first: DeepSpeed's build looks for it.
 $(VENV)/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt needs Python 3.11 or newer, this is %d.%d: make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	@echo "Installing PyTorch, the hosts and the tools into $(VENV): once, some minutes"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) torch $(SHOW)

@@ -68,6 +68,18 @@ def test_a_state_without_a_plan_comes_back_too() -> None:
     assert resumed(saved(state)).phases.phase(3) is Phase.WARMUP
 
 
+def test_a_run_that_begins_anew_in_every_step_keeps_its_newest_notes_only() -> None:
+    state = RunState.fresh(CONFIG, AUTO_WARMUP)
+    planned = planned_state(20).plan
+    assert planned is not None
+    for step in range(1, 200):
+        state.completed_steps = step
+        state = state.restarted(CONFIG, "the pipeline schedule changed")
+        state.adopt(Planned(planned, 9.9, (f"a note of step {step}",)))
+    assert len(state.notes) == 50
+    assert state.notes[-1] == "a note of step 199"
+
+
 # --- starting ------------------------------------------------------------------------------------------------
 
 

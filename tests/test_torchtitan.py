@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from launching import ROOT
@@ -13,6 +15,7 @@ from torchtitan_jobs import FOLDER, FREEZING, MODEL, OLD, PIPELINE, TRAINING, Ou
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
 from tf_adapters.report import Report
+from tf_adapters.torchtitan.__main__ import main
 from tf_adapters.torchtitan.settings import JobSettings
 
 # --- settings, in one process ------------------------------------------------------------------------------------
@@ -72,6 +75,21 @@ def test_a_misspelt_argument_is_refused_by_name() -> None:
 def test_a_wrong_section_is_refused_by_name(section: object, line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         JobSettings([]).take_section({"timely_freeze": section})
+
+
+def test_a_module_that_torchtitan_lacks_is_named_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TorchTitan imports triton, which PyTorch's builds without a GPU do not bring."""
+    monkeypatch.setitem(sys.modules, "torchtitan", ModuleType("torchtitan"))
+    monkeypatch.setitem(sys.modules, "torchtitan.config", None)
+    monkeypatch.setattr(sys, "argv", ["tf_adapters.torchtitan", "--timely_freeze.enable"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("tf_adapters.torchtitan: error: torchtitan needs torchtitan.config, which is not installed")
+    assert said.count("\n") == 1
 
 
 # --- jobs on two ranks ---------------------------------------------------------------------------------------------

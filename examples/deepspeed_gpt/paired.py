@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -85,19 +86,44 @@ def side_by_side(options: Options, ways: Mapping[str, Mapping[str, Any]]) -> lis
     alone, _ = build_engine(options, freezing=False)
     folders = {name: f"{options.output_dir}/{number}" for number, name in enumerate(ways, 1)}
     chosen = {name: replace(options, settings=ways[name], output_dir=folder) for name, folder in folders.items()}
-    attached = {name: build_engine(of_way, freezing=True) for name, of_way in chosen.items()}
+    naming = _Naming()
+    logging.getLogger("tf_adapters").addFilter(naming)
+    attached = {name: naming.of(name, build_engine)(of_way, freezing=True) for name, of_way in chosen.items()}
     steps = {ALONE: training_step(alone, options)}
-    steps |= {name: training_step(engine, options) for name, (engine, _) in attached.items()}
+    steps |= {name: naming.of(name, training_step(engine, options)) for name, (engine, _) in attached.items()}
     rounds = [in_rotation(steps, number) for number in range(options.steps)][-options.stable :]
     rows = [_row(ALONE, rounds, alone, options)]
     for name, (engine, adapter) in attached.items():
         controller = adapter.controller
         report, planned = str(controller.report_path), 1.0 / controller.forecast.ratio
         ratio = controller.state.plan.mean_freeze_ratio
-        adapter.detach()
+        naming.of(name, adapter.detach)()
         row = _row(name, rounds, engine, options)
         rows.append(replace(row, planned=planned, mean_freeze_ratio=ratio, report=report))
     return rows
+
+
+class _Naming(logging.Filter):
+    """Has every line of the log say which of several trainings it is about."""
+
+    training = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if self.training:
+            record.msg = str(record.msg).replace("timely_freeze:", f"timely_freeze, {self.training}:", 1)
+        return True
+
+    def of(self, training: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call, in whose lines the training is named."""
+
+        def named(*args: Any, **more: Any) -> Any:
+            self.training = training
+            try:
+                return call(*args, **more)
+            finally:
+                self.training = ""
+
+        return named
 
 
 def _row(name: str, rounds: Sequence[Mapping[str, float]], engine: Any, options: Options) -> Row:
@@ -113,8 +139,6 @@ def _row(name: str, rounds: Sequence[Mapping[str, float]], engine: Any, options:
 
 def run_without_freezing(options: Options) -> Pairs:
     """One engine, in turn detached and attached but not freezing. Called on all ranks at once."""
-    import logging
-
     import tf_adapters.deepspeed
 
     logging.getLogger("tf_adapters").setLevel(logging.WARNING)  # it would say "enabled" at every pair

@@ -31,7 +31,6 @@ __all__ = [
 
 _CORE = {"torch": "2.5", "numpy": "1.26", "ortools": "9.10", "pydantic": "2.6", "scipy": "1.12"}
 _EXTRAS = {"matplotlib": ("plot", "Gantt charts"), "rich": ("cli", "coloured tables")}
-_PACKAGES = (*_CORE, "deepspeed", "megatron-core", *_EXTRAS)
 _BUILD_S = 600.0  # a lock older than this was left by a build that was killed
 
 Versions = Mapping[str, str | None]
@@ -57,6 +56,7 @@ HOSTS = (
     Host("torch.distributed.pipelining", "torch", "torch>=2.13", oldest="2.13", newest="2.15"),
     Host("torchtitan", "torchtitan", "tf-adapters[torchtitan]", oldest="0.2.2", newest="0.3.0"),
 )
+_PACKAGES = tuple(dict.fromkeys((*_CORE, *(host.package for host in HOSTS), *_EXTRAS)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,11 +45,17 @@ def _run(module: str, arguments: list[str]) -> None:
     sys.argv = [module, *settings.rest]  # before TorchTitan is imported: it reads them then
     try:
         from torchtitan.config import ConfigManager
+
+        from tf_adapters.torchtitan.training import install, trainer_module
+
+        trainer = trainer_module()
     except ModuleNotFoundError as error:
-        if error.name != "torchtitan":
-            raise
-        raise UnsupportedError("torchtitan is not installed: pip install torchtitan") from None
-    from tf_adapters.torchtitan.training import install, trainer_module
+        if error.name == "torchtitan":
+            raise UnsupportedError("torchtitan is not installed: pip install torchtitan") from None
+        raise UnsupportedError(
+            f"torchtitan needs {error.name}, which is not installed (triton comes with PyTorch for GPUs; without one, "
+            "start with -m tf_adapters.testing.torchtitan_on_cpu -m tf_adapters.torchtitan)"
+        ) from None
 
     if hasattr(ConfigManager, "_maybe_load_toml"):  # before 0.3
         load = ConfigManager._maybe_load_toml
@@ -61,7 +67,7 @@ def _run(module: str, arguments: list[str]) -> None:
     import torchtitan.train as script
 
     takes_trainer = bool(inspect.signature(script.main).parameters)
-    script.main(*([trainer_module().Trainer] if takes_trainer else []))
+    script.main(*([trainer.Trainer] if takes_trainer else []))
 
 
 def _without_our_section(load: Callable[..., Any], settings: JobSettings) -> Callable[..., Any]:

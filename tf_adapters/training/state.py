@@ -25,7 +25,7 @@ from tf_adapters.training.phases import PhaseSchedule
 from tf_adapters.training.plan_maker import Measured, Planned, other_ms
 
 FORMAT = 2
-_NOTES = 50  # the newest: a long run may plan anew many times
+_NOTES = 50  # the newest: a long run may begin or plan anew many times
 
 
 @dataclass
@@ -63,7 +63,7 @@ class RunState:
         start = max(self.completed_steps, self.phases.warmup_end)
         phases = _phases(config, start)
         note = f"{'monitoring' if config.plans else 'freezing'} began again after step {start}: {reason}"
-        return RunState(phases, self.completed_steps, self.microbatches, notes=(*self.notes, note))
+        return RunState(phases, self.completed_steps, self.microbatches, notes=(*self.notes, note)[-_NOTES:])
 
     def measure(self, measured: Measured) -> None:
         """Keep what plans are made from."""
