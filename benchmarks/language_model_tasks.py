@@ -12,9 +12,6 @@ from language_model_network import Shape
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from text import ByteDataset, load_text, split
 
-ROWS = 4
-"""Of a microbatch."""
-
 Rows = tuple[torch.Tensor, torch.Tensor]
 """Windows of bytes ``[rows, context]``, and the bytes that follow."""
 
@@ -25,8 +22,11 @@ class Task:
 
     Attributes:
         steps: of the host alone, in the time that all trainings have.
+        rows: windows of a microbatch.
         text: of ``examples/text.py``.
         learning_rate: of the host alone.
+        decays: the learning rate falls to a tenth by the end of the time. Else it is constant, so that ways may be
+            compared at any step, and a moving average of the weights is evaluated.
         most: bytes of training text at most; 0 takes all of it.
         once: no byte is trained on twice, else windows begin at random places.
         pretrained: start from what this task ends with when nothing is frozen, seed 0.
@@ -36,7 +36,9 @@ class Task:
     shape: Shape
     steps: int
     text: str
-    learning_rate: float = 3e-3
+    rows: int = 2
+    learning_rate: float = 6e-3
+    decays: bool = False
     most: int = 0
     once: bool = False
     pretrained: str = ""
@@ -60,13 +62,24 @@ class Task:
         return rows_of(ByteDataset(held_out, self.shape.context, self.held_out, seed=1), range(self.held_out))
 
 
-_SMALL = Shape(layers=4, width=64)
+_SMALL = Shape(layers=4, width=48, context=32)
 FIRST = "from scratch, 8 layers"
 TASKS = {
-    FIRST: Task(Shape(layers=8, width=96), steps=240, text="topics", evaluations=12, held_out=512),
-    "from scratch": Task(_SMALL, steps=100, text="topics"),
-    "text seen once": Task(_SMALL, steps=100, text="kjv", once=True),
-    "fine-tuned": Task(_SMALL, 60, "topics", learning_rate=1e-3, most=40_000, pretrained="text to pretrain on"),
+    FIRST: Task(
+        Shape(layers=8, width=96),
+        steps=240,
+        text="topics",
+        rows=4,
+        learning_rate=3e-3,
+        decays=True,
+        evaluations=12,
+        held_out=512,
+    ),
+    "from scratch": Task(_SMALL, steps=150, text="topics"),
+    "text seen once": Task(_SMALL, steps=150, text="kjv", once=True),
+    "fine-tuned": Task(
+        _SMALL, steps=80, text="topics", learning_rate=2e-3, most=40_000, pretrained="text to pretrain on"
+    ),
 }
 PRETRAINING = {"text to pretrain on": Task(_SMALL, steps=200, text="kjv", once=True)}
 
