@@ -90,7 +90,10 @@ def choices(runs: Runs) -> str:
             for seed, run in ways[way].items():
                 other = ways.get(without, {}).get(seed)
                 gain = f"{other[WALL_CLOCK] - run[WALL_CLOCK]:+.3f}" if other else ""
-                froze, p_eff = f"{run['mean_freeze_ratio']:.2f}", f"{run['progress']:.2f}"
+                froze, p_eff = (
+                    f"{run['mean_freeze_ratio']:.2f}",
+                    f"{run['progress']:.2f}" if run.get("progress") else "",
+                )
                 lines.append([task, way, str(seed), froze, f"{1 / run['speedup']:.2f}", p_eff, gain])
     return _markdown(lines)
 
@@ -139,7 +142,7 @@ def draw(runs: Runs, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, every = plt.subplots(1, len(runs), figsize=(5 * len(runs), 5), layout="constrained", squeeze=False)
+    figure, every = plt.subplots(1, len(runs), figsize=(5.5 * len(runs), 5.5), layout="constrained", squeeze=False)
     for axes, (task, ways) in zip(every[0], runs.items(), strict=True):
         last = []
         for way, of_way in ways.items():
@@ -150,18 +153,18 @@ def draw(runs: Runs, path: Path) -> None:
             axes.plot(*zip(*late, strict=True), label=way if color else None, **style)
             last.append(means[-1])
         count = max(map(len, ways.values()))
-        axes.set(title=f"{task} ({count} seed{'s' * (count > 1)})", xlabel="wall-clock, share of the host's (planned)")
+        axes.set(title=f"{task} ({count} seed{'s' * (count > 1)})", xlabel="wall-clock, share of the whole (planned)")
         axes.grid(alpha=0.3)
     every[0][0].set_ylabel("held-out loss")
-    _legend(figure, every[0])
+    _legend(figure, every[0], columns=min(4, 2 * len(runs)))
     figure.savefig(path, dpi=110)
 
 
-def _legend(figure: Any, every: Sequence[Any]) -> None:
+def _legend(figure: Any, every: Sequence[Any], columns: int) -> None:
     """One for all panels."""
     named = {label: line for axes in every for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     labels = [label for label in _BOLD if label in named]
-    figure.legend([named[label] for label in labels], labels, loc="outside lower center", ncols=4)
+    figure.legend([named[label] for label in labels], labels, loc="outside lower center", ncols=columns)
 
 
 _Curve = Sequence[tuple[float, float]]

@@ -78,7 +78,7 @@ TASKS = {
     "from scratch": Task(_SMALL, steps=150, text="topics"),
     "text seen once": Task(_SMALL, steps=150, text="kjv", once=True),
     "fine-tuned": Task(
-        _SMALL, steps=80, text="topics", learning_rate=2e-3, most=40_000, pretrained="text to pretrain on"
+        _SMALL, steps=80, text="topics", learning_rate=2e-3, most=20_000, pretrained="text to pretrain on"
     ),
 }
 PRETRAINING = {"text to pretrain on": Task(_SMALL, steps=200, text="kjv", once=True)}
