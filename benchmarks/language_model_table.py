@@ -144,15 +144,17 @@ def draw(runs: Runs, path: Path) -> None:
 
     figure, every = plt.subplots(1, len(runs), figsize=(5.5 * len(runs), 5.5), layout="constrained", squeeze=False)
     for axes, (task, ways) in zip(every[0], runs.items(), strict=True):
-        last = []
+        # Means over the same seeds, those of every line in colour.
+        seeds = set[int].intersection(*(set(of_way) for way, of_way in ways.items() if way in _BOLD))
         for way, of_way in ways.items():
-            times, means = _mean_curve([run["curve"] for run in of_way.values()])
+            if not seeds <= set(of_way):
+                continue
+            times, means = _mean_curve([of_way[seed]["curve"] for seed in seeds])
             late = [(time, mean) for time, mean in zip(times, means, strict=True) if time >= 0.5]
             color = _BOLD.get(way)
             style = {"color": color, "linewidth": 2.2, "zorder": 3} if color else {"color": "0.75", "linewidth": 0.9}
             axes.plot(*zip(*late, strict=True), label=way if color else None, **style)
-            last.append(means[-1])
-        count = max(map(len, ways.values()))
+        count = len(seeds)
         axes.set(title=f"{task} ({count} seed{'s' * (count > 1)})", xlabel="wall-clock, share of the whole (planned)")
         axes.grid(alpha=0.3)
     every[0][0].set_ylabel("held-out loss")
