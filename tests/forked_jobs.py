@@ -39,7 +39,14 @@ def outcomes_of(module: str, folder: Path, timeout_s: float, **settings: str) ->
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__)), module, str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths, **settings},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": paths,
+            **settings,
+        },
         capture_output=True,
         text=True,
         timeout=timeout_s,
