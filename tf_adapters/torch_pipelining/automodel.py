@@ -104,6 +104,9 @@ class Freezing:
             refuse("the recipe trains without a pipeline; set distributed.pp_size above 1")
         if getattr(recipe, "partial_cuda_graph_manager", None) is not None:
             refuse("the backend captures CUDA graphs, which would replay one mask for ever; leave them off")
+        if self._freeze_settings.splits_backwards:  # seen: other losses than AutoModel's own, by 2e-5
+            advice = self._freeze_settings.without_split
+            refuse(f"weight gradients apart from the backward are not exact in recipes; use {advice}")
         settings = self._freeze_settings.reporting_in(recipe.checkpointer.config.checkpoint_dir)
         marked = [model for stage in recipe.pp.info.stages if (model := _mark_output_layer(stage)) is not None]
         warmup = _warmup_left(recipe.lr_scheduler)
