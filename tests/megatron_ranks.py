@@ -188,6 +188,7 @@ def further_tokens(config: Any, layer: Any, virtual: dict[str, int]) -> Any:
     if not config.mtp_num_layers:
         return None
     from megatron.core.transformer.multi_token_prediction import (
+        MTPLossLoggingHelper,
         MultiTokenPredictionBlock,
         MultiTokenPredictionBlockSubmodules,
         get_mtp_layer_spec,
@@ -197,6 +198,7 @@ def further_tokens(config: Any, layer: Any, virtual: dict[str, int]) -> Any:
 
     if not mtp_on_this_rank(config, ignore_virtual=False, **virtual):
         return None
+    MTPLossLoggingHelper.tracker.clear()  # the process's: the last model had other depths, maybe
     spec = get_mtp_layer_spec(layer, use_transformer_engine=False)
     spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = Norm
     layers = MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * config.mtp_num_layers)
