@@ -146,7 +146,8 @@ def _mark_output_layer(stage: Any) -> torch.nn.Module | None:
 
     Linear cross entropy takes hidden states and that layer's weight; so does the loss of multi-token prediction.
     """
-    model: Any = inside_replica(stage.submod)
+    module: torch.nn.Module = inside_replica(stage.submod)
+    model: Any = module
     wholly = any(getattr(module, "_pp_return_hidden_states", False) for module in (stage.submod, model))
     if not stage.is_last or not (wholly or getattr(model, "mtp", None) is not None):
         return None
@@ -154,7 +155,7 @@ def _mark_output_layer(stage: Any) -> torch.nn.Module | None:
     parts = model.named_modules()
     names = tuple(name for name, part in parts if name and (part is layer or name.split(".")[-1] == "lm_head"))
     setattr(model, TRAINED_BY_LOSS, names)
-    return model
+    return module
 
 
 def _warmup_left(schedulers: Any) -> int:
