@@ -407,9 +407,10 @@ def test_the_number_of_microbatches_is_that_of_the_run_unless_given(
         return SimpleNamespace(controller=SimpleNamespace(announce_start=lambda: None), install=lambda: None)
 
     monkeypatch.setattr(entry, "MegatronAdapter", adapter)
-    assert attach(num_microbatches=given, pp_group="group") is not None
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    assert attach(num_microbatches=given, pp_group=group) is not None
     ((model, *_),) = made
-    assert (model.config, model.num_microbatches, model.pp_group) == (PLAIN, used, "group")
+    assert (model.config, model.num_microbatches, model.pp_group) == (PLAIN, used, group)
 
 
 @pytest.mark.usefixtures("alone")

@@ -75,7 +75,8 @@ def test_a_run_that_begins_anew_in_every_step_keeps_its_newest_notes_only() -> N
     for step in range(1, 200):
         state.completed_steps = step
         state = state.restarted(CONFIG, "the pipeline schedule changed")
-        state.adopt(Planned(planned, 9.9, (f"a note of step {step}",)))
+        state.turn_to(SCHEDULE)
+        state.adopt(SCHEDULE, Planned(planned, 9.9, (f"a note of step {step}",)))
     assert len(state.notes) == 50
     assert state.notes[-1] == "a note of step 199"
 

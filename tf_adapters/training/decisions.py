@@ -163,7 +163,11 @@ class Decisions:
             if first:
                 raise
             self._unplanned.add(schedule.num_microbatches)
-            self.say(f"batches of {schedule.num_microbatches} microbatches have no plan of their own: {error}")
+            announce(
+                self._collectives.rank,
+                f"batches of {schedule.num_microbatches} microbatches have no plan of their own: {error}",
+                logging.WARNING,
+            )
             return
         if first:
             state.phases = state.phases.planned_after(state.completed_steps + (planned is None))

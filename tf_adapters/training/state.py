@@ -75,8 +75,14 @@ class RunState:
 
     def adopt(self, schedule: PipelineSchedule, planned: Planned) -> None:
         """Take a new plan into force for batches that the host runs in the order of ``schedule``."""
-        unfrozen = self.measured_for(schedule).unfrozen_step_ms
-        self.plans.put(BatchPlan(schedule, planned.plan, unfrozen, planned.step_ms, self.completed_steps))
+        batch = BatchPlan(
+            schedule,
+            planned.plan,
+            unfrozen_step_ms=self.measured_for(schedule).unfrozen_step_ms,
+            planned_step_ms=planned.step_ms,
+            planned_at=self.completed_steps,
+        )
+        self.plans.put(batch)
         self.notes = (*self.notes, *planned.notes)[-_NOTES:]
 
     def turn_to(self, schedule: PipelineSchedule) -> None:
