@@ -20,7 +20,7 @@ from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.timing.batch_times import BatchTimes, batch_times, with_replicas
 from tf_adapters.timing.compact import PackedBounds, PackedTraces
-from tf_adapters.timing.freeze_response import Group, StageTimes, mean_by_group, measured_times
+from tf_adapters.timing.freeze_response import Group, StageTimes, measured_times
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.replicas import merge_bounds
 from tf_adapters.timing.timer import ActionTimer, Trace
@@ -75,9 +75,11 @@ class _Local:
     """What one rank sends of its monitored steps.
 
     A rank of the traced pipeline sends bounds and traces of each action, any other the mean bounds of its groups.
+    ``typical_ms`` tells a slow replica.
     """
 
     step_ms: float
+    typical_ms: Mapping[Group, float]
     token_costs: Mapping[int, TokenCost]
     probes: Mapping[int, Sequence[Probe]]
     means: Mapping[Group, Bounds] = field(default_factory=dict)
@@ -150,9 +152,9 @@ class PlanMaker:
         batch = batch_times(schedule, self._steps, gaps)
         if batch is None:
             return None
-        means = [(rank, _group_means(local, schedule)) for rank, local in enumerate(ranks)]
+        typical = [(rank, local.typical_ms) for rank, local in enumerate(ranks)]
         upper = {action: of_action.upper for action, of_action in bounds.items()}
-        return with_replicas(batch, PipelineDag.from_schedule(schedule, *gaps), upper, means)
+        return with_replicas(batch, PipelineDag.from_schedule(schedule, *gaps), upper, typical)
 
     def start(self, schedule: PipelineSchedule, measured: Measured) -> Planned | None:
         """Make the plan, or begin to: None where it is made beside training. Raises TimelyFreezeError on all ranks."""
@@ -196,9 +198,10 @@ class PlanMaker:
         times = self._times(timer)
         step_ms = timer.step_ms(Phase.MONITORING_UPPER) or 0.0
         if not self._traced:
-            return _Local(step_ms, times.token_costs, self._probes(), means=times.means())
+            return _Local(step_ms, times.typical_ms(), times.token_costs, self._probes(), means=times.means())
         return _Local(
             step_ms,
+            times.typical_ms(),
             times.token_costs,
             self._probes(),
             bounds=PackedBounds.of(schedule, times.bounds()),
@@ -274,12 +277,6 @@ def learning_of(pipeline: HostPipeline) -> Callable[..., Learning | None]:
         return Learning.measured(ranks, schedule.num_microbatches * pipeline.replicas, costs, pipeline.adaptive)
 
     return learning
-
-
-def _group_means(local: _Local, schedule: PipelineSchedule) -> dict[Group, float]:
-    """Mean ms of a rank's actions with nothing frozen, by stage and kind."""
-    means = local.means or mean_by_group(local.bounds.unpack(schedule) if local.bounds else {})
-    return {group: bounds.upper for group, bounds in means.items()}
 
 
 def _unfrozen_makespan(schedule: PipelineSchedule, measured: Measured) -> float:
