@@ -69,7 +69,7 @@ class StageTimes:
         return {group: mean_bounds(of_group.values()) for group, of_group in _by_group(self.bounds()).items()}
 
     def typical_ms(self) -> dict[Group, float]:
-        """Median ms of each stage's actions of one kind, unfrozen: a last one that waits for replicas does not move it."""
+        """Median ms of each stage's actions of one kind, unfrozen: one that waits for others does not move it."""
         return {group: statistics.median(of.values()) for group, of in _by_group(self.unfrozen_ms).items()}
 
 
