@@ -128,13 +128,11 @@ class BatchTimes:
             "critical_path": CriticalPart,
             "stragglers": Straggler,
         }
-        known = {field.name for field in fields(cls)}
         values: dict[str, Any] = {
             name: tuple(parts[name](**each) for each in value) if name in parts else value
             for name, value in data.items()
-            if name in known
         }
-        return cls(**values)
+        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
 
 
 def batch_times(schedule: PipelineSchedule, steps: Sequence[Trace], gaps: Gaps = NO_GAPS) -> BatchTimes | None:
@@ -284,7 +282,7 @@ def with_replicas(
 ) -> BatchTimes:
     """The same with the ranks that compute the same stage compared.
 
-    ``ranks`` has each rank's number and the mean ms of its actions by stage and kind; ``upper`` are the times of the
+    ``ranks`` has each rank's number and the typical ms of its actions by stage and kind; ``upper`` are the times of the
     slowest of them, which the batch ``dag`` waits for. Of two replicas the faster one is the median.
     """
     by_stage: defaultdict[int, dict[int, float]] = defaultdict(dict)

@@ -67,12 +67,11 @@ class StageTimes:
 
     def means(self) -> dict[Group, Bounds]:
         """Mean bounds of each stage's actions of one kind, in ms."""
-        return mean_by_group(self.bounds())
+        return {group: mean_bounds(of_group.values()) for group, of_group in _by_group(self.bounds()).items()}
 
-
-def mean_by_group(bounds: Mapping[Action, Bounds]) -> dict[Group, Bounds]:
-    """Mean bounds of each stage's actions of one kind, in ms."""
-    return {group: mean_bounds(of_group.values()) for group, of_group in _by_group(bounds).items()}
+    def typical_ms(self) -> dict[Group, float]:
+        """Median ms of each stage's actions of one kind, unfrozen: one that waits for others does not move it."""
+        return {group: statistics.median(of.values()) for group, of in _by_group(self.unfrozen_ms).items()}
 
 
 def mean_bounds(bounds: Collection[Bounds]) -> Bounds:

@@ -20,7 +20,7 @@ from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.timing.batch_times import BatchTimes, batch_times, with_replicas
 from tf_adapters.timing.compact import PackedBounds, PackedTraces
-from tf_adapters.timing.freeze_response import Group, StageTimes, mean_by_group, measured_times
+from tf_adapters.timing.freeze_response import Group, StageTimes, measured_times
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.replicas import merge_bounds, slowest_durations
 from tf_adapters.timing.timer import ActionTimer
@@ -83,9 +83,11 @@ class _Local:
     """What one rank sends of its monitored steps.
 
     A rank of the traced pipeline sends bounds and traces of each action, any other the mean bounds of its groups.
+    ``typical_ms`` tells a slow replica.
     """
 
     step_ms: float
+    typical_ms: Mapping[Group, float]
     token_costs: Mapping[int, TokenCost]
     probes: Mapping[int, Sequence[Probe]]
     means: Mapping[Group, Bounds] = field(default_factory=dict)
@@ -146,7 +148,8 @@ class PlanMaker:
             learning = self._learning(schedule, [rank.probes for rank in ranks], costs)
             traced = batch_times(schedule, steps, gaps)
             dag = PipelineDag.from_schedule(schedule, *gaps)
-            times = traced and with_replicas(traced, dag, _upper(bounds), _means_of_ranks(schedule, ranks))
+            typical = [(rank, local.typical_ms) for rank, local in enumerate(ranks)]
+            times = traced and with_replicas(traced, dag, _upper(bounds), typical)
             fresh = Measured({}, gaps, step_ms, notes=notes, token_costs=costs, learning=learning, batch_times=times)
             return PackedBounds.of(schedule, bounds), fresh
 
@@ -196,9 +199,10 @@ class PlanMaker:
         times, number = self._times(schedule, timer), schedule.num_microbatches
         step_ms = timer.step_ms(Phase.MONITORING_UPPER, number) or 0.0
         if not self._traced:
-            return _Local(step_ms, times.token_costs, self._probes(), means=times.means())
+            return _Local(step_ms, times.typical_ms(), times.token_costs, self._probes(), means=times.means())
         return _Local(
             step_ms,
+            times.typical_ms(),
             times.token_costs,
             self._probes(),
             bounds=PackedBounds.of(schedule, times.bounds()),
@@ -277,12 +281,6 @@ def learning_of(pipeline: HostPipeline) -> Callable[..., Learning | None]:
 def other_ms(schedule: PipelineSchedule, measured: Measured) -> float:
     """What a step takes besides the batch, ms: data, optimizer."""
     return max(0.0, measured.unfrozen_step_ms - _unfrozen_makespan(schedule, measured))
-
-
-def _means_of_ranks(schedule: PipelineSchedule, ranks: Sequence[_Local]) -> list[tuple[int, dict[Group, float]]]:
-    """Each rank with the mean ms of its actions with nothing frozen, by stage and kind."""
-    means = [local.means or mean_by_group(local.bounds.unpack(schedule) if local.bounds else {}) for local in ranks]
-    return [(rank, {group: bounds.upper for group, bounds in of.items()}) for rank, of in enumerate(means)]
 
 
 def _upper(bounds: Mapping[Action, Bounds]) -> dict[Action, float]:
