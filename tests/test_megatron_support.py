@@ -24,6 +24,7 @@ from torch import nn
 import megatron_patches
 import tf_adapters.megatron
 from tf_adapters.collectives import SingleProcess
+from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError, TimelyFreezeError, UnsupportedError
 from tf_adapters.megatron import entry, support
 from tf_adapters.megatron.support import check
@@ -171,6 +172,14 @@ def test_input_gradients_that_are_reduced_with_weight_gradients_are_refused(sett
         assert refusal(config=config) == OVERLAPPED
     else:
         check([Chunk(config)], sgd(Chunk()), config)
+
+
+@pytest.mark.parametrize("settings", [{"weight_gradients": "deferred"}, {"granularity": "token"}], ids=str)
+def test_further_tokens_are_refused_with_weight_gradients_apart_from_their_backward(settings: Any) -> None:
+    config = SimpleNamespace(mtp_num_layers=1)
+    with pytest.raises(UnsupportedError, match="the output layer computes several times in a microbatch"):
+        check([Chunk()], sgd(Chunk()), config, TimelyFreezeConfig(**settings))
+    check([Chunk()], sgd(Chunk()), config, TimelyFreezeConfig())
 
 
 # --- the model -------------------------------------------------------------------------------------------------

@@ -30,9 +30,6 @@ def tapped_layer(module: torch.nn.Module) -> TappedLayer | None:
         return None
     if getattr(module, "embedding_activation_buffer", None) is not None:
         return None
-    predicts = "is_embedding_or_output_parameter" in vars(weight)  # with multi-token prediction once for each depth
-    if predicts and getattr(module.config, "mtp_num_layers", None) and module.gradient_accumulation_fusion:
-        return None  # its kernel rounds after each of these calls
     # Megatron trains no bias inside of the product whose weight is frozen.
     inside = type(module) is ColumnParallelLinear and not module.skip_bias_add and module.bias is not None
     return ParallelLinearTap(module, ("weight", "bias") if inside else ("weight",))

@@ -41,6 +41,10 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("sequence_packing_scheduler", bool, _UNEVEN),
     ("dynamic_context_parallel", bool, _UNEVEN),
 )
+_APART_TWICE = (
+    "mtp_num_layers is set, and weight gradients apart from their backward (deferred, or of sampled tokens) were not "
+    "checked where the output layer computes several times in a microbatch"
+)
 _OPTIMIZERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
 DDP_NAMES = (
     "ddp_config",
@@ -70,6 +74,8 @@ def check(
         refuse(compiled_problem(chunk, model, layers_of(model), settings))
     config = config or get_model_config(chunks[0])
     refuse(_config_problem(config))
+    if settings is not None and settings.splits_backwards and getattr(config, "mtp_num_layers", None):
+        refuse(_APART_TWICE)
     if optimizer is None:
         refuse("the optimizer is None; pass the one that get_megatron_optimizer returned, or a torch optimizer")
     for leaf in leaves(optimizer):
