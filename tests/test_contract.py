@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import io
 import json
-import pickle
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -267,29 +261,12 @@ def planner_dies(host: str, folder: str) -> tuple[str | None, tuple[str, ...]]:
 
 
 def live(host: str, folder: str, settings: dict = LIFE) -> tuple[str | None, list[list[str]]]:
-    with only_plain_messages():
-        training = start(host, settings, folder)
-        for number in range(9):
-            training.step(number)
-        state, schedule = training.controller.state, training.controller.schedule.to_text()
-        training.detach()
+    training = start(host, settings, folder)
+    for number in range(9):
+        training.step(number)
+    state, schedule = training.controller.state, training.controller.schedule.to_text()
+    training.detach()
     return state.failure, schedule
-
-
-@contextmanager
-def only_plain_messages() -> Iterator[None]:
-    """Ranks tell each other values of Python and records of ours: no function, no module, no object of the host."""
-
-    class Reader(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            found = super().find_class(module, name)
-            assert isinstance(found, type), f"{module}.{name}"
-            assert module.split(".")[0] in ("tf_adapters", "builtins", "collections"), f"{module}.{name}"
-            return found
-
-    reading = SimpleNamespace(dumps=pickle.dumps, loads=lambda data: Reader(io.BytesIO(data)).load())
-    with mock.patch("tf_adapters.collectives.pickle", reading):
-        yield
 
 
 def test_what_is_excluded_is_never_frozen(ranks, host):
