@@ -4,11 +4,12 @@ Two CPU ranks, 1F1B, 8 microbatches, a model whose activations are many times it
 those that the C library has handed out to a rank's process, read at the ends of its actions; on an accelerator a run
 reads the allocator's.
 
-Writes results/memory.json beside this file, and the table into docs/deferral.md.
+Writes results/memory.json beside this file, host by host, and the table into docs/deferral.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -34,13 +35,26 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    hosts = {}
-    for host in HOSTS:
-        hosts[host] = {name: measure(host, number, WAYS[name]) for number, name in enumerate(WAYS)}
-        print(host, json.dumps(hosts[host]), flush=True)
-    RESULTS.write_text(json.dumps({"machine": machine(*HOSTS), "hosts": hosts}, indent=1) + "\n")
-    put_table(PAGE, "memory", table(hosts))
-    print(table(hosts))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
+    for host in parser.parse_args().hosts:
+        keep(host, {name: measure(host, number, WAYS[name]) for number, name in enumerate(WAYS)})
+    rows = read_rows()
+    put_table(PAGE, "memory", table(rows))
+    print(table(rows))
+
+
+def read_rows() -> dict[str, Any]:
+    """By host, what was measured."""
+    rows: dict[str, Any] = json.loads(RESULTS.read_text())["hosts"] if RESULTS.exists() else {}
+    return rows
+
+
+def keep(host: str, row: dict[str, Any]) -> None:
+    """Write a host's figures in the place of its old ones."""
+    rows = {**read_rows(), host: row}
+    record = {"machine": machine(*HOSTS), "hosts": {name: rows[name] for name in HOSTS if name in rows}}
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def measure(host: str, number: int, settings: Mapping[str, Any]) -> list[dict[str, int]]:
