@@ -248,7 +248,8 @@ def draw(rows: Mapping[str, Row]) -> None:
         axes.set_xticks(range(len(cells)), [_label(cell) for cell in cells], rotation=90, fontsize=8)
         axes.set_title(f"{HOSTS[host]} (emulated devices)", fontsize=10)
         axes.grid(axis="y", alpha=0.3)
-        axes.legend(loc="lower right", fontsize=8)
+        axes.set_ylim(top=1.2 * axes.get_ylim()[1])
+        axes.legend(loc="upper right", ncols=3, fontsize=8)
     figure.savefig(PICTURE, format="png")
 
 
