@@ -93,7 +93,7 @@ def fault_a_run_goes_on_with_other_sizes(host: str, change: str, tmp_path: Path)
         assert told[0]["first"] == "stable"
     else:
         assert told[0]["first"] == "monitoring_upper"
-        assert "the checkpoint's plan is for another pipeline, model or budget" in told[0]["notes"][-1]
+        assert any("the checkpoint's plan is for another pipeline, model or budget" in n for n in told[0]["notes"])
 
 
 # --- another number of microbatches in every step ---------------------------------------------------------------
@@ -131,7 +131,7 @@ def fault_microbatches_change_in_every_step(host: str, tmp_path: Path) -> None:
     for ours, alone in zip(*told, strict=True):
         assert (ours["failure"], ours["phase"], ours["numbers"]) == (None, "stable", [4, 6, 8])
         assert ours["losses"][: ours["alone"]] == alone["losses"][: ours["alone"]]
-        assert ours["losses"] != alone["losses"]
+    assert any(ours["losses"] != alone["losses"] for ours, alone in zip(*told, strict=True))  # the last stage has them
 
 
 # --- steps that the host skips -----------------------------------------------------------------------------------
