@@ -1,4 +1,4 @@
-"""A report's ``batch``: where the ranks' time goes with nothing frozen, as plain JSON values and back."""
+"""A report's ``batch_times``: where the ranks' time goes with nothing frozen, as plain JSON values and back."""
 
 from __future__ import annotations
 

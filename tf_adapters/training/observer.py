@@ -48,10 +48,10 @@ class RunSnapshot:
         At most: it counts what a microbatch keeps with nothing frozen.
         """
         order = plan.schedule if plan else None
-        held = self.memory.held(Phase.MONITORING_UPPER)
-        if order is None or order == host_order or held is None:
+        if order is None or order == host_order:
             return None
-        return held.peak_bytes(order.ranks[host_order.rank_of(self.stages[0])])
+        held = self.memory.held(Phase.MONITORING_UPPER)
+        return None if held is None else held.peak_bytes(order.ranks[host_order.rank_of(self.stages[0])])
 
     def of_most_used(self) -> RunSnapshot:
         """The same run as seen by the number of microbatches that most of its steps have had since there are plans."""
