@@ -603,8 +603,7 @@ def test_a_run_that_only_measures_finds_the_slow_replica(ranks, host, tmp_path):
     assert batch.replicas == 2
     slow = {straggler.stage: straggler for straggler in batch.stragglers}[outcomes[SLOW_RANK][1]]
     assert slow.rank == SLOW_RANK
-    assert slow.slowest_ms > SLOWER_S * 1e3  # it slept that long in each forward
-    assert slow.slowest_ms > slow.median_ms > 0.0
+    assert slow.slowest_ms > SLOWER_S * 1e3 > slow.median_ms > 0.0
     assert slow.cost_ms > 0.0
 
 

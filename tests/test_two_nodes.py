@@ -147,7 +147,7 @@ def test_transfers_are_those_of_the_links_although_clocks_and_starts_differ(
     planned_with = Gaps.from_json(told[0]["gaps"]).communication
     assert set(planned_with) == set(schedule.transfers())
     for (source, target), ms in planned_with.items():
-        assert ms == pytest.approx(way_ms(source.stage, target.stage), rel=0.15, abs=3.0), (source, target)
+        assert ms == pytest.approx(way_ms(source.stage, target.stage), rel=0.15, abs=0.5), (source, target)
 
     steps = complete_steps(schedule, [traces_of(event) for event in told])
     assert len(steps) >= 2
