@@ -93,7 +93,7 @@ def shown(report: Mapping[str, Any]) -> str:
 
 def emulation() -> EmulatedDevice:
     slower = SLOWER if dist.get_rank() == SLOW_RANK else 1.0
-    return EmulatedDevice(forward_flops(CELL.of) / (FORWARD_S * CELL.ranks * slower))
+    return EmulatedDevice(forward_flops(CELL.of) / (FORWARD_S * CELL.ranks * slower), real_time=True)
 
 
 def monitored() -> str:
