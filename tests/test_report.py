@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from test_gantt import PLAN, TIMES, report
 
-from tf_adapters.cli import show as cli
+from tf_adapters.cli import main
 from tf_adapters.errors import ConfigError
 from tf_adapters.report import Report
 from tf_adapters.report.page import print_page
@@ -237,12 +236,7 @@ def test_the_terminal_gets_the_same_words_with_and_without_rich(monkeypatch: pyt
 
 
 def show(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    cli.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["show", *arguments])
-    code = args.run(args)
-    assert isinstance(code, int)
-    return code
+    return main(["show", *arguments])
 
 
 def test_show_prints_and_draws_only_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

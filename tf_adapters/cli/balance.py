@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from itertools import accumulate
 
-from tf_adapters.errors import TimelyFreezeError
+from tf_adapters.errors import ConfigError, TimelyFreezeError
 from tf_adapters.report.page import Page, Table, print_page
 from tf_adapters.report.schema import Report
 from tf_adapters.simulate.balance import Balance, Cut, balance
@@ -32,15 +31,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the page; 0, or 2 with one line on stderr."""
+    """Print the page."""
+    report = Report.read(args.report)
     try:
-        report = Report.read(args.report)
         print_page(page(report, balance(report)))
     except TimelyFreezeError as error:
-        text = " ".join(str(error).split())
-        path = "" if text.startswith(args.report) else f"{args.report}: "
-        print(f"tf-adapters balance: {path}{text}", file=sys.stderr)
-        return 2
+        raise ConfigError(f"{args.report}: {error}") from None
     return 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tf_adapters.cli.progress import Progress
-from tf_adapters.errors import PlanInputError, SolverError
+from tf_adapters.errors import PlanInputError
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.solve import plan_from_json
 
@@ -49,19 +49,14 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan as ``args`` say; returns the exit status."""
+    """Plan as ``args`` say."""
     if args.extra_microbatches and not args.defer:
-        return _fail(f"--extra-microbatches is {args.extra_microbatches}: it needs --defer", 2)
-    try:
-        data = load_json(args.input)
-        if args.defer and isinstance(data, dict):
-            data = {**data, "defer": True, "extra_microbatches": args.extra_microbatches}
-        with Progress("tf-adapters plan") as progress:
-            plan = plan_from_json(data, progress=progress)
-    except PlanInputError as error:
-        return _fail(str(error), 2)
-    except SolverError as error:
-        return _fail(str(error), 1)
+        raise PlanInputError(f"--extra-microbatches is {args.extra_microbatches}: it needs --defer")
+    data = load_json(args.input)
+    if args.defer and isinstance(data, dict):
+        data = {**data, "defer": True, "extra_microbatches": args.extra_microbatches}
+    with Progress("tf-adapters plan") as progress:
+        plan = plan_from_json(data, progress=progress)
     text = json.dumps(plan.to_json(), indent=2) + "\n"
     if args.out is None:
         sys.stdout.write(text)
@@ -69,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         _write_atomically(Path(args.out), text)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        return _fail(f"--out: cannot write {args.out!r}: {getattr(error, 'strerror', None) or error}", 2)
+        reason = getattr(error, "strerror", None) or error
+        raise PlanInputError(f"--out: cannot write {args.out!r}: {reason}") from None
     print(_summary(plan, args.out))
     return 0
 
@@ -139,8 +135,3 @@ def _write_atomically(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-
-def _fail(message: str, status: int) -> int:
-    print(f"tf-adapters plan: {' '.join(message.split())}", file=sys.stderr)
-    return status

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
-import sys
 from dataclasses import replace
 
 from tf_adapters.cli.progress import Progress
@@ -32,24 +30,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the summary and draw what was asked for; 0, or 2 with one line on stderr."""
-    try:
-        report = Report.read(args.report)
-        check_outputs(args)
-        panels = panels_of(report) if asked_for(args) else _panels_if_any(report)
-        shown = page(report, () if args.no_gantt else panels)
-        print_page(_with_levers(shown, report) if report.config.get("method") == "none" else shown)
-        lines = write_outputs(args, panels, f"One batch on {report.host.name}")
-        lines += tuple(f"picture: {path}" for path in draw_plots(report, args.plots)) if args.plots else ()
-        lines = lines or _hint(panels)
-        print("".join(f"\n{line}" for line in lines), flush=True)
-    except BrokenPipeError:
-        # The reader, such as head, has seen enough: no error, and nothing left to flush at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (TimelyFreezeError, OSError) as error:
-        print(f"tf-adapters show: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    """Print the summary and draw what was asked for."""
+    report = Report.read(args.report)
+    check_outputs(args)
+    panels = panels_of(report) if asked_for(args) else _panels_if_any(report)
+    shown = page(report, () if args.no_gantt else panels)
+    print_page(_with_levers(shown, report) if report.config.get("method") == "none" else shown)
+    lines = write_outputs(args, panels, f"One batch on {report.host.name}")
+    lines += tuple(f"picture: {path}" for path in draw_plots(report, args.plots)) if args.plots else ()
+    print("".join(f"\n{line}" for line in lines or _hint(panels)))
     return 0
 
 
