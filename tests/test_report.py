@@ -122,7 +122,7 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
         ({"times": {"0F0": [-1.0, 1.0]}}, "times.0F0.0 is -1.0"),
         ({"measured": {"mean_afr": {"0": -0.5}}}, "measured.mean_afr.0 is -0.5"),
         ({"measured": {"step_ms_stable": float("nan")}}, "measured.step_ms_stable is nan"),
-        ({"plan": {"makespan_ms": {}}}, "plan is"),
+        ({"plan": {"makespan_ms": {}}}, "plan.makespan_ms.unfrozen is missing"),
         ({"schedule": {"ranks": [["0F0", "nonsense"]]}}, "'nonsense' is not an action"),
         ({"communication": {"0F0->0F1": 1.0}}, "communication.0F0->0F1 is not an edge between stages"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from operator import itemgetter
 from statistics import fmean
@@ -17,8 +17,6 @@ from tf_adapters.report.schema import (
     BackwardSample,
     Batches,
     Host,
-    Layer,
-    Layers,
     Measured,
     PeakMemory,
     Phases,
@@ -119,7 +117,7 @@ def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report
         tokens=_tokens(state.plan, state.token_costs),
         gradient_signal=_signal(state.learning),
         batches=batches,
-        layers={str(s): _layers(of) for rank in ranks for s, of in sorted(rank.layers.items())},
+        layers={str(s): of for rank in ranks for s, of in sorted(rank.layers.items())},
         batch_times=state.batch_times,
     )
 
@@ -138,14 +136,6 @@ def _batches(run: RunSnapshot) -> dict[str, Batches]:
         str(number): Batches(steps=of.steps, step_ms_unfrozen=of.unfrozen_step_ms, planned_step_ms=of.planned_step_ms)
         for number, of in sorted(plans.items())
     }
-
-
-def _layers(stage: StageLayers) -> Layers:
-    return Layers(
-        layers=tuple(Layer(**asdict(layer)) for layer in stage.layers),
-        rest_forward_ms=stage.rest_forward_ms,
-        rest_backward_ms=stage.rest_backward_ms,
-    )
 
 
 def _tokens(plan: FreezePlan | None, costs: Mapping[int, TokenCost]) -> dict[str, SampledTokens]:

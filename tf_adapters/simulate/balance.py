@@ -8,9 +8,10 @@ from itertools import accumulate, pairwise
 from statistics import fmean
 
 from tf_adapters.errors import ConfigError
-from tf_adapters.report.schema import Layers, Report
+from tf_adapters.report.schema import Report
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.simulate.partition import CutPipeline, Cuts, Piece, StageRest
+from tf_adapters.timing.layers import StageLayers
 
 __all__ = ["Balance", "Cut", "balance"]
 
@@ -92,7 +93,7 @@ class _StageTimes:
 
     @classmethod
     def of(
-        cls, layers: Layers | None, schedule: PipelineSchedule, upper: Mapping[Action, float], stage: int
+        cls, layers: StageLayers | None, schedule: PipelineSchedule, upper: Mapping[Action, float], stage: int
     ) -> _StageTimes:
         if layers is None or not layers.layers:
             raise ConfigError(

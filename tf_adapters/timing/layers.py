@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from tf_adapters.schedule.durations import Count, Milliseconds
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.timing.estimates import median
 from tf_adapters.timing.timer import Clock
@@ -38,9 +39,9 @@ class LayerTime:
     """One layer of a stage, ms of a microbatch, and how many elements its parameters on this rank have."""
 
     name: str
-    forward_ms: float
-    backward_ms: float
-    parameters: int
+    forward_ms: Milliseconds
+    backward_ms: Milliseconds
+    parameters: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ class StageLayers:
     """A stage's layers in the order in which they compute; ``rest_*_ms`` is what runs outside of all of them."""
 
     layers: tuple[LayerTime, ...]
-    rest_forward_ms: float
-    rest_backward_ms: float
+    rest_forward_ms: Milliseconds
+    rest_backward_ms: Milliseconds
 
 
 class LayerTimer:
