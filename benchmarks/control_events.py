@@ -27,7 +27,7 @@ from tf_adapters.testing.plans import tensor_units
 from tf_adapters.training.controller import Controller
 from tf_adapters.training.decisions import verify_schedule
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
-from tf_adapters.training.plan_maker import PlanMaker
+from tf_adapters.training.plan_maker import PlanMaker, RunSetup
 from tf_adapters.training.replanning import PlanWatch
 
 MICROBATCHES = 64
@@ -193,8 +193,8 @@ def events_of(controller: Controller, collectives: CountedCollectives) -> dict[s
     (stage,) = controller.parameter_masks
     units = controller.pipeline.units
     executed = schedule.ranks[stage]
-    maker = PlanMaker(config, collectives, pipeline, masks, probes=dict)
-    watch = PlanWatch(config, collectives, pipeline, masks, probes=dict)
+    setup = RunSetup(config, collectives, pipeline, masks, probes=dict)
+    maker, watch = PlanMaker(setup), PlanWatch(setup)
     measured = controller.state.measured
     plan = solve(maker._problem(schedule, measured)) if collectives.rank == 0 else None
     assert controller.state.plan is not None
@@ -222,8 +222,8 @@ def events_with_levers(controller: Controller, collectives: CountedCollectives) 
     (stage,) = controller.parameter_masks
     random = np.random.default_rng(collectives.rank)
     probes = {stage: tuple(Probe(*random.uniform(1.0, 2.0, 3).tolist()) for _ in range(PROBES))}
-    maker = PlanMaker(config, collectives, controller.pipeline, controller.masks, probes=lambda: probes)
-    watch = PlanWatch(config, collectives, controller.pipeline, controller.masks, probes=lambda: probes)
+    setup = RunSetup(config, collectives, controller.pipeline, controller.masks, probes=lambda: probes)
+    maker, watch = PlanMaker(setup), PlanWatch(setup)
     measured, in_force = controller.state.measured, controller.state.plan
     assert in_force is not None
     assert in_force.schedule is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -219,7 +220,7 @@ def test_a_larger_number_that_a_checkpoint_knows_nothing_of_is_planned_for_witho
     first, second = train(resumed, [6, 6])
     assert not any(first.values())
     assert any(second.values())
-    assert resumed.state.bounds == controller.state.bounds
+    assert resumed.state.measured.bounds == controller.state.measured.bounds
 
 
 def test_with_more_numbers_than_have_room_plans_are_exchanged_now_and_then(tmp_path: Path) -> None:
@@ -274,7 +275,8 @@ def test_where_times_change_every_number_is_planned_for_anew(tmp_path: Path) -> 
     train(controller, [*alternating(LAST_MONITORED), *alternating(9)])
     state = controller.state
     before = dict(state.plans.of)
-    state.bounds = {a: Bounds(b.lower / 2, b.upper / 2) for a, b in state.bounds.items()}
+    halved = {a: Bounds(b.lower / 2, b.upper / 2) for a, b in state.measured.bounds.items()}
+    state.measured = replace(state.measured, bounds=halved)
     train(controller, alternating(30))
     assert sorted(state.plans.of) == [4, 6, 8]
     for number, batch in state.plans.of.items():

@@ -19,7 +19,7 @@ from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.transfers import NO_GAPS
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
-from tf_adapters.training.plan_maker import Measured
+from tf_adapters.training.plan_maker import Measured, RunSetup
 from tf_adapters.training.replanning import PlanWatch, changes
 
 SCHEDULE = gpipe(2, 2)
@@ -44,7 +44,7 @@ def stable(factors: dict[int, float], share: float = 0.5, steps: int = 3) -> Fil
 def watch(**settings: Any) -> PlanWatch:
     masks = StageMasks({stage: [FreezeUnit(("weight",), 1.0, (1,))] for stage in range(2)}, seed=0)
     pipeline = HostPipeline(HostInfo("host", "1"), SCHEDULE, units={}, parameters={})
-    return PlanWatch(TimelyFreezeConfig(**settings), SingleProcess(), pipeline, masks, probes=dict)
+    return PlanWatch(RunSetup(TimelyFreezeConfig(**settings), SingleProcess(), pipeline, masks, probes=dict))
 
 
 def looks(watching: PlanWatch, found: Filled, times: int) -> list[Measured | None]:

@@ -165,11 +165,6 @@ class StageTaps:
         finally:
             self.microbatch = None
 
-    @property
-    def pending(self) -> tuple[int, ...]:
-        """The microbatches whose weight gradients wait."""
-        return tuple(self._pending)
-
     def clear(self) -> None:
         """Forget what waits: its step has failed."""
         self._pending.clear()

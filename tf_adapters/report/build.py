@@ -93,7 +93,7 @@ def local_measurements(run: RunSnapshot) -> LocalMeasurements:
 def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report:
     """The report of the run as far as it has come, of the number of microbatches that most steps had."""
     batches, run = _batches(run), run.of_most_used()
-    state, gaps = run.state, run.state.gaps.to_json()
+    state, gaps = run.state, run.state.measured.gaps.to_json()
     return Report(
         host=Host(name=run.host.name, version=run.host.version, device=run.memory.device_type),
         versions=_versions(),
@@ -109,16 +109,16 @@ def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report
         ),
         communication=gaps["communication"],
         overhead=gaps["overhead"],
-        times={str(action): (bounds.lower, bounds.upper) for action, bounds in state.bounds.items()},
+        times={str(action): (bounds.lower, bounds.upper) for action, bounds in state.measured.bounds.items()},
         plan=state.plan,
         measured=_measured(run, ranks),
         frozen_share={str(s): shares for rank in ranks for s, shares in rank.frozen_share.items()},
         parameter_freeze_ratio={str(s): dict(of) for rank in ranks for s, of in rank.parameter_freeze_ratio.items()},
-        tokens=_tokens(state.plan, state.token_costs),
-        gradient_signal=_signal(state.learning),
+        tokens=_tokens(state.plan, state.measured.token_costs),
+        gradient_signal=_signal(state.measured.learning),
         batches=batches,
         layers={str(s): of for rank in ranks for s, of in sorted(rank.layers.items())},
-        batch_times=state.batch_times,
+        batch_times=state.measured.batch_times,
     )
 
 
@@ -215,7 +215,7 @@ def _points(timer: ActionTimer, phase: Phase, number: int | None) -> dict[Action
 
 def _measured(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Measured:
     state, expected = run.state, run.state.forecast
-    unfrozen = state.unfrozen_step_ms or _slowest(ranks, Phase.MONITORING_UPPER)
+    unfrozen = state.measured.unfrozen_step_ms or _slowest(ranks, Phase.MONITORING_UPPER)
     stable = _slowest(ranks, Phase.STABLE)
     backwards = {phase: _merge([rank.actions[phase.value] for rank in ranks]) for phase in _REPORTED}
     return Measured(
@@ -258,7 +258,7 @@ def _fullest(run: RunSnapshot, of_ranks: Sequence[tuple[int, int | None]]) -> tu
 
 def _pace(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> float | None:
     """How many times as long forwards take as the plan has them, the median over all ranks."""
-    planned = {action: bounds.upper for action, bounds in run.state.bounds.items() if bounds.upper > 0.0}
+    planned = {action: bounds.upper for action, bounds in run.state.measured.bounds.items() if bounds.upper > 0.0}
     return median(ms / planned[action] for rank in ranks for action, ms in rank.forward_ms.items() if action in planned)
 
 

@@ -37,6 +37,7 @@ from tf_adapters.training.decisions import Decisions
 from tf_adapters.training.freeze_ratios import FreezeRatios
 from tf_adapters.training.observer import Observer, RunSnapshot
 from tf_adapters.training.pipeline import HostPipeline
+from tf_adapters.training.plan_maker import RunSetup
 from tf_adapters.training.state import RunState, compatible_state
 from tf_adapters.training.step_masks import Scale, StepMasks
 from tf_adapters.training.tally import MaskTally
@@ -94,15 +95,8 @@ class Controller:
         self._noise = GradientNoise(self._freezable_weights() if config.is_auto else {})
         self._executed: list[Action] = []
         self._step_start: Any = None
-        self._decisions = Decisions(
-            config=config,
-            masks=self.masks,
-            checks=self.stability_checks,
-            collectives=collectives,
-            pipeline=pipeline,
-            probes=self._noise.probes,
-            observer=observer,
-        )
+        setup = RunSetup(config, collectives, pipeline, self.masks, probes=self._noise.probes)
+        self._decisions = Decisions(setup, self.stability_checks, observer)
 
     # --- what the host calls in every step -------------------------------------------------------------------
 
@@ -164,12 +158,6 @@ class Controller:
         with self.running(Action(stage, Kind.WEIGHT_GRAD, microbatch)):
             pass
 
-    def finish_weight_gradients(self) -> None:
-        """Compute whatever weight gradients still wait. The host calls it before gradients are reduced."""
-        for stage, taps in self.pipeline.taps.items():
-            for microbatch in taps.pending:
-                self._compute(stage, taps, microbatch)
-
     @property
     def execution(self) -> PipelineSchedule:
         """What the ranks run in this step, the same on all of them: the host's own order, or the plan's."""
@@ -212,15 +200,6 @@ class Controller:
             self._observer.step_ended(run, step, phase)
 
     # --- what anybody may ask --------------------------------------------------------------------------------
-
-    @property
-    def freezes(self) -> bool:
-        """Whether this run freezes anything once it has been monitored."""
-        return self._ratios.on(self.state)
-
-    def actual_freeze_ratio(self, step: int, action: Action) -> float:
-        """AFR of an action at a step, in [0, 1] (paper section 3.3); while monitoring, its mask's."""
-        return self._ratios.ratio(self.state, step, action)
 
     def frozen_parameters(self, step: int, stage: int, microbatch: int) -> tuple[str, ...]:
         """Names frozen on ``stage`` for ``microbatch`` at ``step``: the same on every replica and after a restart.
@@ -345,7 +324,7 @@ class Controller:
             return None
         if not ratio:
             return self._noise.observer(stage)
-        cost, caps = self.state.token_costs.get(stage, TokenCost()), self.masks.caps(stage)
+        cost, caps = self.state.measured.token_costs.get(stage, TokenCost()), self.masks.caps(stage)
         key = (self.config.seed, self.step, stage, microbatch)
         return TokenSampler(key, lambda weight: cost.kept(ratio * caps.get(weight, 0.0)))
 

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from tf_adapters.collectives import Collectives, decide_from_all
-from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ScheduleError, TimelyFreezeError
 from tf_adapters.log import announce
 from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.frontier import describe_frontier
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.timer import ActionTimer
 from tf_adapters.training import batch_words, messages
 from tf_adapters.training.batches import MonitoredBatches
 from tf_adapters.training.observer import Observer, RunSnapshot
-from tf_adapters.training.pipeline import HostPipeline
-from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned, Probes
+from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned, RunSetup
 from tf_adapters.training.replanning import PlanWatch, Replanning
 
 __all__ = ["Decisions"]
@@ -31,34 +29,20 @@ class Decisions:
     """Brings a run's state up to date at step boundaries. Every method is called on all ranks at the same point.
 
     Args:
-        config: the settings.
-        masks: the masks of every stage.
+        setup: what decisions are made with.
         checks: stability checks, where the method asks for them.
-        collectives: the group of all ranks that train together.
-        pipeline: the pipeline that the host runs.
-        probes: this rank's newest probes of its gradients' noise, by stage.
         observer: told where there is something new to report.
     """
 
-    def __init__(
-        self,
-        config: TimelyFreezeConfig,
-        masks: StageMasks,
-        checks: StabilityChecks,
-        collectives: Collectives,
-        pipeline: HostPipeline,
-        probes: Probes,
-        observer: Observer | None,
-    ) -> None:
-        self._config, self._masks, self._checks = config, masks, checks
-        self._collectives, self._observer = collectives, observer
+    def __init__(self, setup: RunSetup, checks: StabilityChecks, observer: Observer | None) -> None:
+        self._config, self._masks, self._collectives = setup.config, setup.masks, setup.collectives
+        self._checks, self._observer = checks, observer
         self._verified: dict[int, PipelineSchedule | None] = {}  # by number of microbatches; None: the host's own order
         self._monitored = MonitoredBatches()
         self._planning: tuple[PipelineSchedule, Measured] | None = None  # what a plan is being made of
         self._unplanned: set[int] = set()  # numbers of microbatches that no plan could be made for
-        self.plan_maker = PlanMaker(config, collectives, pipeline, masks, probes=probes)
-        watch = PlanWatch(config, collectives, pipeline, masks, probes=probes)
-        self._replanning = Replanning(watch, self.plan_maker, self.say)
+        self.plan_maker = PlanMaker(setup)
+        self._replanning = Replanning(PlanWatch(setup), self.plan_maker, self.say)
 
     def say(self, text: str) -> None:
         """Log a line on rank 0."""
@@ -234,8 +218,8 @@ class Decisions:
         if not run.ratios.on(state) or not self._checks.due(step, start):
             return
         after = self._checks.run(before, step, start)
-        if not self._config.plans and not state.unfrozen_step_ms and any(after.stable.values()):
-            state.unfrozen_step_ms = self._slowest_unfrozen_ms(run.timer)
+        if not self._config.plans and not state.measured.unfrozen_step_ms and any(after.stable.values()):
+            state.measured = replace(state.measured, unfrozen_step_ms=self._slowest_unfrozen_ms(run.timer))
         state.stability = after
         if after.checks > before.checks:
             shares = {stage: self._masks.share(stage, units) for stage, units in after.stable.items()}

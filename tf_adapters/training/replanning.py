@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tf_adapters.collectives import Collectives, decide_from_all
-from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.collectives import decide_from_all
 from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.planner.forecast import durations_under, planned_dag, stable_durations
 from tf_adapters.planner.freeze_plan import FreezePlan
@@ -21,7 +20,6 @@ from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.selection.masks import StageMasks
 from tf_adapters.timing.compact import PackedBounds, PackedTraces
 from tf_adapters.timing.estimates import median
 from tf_adapters.timing.freeze_response import Group
@@ -29,8 +27,7 @@ from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.timer import ActionTimer, Sample, Trace
 from tf_adapters.timing.transfers import Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.training import messages
-from tf_adapters.training.pipeline import HostPipeline
-from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned, Probes, learning_of, other_ms
+from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned, RunSetup
 from tf_adapters.training.state import RunState
 
 __all__ = ["PlanWatch", "Renewed", "Replanning", "changes"]
@@ -53,27 +50,10 @@ class _Local:
 
 
 class PlanWatch:
-    """Compares measured times with the plan's. Every method is called on all ranks at the same point.
+    """Compares measured times with the plan's. Every method is called on all ranks at the same point."""
 
-    Args:
-        config: the settings.
-        collectives: the group of all ranks that train together.
-        pipeline: the pipeline that the host runs.
-        masks: the masks of every stage.
-        probes: this rank's newest probes of its gradients' noise, by stage.
-    """
-
-    def __init__(
-        self,
-        config: TimelyFreezeConfig,
-        collectives: Collectives,
-        pipeline: HostPipeline,
-        masks: StageMasks,
-        probes: Probes,
-    ) -> None:
-        self._config, self._collectives, self._probes = config, collectives, probes
-        self._traced, self._learning = pipeline.traced, learning_of(pipeline)
-        self._stage_0_vanishes = masks.can_freeze_all(0)
+    def __init__(self, run: RunSetup) -> None:
+        self._run, self._config = run, run.config
         self._changes_in_a_row = 0  # looks that found a change
 
     def due(self, step: int, settled: int) -> bool:
@@ -100,7 +80,7 @@ class PlanWatch:
             slowest = _slowest([rank.changes for rank in ranks])
             away = max((max(factor, 1.0 / factor) - 1.0 for factor in slowest.values()), default=0.0)
             # Where a stage has no probe, what monitoring said stands.
-            newest = self._learning(schedule, [rank.probes for rank in ranks], measured.token_costs)
+            newest = self._run.learning(schedule, [rank.probes for rank in ranks], measured.token_costs)
             learning = newest or measured.learning
             why = [messages.changed(slowest)] if 0.0 < self._config.replan_threshold < away else []
             why += _pays_otherwise(plan, learning)
@@ -108,36 +88,45 @@ class PlanWatch:
                 return None
             gaps = _gaps(schedule, plan, [rank.traces.unpack(ran) for rank in ranks]) or measured.gaps
             bounds = {a: _times(b, slowest.get((a.stage, a.kind), 1.0)) for a, b in measured.bounds.items()}
-            step_ms = max(rank.step_ms for rank in ranks) + self._saved(schedule, plan, bounds, gaps)
-            fresh = Measured({}, gaps, step_ms, tuple(why), token_costs=measured.token_costs, learning=learning)
+            upper = {action: of_action.upper for action, of_action in bounds.items()}
+            batch_ms = PipelineDag.from_schedule(schedule, *gaps).makespan(upper)
+            saved = max(0.0, batch_ms - self._planned_ms(schedule, plan, bounds, gaps))
+            step_ms = max(rank.step_ms for rank in ranks) + saved
+            fresh = Measured(
+                {},
+                gaps,
+                step_ms,
+                tuple(why),
+                token_costs=measured.token_costs,
+                learning=learning,
+                other_ms=max(0.0, step_ms - batch_ms),
+            )
             return PackedBounds.of(schedule, bounds), fresh
 
         number = schedule.num_microbatches
-        fresh = decide_from_all(self._collectives, lambda: self._local(ran, timer, measured.bounds, number), judge)
+        fresh = decide_from_all(self._run.collectives, lambda: self._local(ran, timer, measured.bounds, number), judge)
         self._changes_in_a_row = self._changes_in_a_row + 1 if fresh else 0
         if fresh is None or self._changes_in_a_row < _IN_A_ROW:
             return None
         self._changes_in_a_row = 0
         packed, changed = fresh
-        changed = replace(changed, bounds=packed.unpack(schedule))
-        return replace(changed, other_ms=other_ms(schedule, changed))
+        return replace(changed, bounds=packed.unpack(schedule))
 
     def _local(self, ran: PipelineSchedule, timer: ActionTimer, bounds: Mapping[Action, Bounds], number: int) -> _Local:
         timer.drain()
-        traces = PackedTraces.of(ran, local_traces(timer, Phase.STABLE, number) if self._traced else ())
+        traces = PackedTraces.of(ran, local_traces(timer, Phase.STABLE, number) if self._run.pipeline.traced else ())
         newest = min(self._config.replan_interval, _NEWEST)
         step_ms = timer.step_ms(Phase.STABLE, number) or 0.0
-        return _Local(changes(timer, bounds, newest), step_ms, traces, self._probes())
+        return _Local(changes(timer, bounds, newest), step_ms, traces, self._run.probes())
 
-    def _saved(
+    def _planned_ms(
         self, schedule: PipelineSchedule, plan: FreezePlan, bounds: Mapping[Action, Bounds], gaps: Gaps
     ) -> float:
-        """What the plan in force saves of a batch with these bounds, ms."""
-        dag, upper = PipelineDag.from_schedule(schedule, *gaps), {action: b.upper for action, b in bounds.items()}
+        """A batch with these bounds under the plan in force, ms."""
         now = durations_under(plan, bounds)
-        if self._stage_0_vanishes:
+        if self._run.masks.can_freeze_all(0):
             now = stable_durations(now, plan.freeze_ratio)
-        return max(0.0, dag.makespan(upper) - planned_dag(schedule, plan, gaps).makespan(now))
+        return planned_dag(schedule, plan, gaps).makespan(now)
 
 
 @dataclass(frozen=True)
