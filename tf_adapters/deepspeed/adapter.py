@@ -124,16 +124,16 @@ class DeepSpeedAdapter(HostAdapter):
         self.around_steps(engine.basic_optimizer, self._holder.before_step, self._holder.after_step)
         wrapped = {
             host.ForwardPass: self._forward,
-            host.BackwardPass: self._backward,
+            host.BackwardPass: partial(self._backward, Kind.BACKWARD),
             host.ReduceTiedGrads: self._reduce_tied_gradients,
             host.ReduceGrads: self._reduce_gradients,
             host.OptimizerStep: self._optimizer_step,
         }
         if self.config.defers:
             wrapped |= {
-                InputGradients: self._input_gradients,
+                InputGradients: partial(self._backward, Kind.INPUT_GRAD),
                 WeightGradients: self._weight_gradients,
-                FinishSends: self._finish_sends,
+                FinishSends: lambda engine: self._sends.finish(),
             }
             wrapped[host.RecvGrad] = self._receive_gradients
             wrapped |= {kind: self._sending(kind) for kind in (host.SendActivation, host.SendGrad)}
@@ -167,7 +167,7 @@ class DeepSpeedAdapter(HostAdapter):
         size = {"micro_batches": engine.micro_batches, "stages": engine.num_stages, "stage_id": engine.stage_id}
         order = self.controller.execution
         self._reordered = order is not self.controller.schedule
-        return OrderedSchedule(order, **size) if self._reordered else self._schedule_type(**size)
+        return OrderedSchedule(order.ranks[engine.stage_id], **size) if self._reordered else self._schedule_type(**size)
 
     def _forward(self, engine: Any, buffer_id: int, **kwargs: Any) -> None:
         run = self._host_instructions[host.ForwardPass]
@@ -180,13 +180,7 @@ class DeepSpeedAdapter(HostAdapter):
         if self._keeps_losses:
             self._losses[buffer_id] = engine.loss
 
-    def _backward(self, engine: Any, buffer_id: int, **kwargs: Any) -> None:
-        self._run_backward(Kind.BACKWARD, engine, buffer_id, **kwargs)
-
-    def _input_gradients(self, engine: Any, buffer_id: int) -> None:
-        self._run_backward(Kind.INPUT_GRAD, engine, buffer_id)
-
-    def _run_backward(self, kind: Kind, engine: Any, buffer_id: int, **kwargs: Any) -> None:
+    def _backward(self, kind: Kind, engine: Any, buffer_id: int, **kwargs: Any) -> None:
         stage, microbatch = self._stages[kwargs.get("phase", 0)], self._tracker.backward(buffer_id)
         if self._keeps_losses:
             engine.loss = self._losses.pop(buffer_id)
@@ -213,9 +207,6 @@ class DeepSpeedAdapter(HostAdapter):
         if self._reordered and engine.grad_layer is not None:
             engine.grad_layer = another_buffer(engine.grad_layer)
         self._host_instructions[host.RecvGrad](engine, buffer_id)
-
-    def _finish_sends(self, engine: Any) -> None:
-        self._sends.finish()
 
     def _action(self, stage: int, kind: Kind, microbatch: int) -> Any:
         self._running = (stage, microbatch)

@@ -172,13 +172,15 @@ def attach_once(
     host: HostInfo,
     existing: A | None,
     given: GivenConfig,
-    read: Callable[[], TimelyFreezeConfig | None],
+    check: Callable[[TimelyFreezeConfig], None],
     make: Callable[[Collectives, TimelyFreezeConfig], A],
+    section: Callable[[], GivenConfig] = dict,
 ) -> A | None:
     """Return the adapter to use: the attached one, a new one, or None where freezing is not asked for.
 
-    ``connect`` makes the collectives of all ranks that train together; ``given`` are the settings in the call, if any;
-    ``read`` gives this rank's settings and checks that the host can be frozen. Called on all ranks.
+    ``connect`` makes the collectives of all ranks that train together; ``given`` are the settings in the call, if any,
+    else ``section`` gives them: all defaults, or those of the host's own config, None without any. Where they are
+    enabled, ``check`` raises if the host cannot be frozen. Called on all ranks.
 
     Raises:
         ConfigError: the settings are wrong, differ between ranks, or differ from those of the attached adapter.
@@ -187,6 +189,14 @@ def attach_once(
     if existing is not None:
         on_all_ranks(existing.collectives, lambda: _check_same(existing.config, given))
         return existing
+
+    def read() -> TimelyFreezeConfig | None:
+        config = section() if given is None else given
+        settings = None if config is None else TimelyFreezeConfig.parse(config)
+        if settings is not None and settings.enabled:
+            check(settings)
+        return settings
+
     collectives = connect()
     try:
         settings = agree_on_settings(collectives, host, read)

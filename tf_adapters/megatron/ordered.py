@@ -88,12 +88,9 @@ class OrderedBatch:
                 self._shapes[False] = tensor_shape
             return None, None, None
 
-        overrides = Overrides()
-        overrides.set(P2PCommunicator, "_communicate", communicate)
-        try:
+        with Overrides() as overrides:
+            overrides.set(P2PCommunicator, "_communicate", communicate)
             yield
-        finally:
-            overrides.restore()
 
     def forward(self, call: functools.partial[Any], microbatch: int) -> tuple[list[torch.Tensor], Any]:
         """The host asks for a forward by this ``call``: a stand-in for its output, and its number of tokens."""
