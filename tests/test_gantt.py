@@ -138,7 +138,7 @@ def test_no_plan_means_no_second_panel() -> None:
 
 
 def test_what_cannot_be_drawn_is_said_in_one_line() -> None:
-    with pytest.raises(ConfigError, match="nothing to draw yet: no action has been timed"):
+    with pytest.raises(ConfigError, match="no action has been timed yet"):
         before(report(times={}, plan=None, status="warmup"))
     partial = {text: pair for text, pair in TIMES.items() if text != "1B1"}
     with pytest.raises(ConfigError, match="times has no entry for 1B1"):

@@ -8,14 +8,23 @@ from functools import cached_property
 
 from tf_adapters.errors import ConfigError
 from tf_adapters.planner.forecast import durations_under, planned_dag
-from tf_adapters.report.measured import stable_samples
-from tf_adapters.report.schema import Report
+from tf_adapters.report.schema import BackwardSample, Report
 from tf_adapters.schedule.dag import PipelineDag
-from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.timing.device import EMULATED
 
-__all__ = ["Block", "Panel", "after", "before", "exact", "measured", "panels_of", "planned_order", "timeline"]
+__all__ = [
+    "Block",
+    "Panel",
+    "after",
+    "before",
+    "exact",
+    "measured",
+    "panels_of",
+    "planned_order",
+    "stable_samples",
+    "timeline",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +83,11 @@ def before(report: Report) -> Panel:
     Raises ConfigError when the report has no times yet, or none for an action.
     """
     schedule = report.schedule.parse()
-    durations = _unfrozen(report, schedule)
+    bounds = report.bounds()
+    missing = next((action for action in schedule.actions if action not in bounds), None)
+    if missing is not None:
+        raise ConfigError(f"times has no entry for {missing}")
+    durations = {action: bounds[action].upper for action in schedule.actions}
     dag = PipelineDag.from_schedule(schedule, *report.gaps())
     return timeline("before: nothing frozen", schedule, dag, durations)
 
@@ -85,7 +98,7 @@ def exact(report: Report) -> Panel | None:
     if plan is None or plan.schedule in (None, schedule):
         return None
     order = planned_order(report)
-    durations = durations_under(replace(plan, freeze_ratio={}), _bounds(report))
+    durations = durations_under(replace(plan, freeze_ratio={}), report.bounds())
     dag = planned_dag(schedule, plan, report.gaps())
     return timeline("exact: weight gradients deferred, nothing frozen", order, dag, durations)
 
@@ -127,12 +140,29 @@ def measured(report: Report) -> Panel | None:
     mean = sum(ratios.values()) / len(ratios)
     title = f"measured: medians of stable freezing ({mean:.0%} skipped) put through the schedule's graph"
     host = report.schedule.parse()
-    dag = (
-        planned_dag(host, report.plan, report.gaps())
-        if report.plan
-        else PipelineDag.from_schedule(host, *report.gaps())
-    )
+    gaps = report.gaps()
+    dag = planned_dag(host, report.plan, gaps) if report.plan else PipelineDag.from_schedule(host, *gaps)
     return timeline(title, schedule, dag, durations=durations, frozen=ratios)
+
+
+def stable_samples(report: Report) -> dict[str, BackwardSample]:
+    """By action, what stable freezing measured; empty before the stable phase.
+
+    A report that does not say which sample is of which phase gives the one nearest to the planned ratio.
+    """
+    if report.status != "stable":
+        return {}
+    named = [sample for sample in report.measured.backward_ms if sample.phase]
+    if named:
+        return {sample.action: sample for sample in named if sample.phase == "stable"}
+    ratios = {str(action): ratio for action, ratio in report.plan.freeze_ratio.items()} if report.plan else {}
+    nearest: dict[str, tuple[float, BackwardSample]] = {}
+    for sample in report.measured.backward_ms:
+        away = abs(sample.afr - ratios.get(sample.action, 1.0))
+        # Of equally near samples the last one counts: a report lists the stable phase after the monitoring.
+        if sample.action not in nearest or away <= nearest[sample.action][0]:
+            nearest[sample.action] = (away, sample)
+    return {action: sample for action, (_, sample) in nearest.items()}
 
 
 def planned_order(report: Report) -> PipelineSchedule:
@@ -143,10 +173,6 @@ def planned_order(report: Report) -> PipelineSchedule:
 def _changes(action: Action, times: Mapping[str, tuple[float, float]]) -> bool:
     """Whether an action takes another time under a plan than what monitoring has measured of it."""
     return action.freezable or str(action) not in times
-
-
-def _bounds(report: Report) -> dict[Action, Bounds]:
-    return {Action.parse(text): Bounds(*pair) for text, pair in report.times.items()}
 
 
 def panels_of(report: Report) -> tuple[Panel, ...]:
@@ -170,15 +196,6 @@ def timeline(
     path = dag.critical_path(durations)
     blocks = _blocks(schedule, dag.start_times(durations), duration=durations, frozen=frozen or {}, path=path)
     return Panel(title, _stages(schedule), blocks=blocks, end_ms=dag.makespan(durations), critical_path=path)
-
-
-def _unfrozen(report: Report, schedule: PipelineSchedule) -> dict[Action, float]:
-    if not report.times:
-        raise ConfigError(f"nothing to draw yet: no action has been timed (status {report.status!r})")
-    try:
-        return {action: report.times[str(action)][1] for action in schedule.actions}
-    except KeyError as error:
-        raise ConfigError(f"times has no entry for {error.args[0]}") from None
 
 
 def _stages(schedule: PipelineSchedule) -> tuple[tuple[int, ...], ...]:

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, ValidationEr
 
 from tf_adapters.errors import ConfigError, ScheduleError, first_problem
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.schedule.durations import Count, Milliseconds, Quotient, Share
-from tf_adapters.schedule.ir import PipelineSchedule
+from tf_adapters.schedule.durations import Bounds, Count, Milliseconds, Quotient, Share
+from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.timing.batch_times import BatchTimes
 from tf_adapters.timing.layers import StageLayers
 from tf_adapters.timing.transfers import Gaps
@@ -203,6 +203,18 @@ class Report(_Model):
             if text not in actions:
                 raise ConfigError(f"overhead.{text} is not an action of the schedule")
         return report
+
+    def bounds(self) -> dict[Action, Bounds]:
+        """``times`` by action. Raises ConfigError where no action was timed yet."""
+        if not self.times:
+            raise ConfigError(f"no action has been timed yet (status {self.status!r})")
+        return {Action.parse(text): Bounds(*pair) for text, pair in self.times.items()}
+
+    @property
+    def max_freeze_ratio(self) -> float | None:
+        """The run's r_max, in [0, 1]; None where it is "auto" or not known."""
+        ratio = self.config.get("max_freeze_ratio")
+        return float(ratio) if isinstance(ratio, (int, float)) and 0.0 <= ratio <= 1.0 else None
 
     def gaps(self) -> Gaps:
         """``communication`` and ``overhead`` by their actions, ms."""

@@ -61,11 +61,11 @@ class Balance:
 
 def balance(report: Report) -> Balance:
     """Cut the model that a run has measured anew. Raises ConfigError where its layers were not timed."""
-    if not report.times:
-        raise ConfigError(f"no action has been timed yet (status {report.status!r})")
+    upper = {action: bounds.upper for action, bounds in report.bounds().items()}
     schedule = report.schedule.parse().validate()
-    upper = {Action.parse(text): bounds[1] for text, bounds in report.times.items()}
-    stages = [_StageTimes.of(report.layers.get(str(stage)), schedule, upper, stage) for stage in _stages(schedule)]
+    stages = [
+        _StageTimes.of(report.layers.get(str(stage)), schedule, upper, stage) for stage in range(schedule.num_stages)
+    ]
     pieces = [piece for stage in stages for piece in _together(stage.pieces, report.host.name)]
     sizes = [len(_together(stage.pieces, report.host.name)) for stage in stages]
     pipeline = CutPipeline(
@@ -77,10 +77,6 @@ def balance(report: Report) -> Balance:
         best = present
     now, then = (_cut(pipeline, pieces, cuts) for cuts in (present, best))
     return Balance(schedule, now, then, report.measured.step_ms_unfrozen)
-
-
-def _stages(schedule: PipelineSchedule) -> range:
-    return range(schedule.num_stages)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tf_adapters.errors import ConfigError, PlanInputError
 from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.report.schema import Report
-from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.simulate.model_costs import (
     LLAMA_1B,
     LLAMA_8B,
@@ -49,26 +50,15 @@ class Request:
     extra_microbatches: int | None = None
 
 
-@dataclass(frozen=True)
-class _Recorded:
-    """A pipeline that was recorded, and what goes with it."""
-
-    pipeline: Pipeline
-    max_freeze_ratio: float
-    source: str
-    step_ms: float | None = None
-    notes: tuple[str, ...] = ()
-    extra_microbatches: int | None = None
-
-
 def read_request(options: Options, load: Callable[[str], Any]) -> Request:
     """The pipelines that ``options`` ask for; ``load`` reads a JSON file.
 
     Raises ConfigError, PlanInputError: one line that names the argument or the field.
     """
-    recorded = _recorded(options, load)
-    if recorded is not None:
-        request = _from_recorded(options, recorded)
+    if options.report is not None:
+        request = _from_recorded(options, _from_report(options.report))
+    elif options.input is not None:
+        request = _from_recorded(options, _from_input(options.input, load(options.input)))
     else:
         source, costs_for = _assumed(options)
         pipelines = _compared(options, options.sizes, costs_for, lambda order: NO_GAPS)
@@ -85,29 +75,17 @@ def read_request(options: Options, load: Callable[[str], Any]) -> Request:
 # --- recorded times ------------------------------------------------------------------------------------------
 
 
-def _recorded(options: Options, load: Callable[[str], Any]) -> _Recorded | None:
-    if options.report is not None:
-        return _from_report(options.report)
-    if options.input is not None:
-        return _from_input(options.input, load(options.input))
-    return None
-
-
-def _from_report(path: str) -> _Recorded:
+def _from_report(path: str) -> Request:
     report = Report.read(path)
-    if not report.times:
-        raise ConfigError(f"{path}: no action has been timed yet (status {report.status!r})")
     schedule = report.schedule.parse().validate()
-    pairs: dict[Action, Any] = {Action.parse(text): pair for text, pair in report.times.items()}
-    ratio = report.config.get("max_freeze_ratio")
-    max_freeze_ratio = float(ratio) if isinstance(ratio, (int, float)) and 0.0 <= ratio <= 1.0 else _DEFAULT_RATIO
+    ratio = _DEFAULT_RATIO if report.max_freeze_ratio is None else report.max_freeze_ratio
     try:
-        problem = PlanProblem(schedule, pairs, max_freeze_ratio).validate()
-    except PlanInputError as error:
+        times = PlanProblem(schedule, report.bounds(), ratio).validate().times
+    except (ConfigError, PlanInputError) as error:
         raise ConfigError(f"{path}: {error}") from None
-    return _Recorded(
-        Pipeline("recorded", schedule, problem.times, report.gaps()),
-        problem.max_freeze_ratio,
+    return Request(
+        (Pipeline("recorded", schedule, times, report.gaps()),),
+        ratio,
         source=f"measured on {report.host.name}, {path}",
         extra_microbatches=_recorded_extra(report),
         step_ms=report.measured.step_ms_unfrozen,
@@ -132,21 +110,21 @@ def _promise_notes(report: Report) -> tuple[str, ...]:
     )
 
 
-def _from_input(path: str, data: Any) -> _Recorded:
+def _from_input(path: str, data: Any) -> Request:
     problem = PlanProblem.from_json(data)
     source = "given on standard input" if path == "-" else f"given in {path}"
     gaps = Gaps(problem.communication, problem.overhead)
-    return _Recorded(
-        Pipeline("as given", problem.schedule, problem.times, gaps),
+    return Request(
+        (Pipeline("as given", problem.schedule, problem.times, gaps),),
         problem.max_freeze_ratio,
         source=source,
         extra_microbatches=problem.extra_microbatches if problem.defer else None,
     )
 
 
-def _from_recorded(options: Options, recorded: _Recorded) -> Request:
+def _from_recorded(options: Options, recorded: Request) -> Request:
     """The recorded schedule first, then others made of its stages' mean times."""
-    original, sizes = recorded.pipeline, options.sizes
+    (original,), sizes = recorded.pipelines, options.sizes
     if sizes.stages is not None:
         raise ConfigError(
             f"--stages {sizes.stages}: recorded times have their stages ({original.schedule.num_stages});"
@@ -155,28 +133,17 @@ def _from_recorded(options: Options, recorded: _Recorded) -> Request:
     if options.communication_ms is not None:
         original = replace(original, gaps=between_ranks(original.schedule, options.communication_ms))
     pieces = stage_times(original.schedule, original.times)
-
-    def carried(order: PipelineSchedule) -> Gaps:
-        return carried_gaps(original, order)
-
     filled = replace(
         sizes,
         ranks=sizes.ranks or len(original.schedule.ranks),
         microbatches=sizes.microbatches or original.schedule.num_microbatches,
     )
-    others = _compared(options, filled, lambda order: recut(pieces, order.num_stages), carried)
+    others = _compared(options, filled, lambda order: recut(pieces, order.num_stages), partial(carried_gaps, original))
     if not options.schedules and sizes != Sizes():
         raise ConfigError("--ranks, --microbatches: the recorded schedule has its own; add --schedule for another")
     recut_note = ("the other schedules take the recorded mean times and gaps, stages cut into equal parts or joined",)
     notes = (*recorded.notes, *(recut_note if others else ()))
-    return Request(
-        (original, *others),
-        recorded.max_freeze_ratio,
-        source=recorded.source,
-        notes=notes,
-        step_ms=recorded.step_ms,
-        extra_microbatches=recorded.extra_microbatches,
-    )
+    return replace(recorded, pipelines=(original, *others), notes=notes)
 
 
 # --- assumed times -------------------------------------------------------------------------------------------
