@@ -206,6 +206,16 @@ class TimelyFreezeConfig(BaseModel):
         return self.method not in ("apf", "autofreeze")
 
     @property
+    def monitors_with_masks(self) -> bool:
+        """Whether monitoring freezes: what freezing would save can be measured in no other way.
+
+        Unless backwards compute the weight gradients that can wait at their end, which tells it with nothing frozen.
+        """
+        if self.method == "none" and not self.monitoring_masks:
+            return False
+        return self.stage_limit > 0 and not (self.defers and not self.samples_tokens)
+
+    @property
     def defers(self) -> bool:
         """Whether the plan may let weight gradients wait."""
         return self.weight_gradients == "deferred" and self.method != "none"

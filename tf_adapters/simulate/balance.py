@@ -10,7 +10,7 @@ from statistics import fmean
 from tf_adapters.errors import ConfigError
 from tf_adapters.report.schema import Report
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.simulate.partition import CutPipeline, Cuts, Piece, StageRest
+from tf_adapters.simulate.partition import CutPipeline, Cuts, Piece
 from tf_adapters.timing.layers import StageLayers
 
 __all__ = ["Balance", "Cut", "balance"]
@@ -84,7 +84,7 @@ class _StageTimes:
     """A stage's layers as long as monitoring says that the stage takes; ``half``: its backward's input gradient."""
 
     pieces: tuple[Piece, ...]
-    rest: StageRest
+    rest: Piece
     half: float
 
     @classmethod
@@ -107,7 +107,7 @@ class _StageTimes:
                 Piece((of.name,), of.forward_ms * forward_scale, of.backward_ms * backward_scale, of.parameters)
                 for of in layers.layers
             ),
-            StageRest(layers.rest_forward_ms * forward_scale, layers.rest_backward_ms * backward_scale),
+            Piece((), layers.rest_forward_ms * forward_scale, layers.rest_backward_ms * backward_scale),
             means[Kind.INPUT_GRAD] / backward if backward else 0.0,
         )
 

@@ -169,10 +169,7 @@ def _model_source(model: ModelOptions) -> tuple[str, Costs]:
         except ValueError as error:
             raise ConfigError(f"--model {model.name}: {error}") from None
         rate = model.tflops * _FLOPS_PER_MS
-        return tuple(
-            StageCost(cost.forward / rate, cost.input_grad / rate, cost.weight_grad / rate)
-            for cost in stage_costs(shape, layers, model.sequences, model.length)
-        )
+        return tuple(cost.scaled(1.0 / rate) for cost in stage_costs(shape, layers, model.sequences, model.length))
 
     size = f"{model.sequences} x {model.length} tokens a microbatch"
     return f"{model.name}'s FLOPs at {model.tflops:g} TFLOP/s, {size}", costs

@@ -60,7 +60,7 @@ class Gaps(NamedTuple):
 NO_GAPS = Gaps()
 
 
-def local_traces(timer: ActionTimer, phase: str, microbatches: int = 0) -> tuple[tuple[int, Trace], ...]:
+def local_traces(timer: ActionTimer, phase: str, microbatches: int) -> tuple[tuple[int, Trace], ...]:
     """The newest steps of this rank with their numbers, few enough to be sent to others."""
     traces = timer.traces(phase, microbatches)
     longest = max((len(trace) for _, trace in traces), default=0)

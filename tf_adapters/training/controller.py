@@ -25,11 +25,12 @@ from tf_adapters.planner.forecast import Forecast
 from tf_adapters.schedule.deferral import first_half
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.masks import Mask, StageMasks
+from tf_adapters.selection.sampling import whole_parameters
 from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.timing.layers import LayerTimer
 from tf_adapters.timing.memory import MemoryMeter
 from tf_adapters.timing.phase import Phase
-from tf_adapters.timing.timer import ActionTimer, is_capturing
+from tf_adapters.timing.timer import ActionTimer, clock_for, is_capturing
 from tf_adapters.timing.token_cost import TokenCost
 from tf_adapters.training import messages
 from tf_adapters.training.batches import same_pipeline
@@ -74,7 +75,7 @@ class Controller:
             caps=config.freeze_caps,
             tokens=config.samples_tokens,
         )
-        clock = pipeline.timing_clock()
+        clock = pipeline.clock or clock_for(pipeline.device)
         timed = {stage: {} if any_compiled(layers) else layers for stage, layers in pipeline.layers.items()}
         self.timer, self._layers = ActionTimer(clock), LayerTimer(timed, clock)
         self.memory = MemoryMeter(pipeline.device)
@@ -85,7 +86,7 @@ class Controller:
             config,
             self.masks.units,
             stages=pipeline.parameters,
-            held=pipeline.optimizer_values(),
+            held=pipeline.held_values or whole_parameters(pipeline.parameters),
             collectives=collectives,
         )
         self._collectives, self._observer = collectives, observer
@@ -301,11 +302,11 @@ class Controller:
         if taps is None:
             yield
         elif action.kind is Kind.WEIGHT_GRAD:
-            with self.timer.timed_first_part(phase, action):
+            with self.timer.timed(phase, action, first_part=True):
                 yield
             self._compute(action.stage, taps, action.microbatch)
         elif action.kind is Kind.BACKWARD:
-            with self.timer.timed_first_part(phase, action), taps.recording(action.microbatch):
+            with self.timer.timed(phase, action, first_part=True), taps.recording(action.microbatch):
                 yield
             self.memory.look(phase, first_half(action))
             self._layers.weight_gradients()

@@ -105,7 +105,8 @@ class Decisions:
         done, length = step - phases.warmup_end, phases.monitoring_steps
         if done % max(1, length // 4) == 0:
             run.timer.drain()
-            self.say(messages.monitoring(done, length, run.timer.step_ms(phases.phase(step))))
+            step_ms = run.timer.step_ms(phases.phase(step))
+            self.say(f"monitoring {done}/{length} steps" + ("" if step_ms is None else f", {step_ms:.1f} ms a step"))
 
     def _monitoring_ends(self, run: RunSnapshot) -> bool:
         """Whether everything is measured: at the set length, or where every step trains as soon as it is precise."""
@@ -117,7 +118,8 @@ class Decisions:
         error = self.plan_maker.precision(self._monitored.most_seen(run.schedule), run.timer)
         ends = error <= self._config.monitoring_precision
         if ends:
-            self.say(messages.precise(step - phases.warmup_end, error))
+            steps = step - phases.warmup_end
+            self.say(f"monitoring ended after {steps} steps: times and savings are known to {error:.1%}")
         return ends
 
     def _measure(self, run: RunSnapshot) -> None:
@@ -189,7 +191,8 @@ class Decisions:
 
         peaks = decide_from_all(self._collectives, local, fullest)
         if peaks is not None:
-            self.say(messages.memory(*peaks))
+            held, planned = (f"{peak / 2**20:,.1f} MiB" for peak in peaks)
+            self.say(f"memory of the fullest rank: {held} now, at most {planned} planned")
 
     def _renew_plan(self, run: RunSnapshot) -> None:
         """Make plans anew where the times they were made for are no longer the times that are measured."""

@@ -38,19 +38,6 @@ def out_of_reach(target_ms: float, promised: Forecast, max_freeze_ratio: float) 
     )
 
 
-def unseen_gradients() -> str:
-    """The gradients of single microbatches cannot be seen."""
-    return (
-        "max_freeze_ratio auto: nothing is frozen, since the gradients of single microbatches cannot be seen here, so "
-        "that what freezing costs is not known"
-    )
-
-
-def pays_otherwise(chosen: float, better: float) -> str:
-    """Another plan pays more than the one in force."""
-    return f"the gradients' noise has changed: freezing {better:.2f} pays more than {chosen:.2f}"
-
-
 def changed(factors: Mapping[tuple[int, Kind], float]) -> str:
     """Actions no longer take as long as the plan says."""
     stages: dict[int, list[str]] = {}
@@ -63,15 +50,12 @@ def changed(factors: Mapping[tuple[int, Kind], float]) -> str:
 def phase(config: TimelyFreezeConfig, phases: PhaseSchedule, step: int) -> str:
     """What happens in the phase of ``step``."""
     if not config.plans and step > phases.warmup_end:
-        return checking(config)
+        return f"stability checks every {config.stability_check_interval} steps; {config.stability_metric} freezes"
+    if phases.phase(step).monitors and not config.monitors_with_masks:
+        return "monitoring, nothing frozen"
     if config.method == "none" and step > phases.freezing_start:
         return "planned; method none freezes nothing"
     return phases.description(step)
-
-
-def checking(config: TimelyFreezeConfig) -> str:
-    """What begins after the warm-up where nothing is planned."""
-    return f"stability checks every {config.stability_check_interval} steps; {config.stability_metric} freezes"
 
 
 def checked(state: StabilityState, config: TimelyFreezeConfig, shares: Mapping[int, float]) -> str:
@@ -83,22 +67,6 @@ def checked(state: StabilityState, config: TimelyFreezeConfig, shares: Mapping[i
         return f"{stable}; scores follow with the next"
     low, middle, high = scores.min(), np.median(scores), scores.max()
     return f"{stable}; scores from {low:.2g} to {high:.2g}, median {middle:.2g}"
-
-
-def monitoring(done: int, length: int, step_ms: float | None) -> str:
-    """Progress while monitoring."""
-    took = "" if step_ms is None else f", {step_ms:.1f} ms a step"
-    return f"monitoring {done}/{length} steps{took}"
-
-
-def precise(steps: int, error: float) -> str:
-    """Monitoring has seen enough."""
-    return f"monitoring ended after {steps} steps: times and savings are known to {error:.1%}"
-
-
-def memory(held: int, planned: int) -> str:
-    """The most bytes at the ends of a rank's actions: measured with nothing frozen, and in the plan's order."""
-    return f"memory of the fullest rank: {held / 2**20:,.1f} MiB now, at most {planned / 2**20:,.1f} MiB planned"
 
 
 def planned(plan: FreezePlan, forecast: Forecast) -> str:

@@ -282,7 +282,10 @@ class PlanMaker:
         if target and promised.planned_ms > target * _NEARLY and not self._config.is_auto:
             yield messages.out_of_reach(target, promised, self._config.stage_limit)
         if self._config.is_auto and not plan.frontier:
-            yield messages.unseen_gradients()
+            yield (
+                "max_freeze_ratio auto: nothing is frozen, since the gradients of single microbatches cannot be seen "
+                "here, so that what freezing costs is not known"
+            )
 
 
 def other_ms(schedule: PipelineSchedule, measured: Measured) -> float:

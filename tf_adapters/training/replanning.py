@@ -193,8 +193,10 @@ def _pays_otherwise(plan: FreezePlan, learning: Learning | None) -> list[str]:
         return []
     current = next(number for number, point in enumerate(plan.frontier) if point.chosen)
     best = best_point(plan.frontier, learning, current)
-    ratios = [point.mean_freeze_ratio for point in plan.frontier]
-    return [] if best == current else [messages.pays_otherwise(ratios[current], ratios[best])]
+    if best == current:
+        return []
+    chosen, better = (plan.frontier[number].mean_freeze_ratio for number in (current, best))
+    return [f"the gradients' noise has changed: freezing {better:.2f} pays more than {chosen:.2f}"]
 
 
 def changes(timer: ActionTimer, bounds: Mapping[Action, Bounds], newest: int) -> dict[Group, float]:
