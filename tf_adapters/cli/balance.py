@@ -101,14 +101,11 @@ def say_it(host: str, cut: Cut) -> str:
         return f"--pipeline-model-parallel-layout '{layout}'"
     if host == "deepspeed":
         starts = [0, *accumulate(len(layers) for layers in cut.layers[:-1])]
-        numbers = [int(layers[0]) for layers in cut.layers] if _numbered(cut) else starts
+        numbered = all(name.isdecimal() for layers in cut.layers for name in layers)
+        numbers = [int(layers[0]) for layers in cut.layers] if numbered else starts
         return f"the stages begin at layers {[0, *numbers[1:]]} of the PipelineModule"
     what = "TorchTitan's module_fqns_per_model_part" if host == "torch.distributed.pipelining" else "the stages' layers"
     return f"{what}: {json.dumps(cut.layers)}"
-
-
-def _numbered(cut: Cut) -> bool:
-    return all(name.isdecimal() for layers in cut.layers for name in layers)
 
 
 def _megatron_layout(cut: Cut) -> str | None:

@@ -117,7 +117,8 @@ def diagnose(versions: Versions, locks: Sequence[Path] = ()) -> Diagnosis:
         if versions.get(package) is None
     )
     hosts = tuple(_check_host(host, versions.get(host.package)) for host in HOSTS)
-    problems = (*_core_problems(versions), *map(_interrupted, locks))
+    killed = "a build of {} was killed, and training would wait for it forever: rm {}".format
+    problems = (*_core_problems(versions), *(killed(lock.parent.name, lock) for lock in locks))
     return Diagnosis(dict(versions), hosts, problems, hints)
 
 
@@ -174,10 +175,6 @@ def _core_problems(versions: Versions) -> tuple[str, ...]:
         elif _release(version) < _release(oldest):
             problems.append(f'{package} {version} is too old: pip install --upgrade "{package}>={oldest}"')
     return tuple(problems)
-
-
-def _interrupted(lock: Path) -> str:
-    return f"a build of {lock.parent.name} was killed, and training would wait for it forever: rm {lock}"
 
 
 def _check_host(host: Host, version: str | None) -> HostCheck:

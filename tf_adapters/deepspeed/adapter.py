@@ -83,7 +83,9 @@ class DeepSpeedAdapter(HostAdapter):
         self._running: tuple[int, int] | None = None
         self._sends, self._reordered = Sends(), False
         self._given_warmup, self._given_metrics = warmup_steps, metrics
-        self._schedule_type = SCHEDULES.get(config.schedule) or _own_schedule_type(engine)
+        # Before 0.19.8 the engine had no method to ask for what it runs by itself.
+        own = type(engine._train_schedule()) if hasattr(engine, "_train_schedule") else host.TrainSchedule
+        self._schedule_type = SCHEDULES.get(config.schedule) or own
         self._orders = lru_cache(MOST_NUMBERS)(partial(translate, self._schedule_type, stages=engine.num_stages))
         self._host_exec_schedule: Callable[[host.PipeSchedule], None] = engine._exec_schedule
         super().__init__(config, collectives, self._describe, self._metrics())
@@ -298,11 +300,6 @@ class DeepSpeedAdapter(HostAdapter):
                 self._given_metrics(figures)
 
         return write
-
-
-def _own_schedule_type(engine: Any) -> type[host.PipeSchedule]:
-    """What the engine runs by itself. Before 0.19.8 it had no method to ask."""
-    return type(engine._train_schedule()) if hasattr(engine, "_train_schedule") else host.TrainSchedule
 
 
 def _warmup_steps(engine: Any) -> int:

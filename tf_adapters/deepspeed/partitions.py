@@ -64,7 +64,11 @@ class PartialSteps:
         assert flat.grad is not None
         view.grad = flat.grad.narrow(0, start, length)
         self._optimizer.state[view] = {
-            name: value.narrow(0, start, length) if _by_element(value, flat) else _copied(value)
+            name: value.narrow(0, start, length)
+            if _by_element(value, flat)
+            else value.clone()
+            if torch.is_tensor(value)
+            else value
             for name, value in self._optimizer.state[flat].items()
         }
         return view
@@ -81,7 +85,3 @@ def _between(parts: Iterable[Part], length: int) -> Iterator[Part]:
 
 def _by_element(value: Any, flat: torch.Tensor) -> bool:
     return torch.is_tensor(value) and value.shape == flat.shape
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if torch.is_tensor(value) else value

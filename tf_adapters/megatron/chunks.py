@@ -72,8 +72,8 @@ class Chunk:
         self._require_gradients(inputs[:1] or (named.get("hidden_states"),))
 
     def _require_gradients(self, tensors: tuple[Any, ...]) -> None:
-        for tensor in tensors:
-            if not self._mask.complete and torch.is_grad_enabled() and _needs_none(tensor):
+        for tensor in tensors if torch.is_grad_enabled() and not self._mask.complete else ():
+            if torch.is_tensor(tensor) and tensor.is_floating_point() and not tensor.requires_grad:
                 tensor.requires_grad_()
 
 
@@ -89,7 +89,3 @@ def device_of(chunks: Sequence[torch.nn.Module]) -> torch.device:
     devices = (parameter.device for chunk in chunks for parameter in chunk.parameters())
     fallback = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     return next(devices, fallback)
-
-
-def _needs_none(tensor: Any) -> bool:
-    return torch.is_tensor(tensor) and tensor.is_floating_point() and not tensor.requires_grad

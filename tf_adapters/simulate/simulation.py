@@ -119,6 +119,8 @@ def simulate(
     asked = dict.fromkeys((max_freeze_ratio, *sweep, *([] if extra_microbatches is None else [0.0])))
     solved = {ratio: _plan(pipeline, ratio, progress, extra_microbatches) for ratio in asked}
     chosen = solved[max_freeze_ratio]
+    skipped = f"{chosen.mean_freeze_ratio:.0%} of the weight gradients skipped"
+    title = f"planned at r_max {max_freeze_ratio:g}, {skipped}"
     schedule, times = pipeline.schedule, pipeline.times
     dag = PipelineDag.from_schedule(schedule, *pipeline.gaps)
     upper = {action: bounds.upper for action, bounds in times.items()}
@@ -144,7 +146,7 @@ def simulate(
         plan=chosen,
         unfrozen=unfrozen,
         exact=None if extra_microbatches is None else of_plan(_EXACT, solved[0.0]),
-        planned=of_plan(_planned_title(max_freeze_ratio, chosen), chosen),
+        planned=of_plan(title, chosen),
         frozen=frozen,
         gain=gains[max_freeze_ratio],
         most=_gain(dag, unfrozen.end_ms, lower, everything),
@@ -165,10 +167,6 @@ def _plan(pipeline: Pipeline, ratio: float, progress: Progress | None, extra_mic
     )
     tell = progress and (lambda text: progress(f"{pipeline.name} at r_max {ratio:g}: {text}"))
     return solve(problem, progress=tell)
-
-
-def _planned_title(max_freeze_ratio: float, plan: FreezePlan) -> str:
-    return f"planned at r_max {max_freeze_ratio:g}, {plan.mean_freeze_ratio:.0%} of the weight gradients skipped"
 
 
 def _gain(

@@ -30,6 +30,10 @@ __all__ = ["Request", "read_request"]
 _SHAPES = {"llama-1b": LLAMA_1B, "llama-8b": LLAMA_8B, "llama-13b": LLAMA_13B}
 _FLOPS_PER_MS = 1e9  # of 1 TFLOP/s
 _DEFAULT_RATIO = 0.8
+_PROMISED = (
+    "the run's own plan promises {:,.1f} ms a step: it runs each monitored step again, in which actions now and then "
+    "take longer and hold up their neighbours; here every action takes its median time"
+)
 
 Costs = Callable[[PipelineSchedule], Sequence[StageCost]]
 
@@ -83,13 +87,14 @@ def _from_report(path: str) -> Request:
         times = PlanProblem(schedule, report.bounds(), ratio).validate().times
     except (ConfigError, PlanInputError) as error:
         raise ConfigError(f"{path}: {error}") from None
+    promised = report.measured.planned_step_ms
     return Request(
         (Pipeline("recorded", schedule, times, report.gaps()),),
         ratio,
         source=f"measured on {report.host.name}, {path}",
         extra_microbatches=_recorded_extra(report),
         step_ms=report.measured.step_ms_unfrozen,
-        notes=_promise_notes(report),
+        notes=() if promised is None else (_PROMISED.format(promised),),
     )
 
 
@@ -97,17 +102,6 @@ def _recorded_extra(report: Report) -> int | None:
     extra = report.config.get("extra_microbatches", 0)
     deferred = report.config.get("weight_gradients") == "deferred"
     return extra if deferred and isinstance(extra, int) and extra >= 0 else None
-
-
-def _promise_notes(report: Report) -> tuple[str, ...]:
-    """Where the run's own promise differs from what is simulated here, why."""
-    promised = report.measured.planned_step_ms
-    if promised is None:
-        return ()
-    return (
-        f"the run's own plan promises {promised:,.1f} ms a step: it runs each monitored step again, in which actions "
-        "now and then take longer and hold up their neighbours; here every action takes its median time",
-    )
 
 
 def _from_input(path: str, data: Any) -> Request:

@@ -28,10 +28,11 @@ _USAGE = "usage: torchrun [...] -m tf_adapters.testing.torchtitan_on_cpu -m MODU
 def install() -> None:
     """Prepare this process for TorchTitan, before it is imported."""
     vars(torch._utils)["_get_available_device_type"] = lambda: "cpu"
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     of_a_device: dict[str, Any] = {
         "empty_cache": lambda: None,
         "get_device_name": lambda device=None: "CPU",
-        "get_device_properties": lambda device=None: types.SimpleNamespace(total_memory=_memory_bytes()),
+        "get_device_properties": lambda device=None: types.SimpleNamespace(total_memory=memory_bytes),
         "memory_stats": lambda device=None: {},
         "reset_peak_memory_stats": lambda device=None: None,
     }
@@ -113,10 +114,6 @@ _CHANGED = {
     "torchtitan.models.moe.kernels": _with_triton,
     "torchtitan.models.common.attention": _with_plain_attention,
 }
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def main() -> None:

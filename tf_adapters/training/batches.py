@@ -106,10 +106,6 @@ class BatchPlans:
         if (batch := self.of.pop(microbatches, None)) is not None:
             self.of[microbatches] = replace(batch, steps=batch.steps + 1)
 
-    def drop(self, microbatches: int) -> None:
-        """Give the plan of a number up."""
-        self.of.pop(microbatches, None)
-
 
 class MonitoredBatches:
     """The numbers of microbatches that monitoring has seen in steps that froze nothing."""

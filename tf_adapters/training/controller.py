@@ -91,9 +91,15 @@ class Controller:
         )
         self._collectives, self._observer = collectives, observer
         self._ratios = FreezeRatios(config, self.schedule, self.masks)
-        self._step_masks = StepMasks(self._draw, pipeline.parameters, pipeline.ties)
+        self._step_masks = StepMasks(
+            lambda stage: self._ratios.masks(self.state, self.step, stage), pipeline.parameters, pipeline.ties
+        )
         self._tally = MaskTally()
-        self._noise = GradientNoise(self._freezable_weights() if config.is_auto else {})
+        freezable = {
+            stage: {name: of_stage[name] for name in self.masks.names(stage)}
+            for stage, of_stage in pipeline.parameters.items()
+        }
+        self._noise = GradientNoise(freezable if config.is_auto else {})
         self._executed: list[Action] = []
         self._step_start: Any = None
         setup = RunSetup(config, collectives, pipeline, self.masks, probes=self._noise.probes)
@@ -332,14 +338,6 @@ class Controller:
     def _times_layers(self) -> bool:
         last = self.state.phases.warmup_end
         return self.phase is Phase.WARMUP and last - _LAYER_STEPS < self.step <= last
-
-    def _freezable_weights(self) -> dict[int, dict[str, torch.nn.Parameter]]:
-        """This rank's parameters that may be frozen, by stage and name."""
-        names = {stage: self.masks.names(stage) for stage in self.pipeline.parameters}
-        return {stage: {name: self.pipeline.parameters[stage][name] for name in names[stage]} for stage in names}
-
-    def _draw(self, stage: int) -> tuple[Mask, ...]:
-        return self._ratios.masks(self.state, self.step, stage)
 
     def _forget_measured(self) -> None:
         """What was timed, and a plan that is being made from it, are of another run or schedule."""

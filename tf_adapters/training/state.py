@@ -81,7 +81,7 @@ class RunState:
         """The next batches have another number of microbatches."""
         self.microbatches = schedule.num_microbatches
         if self.batch is not None and self.batch.schedule != schedule:
-            self.plans.drop(self.microbatches)  # a checkpoint's, of another order
+            del self.plans.of[self.microbatches]  # a checkpoint's, of another order
 
     @property
     def batch(self) -> BatchPlan | None:
