@@ -10,7 +10,7 @@ from test_response import Filled
 
 from tf_adapters.collectives import SingleProcess
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.planner.forecast import planned_makespan
+from tf_adapters.planner.forecast import planned_dag, stable_durations
 from tf_adapters.planner.solve import plan
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action
@@ -107,7 +107,9 @@ def test_the_unfrozen_step_is_the_measured_one_and_what_the_plan_in_force_spares
     _, fresh = looks(watch(), stable({0: 2.0, 1: 2.0}), 2)
     assert fresh is not None
     step_ms = stable({0: 2.0, 1: 2.0}).timer.step_ms(Phase.STABLE)
-    saved = PLAN.makespan_ms.unfrozen - planned_makespan(SCHEDULE, PLAN)
+    saved = PLAN.makespan_ms.unfrozen - planned_dag(SCHEDULE, PLAN).makespan(
+        stable_durations(PLAN.duration_ms, PLAN.freeze_ratio)
+    )
     assert step_ms is not None
     assert fresh.unfrozen_step_ms == pytest.approx(step_ms + 2.0 * saved)
 

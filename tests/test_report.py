@@ -274,7 +274,7 @@ def test_show_says_why_there_is_nothing_to_draw(tmp_path: Path, capsys: pytest.C
     path = tmp_path / "report.json"
     report(times={}, plan=None, status="warmup").write(path)
     assert show(str(path), "--svg", str(tmp_path / "batch.svg")) == 2
-    assert "nothing to draw yet" in capsys.readouterr().err
+    assert "no action has been timed yet" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["report.json"]
 
 

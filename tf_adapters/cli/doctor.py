@@ -16,18 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "HOSTS",
-    "Diagnosis",
-    "Host",
-    "HostCheck",
-    "add_parser",
-    "diagnose",
-    "installed_versions",
-    "interrupted_builds",
-    "render",
-    "run",
-]
+__all__ = ["HOSTS", "Host", "add_parser", "diagnose", "installed_versions", "interrupted_builds", "render", "run"]
 
 _CORE = {"torch": "2.5", "numpy": "1.26", "ortools": "9.10", "pydantic": "2.6", "scipy": "1.12"}
 _EXTRAS = {"matplotlib": ("plot", "Gantt charts"), "rich": ("cli", "coloured tables")}

@@ -27,7 +27,7 @@ from tf_adapters.report.schema import (
 )
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.timing.device import EMULATED
-from tf_adapters.timing.estimates import estimate, median
+from tf_adapters.timing.estimates import estimate, grouped, median, merged
 from tf_adapters.timing.layers import StageLayers
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.timer import ActionTimer
@@ -141,10 +141,8 @@ def _batches(run: RunSnapshot) -> dict[str, Batches]:
 def _tokens(plan: FreezePlan | None, costs: Mapping[int, TokenCost]) -> dict[str, SampledTokens]:
     if plan is None:
         return {}
-    kept: dict[int, list[float]] = {}
-    for action, ratio in plan.freeze_ratio.items():
-        if action.stage in costs:
-            kept.setdefault(action.stage, []).append(costs[action.stage].kept(ratio))
+    sampled = ((action.stage, ratio) for action, ratio in plan.freeze_ratio.items() if action.stage in costs)
+    kept = grouped((stage, costs[stage].kept(ratio)) for stage, ratio in sampled)
     return {
         str(stage): SampledTokens(kept=fmean(shares), fixed=costs[stage].fixed, per_token=costs[stage].per_token)
         for stage, shares in sorted(kept.items())
@@ -217,7 +215,8 @@ def _measured(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Measured:
     state, expected = run.state, run.state.forecast
     unfrozen = state.measured.unfrozen_step_ms or _slowest(ranks, Phase.MONITORING_UPPER)
     stable = _slowest(ranks, Phase.STABLE)
-    backwards = {phase: _merge([rank.actions[phase.value] for rank in ranks]) for phase in _REPORTED}
+    # Each action at its slowest replica; replicas draw the same masks.
+    backwards = {phase: merged((rank.actions[phase.value] for rank in ranks), _slower) for phase in _REPORTED}
     return Measured(
         step_ms_unfrozen=unfrozen,
         step_ms_stable=stable,
@@ -266,20 +265,12 @@ def _slowest(ranks: Sequence[LocalMeasurements], phase: Phase) -> float | None:
     return max((ms for rank in ranks if (ms := rank.steps[phase.value]) is not None), default=None)
 
 
-def _merge(replicas: Sequence[Mapping[Action, Points]]) -> dict[Action, Points]:
-    """Each action at its slowest replica; replicas draw the same masks."""
-    merged: dict[Action, Points] = {}
-    for replica in replicas:
-        for action, points in replica.items():
-            others = merged.get(action, points)
-            merged[action] = tuple(max(pair, key=itemgetter(1)) for pair in zip(points, others, strict=False))
-    return merged
+def _slower(one: Points, other: Points) -> Points:
+    return tuple(max(pair, key=itemgetter(1)) for pair in zip(one, other, strict=False))
 
 
 def _mean_by_stage(shares: Mapping[Action, float]) -> dict[str, float]:
-    by_stage: dict[str, list[float]] = {}
-    for action, share in sorted(shares.items()):
-        by_stage.setdefault(str(action.stage), []).append(share)
+    by_stage = grouped((str(action.stage), share) for action, share in sorted(shares.items()))
     return {stage: sum(of_stage) / len(of_stage) for stage, of_stage in by_stage.items()}
 
 

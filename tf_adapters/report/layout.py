@@ -13,18 +13,7 @@ from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.timing.device import EMULATED
 
-__all__ = [
-    "Block",
-    "Panel",
-    "after",
-    "before",
-    "exact",
-    "measured",
-    "panels_of",
-    "planned_order",
-    "stable_samples",
-    "timeline",
-]
+__all__ = ["Block", "Panel", "after", "before", "exact", "measured", "panels_of", "stable_samples", "timeline"]
 
 
 @dataclass(frozen=True, slots=True)

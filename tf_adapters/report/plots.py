@@ -20,6 +20,7 @@ from tf_adapters.report.gantt_marks import matplotlib_module
 from tf_adapters.report.schema import Report
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.timing.batch_times import RankTimes
+from tf_adapters.timing.estimates import grouped
 from tf_adapters.training.phases import PhaseSchedule
 
 __all__ = ["Line", "draw_plots", "fitted", "planned_ratio_by_step", "plots_of", "rank_parts"]
@@ -65,10 +66,8 @@ def fitted(points: Points) -> Line | None:
 
 def backward_points(report: Report) -> dict[int, list[tuple[float, float]]]:
     """By stage: (actual freeze ratio in [0, 1], ms) of its backwards, a median for each action and phase."""
-    by_stage: dict[int, list[tuple[float, float]]] = {}
-    for sample in report.measured.backward_ms:
-        by_stage.setdefault(Action.parse(sample.action).stage, []).append((sample.afr, sample.ms))
-    return dict(sorted(by_stage.items()))
+    samples = report.measured.backward_ms
+    return dict(sorted(grouped((Action.parse(of.action).stage, (of.afr, of.ms)) for of in samples).items()))
 
 
 def on_the_line(stage: int, points: Points) -> list[tuple[float, float]]:

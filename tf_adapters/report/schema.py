@@ -22,18 +22,7 @@ from tf_adapters.timing.batch_times import BatchTimes
 from tf_adapters.timing.layers import StageLayers
 from tf_adapters.timing.transfers import Gaps
 
-__all__ = [
-    "FORMAT",
-    "BackwardSample",
-    "Batches",
-    "Host",
-    "Measured",
-    "PeakMemory",
-    "Phases",
-    "Report",
-    "Schedule",
-    "Status",
-]
+__all__ = ["BackwardSample", "Batches", "Host", "Measured", "PeakMemory", "Phases", "Report", "Schedule", "Status"]
 
 FORMAT: Literal[1] = 1
 

@@ -6,7 +6,7 @@ monitored with some numbers serves all others, and a host may change the number 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -17,6 +17,7 @@ from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.timing.estimates import grouped
 from tf_adapters.timing.transfers import Gaps
 from tf_adapters.training.plan_maker import Measured
 
@@ -181,7 +182,4 @@ def _group(action: Action) -> tuple[int, Kind]:
 
 
 def _medians(of: Iterable[tuple[Action, float]]) -> dict[tuple[int, Kind], float]:
-    groups: dict[tuple[int, Kind], list[float]] = defaultdict(list)
-    for action, ms in of:
-        groups[_group(action)].append(ms)
-    return {group: median(values) for group, values in groups.items()}
+    return {group: median(values) for group, values in grouped((_group(action), ms) for action, ms in of).items()}

@@ -11,6 +11,7 @@ from tf_adapters.planner.forecast import Forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.schedule.ir import Kind, PipelineSchedule
 from tf_adapters.selection.stability import StabilityState
+from tf_adapters.timing.estimates import grouped
 from tf_adapters.training.phases import PhaseSchedule
 
 
@@ -40,9 +41,7 @@ def out_of_reach(target_ms: float, promised: Forecast, max_freeze_ratio: float) 
 
 def changed(factors: Mapping[tuple[int, Kind], float]) -> str:
     """Actions no longer take as long as the plan says."""
-    stages: dict[int, list[str]] = {}
-    for (stage, kind), factor in sorted(factors.items()):
-        stages.setdefault(stage, []).append(f"{kind.value} {factor:.2f}x")
+    stages = grouped((stage, f"{kind.value} {factor:.2f}x") for (stage, kind), factor in sorted(factors.items()))
     told = ", ".join(f"stage {stage}: {' '.join(kinds)}" for stage, kinds in stages.items())
     return f"actions take other times than it was made for ({told})"
 

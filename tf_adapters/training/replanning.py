@@ -21,7 +21,7 @@ from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.timing.compact import PackedBounds, PackedTraces
-from tf_adapters.timing.estimates import median
+from tf_adapters.timing.estimates import median, merged
 from tf_adapters.timing.freeze_response import Group
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.timer import ActionTimer, Sample, Trace
@@ -77,7 +77,7 @@ class PlanWatch:
         ran = plan.schedule or schedule
 
         def judge(ranks: Sequence[_Local]) -> tuple[PackedBounds, Measured] | None:
-            slowest = _slowest([rank.changes for rank in ranks])
+            slowest = merged((rank.changes for rank in ranks), max)  # a stage takes as long as its slowest replica
             away = max((max(factor, 1.0 / factor) - 1.0 for factor in slowest.values()), default=0.0)
             # Where a stage has no probe, what monitoring said stands.
             newest = self._run.learning(schedule, [rank.probes for rank in ranks], measured.token_costs)
@@ -230,15 +230,6 @@ def _gaps(schedule: PipelineSchedule, plan: FreezePlan, traces: Sequence[Sequenc
         return backward_of(action) if action.kind is Kind.INPUT_GRAD and action not in host else action
 
     return measure_gaps(ran, steps).renamed(in_host, host) if steps else None
-
-
-def _slowest(ranks: Sequence[Mapping[Group, float]]) -> dict[Group, float]:
-    """A stage takes as long as its slowest replica."""
-    merged: dict[Group, float] = {}
-    for rank in ranks:
-        for group, factor in rank.items():
-            merged[group] = max(factor, merged.get(group, factor))
-    return merged
 
 
 def _times(bounds: Bounds, factor: float) -> Bounds:
