@@ -259,7 +259,6 @@ class TimelyFreezeConfig(BaseModel):
 
     @property
     def report_path(self) -> Path:
-        """Where rank 0 leaves the report."""
         return Path(self.output_dir) / SECTION / "report.json"
 
     def reporting_in(self, folder: str | Path) -> TimelyFreezeConfig:

@@ -23,7 +23,6 @@ _REMARKS = (
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``balance`` to the command line."""
     about = "spread a model's layers over the stages so that the batch ends earliest, from a run's report.json"
     parser = subparsers.add_parser("balance", help=about, description=f"tf-adapters balance: {about}.")
     parser.add_argument("report", metavar="REPORT.json", help="<output_dir>/timely_freeze/report.json of a run")
@@ -31,7 +30,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the page."""
     report = Report.read(args.report)
     try:
         print_page(page(report, balance(report)))
@@ -41,7 +39,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def page(report: Report, result: Balance) -> Page:
-    """What is said of a balance."""
     device = " on emulated devices" if report.host.device == EMULATED else ""
     facts = [
         ("pipeline", f"{report.host.name} {report.host.version}{device}: {_counts(result.now)} layers on the stages"),

@@ -18,7 +18,6 @@ Exit status: 0, or 2 with one line for a wrong name or a file that cannot be wri
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``configs`` to the command line."""
     parser = subparsers.add_parser(
         "configs",
         help="list, print or copy the ready DeepSpeed configs",
@@ -31,7 +30,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """List, print or copy as ``args`` say."""
     if args.name is None:
         if args.copy is not None:
             raise ConfigError("--copy: give the NAME of the config to copy")

@@ -139,7 +139,6 @@ def render(diagnosis: Diagnosis, seen: str) -> str:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``doctor`` to the command line."""
     about = "say what is installed, which host can be used, and what to install"
     parser = subparsers.add_parser("doctor", help=about, description=f"tf-adapters doctor: {about}.")
     parser.set_defaults(run=run)

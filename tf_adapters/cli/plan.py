@@ -28,7 +28,6 @@ Exit status: 0 with a plan, 2 for wrong input, 1 when the solver fails."""
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``plan`` to the subparsers of ``tf-adapters``."""
     parser = subparsers.add_parser(
         "plan",
         help="plan freeze ratios from measured times",
@@ -49,7 +48,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan as ``args`` say."""
     if args.extra_microbatches and not args.defer:
         raise PlanInputError(f"--extra-microbatches is {args.extra_microbatches}: it needs --defer")
     data = load_json(args.input)

@@ -19,7 +19,6 @@ __all__ = ["add_parser", "run"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``show`` to the command line."""
     about = "show what freezing brought to a run, from its report.json; also while the run goes on"
     parser = subparsers.add_parser("show", help=about, description=f"tf-adapters show: {about}.")
     parser.add_argument("report", metavar="REPORT.json", help="<output_dir>/timely_freeze/report.json of a run")
@@ -30,7 +29,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the summary and draw what was asked for."""
     report = Report.read(args.report)
     check_outputs(args)
     panels = panels_of(report) if asked_for(args) else _panels_if_any(report)

@@ -30,7 +30,6 @@ Exit status: 0, 2 for wrong input, 1 when the solver fails."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``simulate`` to the command line."""
     parser = subparsers.add_parser(
         "simulate",
         help="what freezing would bring to a schedule, from measured or assumed times",
@@ -43,7 +42,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate as ``args`` say and print."""
     from tf_adapters.cli.plan import load_json
     from tf_adapters.cli.progress import Progress
     from tf_adapters.report.outputs import check_outputs

@@ -56,7 +56,6 @@ class HeldParameters:
                 self._kept.keep(t.narrow(0, start, stop - start) for t in updated for start, stop in parts)
 
     def after_step(self, *_: Any) -> None:
-        """Put back what was changed for that step, or by it."""
         self._partial.restore()
         self._kept.put_back()
 

@@ -75,7 +75,6 @@ class PartialSteps:
 
 
 def _between(parts: Iterable[Part], length: int) -> Iterator[Part]:
-    """What is left of ``length`` elements, in order."""
     begin = 0
     for start, stop in [*sorted(parts), (length, length)]:
         if begin < start:

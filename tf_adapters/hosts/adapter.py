@@ -126,7 +126,6 @@ class HostAdapter(ABC):
 
 
 def _units(config: TimelyFreezeConfig, pipeline: HostPipeline) -> Mapping[int, Sequence[FreezeUnit]]:
-    """A rank's units at the granularity of the settings."""
     if config.samples_tokens:
         return _sampled_units(pipeline)
     if config.freezes_blocks:

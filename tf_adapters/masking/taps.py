@@ -166,7 +166,6 @@ class StageTaps:
             self.microbatch = None
 
     def clear(self) -> None:
-        """Forget what waits: its step has failed."""
         self._pending.clear()
 
     @torch.no_grad()  # a host may receive gradients into tensors that require gradients

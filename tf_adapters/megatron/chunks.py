@@ -44,7 +44,6 @@ class Chunk:
         return self
 
     def close(self) -> None:
-        """Take our hooks off the model."""
         self.gradients.remove()
         for hook in self._hooks:
             hook.remove()

@@ -121,7 +121,6 @@ class OrderedBatch:
             self._of_backward["model_type"] = get_model_type(self._arguments["model"])
 
     def _advance(self) -> None:
-        """Run the next action of the row."""
         action = self._row.popleft()
         for target in self._receives.get(action, ()):
             self._begin_to_receive(target)

@@ -78,7 +78,6 @@ def tied_places(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> T
 
 
 def _groups(module: torch.nn.Module, own: Mapping[str, torch.nn.Parameter]) -> list[tuple[str, ...]]:
-    """Names of parameters of one module that are frozen together."""
     if hasattr(module, "num_gemms"):  # Transformer Engine's GroupedLinear: weight0, weight1, ...
         return [tuple(own)] if own else []
     together = tuple(name for name in ("weight", "bias") if name in own)

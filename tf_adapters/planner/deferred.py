@@ -97,7 +97,6 @@ def _is_better(plan: FreezePlan, best: FreezePlan, target: float) -> bool:
 
 
 def _times(problem: PlanProblem) -> dict[Action, Bounds]:
-    """Bounds of whole backwards and of their halves."""
     times = dict(problem.times)
     for action, bounds in problem.times.items():
         if action.kind is Kind.BACKWARD:

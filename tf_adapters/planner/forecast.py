@@ -26,7 +26,6 @@ class Forecast:
 
     @property
     def ratio(self) -> float:
-        """Planned over unfrozen step time."""
         return self.planned_ms / self.unfrozen_ms if self.unfrozen_ms > 0 else 1.0
 
 

@@ -85,7 +85,6 @@ class BackgroundPlan:
         return plan
 
     def close(self) -> None:
-        """End the process, if it still runs, and remove its files."""
         self._finalizer()
 
     def _failure(self, status: int) -> str:

@@ -50,7 +50,6 @@ class Frame:
 
     @property
     def total(self) -> float:
-        """The figure's height."""
         return self.TOP + self.BOTTOM + sum(self.heights) + self.GAP * (len(self.heights) - 1)
 
     @property

@@ -44,7 +44,6 @@ class Panel:
 
     @cached_property
     def rows(self) -> tuple[tuple[Block, ...], ...]:
-        """The blocks of each rank, in execution order."""
         rows: list[list[Block]] = [[] for _ in self.stages]
         for block in self.blocks:
             rows[block.row].append(block)
@@ -52,7 +51,6 @@ class Panel:
 
     @cached_property
     def busy_ms(self) -> tuple[float, ...]:
-        """How long each rank computes, in ms."""
         return tuple(sum(block.end_ms - block.start_ms for block in row) for row in self.rows)
 
     @property

@@ -42,7 +42,6 @@ _TABLE_TITLE = "Share of each stage's weight gradients that is skipped (backward
 
 
 def page(report: Report, panels: Sequence[Panel] = ()) -> Page:
-    """The report as a page, ``panels`` as its chart."""
     schedule = report.schedule.parse()
     rows = () if _only_measures(report) else _rows(report, schedule)
     tables = (Table(_TABLE_TITLE, _HEADER, rows),) if rows else ()
@@ -56,7 +55,6 @@ def page(report: Report, panels: Sequence[Panel] = ()) -> Page:
 
 
 def summary(report: Report) -> str:
-    """The report as plain text."""
     return as_text(page(report))
 
 

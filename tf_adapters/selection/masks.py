@@ -60,7 +60,6 @@ class StageMasks:
 
     @property
     def units(self) -> Mapping[int, Sequence[FreezeUnit]]:
-        """What can be frozen, by stage."""
         return self._units
 
     @property
@@ -109,7 +108,6 @@ class StageMasks:
         return Mask(names, frozen_share(units, frozen), complete)
 
     def names(self, stage: int) -> tuple[str, ...]:
-        """Every parameter of a stage that can be frozen."""
         return self._names[stage]
 
     def caps(self, stage: int) -> Mapping[str, float]:

@@ -66,7 +66,6 @@ class Levers:
     notes: tuple[str, ...]
 
     def speedup(self, lever: Lever) -> float:
-        """How many times as fast a lever's step is."""
         return self.now.step_ms / lever.step_ms if lever.step_ms > 0.0 else 1.0
 
 

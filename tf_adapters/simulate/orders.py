@@ -72,7 +72,6 @@ def named_order(name: str, sizes: Sizes) -> PipelineSchedule:
 
 
 def _ranks(name: str, sizes: Sizes) -> tuple[int, int]:
-    """Ranks, and stages on each."""
     ranks, stages, per_rank = sizes.ranks, sizes.stages, sizes.stages_per_rank
     if ranks and stages and per_rank and stages != ranks * per_rank:
         raise ConfigError(

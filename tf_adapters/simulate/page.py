@@ -37,7 +37,6 @@ def simulation_page(
 
 
 def comparison_page(simulations: Sequence[Simulation], source: str, notes: Sequence[str]) -> Page:
-    """Several simulations side by side."""
     ratio = simulations[0].max_freeze_ratio
     best = min(simulations, key=lambda simulation: simulation.gain.ms)
     tables = [Table(f"Batch at r_max {ratio:g}", _COMPARED, tuple(_compared(each) for each in simulations))]

@@ -229,7 +229,6 @@ def _recv(irecv: Callable[..., Any]) -> Callable[..., int]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's elements in their order, as bytes."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -19,7 +19,6 @@ from tf_adapters.testing import megatron_on_cpu
 
 
 def install() -> None:
-    """Prepare this process for a Megatron-LM script."""
     megatron_on_cpu.install()
     megatron_on_cpu.CHANGED["megatron.legacy.fused_kernels"] = {"load": lambda args: None}  # would compile CUDA code
     megatron_on_cpu.use_built_helpers()

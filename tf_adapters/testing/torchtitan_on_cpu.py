@@ -117,7 +117,6 @@ _CHANGED = {
 
 
 def main() -> None:
-    """Run the module that the arguments name, as ``__main__``."""
     if sys.argv[1:2] != ["-m"] or len(sys.argv) < 3:
         raise SystemExit(_USAGE)
     install()

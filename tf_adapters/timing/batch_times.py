@@ -49,7 +49,6 @@ class RankTimes:
 
     @property
     def busy_ms(self) -> float:
-        """How long the rank computes."""
         return sum(self.compute_ms.values())
 
 

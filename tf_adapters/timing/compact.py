@@ -30,7 +30,6 @@ class PackedBounds:
 
     @classmethod
     def of(cls, schedule: PipelineSchedule, bounds: Mapping[Action, Bounds]) -> PackedBounds:
-        """Pack the bounds of the schedule's actions."""
         chosen = [(index, bounds[action]) for index, action in enumerate(schedule.actions) if action in bounds]
         upper = [of_action.upper for _, of_action in chosen]
         saved = [of_action.upper - of_action.lower for _, of_action in chosen]

@@ -70,14 +70,12 @@ class LayerTimer:
         self._samples: dict[tuple[int, Kind], deque[_Marks]] = defaultdict(lambda: deque(maxlen=_ACTIONS))
 
     def on(self) -> None:
-        """Hook the layers."""
         for stage, layers in self._layers.items() if not self._hooks else ():
             for name, layer in layers.items():
                 self._hooks.append(layer.register_forward_pre_hook(self._entering(stage, name)))
                 self._hooks.append(layer.register_forward_hook(self._leaving(stage, name)))
 
     def off(self) -> None:
-        """Take the hooks off."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -162,7 +160,6 @@ class LayerTimer:
 
 
 def _tensors(output: Any) -> Iterator[Any]:
-    """The tensors in what a layer returns."""
     if hasattr(output, "register_hook"):
         yield output
     elif isinstance(output, Mapping):

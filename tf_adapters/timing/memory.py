@@ -121,7 +121,6 @@ class MemoryMeter:
         return HeldMemory(base, in_flight, waiting=waiting, gradients=gradients)
 
     def clear(self) -> None:
-        """Forget everything."""
         self._peaks.clear()
         self._steps.clear()
         self._ran.clear()
@@ -129,7 +128,6 @@ class MemoryMeter:
 
 
 def _holdings(row: Iterable[Action]) -> Iterator[_Holdings]:
-    """What is held after each action."""
     in_flight, waiting, having = Counter[int](), Counter[int](), set[int]()
     ran = set[Action]()
     for action in row:

@@ -162,7 +162,6 @@ class ActionTimer:
         self._pending.append(_Marked(phase, action, share, start, stop=stop, step=step, first_part=first_part))
 
     def start_step(self, microbatches: int = 0) -> Any:
-        """A step of so many microbatches begins."""
         self._step = _Step(self._clock.mark(), self._step.ordinal + 1, microbatches)
         return self._step.origin
 

@@ -211,7 +211,6 @@ class TorchPipeliningAdapter(HostAdapter):
         return backward_one_chunk
 
     def _reported(self, stage: Any, microbatch: int, last: bool) -> AbstractContextManager[None]:
-        """Around a backward of a training batch."""
         if not self._training:
             return nullcontext()
         first = stage.stage_index not in self._ran_backward

@@ -86,7 +86,6 @@ class BatchPlans:
 
     @property
     def most_used(self) -> BatchPlan | None:
-        """The plan of the number that most steps have had."""
         return max(self.of.values(), key=lambda batch: batch.steps, default=None)
 
     def has_room(self, microbatches: int, step: int, interval: int) -> bool:
@@ -116,7 +115,6 @@ class MonitoredBatches:
         self._orders: dict[int, PipelineSchedule] = {}
 
     def add(self, schedule: PipelineSchedule) -> None:
-        """A step has ended that ran this."""
         self._steps[schedule.num_microbatches] += 1
         self._orders[schedule.num_microbatches] = schedule
 
@@ -126,7 +124,6 @@ class MonitoredBatches:
         return self._orders.get(number, schedule)
 
     def clear(self) -> None:
-        """Forget everything."""
         self._steps.clear()
         self._orders.clear()
 

@@ -121,7 +121,6 @@ class Controller:
 
     @property
     def in_step(self) -> bool:
-        """Whether a training step has begun and not ended."""
         return self._step_start is not None
 
     def begin_step(self) -> None:
@@ -228,11 +227,9 @@ class Controller:
 
     @property
     def report_path(self) -> Path:
-        """Where rank 0 leaves the report."""
         return self.config.report_path
 
     def snapshot(self) -> RunSnapshot:
-        """The run as it is now."""
         return RunSnapshot(
             config=self.config,
             host=self.pipeline.host,

@@ -45,7 +45,6 @@ class Decisions:
         self._replanning = Replanning(PlanWatch(setup), self.plan_maker, self.say)
 
     def say(self, text: str) -> None:
-        """Log a line on rank 0."""
         announce(self._collectives.rank, text)
 
     def after_step(self, run: RunSnapshot, executed: Sequence[Action]) -> None:

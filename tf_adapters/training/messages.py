@@ -16,7 +16,6 @@ from tf_adapters.training.phases import PhaseSchedule
 
 
 def enabled(host: str, schedule: PipelineSchedule, config: TimelyFreezeConfig, phases: PhaseSchedule) -> str:
-    """Freezing is on: where, how much, and what will happen when."""
     size = f"{host}, {schedule.num_stages} stages x {schedule.num_microbatches} microbatches, method {config.method}"
     checks = f"stability checks every {config.stability_check_interval} steps"
     if not config.plans:
@@ -31,7 +30,6 @@ def enabled(host: str, schedule: PipelineSchedule, config: TimelyFreezeConfig, p
 
 
 def out_of_reach(target_ms: float, promised: Forecast, max_freeze_ratio: float) -> str:
-    """The settings ask for a faster step than the budget allows."""
     asked, most = promised.unfrozen_ms / target_ms, 1.0 / promised.ratio
     return (
         f"a step of {target_ms:.1f} ms ({asked:.2f}x) is out of reach within max_freeze_ratio {max_freeze_ratio:g}: "
@@ -47,7 +45,6 @@ def changed(factors: Mapping[tuple[int, Kind], float]) -> str:
 
 
 def phase(config: TimelyFreezeConfig, phases: PhaseSchedule, step: int) -> str:
-    """What happens in the phase of ``step``."""
     if not config.plans and step > phases.warmup_end:
         return f"stability checks every {config.stability_check_interval} steps; {config.stability_metric} freezes"
     if phases.phase(step).monitors and not config.monitors_with_masks:

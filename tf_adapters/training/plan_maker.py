@@ -207,7 +207,6 @@ class PlanMaker:
         return self._arrived(schedule, measured, wait_s=0.0) if due else None
 
     def close(self) -> None:
-        """Give up a plan that is being made."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None

@@ -153,7 +153,6 @@ class Replanning:
 
     @property
     def busy(self) -> bool:
-        """Whether a plan is being made."""
         return self._fresh is not None
 
     def forget(self) -> None:

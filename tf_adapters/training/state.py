@@ -60,7 +60,6 @@ class RunState:
         return RunState(phases, self.completed_steps, self.microbatches, notes=(*self.notes, note)[-_NOTES:])
 
     def measure(self, measured: Measured) -> None:
-        """Keep what plans are made from."""
         batch_times = measured.batch_times or self.measured.batch_times  # made anew it has none: of nothing frozen
         self.measured, self.measured_at = replace(measured, notes=(), batch_times=batch_times), self.completed_steps
         self.notes = (*self.notes, *measured.notes)[-_NOTES:]

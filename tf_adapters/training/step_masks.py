@@ -34,7 +34,6 @@ class StepMasks:
         self._drawn: dict[int, Sequence[Mask]] = {}
 
     def clear(self) -> None:
-        """Another step begins."""
         self._drawn.clear()
 
     def draw(self) -> None:
