@@ -28,7 +28,7 @@ from tf_adapters.training.controller import Controller
 from tf_adapters.training.decisions import verify_schedule
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 from tf_adapters.training.plan_maker import PlanMaker, RunSetup
-from tf_adapters.training.replanning import PlanWatch
+from tf_adapters.training.replanning import Replanning
 
 MICROBATCHES = 64
 TENSORS, ELEMENTS = 48, 400_000
@@ -194,7 +194,8 @@ def events_of(controller: Controller, collectives: CountedCollectives) -> dict[s
     units = controller.pipeline.units
     executed = schedule.ranks[stage]
     setup = RunSetup(config, collectives, pipeline, masks, probes=dict)
-    maker, watch = PlanMaker(setup), PlanWatch(setup)
+    maker = PlanMaker(setup)
+    watch = Replanning(setup, maker, print)
     measured = controller.state.measured
     plan = solve(maker._problem(schedule, measured)) if collectives.rank == 0 else None
     assert controller.state.plan is not None
@@ -223,7 +224,8 @@ def events_with_levers(controller: Controller, collectives: CountedCollectives) 
     random = np.random.default_rng(collectives.rank)
     probes = {stage: tuple(Probe(*random.uniform(1.0, 2.0, 3).tolist()) for _ in range(PROBES))}
     setup = RunSetup(config, collectives, controller.pipeline, controller.masks, probes=lambda: probes)
-    maker, watch = PlanMaker(setup), PlanWatch(setup)
+    maker = PlanMaker(setup)
+    watch = Replanning(setup, maker, print)
     measured, in_force = controller.state.measured, controller.state.plan
     assert in_force is not None
     assert in_force.schedule is not None

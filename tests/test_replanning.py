@@ -19,8 +19,8 @@ from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.transfers import NO_GAPS
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
-from tf_adapters.training.plan_maker import Measured, RunSetup
-from tf_adapters.training.replanning import PlanWatch, changes
+from tf_adapters.training.plan_maker import Measured, PlanMaker, RunSetup
+from tf_adapters.training.replanning import Replanning, changes
 
 SCHEDULE = gpipe(2, 2)
 BOUNDS = {a: Bounds(10.0, 20.0) if a.freezable else Bounds(10.0, 10.0) for a in SCHEDULE.actions}
@@ -41,13 +41,14 @@ def stable(factors: dict[int, float], share: float = 0.5, steps: int = 3) -> Fil
     return found
 
 
-def watch(**settings: Any) -> PlanWatch:
+def watch(**settings: Any) -> Replanning:
     masks = StageMasks({stage: [FreezeUnit(("weight",), 1.0, (1,))] for stage in range(2)}, seed=0)
     pipeline = HostPipeline(HostInfo("host", "1"), SCHEDULE, units={}, parameters={})
-    return PlanWatch(RunSetup(TimelyFreezeConfig(**settings), SingleProcess(), pipeline, masks, probes=dict))
+    setup = RunSetup(TimelyFreezeConfig(**settings), SingleProcess(), pipeline, masks, probes=dict)
+    return Replanning(setup, PlanMaker(setup), print)
 
 
-def looks(watching: PlanWatch, found: Filled, times: int) -> list[Measured | None]:
+def looks(watching: Replanning, found: Filled, times: int) -> list[Measured | None]:
     return [watching.look(SCHEDULE, found.timer, MEASURED, PLAN) for _ in range(times)]
 
 

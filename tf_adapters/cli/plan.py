@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +12,7 @@ from tf_adapters.cli.progress import Progress
 from tf_adapters.errors import PlanInputError
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.solve import plan_from_json
+from tf_adapters.report.schema import write_atomically
 
 __all__ = ["add_parser", "load_json"]
 
@@ -60,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(text)
         return 0
     try:
-        _write_atomically(Path(args.out), text)
+        write_atomically(Path(args.out), text)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         reason = getattr(error, "strerror", None) or error
         raise PlanInputError(f"--out: cannot write {args.out!r}: {reason}") from None
@@ -114,22 +113,3 @@ def _summary(plan: FreezePlan, out: str) -> str:
         f"{out}: batch {host}{times.unfrozen:.6g} -> {times.planned:.6g} ms"
         f" (fully frozen {times.fully_frozen:.6g}), mean freeze ratio {plan.mean_freeze_ratio:.3f}"
     )
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old file or the whole new one, never a part."""
-    path = path.resolve()
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")  # a device or a pipe must not be replaced by a file
-        return
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -123,7 +123,7 @@ def fill_missing_gradients(optimizer: Any, parameters: Iterable[torch.nn.Paramet
 def scale_gradients(optimizer: Any, scales: Iterable[Scale]) -> None:
     """Multiply what a batch has left in the parameters' gradients, before they are reduced."""
     if isinstance(optimizer, BF16_Optimizer):
-        buffers = {id(p): optimizer.fp32_groups_gradients[group][i] for group, i, p in _accumulated(optimizer)}
+        buffers = _accumulation_buffers(optimizer)
         scaled = ((buffers.get(id(parameter)), scale) for parameter, scale in scales)
     else:
         attribute = _gradient_attribute(optimizer)
@@ -148,16 +148,14 @@ def fill_missing_tied_gradients(engine: Any) -> None:
     for weight, _ in engine.module.get_tied_weights_and_groups():
         if engine.using_bf16_optimizer:
             if getattr(weight, "_hp_grad", None) is None:
-                weight._hp_grad = _accumulation_buffer(engine.optimizer, weight) if weight.requires_grad else None
+                weight._hp_grad = _accumulation_buffers(engine.optimizer)[id(weight)] if weight.requires_grad else None
         elif weight.requires_grad and weight.grad is None:
             weight.grad = torch.zeros_like(weight, requires_grad=False)
 
 
-def _accumulation_buffer(optimizer: Any, weight: torch.nn.Parameter) -> torch.Tensor:
-    for group, index, parameter in _accumulated(optimizer):
-        if parameter is weight:
-            return optimizer.fp32_groups_gradients[group][index]  # type: ignore[no-any-return]
-    raise KeyError("a tied weight is not among the optimizer's parameters")
+def _accumulation_buffers(optimizer: Any) -> dict[int, torch.Tensor]:
+    """Of a BF16_Optimizer, by the identity of the parameter."""
+    return {id(p): optimizer.fp32_groups_gradients[group][index] for group, index, p in _accumulated(optimizer)}
 
 
 def _accumulated(optimizer: Any) -> Iterator[tuple[int, int, torch.nn.Parameter]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tf_adapters.errors import TimelyFreezeError
 
-__all__ = ["check_script", "errors_in_one_line", "run_script"]
+__all__ = ["check_script", "errors_in_one_line", "run_command", "run_script"]
 
 
 def check_script(module: str, script: str, usage: str) -> Path:
@@ -33,11 +33,20 @@ def run_script(module: str, script: str, arguments: list[str], prepare: Callable
 
     Errors are as ``errors_in_one_line`` has them.
     """
-    sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)  # it imports its neighbours
     with errors_in_one_line(module):
+        run_command([script, *arguments], prepare)
+
+
+def run_command(command: list[str], prepare: Callable[[], object] = lambda: None) -> None:
+    """What ``python`` does with ``-m MODULE ...`` or ``SCRIPT ...``, once ``prepare`` has run."""
+    if command[0] == "-m":
+        sys.path[0], sys.argv = os.getcwd(), command[1:]
         prepare()
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0], sys.argv = str(Path(command[0]).resolve().parent), command  # it imports its neighbours
+        prepare()
+        runpy.run_path(command[0], run_name="__main__")
 
 
 @contextmanager

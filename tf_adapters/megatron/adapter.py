@@ -27,9 +27,8 @@ from tf_adapters.masking.taps import StageTaps
 from tf_adapters.megatron.chunks import Chunk, device_of
 from tf_adapters.megatron.execution import WaitingWeights, before_reduction
 from tf_adapters.megatron.linear import tapped_layer
-from tf_adapters.megatron.links import Links
 from tf_adapters.megatron.optimizers import HeldParameters, held_values, scale_gradients
-from tf_adapters.megatron.ordered import OrderedBatch, is_replaceable
+from tf_adapters.megatron.ordered import Links, OrderedBatch, is_replaceable
 from tf_adapters.megatron.schedules import PipelinePosition, translate
 from tf_adapters.megatron.units import chunk_units, tied_places
 from tf_adapters.report.observer import MetricSink

@@ -211,19 +211,9 @@ class Report(_Model):
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write to ``path``, making its folders. A reader sees the old report or the new one."""
-        target = Path(path)
         text = json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the target: os.replace is atomic only within one file system.
-        partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            with partial.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(Path(path), text)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Report:
@@ -240,6 +230,24 @@ class Report(_Model):
             return cls.from_json(data)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the old file or the whole new one, never a part."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")  # a device or a pipe must not be replaced by a file
+        return
+    # Beside the target: os.replace is atomic only within one file system.
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _check_is_report(data: object) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import runpy
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from tf_adapters.errors import ConfigError
+from tf_adapters.hosts.launcher import run_command
 from tf_adapters.log import announce
 from tf_adapters.testing.emulated_link import EmulatedLinks, Link
 from tf_adapters.testing.real_time import real_time
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     links = _links(options.link)
     try:
         with device, links or nullcontext():
-            _run(command)
+            run_command(command)
     finally:
         announce(rank, device.summary())
         if links is not None:
@@ -232,17 +232,6 @@ def _links(named: Sequence[tuple[tuple[int, int] | None, Link]]) -> EmulatedLink
     edges = dict(named)
     default = edges.pop(None, None)
     return EmulatedLinks(default, {edge: link for edge, link in edges.items() if edge}) if named else None
-
-
-def _run(command: list[str]) -> None:
-    """What ``python`` does with ``-m MODULE ...`` or ``SCRIPT ...``."""
-    if command[0] == "-m":
-        sys.argv = command[1:]
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-        return
-    sys.argv = command
-    sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
-    runpy.run_path(command[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import os
-import runpy
 import sys
 import types
 from collections.abc import Callable
@@ -21,6 +20,8 @@ from typing import Any
 
 import torch
 import torch._utils
+
+from tf_adapters.hosts.launcher import run_command
 
 _USAGE = "usage: torchrun [...] -m tf_adapters.testing.torchtitan_on_cpu -m MODULE [its arguments]"
 
@@ -119,9 +120,7 @@ _CHANGED = {
 def main() -> None:
     if sys.argv[1:2] != ["-m"] or len(sys.argv) < 3:
         raise SystemExit(_USAGE)
-    install()
-    sys.argv = sys.argv[2:]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    run_command(sys.argv[1:], install)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from tf_adapters.training import batch_words, messages
 from tf_adapters.training.batches import MonitoredBatches
 from tf_adapters.training.observer import Observer, RunSnapshot
 from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned, RunSetup
-from tf_adapters.training.replanning import PlanWatch, Replanning
+from tf_adapters.training.replanning import Replanning
 
 __all__ = ["Decisions"]
 
@@ -42,7 +42,7 @@ class Decisions:
         self._planning: tuple[PipelineSchedule, Measured] | None = None  # what a plan is being made of
         self._unplanned: set[int] = set()  # numbers of microbatches that no plan could be made for
         self.plan_maker = PlanMaker(setup)
-        self._replanning = Replanning(PlanWatch(setup), self.plan_maker, self.say)
+        self._replanning = Replanning(setup, self.plan_maker, self.say)
 
     def say(self, text: str) -> None:
         announce(self._collectives.rank, text)
@@ -199,9 +199,10 @@ class Decisions:
             return
         renewed = self._replanning.after(run.state.completed_steps, run.timer, run.state)
         if renewed is not None:
-            run.state.measure(renewed.measured)
+            (schedule, measured), planned = renewed
+            run.state.measure(measured)
             self._unplanned.clear()
-            self._adopt(run, renewed.schedule, renewed.planned)
+            self._adopt(run, schedule, planned)
             self._report(run)
 
     def _plan_batch(self, run: RunSnapshot) -> None:

@@ -30,7 +30,7 @@ from tf_adapters.training import messages
 from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned, RunSetup
 from tf_adapters.training.state import RunState
 
-__all__ = ["PlanWatch", "Renewed", "Replanning", "changes"]
+__all__ = ["Replanning", "changes"]
 
 _NEWEST = 64
 """Samples of an action that are looked at, at most."""
@@ -49,11 +49,22 @@ class _Local:
     probes: Mapping[int, Sequence[Probe]]
 
 
-class PlanWatch:
-    """Compares measured times with the plan's. Every method is called on all ranks at the same point."""
+Fresh = tuple[PipelineSchedule, Measured]
+"""The host's order that a plan is made for, and what from."""
 
-    def __init__(self, run: RunSetup) -> None:
-        self._run, self._config = run, run.config
+
+class Replanning:
+    """Makes plans anew where they no longer hold. Every method is called on all ranks at the same point.
+
+    Args:
+        run: what decisions are made with.
+        maker: makes plans; those in force came from it.
+        say: logs a line.
+    """
+
+    def __init__(self, run: RunSetup, maker: PlanMaker, say: Callable[[str], None]) -> None:
+        self._run, self._config, self._maker, self._say = run, run.config, maker, say
+        self._fresh: Fresh | None = None  # what a plan is being made from
         self._changes_in_a_row = 0  # looks that found a change
 
     def due(self, step: int, settled: int) -> bool:
@@ -62,9 +73,38 @@ class PlanWatch:
         looks = self._config.replan_threshold > 0 or self._config.is_auto
         return looks and passed > 0 and passed % self._config.replan_interval == 0
 
+    @property
+    def busy(self) -> bool:
+        return self._fresh is not None
+
     def forget(self) -> None:
         """Begin anew: the pipeline runs something else now."""
-        self._changes_in_a_row = 0
+        self._changes_in_a_row, self._fresh = 0, None
+
+    def after(self, step: int, timer: ActionTimer, state: RunState) -> tuple[Fresh, Planned] | None:
+        """The plan that is in force from now on, where it is another than before. Raises nothing: the old one stays."""
+        try:
+            planned = self._maker.poll(*self._fresh) if self._fresh else self._begin(step, timer, state)
+        except TimelyFreezeError as error:
+            self._fresh = None
+            self._say(f"the plan stays as it is: {error}")
+            return None
+        if planned is None or self._fresh is None:
+            return None
+        fresh, self._fresh = self._fresh, None
+        return fresh, planned
+
+    def _begin(self, step: int, timer: ActionTimer, state: RunState) -> Planned | None:
+        """Look where it is due, by the number of microbatches that most steps have had, and begin a new plan."""
+        batch = state.plans.most_used
+        if batch is None or not self.due(step, state.phases.progressive_end):
+            return None
+        fresh = self.look(batch.schedule, timer, state.measured_for(batch.schedule), batch.plan)
+        if fresh is None:
+            return None
+        self._fresh = batch.schedule, fresh
+        self._say(f"step {step}: planning anew: {'; '.join(fresh.notes)}")
+        return self._maker.start(batch.schedule, fresh)
 
     def look(
         self, schedule: PipelineSchedule, timer: ActionTimer, measured: Measured, plan: FreezePlan
@@ -127,63 +167,6 @@ class PlanWatch:
         if self._run.masks.can_freeze_all(0):
             now = stable_durations(now, plan.freeze_ratio)
         return planned_dag(schedule, plan, gaps).makespan(now)
-
-
-@dataclass(frozen=True)
-class Renewed:
-    """A plan that takes the place of the one in force for ``schedule``, and what it was made from."""
-
-    schedule: PipelineSchedule
-    measured: Measured
-    planned: Planned
-
-
-class Replanning:
-    """Makes plans anew where they no longer hold. Every method is called on all ranks at the same point.
-
-    Args:
-        watch: tells whether they hold: by the one that most steps have had.
-        maker: makes plans; those in force came from it.
-        say: logs a line.
-    """
-
-    def __init__(self, watch: PlanWatch, maker: PlanMaker, say: Callable[[str], None]) -> None:
-        self._watch, self._maker, self._say = watch, maker, say
-        self._fresh: tuple[PipelineSchedule, Measured] | None = None  # what a plan is being made from
-
-    @property
-    def busy(self) -> bool:
-        return self._fresh is not None
-
-    def forget(self) -> None:
-        """Begin anew: the pipeline runs something else now."""
-        self._watch.forget()
-        self._fresh = None
-
-    def after(self, step: int, timer: ActionTimer, state: RunState) -> Renewed | None:
-        """The plan that is in force from now on, where it is another than before. Raises nothing: the old one stays."""
-        try:
-            planned = self._maker.poll(*self._fresh) if self._fresh else self._look(step, timer, state)
-        except TimelyFreezeError as error:
-            self._fresh = None
-            self._say(f"the plan stays as it is: {error}")
-            return None
-        if planned is None or self._fresh is None:
-            return None
-        renewed, self._fresh = Renewed(*self._fresh, planned), None
-        return renewed
-
-    def _look(self, step: int, timer: ActionTimer, state: RunState) -> Planned | None:
-        """Look where it is due, and begin a new plan where the old one no longer holds."""
-        batch = state.plans.most_used
-        if batch is None or not self._watch.due(step, state.phases.progressive_end):
-            return None
-        fresh = self._watch.look(batch.schedule, timer, state.measured_for(batch.schedule), batch.plan)
-        if fresh is None:
-            return None
-        self._fresh = batch.schedule, fresh
-        self._say(f"step {step}: planning anew: {'; '.join(fresh.notes)}")
-        return self._maker.start(batch.schedule, fresh)
 
 
 def _pays_otherwise(plan: FreezePlan, learning: Learning | None) -> list[str]:
