@@ -299,7 +299,7 @@ def test_the_report_is_of_the_number_that_most_steps_had_and_lists_all(tmp_path:
     train(controller, [*alternating(LAST_MONITORED), *[6, 4, 6, 8] * 6])
     controller.close()
     report = Report.read(controller.report_path)
-    assert report.schedule.parse() == order(6)
+    assert report.schedule == order(6)
     assert list(report.batches) == ["4", "6", "8"]
     assert report.batches["6"].steps > report.batches["4"].steps
     assert report.plan is not None

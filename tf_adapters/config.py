@@ -337,14 +337,11 @@ def find_section(host_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     would otherwise train without freezing and say nothing.
     """
     for key in host_config:
-        if key != SECTION and _is_near_miss(key):
+        squeezed = re.sub(r"[^a-z]", "", str(key).lower())
+        alike = difflib.SequenceMatcher(None, squeezed, SECTION.replace("_", "")).ratio()
+        if key != SECTION and alike >= 0.85:
             raise ConfigError(f'unknown section {_quoted(key)} in the config: did you mean "{SECTION}"?')
     return host_config.get(SECTION)
-
-
-def _is_near_miss(key: str) -> bool:
-    squeezed = re.sub(r"[^a-z]", "", str(key).lower())
-    return difflib.SequenceMatcher(None, squeezed, SECTION.replace("_", "")).ratio() >= 0.85
 
 
 def _unknown_key(key: str) -> str:

@@ -173,7 +173,8 @@ def _check_host(host: Host, version: str | None) -> HostCheck:
         remedy = f'pip install --upgrade "{host.package}>={host.oldest}"'
         return HostCheck(host.name, False, f"{version} is too old ({tested})", remedy=remedy)
     finding = f"{version}, in the tested range ({tested})"
-    if _is_newer(version, host.newest):
+    newest = _release(host.newest)
+    if _release(version)[: len(newest)] > newest:  # as far as that names it: 2.13.1 is no newer than 2.13
         mend = f'pip install "{host.package}=={host.newest}"'
         finding = f"{version} is newer than what was tested ({tested}); if it fails: {mend}"
     return HostCheck(host.name, True, finding)
@@ -186,12 +187,6 @@ def _closing_line(diagnosis: Diagnosis) -> str:
         return f"not ready: {diagnosis.problems[0]}"
     remedies = [host.remedy for host in diagnosis.hosts if host.remedy]
     return f"not ready: no host can be used; {' or '.join(remedies)}"
-
-
-def _is_newer(version: str, tested: str) -> bool:
-    """Whether a version is newer than a tested one, as far as that names it: 2.13.1 is no newer than 2.13."""
-    tested_release = _release(tested)
-    return _release(version)[: len(tested_release)] > tested_release
 
 
 def _release(version: str) -> tuple[int, ...]:

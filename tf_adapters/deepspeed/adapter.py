@@ -53,14 +53,10 @@ from tf_adapters.training.batches import MOST_NUMBERS
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
+HOST = HostInfo("deepspeed", deepspeed.__version__)
 ATTRIBUTE = "timely_freeze"  # of the engine: its adapter
 CHECKPOINT_KEY = "timely_freeze"
 _WARMUP_ATTRIBUTES = ("warmup_num_steps", "num_warmup_steps", "warmup_steps")
-
-
-def host_info() -> HostInfo:
-    """What the report calls this host."""
-    return HostInfo("deepspeed", deepspeed.__version__)
 
 
 class DeepSpeedAdapter(HostAdapter):
@@ -95,7 +91,7 @@ class DeepSpeedAdapter(HostAdapter):
     def _describe(self) -> HostPipeline:
         engine, parameters = self.engine, parameters_by_stage(self.engine)
         return HostPipeline(
-            host=host_info(),
+            host=HOST,
             schedule=self._orders(engine.micro_batches),
             units=units_by_stage(engine, parameters),
             parameters=parameters,

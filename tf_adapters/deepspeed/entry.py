@@ -11,7 +11,7 @@ import deepspeed
 
 from tf_adapters.collectives import ProcessGroupCollectives
 from tf_adapters.config import TimelyFreezeConfig, find_section
-from tf_adapters.deepspeed.adapter import ATTRIBUTE, DeepSpeedAdapter, host_info
+from tf_adapters.deepspeed.adapter import ATTRIBUTE, HOST, DeepSpeedAdapter
 from tf_adapters.deepspeed.stages import is_dualpipev
 from tf_adapters.deepspeed.support import check, warnings
 from tf_adapters.hosts.adapter import attach_once
@@ -49,7 +49,7 @@ def attach(
     existing: DeepSpeedAdapter | None = vars(engine).get(ATTRIBUTE)
     adapter = attach_once(
         connect=ProcessGroupCollectives,
-        host=host_info(),
+        host=HOST,
         existing=existing,
         given=config,
         section=lambda: find_section(engine._config._param_dict),

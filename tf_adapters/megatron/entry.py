@@ -19,7 +19,7 @@ from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.adapter import attach_once
 from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules, same_on_all_ranks
-from tf_adapters.megatron.adapter import MegatronAdapter, MegatronModel, adapter_of, host_info, tagged
+from tf_adapters.megatron.adapter import HOST, MegatronAdapter, MegatronModel, adapter_of, tagged
 from tf_adapters.megatron.support import check, keeps_order
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
@@ -83,7 +83,7 @@ def attach(
 
     return attach_once(
         connect=lambda: collectives or ProcessGroupCollectives(),
-        host=host_info(),
+        host=HOST,
         existing=adapter_of(chunks),
         given=config,
         check=lambda settings: _check(chunks, optimizer, settings),

@@ -16,11 +16,11 @@ from tf_adapters.planner.program import SolverStatus
 from tf_adapters.schedule.durations import Milliseconds, Quotient, Share
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 
-__all__ = ["FreezePlan", "FrontierPoint", "Makespan", "SolverReport"]
+__all__ = ["FreezePlan", "FrontierPoint", "Makespan", "Order", "SolverReport"]
 
 # As JSON has them: actions and orders are texts, what is infinite is null.
 _Action = Annotated[Action, BeforeValidator(lambda value: Action.parse(value) if isinstance(value, str) else value)]
-_Order = Annotated[PipelineSchedule, BeforeValidator(lambda rows: _order(rows) if isinstance(rows, list) else rows)]
+Order = Annotated[PipelineSchedule, BeforeValidator(lambda rows: _order(rows) if isinstance(rows, list) else rows)]
 _Noise = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value), Field(ge=0)]
 
 
@@ -105,7 +105,7 @@ class FreezePlan:
     stage_freeze_ratio: Mapping[int, Share]
     critical_path: tuple[_Action, ...]
     solver: SolverReport
-    schedule: Annotated[_Order | None, Field(alias="ranks")] = None
+    schedule: Annotated[Order | None, Field(alias="ranks")] = None
     deferrable_share: Mapping[int, Share] = field(default_factory=dict)
     frontier: Annotated[tuple[FrontierPoint, ...], AfterValidator(_one_chosen)] = ()
 

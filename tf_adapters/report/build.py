@@ -22,10 +22,9 @@ from tf_adapters.report.schema import (
     Phases,
     Report,
     SampledTokens,
-    Schedule,
     Status,
 )
-from tf_adapters.schedule.ir import Action, Kind
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.timing.device import EMULATED
 from tf_adapters.timing.estimates import estimate, grouped, median, merged
 from tf_adapters.timing.layers import StageLayers
@@ -98,7 +97,7 @@ def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report
         host=Host(name=run.host.name, version=run.host.version, device=run.memory.device_type),
         versions=_versions(),
         config=run.config.model_dump(),
-        schedule=Schedule(ranks=tuple(map(tuple, run.schedule.to_text()))),
+        schedule=run.schedule,
         status=_status(run),
         note=(*state.notes, *([state.failure] if state.failure else [])),
         step=state.completed_steps,
@@ -164,7 +163,7 @@ def disabled_report(host: HostInfo, config: TimelyFreezeConfig, reason: str) -> 
         host=Host(name=host.name, version=host.version),
         versions=_versions(),
         config=config.model_dump(),
-        schedule=Schedule(ranks=()),
+        schedule=PipelineSchedule(()),
         status="disabled",
         note=(reason,),
         step=0,

@@ -69,7 +69,7 @@ def before(report: Report) -> Panel:
 
     Raises ConfigError when the report has no times yet, or none for an action.
     """
-    schedule = report.schedule.parse()
+    schedule = report.schedule
     bounds = report.bounds()
     missing = next((action for action in schedule.actions if action not in bounds), None)
     if missing is not None:
@@ -81,7 +81,7 @@ def before(report: Report) -> Panel:
 
 def exact(report: Report) -> Panel | None:
     """The batch with weight gradients deferred and nothing frozen; None where the host's order stays."""
-    plan, schedule = report.plan, report.schedule.parse()
+    plan, schedule = report.plan, report.schedule
     if plan is None or plan.schedule in (None, schedule):
         return None
     order = planned_order(report)
@@ -126,7 +126,7 @@ def measured(report: Report) -> Panel | None:
     ratios = {action: samples[str(action)].afr for action in schedule.actions if action.freezable}
     mean = sum(ratios.values()) / len(ratios)
     title = f"measured: medians of stable freezing ({mean:.0%} skipped) put through the schedule's graph"
-    host = report.schedule.parse()
+    host = report.schedule
     gaps = report.gaps()
     dag = planned_dag(host, report.plan, gaps) if report.plan else PipelineDag.from_schedule(host, *gaps)
     return timeline(title, schedule, dag, durations=durations, frozen=ratios)
@@ -154,7 +154,7 @@ def stable_samples(report: Report) -> dict[str, BackwardSample]:
 
 def planned_order(report: Report) -> PipelineSchedule:
     """What the ranks run under the plan: its own order where weight gradients are deferred, else the host's."""
-    return (report.plan.schedule if report.plan else None) or report.schedule.parse()
+    return (report.plan.schedule if report.plan else None) or report.schedule
 
 
 def _changes(action: Action, times: Mapping[str, tuple[float, float]]) -> bool:

@@ -260,7 +260,7 @@ def rank_parts(report: Report, ranks: Sequence[RankTimes]) -> list[Part]:
 
 def _input_shares(report: Report, ranks: int) -> list[float | None]:
     """By rank, the share of its whole backwards that is left with everything frozen; None where none saves anything."""
-    schedule = report.schedule.parse()
+    schedule = report.schedule
     shares: list[float | None] = []
     for row in schedule.ranks[:ranks]:
         pairs = [report.times[str(a)] for a in row if a.kind is Kind.BACKWARD and str(a) in report.times]

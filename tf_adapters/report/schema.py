@@ -12,22 +12,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 
-from tf_adapters.errors import ConfigError, ScheduleError, first_problem
-from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.errors import ConfigError, first_problem
+from tf_adapters.planner.freeze_plan import FreezePlan, Order
 from tf_adapters.schedule.durations import Bounds, Count, Milliseconds, Quotient, Share
-from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.schedule.ir import Action
 from tf_adapters.timing.batch_times import BatchTimes
 from tf_adapters.timing.layers import StageLayers
 from tf_adapters.timing.transfers import Gaps
 
-__all__ = ["BackwardSample", "Batches", "Host", "Measured", "PeakMemory", "Phases", "Report", "Schedule", "Status"]
+__all__ = ["BackwardSample", "Batches", "Host", "Measured", "PeakMemory", "Phases", "Report", "Status"]
 
 FORMAT: Literal[1] = 1
 
 Status = Literal["warmup", "monitoring", "planning", "planned", "progressive", "stable", "disabled", "failed"]
 Plan = Annotated[FreezePlan, PlainSerializer(lambda plan: plan.to_json())]
+Schedule = Annotated[
+    Order,
+    BeforeValidator(lambda value: value["ranks"] if isinstance(value, Mapping) and "ranks" in value else value),
+    PlainSerializer(lambda schedule: {"ranks": schedule.to_text()}),
+]
+"""Not validated: a run that failed for its schedule must be able to say so."""
 
 
 class _Model(BaseModel):
@@ -56,16 +62,6 @@ class Phases(_Model):
     warmup_end: int | None = None
     monitoring_end: int | None = None
     progressive_end: int | None = None
-
-
-class Schedule(_Model):
-    """The pipeline schedule, one list of action texts per rank in execution order."""
-
-    ranks: tuple[tuple[str, ...], ...]
-
-    def parse(self) -> PipelineSchedule:
-        """The schedule as actions. Raises ScheduleError for a text that is no action."""
-        return PipelineSchedule.from_text(self.ranks)
 
 
 class BackwardSample(_Model):
@@ -175,19 +171,15 @@ class Report(_Model):
         _check_is_report(data)
         try:
             report = cls.model_validate(dict(data))
-            # Not validated: a run that failed for its schedule must be able to say so.
-            schedule = report.schedule.parse()
         except ValidationError as error:
             raise ConfigError(first_problem(error)) from None
         except UnicodeEncodeError as error:
             raise ConfigError(f"a text in the report is no Unicode ({error.reason})") from None
-        except ScheduleError as error:
-            raise ConfigError(f"schedule.ranks: {error}") from None
-        edges = {f"{source}->{target}" for source, target in schedule.transfers()}
+        edges = {f"{source}->{target}" for source, target in report.schedule.transfers()}
         for edge in report.communication:
             if edge not in edges:
                 raise ConfigError(f"communication.{edge} is not an edge between stages of the schedule")
-        actions = {str(action) for action in schedule.actions}
+        actions = {str(action) for action in report.schedule.actions}
         for text in report.overhead:
             if text not in actions:
                 raise ConfigError(f"overhead.{text} is not an action of the schedule")

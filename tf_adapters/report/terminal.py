@@ -42,7 +42,7 @@ _TABLE_TITLE = "Share of each stage's weight gradients that is skipped (backward
 
 
 def page(report: Report, panels: Sequence[Panel] = ()) -> Page:
-    schedule = report.schedule.parse()
+    schedule = report.schedule
     rows = () if _only_measures(report) else _rows(report, schedule)
     tables = (Table(_TABLE_TITLE, _HEADER, rows),) if rows else ()
     return Page(

@@ -62,7 +62,7 @@ class Balance:
 def balance(report: Report) -> Balance:
     """Cut the model that a run has measured anew. Raises ConfigError where its layers were not timed."""
     upper = {action: bounds.upper for action, bounds in report.bounds().items()}
-    schedule = report.schedule.parse().validate()
+    schedule = report.schedule.validate()
     stages = [
         _StageTimes.of(report.layers.get(str(stage)), schedule, upper, stage) for stage in range(schedule.num_stages)
     ]

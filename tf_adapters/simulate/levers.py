@@ -93,7 +93,7 @@ class _Measured:
 
     def __init__(self, report: Report, progress: Callable[[str], None]) -> None:
         self._report, self._progress, bounds = report, progress, report.bounds()
-        self.schedule = report.schedule.parse().validate()
+        self.schedule = report.schedule.validate()
         times = PlanProblem(self.schedule, bounds, _RATIO).validate().times
         self._assumed = not any(b.lower < b.upper for a, b in times.items() if a.freezable)
         self._times = _with_assumed_weights(times) if self._assumed else times

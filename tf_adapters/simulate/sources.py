@@ -81,7 +81,7 @@ def read_request(options: Options, load: Callable[[str], Any]) -> Request:
 
 def _from_report(path: str) -> Request:
     report = Report.read(path)
-    schedule = report.schedule.parse().validate()
+    schedule = report.schedule.validate()
     ratio = _DEFAULT_RATIO if report.max_freeze_ratio is None else report.max_freeze_ratio
     try:
         times = PlanProblem(schedule, report.bounds(), ratio).validate().times

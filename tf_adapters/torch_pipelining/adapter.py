@@ -38,12 +38,8 @@ from tf_adapters.torch_pipelining.units import held_values, local_gradient, shar
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
+HOST = HostInfo("torch.distributed.pipelining", torch.__version__)
 ATTRIBUTE = "timely_freeze"  # of the schedule: its adapter
-
-
-def host_info() -> HostInfo:
-    """What the report calls this host."""
-    return HostInfo("torch.distributed.pipelining", torch.__version__)
 
 
 class TorchPipeliningAdapter(HostAdapter):
@@ -76,7 +72,7 @@ class TorchPipeliningAdapter(HostAdapter):
             parameters = {stage: dict(model.named_parameters()) for stage, model in models.items()}
             tapped = self._stages if config.splits_backwards else ()
             return HostPipeline(
-                host=host_info(),
+                host=HOST,
                 schedule=translate(schedule),
                 units={stage: _units(schedule, model) for stage, model in models.items()},
                 parameters=parameters,

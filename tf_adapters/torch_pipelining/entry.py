@@ -12,7 +12,7 @@ from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import attach_once
 from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules, same_on_all_ranks
 from tf_adapters.report.observer import MetricSink
-from tf_adapters.torch_pipelining.adapter import ATTRIBUTE, TorchPipeliningAdapter, host_info
+from tf_adapters.torch_pipelining.adapter import ATTRIBUTE, HOST, TorchPipeliningAdapter
 from tf_adapters.torch_pipelining.support import check, check_split_backwards
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
@@ -59,7 +59,7 @@ def attach(
     existing: TorchPipeliningAdapter | None = getattr(schedule, ATTRIBUTE, None)
     return attach_once(
         connect=ProcessGroupCollectives,
-        host=host_info(),
+        host=HOST,
         existing=existing,
         given=config,
         check=lambda settings: _check(schedule, optimizers, settings),
