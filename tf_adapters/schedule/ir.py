@@ -122,7 +122,7 @@ class PipelineSchedule:
         """
         waiting = dict.fromkeys(self.actions, 0)
         released: dict[Action, list[Action]] = {action: [] for action in waiting}
-        for source, target in chain(self.transfers(), *map(pairwise, self.ranks)):
+        for source, target in chain(*map(pairwise, self.ranks), self.transfers()):
             waiting[target] += 1
             released[source].append(target)
         ready = deque(action for action, count in waiting.items() if count == 0)

@@ -228,8 +228,8 @@ _GENERATORS: dict[str, Callable[..., PipelineSchedule]] = {
     "interleaved": interleaved,
     "zbv": zbv,
     "interleaved_zero_bubble": interleaved_zero_bubble,
-    "looped_bfs": looped_bfs,
     "dualpipev": dualpipev,
+    "looped_bfs": looped_bfs,
 }
 _STAGES_PER_RANK = {"gpipe": 1, "one_f_one_b": 1, "zbv": 2, "dualpipev": 2}  # the others take any number
 NAMES = tuple(_GENERATORS)

@@ -15,12 +15,13 @@ from tf_adapters.simulate.model_costs import (
     LLAMA_1B,
     LLAMA_8B,
     LLAMA_13B,
+    LlamaShape,
     StageCost,
     action_bounds,
     split_layers,
     stage_costs,
 )
-from tf_adapters.simulate.options import ModelOptions, Options, StageOptions
+from tf_adapters.simulate.options import Options
 from tf_adapters.simulate.orders import Sizes, named_order, read_csv
 from tf_adapters.simulate.pipeline import Pipeline, between_ranks, carried_gaps, recut, stage_times
 from tf_adapters.timing.transfers import NO_GAPS, Gaps
@@ -148,33 +149,33 @@ def _assumed(options: Options) -> tuple[str, Costs]:
         raise ConfigError("--schedule: missing: in which order actions run (or --csv)")
     if options.csv is not None and not options.schedules and replace(options.sizes, stages=None) != Sizes():
         raise ConfigError("--ranks, --microbatches, --stages-per-rank: the file of --csv says them")
-    if options.model is not None:
-        return _model_source(options.model)
-    assert options.stages is not None
-    return _stage_source(options.stages, options.sizes)
+    return _stage_source(options) if options.model is None else _model_source(options, _SHAPES[options.model])
 
 
-def _model_source(model: ModelOptions) -> tuple[str, Costs]:
-    shape = _SHAPES[model.name]
+def _model_source(options: Options, shape: LlamaShape) -> tuple[str, Costs]:
 
     def costs(order: PipelineSchedule) -> tuple[StageCost, ...]:
         try:
             layers = split_layers(shape.num_hidden_layers, order.num_stages)
         except ValueError as error:
-            raise ConfigError(f"--model {model.name}: {error}") from None
-        rate = model.tflops * _FLOPS_PER_MS
-        return tuple(cost.scaled(1.0 / rate) for cost in stage_costs(shape, layers, model.sequences, model.length))
+            raise ConfigError(f"--model {options.model}: {error}") from None
+        rate = options.tflops * _FLOPS_PER_MS
+        return tuple(
+            StageCost(cost.forward / rate, cost.input_grad / rate, cost.weight_grad / rate)
+            for cost in stage_costs(shape, layers, options.sequences, options.length)
+        )
 
-    size = f"{model.sequences} x {model.length} tokens a microbatch"
-    return f"{model.name}'s FLOPs at {model.tflops:g} TFLOP/s, {size}", costs
+    size = f"{options.sequences} x {options.length} tokens a microbatch"
+    return f"{options.model}'s FLOPs at {options.tflops:g} TFLOP/s, {size}", costs
 
 
-def _stage_source(given: StageOptions, sizes: Sizes) -> tuple[str, Costs]:
+def _stage_source(options: Options) -> tuple[str, Costs]:
+    given, sizes = options, options.sizes
     count = sizes.stages or sizes.ranks
 
     def costs(order: PipelineSchedule) -> tuple[StageCost, ...]:
         pieces = count or order.num_stages
-        forward = _for_each("--forward-ms", given.forward_ms, pieces, sizes)
+        forward = _for_each("--forward-ms", given.forward_ms or (), pieces, sizes)
         backward = _for_each("--backward-ms", given.backward_ms, pieces, sizes)
         weight = _for_each("--weight-share", given.weight_share, pieces, sizes)
         return recut(
