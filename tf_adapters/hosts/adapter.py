@@ -126,21 +126,16 @@ class HostAdapter(ABC):
 
 
 def _units(config: TimelyFreezeConfig, pipeline: HostPipeline) -> Mapping[int, Sequence[FreezeUnit]]:
+    """A rank's units at the granularity of the settings; never frozen where no tap can sample a layer's tokens."""
+
+    def without_tap(unit: FreezeUnit, stage: int) -> FreezeUnit:
+        return replace(unit, cap=0.0) if pipeline.taps[stage].names.isdisjoint(unit.names) else unit
+
     if config.samples_tokens:
-        return _sampled_units(pipeline)
+        return {stage: tuple(without_tap(unit, stage) for unit in units) for stage, units in pipeline.units.items()}
     if config.freezes_blocks:
         return {stage: blocks(units, pipeline.layers[stage]) for stage, units in pipeline.units.items()}
     return pipeline.units
-
-
-def _sampled_units(pipeline: HostPipeline) -> dict[int, tuple[FreezeUnit, ...]]:
-    """A stage's units, none of whose parameters is ever frozen where no tap can sample its tokens."""
-    return {
-        stage: tuple(
-            unit if not pipeline.taps[stage].names.isdisjoint(unit.names) else replace(unit, cap=0.0) for unit in units
-        )
-        for stage, units in pipeline.units.items()
-    }
 
 
 def _check_scaled(config: TimelyFreezeConfig, pipeline: HostPipeline) -> None:

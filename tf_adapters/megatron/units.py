@@ -41,7 +41,11 @@ def chunk_units(model: torch.nn.Module, config: Any, expert_parallel_size: int) 
     ]
     if not getattr(config, "use_transformer_engine_op_fuser", False):  # from 0.17 on
         return tuple(units)
-    experts = [prefix for prefix, module in model.named_modules() if _is_grouped_mlp(module)]
+    experts = [
+        prefix
+        for prefix, module in model.named_modules()
+        if all(hasattr(getattr(module, layer, None), "num_gemms") for layer in _LAYERS)
+    ]
     mlps = {f"{prefix}.{layer}": prefix for prefix in experts for layer in _LAYERS}
     together = grouped((mlps.get(unit.names[0].rpartition(".")[0], unit.names[0]), unit) for unit in units)
     return tuple(map(joined, together.values()))
@@ -54,10 +58,6 @@ def _is_unused(model: Any, parameter: torch.nn.Parameter) -> bool:
     """
     tied, predicts = (getattr(model, name, False) for name in ("share_embeddings_and_output_weights", "mtp_process"))
     return tied and predicts and parameter is getattr(getattr(model, "output_layer", None), "weight", None)
-
-
-def _is_grouped_mlp(module: torch.nn.Module) -> bool:
-    return all(hasattr(getattr(module, layer, None), "num_gemms") for layer in _LAYERS)
 
 
 def tied_places(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> Tie:

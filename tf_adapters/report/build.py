@@ -214,13 +214,15 @@ def _measured(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Measured:
     state, expected = run.state, run.state.forecast
     unfrozen = state.measured.unfrozen_step_ms or _slowest(ranks, Phase.MONITORING_UPPER)
     stable = _slowest(ranks, Phase.STABLE)
+    planned = {action: bounds.upper for action, bounds in state.measured.bounds.items() if bounds.upper > 0.0}
     # Each action at its slowest replica; replicas draw the same masks.
     backwards = {phase: merged((rank.actions[phase.value] for rank in ranks), _slower) for phase in _REPORTED}
     return Measured(
         step_ms_unfrozen=unfrozen,
         step_ms_stable=stable,
         step_ratio=stable / unfrozen if stable and unfrozen else None,
-        forward_pace=_pace(run, ranks),
+        # How many times as long forwards take as the plan has them, the median over all ranks.
+        forward_pace=median(ms / planned[a] for rank in ranks for a, ms in rank.forward_ms.items() if a in planned),
         planned_step_ms=expected.planned_ms if expected else None,
         planned_ratio=expected.ratio if expected else None,
         mean_afr=_mean_by_stage(
@@ -252,12 +254,6 @@ def _fullest(run: RunSnapshot, of_ranks: Sequence[tuple[int, int | None]]) -> tu
         if held is not None:
             peaks[row] = max(held, peaks.get(row, 0))
     return tuple(peaks[row] for row in sorted(peaks)) if len(peaks) == len(schedule.ranks) else None
-
-
-def _pace(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> float | None:
-    """How many times as long forwards take as the plan has them, the median over all ranks."""
-    planned = {action: bounds.upper for action, bounds in run.state.measured.bounds.items() if bounds.upper > 0.0}
-    return median(ms / planned[action] for rank in ranks for action, ms in rank.forward_ms.items() if action in planned)
 
 
 def _slowest(ranks: Sequence[LocalMeasurements], phase: Phase) -> float | None:

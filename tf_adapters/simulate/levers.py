@@ -148,7 +148,15 @@ class _Measured:
         return self._lever(name, self._plan(name, 0.0, defer=True, extra=extra), "all, the same bits")
 
     def _lever(self, name: str, plan: FreezePlan, gradients: str) -> Lever:
-        return Lever(name, self._step(plan), _held(plan.schedule or self.schedule), gradients)
+        promised = forecast(
+            self.schedule,
+            plan,
+            bounds=self._times,
+            unfrozen_step_ms=self._step_ms,
+            gaps=self._gaps,
+            stage_0_vanishes=not self._report.config.get("freeze_exclude"),
+        )
+        return Lever(name, max(0.0, promised.planned_ms), _held(plan.schedule or self.schedule), gradients)
 
     def _plan(self, name: str, ratio: float, defer: bool, extra: int = 0, most: float = 1.0) -> FreezePlan:
         self._progress(name)
@@ -164,18 +172,6 @@ class _Measured:
             moves_forwards=self._report.host.name != _MOVES_NO_FORWARDS,
         )
         return solve(problem)
-
-    def _step(self, plan: FreezePlan) -> float:
-        excluded = bool(self._report.config.get("freeze_exclude"))
-        promised = forecast(
-            self.schedule,
-            plan,
-            bounds=self._times,
-            unfrozen_step_ms=self._step_ms,
-            gaps=self._gaps,
-            stage_0_vanishes=not excluded,
-        )
-        return max(0.0, promised.planned_ms)
 
     # --- other orders and other cuts -----------------------------------------------------------------------------
 

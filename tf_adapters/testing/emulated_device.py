@@ -158,7 +158,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = EmulatedDevice(
         rates[rank % len(rates)], jitter=options.jitter, seed=options.seed + rank, real_time=options.real_time
     )
-    links = _links(options.link)
+    edges = dict(options.link)
+    default = edges.pop(None, None)
+    links = EmulatedLinks(default, edges) if options.link else None
     try:
         with device, links or nullcontext():
             run_command(command)
@@ -226,12 +228,6 @@ def _link(text: str) -> tuple[tuple[int, int] | None, Link]:
             f"{text!r}: allowed is a latency in ms from 0, such as 0.5, with a rate above 0, such as 0.5:1e9, and with "
             "two ranks, such as 1-2=0.5:1e9"
         ) from None
-
-
-def _links(named: Sequence[tuple[tuple[int, int] | None, Link]]) -> EmulatedLinks | None:
-    edges = dict(named)
-    default = edges.pop(None, None)
-    return EmulatedLinks(default, {edge: link for edge, link in edges.items() if edge}) if named else None
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def batch_times(schedule: PipelineSchedule, steps: Sequence[Trace], gaps: Gaps =
     and a disturbed step does not move it. ``gaps``, from the same steps, tell how long a transfer is on its way.
     """
     newest = steps[-max(1, _MOST_INTERVALS // max(1, len(schedule.actions))) :]
-    batches = sorted((_Batch(schedule, aligned(schedule, step), gaps) for step in newest), key=lambda b: b.span_ms)
+    batches = sorted((_Batch(schedule, aligned(schedule, step)[0], gaps) for step in newest), key=lambda b: b.span_ms)
     kept = batches[len(batches) // 4 : len(batches) - len(batches) // 4]
     if not kept:
         return None

@@ -90,7 +90,7 @@ def measure_gaps(schedule: PipelineSchedule, steps: Sequence[Trace]) -> Gaps:
     rank_of = _rank_of(schedule)
     lags: dict[tuple[int, Kind], list[_Lag]] = {}
     for step in steps:
-        on_one_clock, began = _align(schedule, step)
+        on_one_clock, began = aligned(schedule, step)
         for action, interval in on_one_clock.items():
             free = on_one_clock[before[action]].end_ms if action in before else began[rank_of[action]]
             ready = on_one_clock[source[action]].end_ms if action in source else -math.inf
@@ -127,12 +127,7 @@ def _overhead(lags: Sequence[_Lag], transfer: float) -> float:
     return min(lag.ms for lag in lags) if own is None else own
 
 
-def aligned(schedule: PipelineSchedule, step: Trace) -> dict[Action, Interval]:
-    """A complete step on the clock of one rank."""
-    return _align(schedule, step)[0]
-
-
-def _align(schedule: PipelineSchedule, step: Trace) -> tuple[dict[Action, Interval], dict[int, float]]:
+def aligned(schedule: PipelineSchedule, step: Trace) -> tuple[dict[Action, Interval], dict[int, float]]:
     """The step on the clock of one rank, and when each rank began it there, ms."""
     rank_of = _rank_of(schedule)
     ahead = _clocks(schedule, step, rank_of)
