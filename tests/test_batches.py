@@ -142,8 +142,8 @@ def test_the_plan_that_was_used_longest_ago_is_given_up() -> None:
     assert not plans.has_room(newest, step=20, interval=100)  # its place would be taken again at once
     assert plans.has_room(newest, step=MOST_NUMBERS + 100, interval=100)
     plans.put(batch_plan(newest, at=MOST_NUMBERS + 100))
-    assert plans.get(2) is None
-    assert plans.most_used is plans.get(1)
+    assert plans.of.get(2) is None
+    assert plans.most_used is plans.of.get(1)
     assert len(plans.of) == MOST_NUMBERS
     plans.put(batch_plan(1, at=300))
     assert plans.of[1].steps == 3  # made anew, it is still the same number's

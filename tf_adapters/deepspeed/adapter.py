@@ -118,7 +118,7 @@ class DeepSpeedAdapter(HostAdapter):
 
     def install(self) -> None:
         """Replace instructions of the engine by ours, which call the engine's own."""
-        engine, overrides = self.engine, self.overrides
+        engine, overrides, controller = self.engine, self.overrides, self.controller
         self.around_steps(engine.basic_optimizer, self._holder.before_step, self._holder.after_step)
         wrapped = {
             host.ForwardPass: self._forward,
@@ -130,7 +130,7 @@ class DeepSpeedAdapter(HostAdapter):
         if self.config.defers:
             wrapped |= {
                 InputGradients: partial(self._backward, Kind.INPUT_GRAD),
-                WeightGradients: self._weight_gradients,
+                WeightGradients: lambda _, microbatch: controller.compute_weight_gradients(self._stages[0], microbatch),
                 FinishSends: lambda engine: self._sends.finish(),
             }
             wrapped[host.RecvGrad] = self._receive_gradients
@@ -187,9 +187,6 @@ class DeepSpeedAdapter(HostAdapter):
                 self._skip_backward(buffer_id)
             else:
                 self._host_instructions[host.BackwardPass](engine, buffer_id, **kwargs)
-
-    def _weight_gradients(self, engine: Any, microbatch: int) -> None:
-        self.controller.compute_weight_gradients(self._stages[0], microbatch)
 
     def _sending(self, kind: type) -> Callable[..., None]:
         """An instruction that sends: in a rewritten order it is started only."""

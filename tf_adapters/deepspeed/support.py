@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.deepspeed.stages import is_dualpipev, layers_by_stage
 from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, missing_name, refuse
-from tf_adapters.masking.compiled import COMPILED
+from tf_adapters.masking.parameters import COMPILED
 
 ENGINE_NAMES = ("_INSTRUCTION_MAP", "_config", "_exec_schedule", "pipe_buffers", "save_checkpoint", "load_checkpoint")
 MODULE_NAMES = ("_layer_specs", "_local_start", "_local_stop")

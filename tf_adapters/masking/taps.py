@@ -152,7 +152,6 @@ class StageTaps:
             layer.install(self)
 
     def remove(self) -> None:
-        """Give the layers their own forwards back."""
         for layer in dict.fromkeys(self._layers.values()):
             layer.remove()
 

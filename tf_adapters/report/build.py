@@ -73,7 +73,6 @@ class LocalMeasurements:
 
 
 def local_measurements(run: RunSnapshot) -> LocalMeasurements:
-    """What this rank has measured so far."""
     timer, number, reported = run.timer, _number(run), run.of_most_used()
     timer.drain()
     return LocalMeasurements(

@@ -14,12 +14,13 @@ a link of that speed (``emulated_link``). Reports call the device "emulated".
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -31,10 +32,9 @@ from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.launcher import run_command
 from tf_adapters.log import announce
 from tf_adapters.testing.emulated_link import EmulatedLinks, Link
-from tf_adapters.testing.real_time import real_time
 from tf_adapters.timing.device import emulated
 
-__all__ = ["EmulatedDevice", "main"]
+__all__ = ["EmulatedDevice", "main", "real_time"]
 
 _MOST_HIDDEN_S = 2e-3
 """Of what an operation took too long, and of the arithmetic before the next one, what that one makes up for."""
@@ -148,6 +148,34 @@ def _size(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.shape
     return tuple(map(_size, value)) if isinstance(value, (list, tuple)) else value
+
+
+@contextmanager
+def real_time() -> Iterator[bool]:
+    """Run this process's threads, and those that they start inside, at a real-time priority (``sched(7)``).
+
+    For processes that sleep most of the time, such as ranks on emulated devices: one that computes without end would
+    leave other processes little of its core. Yields whether the system allowed it; root may. Afterwards the threads
+    have the ordinary priority.
+    """
+    allowed = _schedule("SCHED_RR", priority=1)
+    try:
+        yield allowed
+    finally:
+        if allowed:
+            _schedule("SCHED_OTHER", priority=0)
+
+
+def _schedule(policy: str, priority: int) -> bool:
+    if not hasattr(os, policy):
+        return False
+    try:
+        for thread in map(int, os.listdir("/proc/self/task")):
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.sched_setscheduler(thread, getattr(os, policy), os.sched_param(priority))
+    except OSError:
+        return False
+    return True
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

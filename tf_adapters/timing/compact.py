@@ -37,7 +37,6 @@ class PackedBounds:
         return cls(steps.astype(np.int32).tobytes(), _floats(upper).tobytes(), _floats(saved).tobytes())
 
     def unpack(self, schedule: PipelineSchedule) -> dict[Action, Bounds]:
-        """The bounds by action."""
         actions = schedule.actions
         indices = np.cumsum(np.frombuffer(self.actions, np.int32))
         upper = np.frombuffer(self.upper, np.float32).astype(np.float64)

@@ -54,12 +54,7 @@ class StageLayers:
 
 
 class LayerTimer:
-    """Times the layers of this rank's stages while it is on.
-
-    Args:
-        layers: by stage.
-        clock: the one that actions are timed with.
-    """
+    """Times the layers of this rank's stages while it is on, with the clock that actions are timed with."""
 
     def __init__(self, layers: Mapping[int, Layers], clock: Clock) -> None:
         self._layers, self._clock = layers, clock

@@ -87,7 +87,6 @@ class MemoryMeter:
         self._ran.append((action, self._held()))
 
     def stop_step(self, phase: str) -> None:
-        """A step of ``phase`` has ended."""
         self._steps[phase] += 1
         if not self._ran:
             return

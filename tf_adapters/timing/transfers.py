@@ -49,7 +49,6 @@ class Gaps(NamedTuple):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Mapping[str, float]]) -> Gaps:
-        """The inverse of ``to_json``."""
         edges = {tuple(text.split("->")): ms for text, ms in data["communication"].items()}
         return cls(
             {(Action.parse(source), Action.parse(target)): ms for (source, target), ms in edges.items()},

@@ -64,7 +64,6 @@ class BatchPlan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BatchPlan:
-        """The inverse of ``to_json``."""
         schedule, plan = PipelineSchedule.from_text(data["schedule"]), FreezePlan.from_json(data["plan"])
         return cls(**{**data, "schedule": schedule, "plan": plan})
 
@@ -80,9 +79,6 @@ class BatchPlans:
 
     def __bool__(self) -> bool:
         return bool(self.of)
-
-    def get(self, microbatches: int) -> BatchPlan | None:
-        return self.of.get(microbatches)
 
     @property
     def most_used(self) -> BatchPlan | None:
@@ -102,7 +98,6 @@ class BatchPlans:
         self.of[number] = replace(batch, steps=earlier.steps if earlier else 0)
 
     def used(self, microbatches: int) -> None:
-        """A step has run a batch of this number."""
         if (batch := self.of.pop(microbatches, None)) is not None:
             self.of[microbatches] = replace(batch, steps=batch.steps + 1)
 

@@ -16,9 +16,8 @@ import torch
 from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import UnsupportedError
-from tf_adapters.masking.compiled import any_compiled
 from tf_adapters.masking.gradient_noise import GradientNoise, RowObserver
-from tf_adapters.masking.parameters import ParameterMask
+from tf_adapters.masking.parameters import ParameterMask, any_compiled
 from tf_adapters.masking.taps import StageTaps
 from tf_adapters.masking.tokens import TokenSampler
 from tf_adapters.planner.forecast import Forecast
@@ -40,8 +39,7 @@ from tf_adapters.training.observer import Observer, RunSnapshot
 from tf_adapters.training.pipeline import HostPipeline
 from tf_adapters.training.plan_maker import RunSetup
 from tf_adapters.training.state import RunState, compatible_state
-from tf_adapters.training.step_masks import Scale, StepMasks
-from tf_adapters.training.tally import MaskTally
+from tf_adapters.training.step_masks import MaskTally, Scale, StepMasks
 
 __all__ = ["Controller"]
 
@@ -50,14 +48,7 @@ _LAYER_STEPS = 4
 
 
 class Controller:
-    """Freezing for one training run on one rank.
-
-    Args:
-        config: the settings.
-        pipeline: the pipeline that the host runs.
-        collectives: the group of all ranks that train together.
-        observer: looks at the run, for reports and metrics.
-    """
+    """Freezing for one training run on one rank; ``collectives`` are of all ranks that train together."""
 
     def __init__(
         self,

@@ -26,13 +26,7 @@ __all__ = ["Decisions"]
 
 
 class Decisions:
-    """Brings a run's state up to date at step boundaries. Every method is called on all ranks at the same point.
-
-    Args:
-        setup: what decisions are made with.
-        checks: stability checks, where the method asks for them.
-        observer: told where there is something new to report.
-    """
+    """Brings a run's state up to date at step boundaries. Every method is called on all ranks at the same point."""
 
     def __init__(self, setup: RunSetup, checks: StabilityChecks, observer: Observer | None) -> None:
         self._config, self._masks, self._collectives = setup.config, setup.masks, setup.collectives

@@ -54,13 +54,7 @@ Fresh = tuple[PipelineSchedule, Measured]
 
 
 class Replanning:
-    """Makes plans anew where they no longer hold. Every method is called on all ranks at the same point.
-
-    Args:
-        run: what decisions are made with.
-        maker: makes plans; those in force came from it.
-        say: logs a line.
-    """
+    """Makes plans anew where they no longer hold. Every method is called on all ranks at the same point."""
 
     def __init__(self, run: RunSetup, maker: PlanMaker, say: Callable[[str], None]) -> None:
         self._run, self._config, self._maker, self._say = run, run.config, maker, say

@@ -85,7 +85,7 @@ class RunState:
     @property
     def batch(self) -> BatchPlan | None:
         """The plan that is in force for the batch that runs, or runs next."""
-        return self.plans.get(self.microbatches)
+        return self.plans.of.get(self.microbatches)
 
     @property
     def plan(self) -> FreezePlan | None:
@@ -128,7 +128,7 @@ class RunState:
     def to_json(self, config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: StageMasks) -> dict[str, Any]:
         """Plain values. What earlier versions read is of the number of microbatches that times were measured with."""
         known = self.measured
-        own = self.plans.get(known_microbatches(known.bounds))
+        own = self.plans.of.get(known_microbatches(known.bounds))
         data = {
             "format": FORMAT,
             "fingerprint": fingerprint(config, own.schedule if own else schedule, masks),
@@ -202,7 +202,7 @@ def compatible_state(
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TimelyFreezeError) as error:
         fresh.completed_steps = _step_count(data)
         return fresh.restarted(config, f"the checkpoint's state {' '.join(str(error).split())}")
-    measured_with = state.plans.get(known_microbatches(state.measured.bounds))
+    measured_with = state.plans.of.get(known_microbatches(state.measured.bounds))
     order = schedule if measured_with is None else measured_with.schedule
     if data.get("fingerprint") != fingerprint(config, order, masks) or not _fits(state, order, schedule):
         return state.restarted(config, "the checkpoint's plan is for another pipeline, model or budget")
@@ -220,7 +220,7 @@ def _fits(state: RunState, order: PipelineSchedule, schedule: PipelineSchedule) 
 
     Of another number it is taken for the same kind of schedule, where the ranks run the same stages.
     """
-    own = state.plans.get(schedule.num_microbatches)
+    own = state.plans.of.get(schedule.num_microbatches)
     return same_pipeline(order, schedule) and (own is None or own.schedule == schedule)
 
 
