@@ -27,8 +27,8 @@ from tf_adapters.testing.plans import tensor_units
 from tf_adapters.training.controller import Controller
 from tf_adapters.training.decisions import verify_schedule
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
-from tf_adapters.training.plan_maker import PlanMaker
-from tf_adapters.training.replanning import PlanWatch
+from tf_adapters.training.plan_maker import PlanMaker, RunSetup
+from tf_adapters.training.replanning import Replanning
 
 MICROBATCHES = 64
 TENSORS, ELEMENTS = 48, 400_000
@@ -178,7 +178,7 @@ def run_steps(controller: Controller, clock: SyntheticClock, random: np.random.G
                 share = controller.mask(stage, action.microbatch).share if action.freezable else 0.0
                 noise = float(random.normal(1.0, 0.03))
                 if action.kind is Kind.BACKWARD and controller.config.defers:
-                    with controller.timer.timed_first_part(controller.phase, action):
+                    with controller.timer.timed(controller.phase, action, first_part=True):
                         clock.now += MS[Kind.INPUT_GRAD] * noise
                     clock.now += MS[Kind.WEIGHT_GRAD] * (1.0 - share) * noise
                 else:
@@ -193,8 +193,9 @@ def events_of(controller: Controller, collectives: CountedCollectives) -> dict[s
     (stage,) = controller.parameter_masks
     units = controller.pipeline.units
     executed = schedule.ranks[stage]
-    maker = PlanMaker(config, collectives, pipeline, masks, probes=dict)
-    watch = PlanWatch(config, collectives, pipeline, masks, probes=dict)
+    setup = RunSetup(config, collectives, pipeline, masks, probes=dict)
+    maker = PlanMaker(setup)
+    watch = Replanning(setup, maker, print)
     measured = controller.state.measured
     plan = solve(maker._problem(schedule, measured)) if collectives.rank == 0 else None
     assert controller.state.plan is not None
@@ -222,8 +223,9 @@ def events_with_levers(controller: Controller, collectives: CountedCollectives) 
     (stage,) = controller.parameter_masks
     random = np.random.default_rng(collectives.rank)
     probes = {stage: tuple(Probe(*random.uniform(1.0, 2.0, 3).tolist()) for _ in range(PROBES))}
-    maker = PlanMaker(config, collectives, controller.pipeline, controller.masks, probes=lambda: probes)
-    watch = PlanWatch(config, collectives, controller.pipeline, controller.masks, probes=lambda: probes)
+    setup = RunSetup(config, collectives, controller.pipeline, controller.masks, probes=lambda: probes)
+    maker = PlanMaker(setup)
+    watch = Replanning(setup, maker, print)
     measured, in_force = controller.state.measured, controller.state.plan
     assert in_force is not None
     assert in_force.schedule is not None

@@ -196,7 +196,7 @@ def as_little(problem: PlanProblem, mean: float) -> FreezePlan:
 
 def evened(report: Report) -> PlanProblem:
     """What a run's plan was made from, with means over the stages in the place of every time."""
-    schedule, gaps = report.schedule.parse(), report.gaps()
+    schedule, gaps = report.schedule, report.gaps()
     times = {Action.parse(text): pair for text, pair in report.times.items()}
     limit = float(report.config["max_freeze_ratio"])
     mean = means({action: statistics.fmean(pair) for action, pair in times.items()})

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_patches.patch import Patch
+from megatron_patches.patch import Patch, handle_all, revert_all
 
 _MODULE = "megatron.training.checkpointing"
 SAVE = Patch(_MODULE, "generate_state_dict")
@@ -38,12 +38,8 @@ def apply(key: str, to_save: Callable[[], Any], loaded: Callable[[Any], None]) -
             loaded(result[0].get(key))
         return result
 
-    SAVE.check()
-    LOAD.check()
-    SAVE.handle(save)
-    LOAD.handle(load)
+    handle_all({SAVE: save, LOAD: load})
 
 
 def revert() -> None:
-    SAVE.revert()
-    LOAD.revert()
+    revert_all((SAVE, LOAD))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_patches.patch import Patch
+from megatron_patches.patch import Patch, handle_all, revert_all
 
 _COMMUNICATION = "megatron.core.pipeline_parallel.p2p_communication"
 _ARGUMENTS = ("tensor_recv_prev", "tensor_recv_next")
@@ -24,12 +24,8 @@ PATCHES = (
 
 def apply(handler: Callable[..., Any]) -> None:
     """Let ``handler(run, tensor from the previous rank or None, tensor from the next or None)`` start transfers."""
-    for patch in PATCHES:
-        patch.check()
-    for patch in PATCHES:
-        patch.handle(handler)
+    handle_all(dict.fromkeys(PATCHES, handler))
 
 
 def revert() -> None:
-    for patch in PATCHES:
-        patch.revert()
+    revert_all(PATCHES)

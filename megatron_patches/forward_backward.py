@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_patches.patch import Patch
+from megatron_patches.patch import Patch, handle_all, revert_all
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _ARGUMENTS = ("model", "num_microbatches", "forward_only", "p2p_communicator")
@@ -26,12 +26,8 @@ PATCHES = (
 
 def apply(handler: Callable[..., Any]) -> None:
     """Let ``handler(run, model, number of microbatches, forward_only, P2PCommunicator or None)`` run each batch."""
-    for patch in PATCHES:
-        patch.check()
-    for patch in PATCHES:
-        patch.handle(handler)
+    handle_all(dict.fromkeys(PATCHES, handler))
 
 
 def revert() -> None:
-    for patch in PATCHES:
-        patch.revert()
+    revert_all(PATCHES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tf_adapters.errors import UnsupportedError
@@ -124,3 +124,17 @@ class Patch:
             raise UnsupportedError(
                 f"timely_freeze cannot run here: there is no {self.module} ({error}); is Megatron on the path?"
             ) from None
+
+
+def handle_all(handlers: Mapping[Patch, Callable[..., Any]]) -> None:
+    """Let each handler answer the calls of its patch. Raises UnsupportedError as ``check``, with none replaced."""
+    for patch in handlers:
+        patch.check()
+    for patch, handler in handlers.items():
+        patch.handle(handler)
+
+
+def revert_all(patches: Iterable[Patch]) -> None:
+    """Put all originals back. Raises UnsupportedError as ``check_revert``."""
+    for patch in patches:
+        patch.revert()

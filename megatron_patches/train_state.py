@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_patches.patch import Patch
+from megatron_patches.patch import Patch, handle_all, revert_all
 
 _MODULE = "megatron.bridge.training.state"
 SAVE = Patch(_MODULE, "TrainState.state_dict", "self")
@@ -35,12 +35,8 @@ def apply(key: str, to_save: Callable[[Any], Any]) -> None:
         setattr(train_state, key, state_dict.get(key))
         return result
 
-    SAVE.check()
-    LOAD.check()
-    SAVE.handle(save)
-    LOAD.handle(load)
+    handle_all({SAVE: save, LOAD: load})
 
 
 def revert() -> None:
-    SAVE.revert()
-    LOAD.revert()
+    revert_all((SAVE, LOAD))

@@ -16,7 +16,7 @@ from tf_adapters.hosts.layers import layers_of
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.schedule.orders import one_forward_one_backward
 from tf_adapters.simulate.balance import Cut
-from tf_adapters.simulate.partition import CutPipeline, Piece, StageRest
+from tf_adapters.simulate.partition import CutPipeline, Piece
 from tf_adapters.timing.layers import LayerTimer
 from tf_adapters.timing.timer import HostClock
 from tf_adapters.timing.transfers import NO_GAPS
@@ -130,7 +130,7 @@ def test_what_fails_leaves_no_sample():
 
 def pipeline(pieces: list[Piece], rest: float = 0.0) -> CutPipeline:
     schedule = one_forward_one_backward(STAGES, MICROBATCHES)
-    return CutPipeline(schedule, NO_GAPS, pieces=pieces, rest=[StageRest(rest, rest)] * STAGES, halves=[0.5] * STAGES)
+    return CutPipeline(schedule, NO_GAPS, pieces=pieces, rest=[Piece((), rest, rest)] * STAGES, halves=[0.5] * STAGES)
 
 
 @pytest.mark.parametrize("seed", range(20))

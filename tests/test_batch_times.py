@@ -136,7 +136,7 @@ def test_a_batch_survives_json_and_a_report(tmp_path):
 
 @pytest.mark.parametrize(
     ("batch", "problem"),
-    [(3, "as an object"), ({"steps": 1}, "span_ms"), ({"steps": 1, "span_ms": -1.0, "ranks": []}, "span_ms")],
+    [(3, "a dictionary"), ({"steps": 1}, "span_ms"), ({"steps": 1, "span_ms": -1.0, "ranks": []}, "span_ms")],
 )
 def test_a_damaged_batch_is_refused_in_one_line(batch, problem):
     with pytest.raises(ConfigError, match=f"batch.*{problem}"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -141,8 +142,8 @@ def test_the_plan_that_was_used_longest_ago_is_given_up() -> None:
     assert not plans.has_room(newest, step=20, interval=100)  # its place would be taken again at once
     assert plans.has_room(newest, step=MOST_NUMBERS + 100, interval=100)
     plans.put(batch_plan(newest, at=MOST_NUMBERS + 100))
-    assert plans.get(2) is None
-    assert plans.most_used is plans.get(1)
+    assert plans.of.get(2) is None
+    assert plans.most_used is plans.of.get(1)
     assert len(plans.of) == MOST_NUMBERS
     plans.put(batch_plan(1, at=300))
     assert plans.of[1].steps == 3  # made anew, it is still the same number's
@@ -219,7 +220,7 @@ def test_a_larger_number_that_a_checkpoint_knows_nothing_of_is_planned_for_witho
     first, second = train(resumed, [6, 6])
     assert not any(first.values())
     assert any(second.values())
-    assert resumed.state.bounds == controller.state.bounds
+    assert resumed.state.measured.bounds == controller.state.measured.bounds
 
 
 def test_with_more_numbers_than_have_room_plans_are_exchanged_now_and_then(tmp_path: Path) -> None:
@@ -274,7 +275,8 @@ def test_where_times_change_every_number_is_planned_for_anew(tmp_path: Path) -> 
     train(controller, [*alternating(LAST_MONITORED), *alternating(9)])
     state = controller.state
     before = dict(state.plans.of)
-    state.bounds = {a: Bounds(b.lower / 2, b.upper / 2) for a, b in state.bounds.items()}
+    halved = {a: Bounds(b.lower / 2, b.upper / 2) for a, b in state.measured.bounds.items()}
+    state.measured = replace(state.measured, bounds=halved)
     train(controller, alternating(30))
     assert sorted(state.plans.of) == [4, 6, 8]
     for number, batch in state.plans.of.items():
@@ -297,7 +299,7 @@ def test_the_report_is_of_the_number_that_most_steps_had_and_lists_all(tmp_path:
     train(controller, [*alternating(LAST_MONITORED), *[6, 4, 6, 8] * 6])
     controller.close()
     report = Report.read(controller.report_path)
-    assert report.schedule.parse() == order(6)
+    assert report.schedule == order(6)
     assert list(report.batches) == ["4", "6", "8"]
     assert report.batches["6"].steps > report.batches["4"].steps
     assert report.plan is not None

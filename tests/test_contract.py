@@ -11,6 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -182,7 +183,7 @@ def learn(host: str) -> tuple[str | None, Learning | None, dict[int, float], lis
     expected = Learning.measured([probes], MICROBATCHES, {})
     step = controller.state.phases.progressive_end + controller.config.replan_interval // 2
     frozen = [name for stage in range(STAGES) for name in controller.frozen_parameters(step, stage, 0)]
-    outcome = controller.state.failure, controller.state.learning
+    outcome = controller.state.failure, controller.state.measured.learning
     training.detach()
     return *outcome, {stage: of.signal for stage, of in expected.stages.items()}, frozen
 
@@ -245,13 +246,14 @@ def outlived(host: str, folder: str) -> tuple[str | None, float, dict[str, Any],
         training.step(number)
         number += 1
     state = controller.state
-    state.bounds = {a: Bounds(bounds.lower / 10, bounds.upper / 10) for a, bounds in state.bounds.items()}
-    before, outlived = sum(bounds.upper for bounds in state.bounds.values()), state.plan
+    tenths = {a: Bounds(bounds.lower / 10, bounds.upper / 10) for a, bounds in state.measured.bounds.items()}
+    state.measured = replace(state.measured, bounds=tenths)
+    before, outlived = sum(bounds.upper for bounds in tenths.values()), state.plan
     while controller.state.plan is outlived and number < 500:
         training.step(number)
         number += 1
     training.step(number)
-    longer = sum(bounds.upper for bounds in controller.state.bounds.values()) / before
+    longer = sum(bounds.upper for bounds in controller.state.measured.bounds.values()) / before
     assert controller.state.plan is not None
     outcome = controller.state.failure, longer, controller.state.plan.to_json(), controller.phase.value
     training.detach()

@@ -154,7 +154,7 @@ def test_an_error_of_the_users_passes_and_the_next_batch_is_whole(megatron, alon
 
 def train_through(case: Case, event: str) -> dict[str, Any]:
     """Four steps, with something after the first or all the time."""
-    from tf_adapters.megatron.links import Links
+    from tf_adapters.megatron.ordered import Links
 
     outcome: dict[str, Any] = {"steps": [], "raised": False}
     with pytest.MonkeyPatch.context() as patch:

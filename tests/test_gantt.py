@@ -12,8 +12,8 @@ from schedules import one_f_one_b, split_one_f_one_b, v_shape
 
 from tf_adapters.errors import ConfigError, UnsupportedError
 from tf_adapters.report import Report
-from tf_adapters.report.gantt import draw, draw_panels
-from tf_adapters.report.layout import Block, Panel, after, before, measured, timeline
+from tf_adapters.report.gantt import draw_panels
+from tf_adapters.report.layout import Block, Panel, after, before, measured, panels_of, timeline
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 
@@ -138,7 +138,7 @@ def test_no_plan_means_no_second_panel() -> None:
 
 
 def test_what_cannot_be_drawn_is_said_in_one_line() -> None:
-    with pytest.raises(ConfigError, match="nothing to draw yet: no action has been timed"):
+    with pytest.raises(ConfigError, match="no action has been timed yet"):
         before(report(times={}, plan=None, status="warmup"))
     partial = {text: pair for text, pair in TIMES.items() if text != "1B1"}
     with pytest.raises(ConfigError, match="times has no entry for 1B1"):
@@ -148,7 +148,7 @@ def test_what_cannot_be_drawn_is_said_in_one_line() -> None:
     with pytest.raises(ConfigError, match=r"plan\.duration_ms has no entry for 0F0"):
         after(report(plan={**PLAN, "duration_ms": {}}))
     with pytest.raises(ConfigError, match=r"must end in \.png or \.svg"):
-        draw(report(), "batch.jpg")
+        draw_panels(panels_of(report()), "One batch", "batch.jpg")
 
 
 def test_without_matplotlib_it_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -156,14 +156,14 @@ def test_without_matplotlib_it_names_the_extra(monkeypatch: pytest.MonkeyPatch, 
     for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(UnsupportedError, match=r'pip install "tf-adapters\[plot\]"'):
-        draw(report(), tmp_path / "batch.png")
+        draw_panels(panels_of(report()), "One batch", tmp_path / "batch.png")
 
 
 @pytest.mark.parametrize("plan", [PLAN, None])
 def test_a_png_of_sensible_size_appears(tmp_path: Path, plan: dict[str, Any] | None) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "batch.png"
-    draw(report(plan=plan), path)
+    draw_panels(panels_of(report(plan=plan)), "One batch", path)
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
@@ -174,7 +174,7 @@ def test_a_png_of_sensible_size_appears(tmp_path: Path, plan: dict[str, Any] | N
 def test_an_svg_appears_whatever_the_file_is_called(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "batch"
-    draw(report(), path, "svg")
+    draw_panels(panels_of(report()), "One batch", path, "svg")
     assert "<svg" in path.read_text(encoding="utf-8")
 
 
@@ -189,7 +189,7 @@ def texts(path: Path) -> list[str]:
 def test_the_svg_says_what_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "batch.svg"
-    draw(report(), path)
+    draw_panels(panels_of(report()), "One batch", path)
     found = texts(path)
     for words in (
         "One batch on deepspeed: 2 pipeline ranks, 2 microbatches",
@@ -208,8 +208,8 @@ def test_the_svg_says_what_is_drawn(tmp_path: Path) -> None:
 def test_the_same_chart_is_the_same_bytes(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("one", "two"):
-        draw(report(), tmp_path / f"{name}.svg")
-        draw(report(), tmp_path / f"{name}.png")
+        draw_panels(panels_of(report()), "One batch", tmp_path / f"{name}.svg")
+        draw_panels(panels_of(report()), "One batch", tmp_path / f"{name}.png")
     for kind in ("svg", "png"):
         assert (tmp_path / f"one.{kind}").read_bytes() == (tmp_path / f"two.{kind}").read_bytes()
 

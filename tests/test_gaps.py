@@ -138,9 +138,9 @@ def test_what_a_rank_sends_is_bounded():
                 pass
         timer.stop_step("phase", start, number)
     timer.drain()
-    assert len(timer.traces("phase")) == 32
-    assert len(local_traces(timer, "phase")) == 4
-    assert local_traces(timer, "another") == ()
+    assert len(timer.traces("phase", 0)) == 32
+    assert len(local_traces(timer, "phase", 0)) == 4
+    assert local_traces(timer, "another", 0) == ()
 
 
 def test_gaps_survive_json():

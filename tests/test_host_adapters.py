@@ -54,7 +54,7 @@ def attach(model: Model, folder: Path, **settings: Any) -> ToyAdapter:
         HOST,
         existing=vars(model).get("timely_freeze"),
         given=config,
-        read=lambda: config,
+        check=lambda settings: None,
         make=lambda _, agreed: ToyAdapter(model, agreed),
     )
     assert adapter is not None

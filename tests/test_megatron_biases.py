@@ -12,7 +12,7 @@ import torch
 from megatron.core.fusions import fused_bias_dropout, fused_bias_gelu
 from torch import nn
 
-from tf_adapters.megatron.biases import hook_biases
+from tf_adapters.megatron.chunks import hook_biases
 
 WIDTH = 4
 FUSED: Any = SimpleNamespace(bias_activation_fusion=True, bias_dropout_fusion=True)

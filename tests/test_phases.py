@@ -1,6 +1,8 @@
 import pytest
 
+from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.timing.phase import Phase
+from tf_adapters.training import messages
 from tf_adapters.training.phases import PhaseSchedule
 
 
@@ -68,3 +70,11 @@ def test_monitoring_that_ends_early_brings_everything_after_it_forward():
     phases = PhaseSchedule.of_lengths(warmup=2, monitoring=40, progressive=5, mixed=True).monitored_until(12)
     assert phases.phase(12) is Phase.MONITORING_MIXED
     assert [phases.phase(step) for step in (13, 17, 18)] == [Phase.PROGRESSIVE, Phase.PROGRESSIVE, Phase.STABLE]
+
+
+def test_monitoring_that_freezes_nothing_is_called_that():
+    phases = PhaseSchedule.of_lengths(0, 10, 5, mixed=True)
+    mixed = messages.phase(TimelyFreezeConfig(), phases, 1)
+    assert mixed == "monitoring, every second step with drawn freeze ratios"
+    assert messages.phase(TimelyFreezeConfig(weight_gradients="deferred"), phases, 1) == "monitoring, nothing frozen"
+    assert messages.phase(TimelyFreezeConfig(weight_gradients="deferred", granularity="token"), phases, 1) == mixed

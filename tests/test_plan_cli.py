@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -9,8 +8,8 @@ import time
 
 import pytest
 
+from tf_adapters.cli import main, progress
 from tf_adapters.cli import plan as plan_cli
-from tf_adapters.cli import progress
 from tf_adapters.errors import SolverError
 from tf_adapters.planner.freeze_plan import FreezePlan
 
@@ -22,10 +21,7 @@ GOOD = {
 
 
 def run(*arguments: str) -> int:
-    parser = argparse.ArgumentParser(prog="tf-adapters")
-    plan_cli.add_parser(parser.add_subparsers(required=True))
-    args = parser.parse_args(["plan", *arguments])
-    return args.run(args)
+    return main(["plan", *arguments])
 
 
 @pytest.fixture

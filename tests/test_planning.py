@@ -195,7 +195,9 @@ def planner_of(**settings: Any) -> planning.PlanMaker:
     config = TimelyFreezeConfig(**{"max_freeze_ratio": 0.8, **settings})
     units = {stage: [FreezeUnit(("weight",), 1.0, (1,))] for stage in range(2)}
     pipeline = HostPipeline(HostInfo("host", "1"), SCHEDULE, units={}, parameters={})
-    return planning.PlanMaker(config, SingleProcess(), pipeline, StageMasks(units, seed=0), probes=dict)
+    return planning.PlanMaker(
+        planning.RunSetup(config, SingleProcess(), pipeline, StageMasks(units, seed=0), probes=dict)
+    )
 
 
 def measured(step_ms: float = 100.0) -> planning.Measured:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from schedules import gpipe
 
-from tf_adapters.planner.forecast import forecast, planned_makespan
+from tf_adapters.planner.forecast import forecast, planned_dag, stable_durations
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.solve import plan
 from tf_adapters.schedule.durations import Bounds
@@ -17,6 +17,11 @@ TIMES = {"0F0": (10.0, 10.0), "1F0": (10.0, 10.0), "1B0": (10.0, 20.0), "0B0": (
 
 
 BOUNDS = {Action.parse(text): Bounds(*pair) for text, pair in TIMES.items()}
+
+
+def planned_makespan(schedule: PipelineSchedule, plan: FreezePlan) -> float:
+    """A batch of stable freezing under the plan, ms."""
+    return planned_dag(schedule, plan).makespan(stable_durations(plan.duration_ms, plan.freeze_ratio))
 
 
 def planned(max_freeze_ratio: float, schedule: PipelineSchedule = SCHEDULE) -> FreezePlan:

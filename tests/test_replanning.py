@@ -10,7 +10,7 @@ from test_response import Filled
 
 from tf_adapters.collectives import SingleProcess
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.planner.forecast import planned_makespan
+from tf_adapters.planner.forecast import planned_dag, stable_durations
 from tf_adapters.planner.solve import plan
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action
@@ -19,8 +19,8 @@ from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.transfers import NO_GAPS
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
-from tf_adapters.training.plan_maker import Measured
-from tf_adapters.training.replanning import PlanWatch, changes
+from tf_adapters.training.plan_maker import Measured, PlanMaker, RunSetup
+from tf_adapters.training.replanning import Replanning, changes
 
 SCHEDULE = gpipe(2, 2)
 BOUNDS = {a: Bounds(10.0, 20.0) if a.freezable else Bounds(10.0, 10.0) for a in SCHEDULE.actions}
@@ -41,13 +41,14 @@ def stable(factors: dict[int, float], share: float = 0.5, steps: int = 3) -> Fil
     return found
 
 
-def watch(**settings: Any) -> PlanWatch:
+def watch(**settings: Any) -> Replanning:
     masks = StageMasks({stage: [FreezeUnit(("weight",), 1.0, (1,))] for stage in range(2)}, seed=0)
     pipeline = HostPipeline(HostInfo("host", "1"), SCHEDULE, units={}, parameters={})
-    return PlanWatch(TimelyFreezeConfig(**settings), SingleProcess(), pipeline, masks, probes=dict)
+    setup = RunSetup(TimelyFreezeConfig(**settings), SingleProcess(), pipeline, masks, probes=dict)
+    return Replanning(setup, PlanMaker(setup), print)
 
 
-def looks(watching: PlanWatch, found: Filled, times: int) -> list[Measured | None]:
+def looks(watching: Replanning, found: Filled, times: int) -> list[Measured | None]:
     return [watching.look(SCHEDULE, found.timer, MEASURED, PLAN) for _ in range(times)]
 
 
@@ -107,7 +108,9 @@ def test_the_unfrozen_step_is_the_measured_one_and_what_the_plan_in_force_spares
     _, fresh = looks(watch(), stable({0: 2.0, 1: 2.0}), 2)
     assert fresh is not None
     step_ms = stable({0: 2.0, 1: 2.0}).timer.step_ms(Phase.STABLE)
-    saved = PLAN.makespan_ms.unfrozen - planned_makespan(SCHEDULE, PLAN)
+    saved = PLAN.makespan_ms.unfrozen - planned_dag(SCHEDULE, PLAN).makespan(
+        stable_durations(PLAN.duration_ms, PLAN.freeze_ratio)
+    )
     assert step_ms is not None
     assert fresh.unfrozen_step_ms == pytest.approx(step_ms + 2.0 * saved)
 

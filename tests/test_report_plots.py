@@ -12,7 +12,7 @@ from tf_adapters.errors import ConfigError
 from tf_adapters.planner.solve import plan_from_json
 from tf_adapters.report import plots
 from tf_adapters.report.batch import batch_of
-from tf_adapters.report.rank_plot import rank_parts
+from tf_adapters.report.plots import rank_parts
 from tf_adapters.report.schema import Report
 
 RANKS = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]

@@ -14,10 +14,9 @@ from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.schedule.orders import named_schedule
-from tf_adapters.simulate.limit import held_by
 from tf_adapters.simulate.model_costs import StageCost, action_bounds
 from tf_adapters.simulate.pipeline import Pipeline, between_ranks, carried_gaps, recut, stage_times
-from tf_adapters.simulate.simulation import simulate
+from tf_adapters.simulate.simulation import held_by, simulate
 from tf_adapters.timing.transfers import Gaps
 
 # F 10 ms, B 20 ms, of which 10 are weight gradients, on every stage.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from test_gantt import report
 
-from tf_adapters.cli import simulate as cli
+from tf_adapters.cli import main
 from tf_adapters.errors import SolverError
 
 GIVEN = ("--forward-ms", "10", "--backward-ms", "20")
@@ -26,12 +25,7 @@ INPUT = {
 
 
 def run(*arguments: str) -> int:
-    parser = argparse.ArgumentParser(prog="tf-adapters")
-    cli.add_parser(parser.add_subparsers(required=True))
-    args = parser.parse_args(["simulate", *arguments])
-    status = args.run(args)
-    assert isinstance(status, int)
-    return status
+    return main(["simulate", *arguments])
 
 
 def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
@@ -312,7 +306,8 @@ def test_an_argument_without_its_value_is_one_line_too(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit) as ended:
         run(*BASE, "--csv")
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "tf-adapters simulate: argument --csv: expected one argument\n"
+    said = "tf-adapters simulate: argument --csv: expected one argument; see tf-adapters simulate --help\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_failing_solver_ends_with_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_a_plan_for_something_else_is_made_anew_and_the_step_stays(change: dict[
     state = resumed(saved(planned_state(20)), **change)
     assert state.completed_steps == 20
     assert state.plan is None
-    assert state.bounds == {}
+    assert state.measured.bounds == {}
     assert state.phases == PhaseSchedule(20, 30, 50, mixed=True)
     assert state.phases.phase(21) is Phase.MONITORING_UPPER
     assert state.notes[0] == "1B0: a note"

@@ -206,6 +206,16 @@ class TimelyFreezeConfig(BaseModel):
         return self.method not in ("apf", "autofreeze")
 
     @property
+    def monitors_with_masks(self) -> bool:
+        """Whether monitoring freezes: what freezing would save can be measured in no other way.
+
+        Unless backwards compute the weight gradients that can wait at their end, which tells it with nothing frozen.
+        """
+        if self.method == "none" and not self.monitoring_masks:
+            return False
+        return self.stage_limit > 0 and not (self.defers and not self.samples_tokens)
+
+    @property
     def defers(self) -> bool:
         """Whether the plan may let weight gradients wait."""
         return self.weight_gradients == "deferred" and self.method != "none"
@@ -249,7 +259,6 @@ class TimelyFreezeConfig(BaseModel):
 
     @property
     def report_path(self) -> Path:
-        """Where rank 0 leaves the report."""
         return Path(self.output_dir) / SECTION / "report.json"
 
     def reporting_in(self, folder: str | Path) -> TimelyFreezeConfig:
@@ -328,14 +337,11 @@ def find_section(host_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     would otherwise train without freezing and say nothing.
     """
     for key in host_config:
-        if key != SECTION and _is_near_miss(key):
+        squeezed = re.sub(r"[^a-z]", "", str(key).lower())
+        alike = difflib.SequenceMatcher(None, squeezed, SECTION.replace("_", "")).ratio()
+        if key != SECTION and alike >= 0.85:
             raise ConfigError(f'unknown section {_quoted(key)} in the config: did you mean "{SECTION}"?')
     return host_config.get(SECTION)
-
-
-def _is_near_miss(key: str) -> bool:
-    squeezed = re.sub(r"[^a-z]", "", str(key).lower())
-    return difflib.SequenceMatcher(None, squeezed, SECTION.replace("_", "")).ratio() >= 0.85
 
 
 def _unknown_key(key: str) -> str:

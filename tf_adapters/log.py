@@ -19,15 +19,12 @@ class _CurrentStderr(logging.StreamHandler[TextIO]):
 
 def announce(rank: int, text: str, level: int = logging.INFO) -> None:
     """Log ``timely_freeze: text`` on rank 0. Where the application has not configured logging, to stderr."""
-    if rank == 0:
-        _make_visible()
-        logger.log(level, "timely_freeze: %s", text)
-
-
-def _make_visible() -> None:
+    if rank != 0:
+        return
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
         handler = _CurrentStderr()
         handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", datefmt="%H:%M:%S"))
         logger.addHandler(handler)
+    logger.log(level, "timely_freeze: %s", text)

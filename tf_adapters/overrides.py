@@ -12,7 +12,10 @@ _ABSENT: Any = object()
 
 
 class Overrides:
-    """Sets attributes on instances and puts back exactly what was there, an absent attribute included."""
+    """Sets attributes on instances and puts back exactly what was there, an absent attribute included.
+
+    As a context manager it puts everything back on leaving.
+    """
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, before, ours
@@ -42,3 +45,9 @@ class Overrides:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
+
+    def __enter__(self) -> Overrides:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from tf_adapters import __version__
+from tf_adapters.errors import SolverError, TimelyFreezeError
 
 __all__ = ["build_parser", "main"]
 
 _SUBCOMMANDS = tuple(f"tf_adapters.cli.{name}" for name in ("plan", "simulate", "show", "balance", "configs", "doctor"))
-"""Modules with ``add_parser(subparsers)``, which sets ``run``: from the arguments to an exit status."""
+"""Modules with ``add_parser(subparsers)``, which sets ``run``: from the arguments to an exit status. Errors of ours are
+one line on stderr, and status 2, or 1 where the solver failed."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -28,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser with every subcommand; theirs end with one line for wrong arguments too."""
     parser = _Parser(prog="tf-adapters", description="TimelyFreeze for pipeline-parallel training: plan, look, check.")
     parser.add_argument("--version", action="version", version=f"tf-adapters {__version__}")
-    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for module in _SUBCOMMANDS:
         importlib.import_module(module).add_parser(subparsers)
     return parser
@@ -44,4 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read the output has seen enough; Python's own flush at exit must not complain either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (TimelyFreezeError, OSError) as error:
+        print(f"tf-adapters {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1 if isinstance(error, SolverError) else 2
     return status

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from itertools import accumulate
 
-from tf_adapters.errors import TimelyFreezeError
+from tf_adapters.errors import ConfigError, TimelyFreezeError
 from tf_adapters.report.page import Page, Table, print_page
 from tf_adapters.report.schema import Report
 from tf_adapters.simulate.balance import Balance, Cut, balance
@@ -24,7 +23,6 @@ _REMARKS = (
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``balance`` to the command line."""
     about = "spread a model's layers over the stages so that the batch ends earliest, from a run's report.json"
     parser = subparsers.add_parser("balance", help=about, description=f"tf-adapters balance: {about}.")
     parser.add_argument("report", metavar="REPORT.json", help="<output_dir>/timely_freeze/report.json of a run")
@@ -32,20 +30,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the page; 0, or 2 with one line on stderr."""
+    report = Report.read(args.report)
     try:
-        report = Report.read(args.report)
         print_page(page(report, balance(report)))
     except TimelyFreezeError as error:
-        text = " ".join(str(error).split())
-        path = "" if text.startswith(args.report) else f"{args.report}: "
-        print(f"tf-adapters balance: {path}{text}", file=sys.stderr)
-        return 2
+        raise ConfigError(f"{args.report}: {error}") from None
     return 0
 
 
 def page(report: Report, result: Balance) -> Page:
-    """What is said of a balance."""
     device = " on emulated devices" if report.host.device == EMULATED else ""
     facts = [
         ("pipeline", f"{report.host.name} {report.host.version}{device}: {_counts(result.now)} layers on the stages"),
@@ -105,14 +98,11 @@ def say_it(host: str, cut: Cut) -> str:
         return f"--pipeline-model-parallel-layout '{layout}'"
     if host == "deepspeed":
         starts = [0, *accumulate(len(layers) for layers in cut.layers[:-1])]
-        numbers = [int(layers[0]) for layers in cut.layers] if _numbered(cut) else starts
+        numbered = all(name.isdecimal() for layers in cut.layers for name in layers)
+        numbers = [int(layers[0]) for layers in cut.layers] if numbered else starts
         return f"the stages begin at layers {[0, *numbers[1:]]} of the PipelineModule"
     what = "TorchTitan's module_fqns_per_model_part" if host == "torch.distributed.pipelining" else "the stages' layers"
     return f"{what}: {json.dumps(cut.layers)}"
-
-
-def _numbered(cut: Cut) -> bool:
-    return all(name.isdecimal() for layers in cut.layers for name in layers)
 
 
 def _megatron_layout(cut: Cut) -> str | None:

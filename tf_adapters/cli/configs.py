@@ -18,7 +18,6 @@ Exit status: 0, or 2 with one line for a wrong name or a file that cannot be wri
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``configs`` to the command line."""
     parser = subparsers.add_parser(
         "configs",
         help="list, print or copy the ready DeepSpeed configs",
@@ -31,21 +30,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """List, print or copy as ``args`` say; 0, or 2 with one line on stderr."""
-    try:
-        if args.name is None:
-            if args.copy is not None:
-                raise ConfigError("--copy: give the NAME of the config to copy")
-            print("\n".join(ready_configs()))
-            return 0
-        text = _text(args.name)
-        if args.copy is None:
-            sys.stdout.write(text)
-            return 0
-        _write_new(Path(args.copy), text)
-    except ConfigError as error:
-        print(f"tf-adapters configs: {error}", file=sys.stderr)
-        return 2
+    if args.name is None:
+        if args.copy is not None:
+            raise ConfigError("--copy: give the NAME of the config to copy")
+        print("\n".join(ready_configs()))
+        return 0
+    text = _text(args.name)
+    if args.copy is None:
+        sys.stdout.write(text)
+        return 0
+    _write_new(Path(args.copy), text)
     print(f"{args.copy}: copied; start with deepspeed --module tf_adapters.deepspeed train.py --deepspeed_config FILE")
     return 0
 

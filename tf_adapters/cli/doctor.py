@@ -16,18 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "HOSTS",
-    "Diagnosis",
-    "Host",
-    "HostCheck",
-    "add_parser",
-    "diagnose",
-    "installed_versions",
-    "interrupted_builds",
-    "render",
-    "run",
-]
+__all__ = ["HOSTS", "Host", "add_parser", "diagnose", "installed_versions", "interrupted_builds", "render", "run"]
 
 _CORE = {"torch": "2.5", "numpy": "1.26", "ortools": "9.10", "pydantic": "2.6", "scipy": "1.12"}
 _EXTRAS = {"matplotlib": ("plot", "Gantt charts"), "rich": ("cli", "coloured tables")}
@@ -117,7 +106,8 @@ def diagnose(versions: Versions, locks: Sequence[Path] = ()) -> Diagnosis:
         if versions.get(package) is None
     )
     hosts = tuple(_check_host(host, versions.get(host.package)) for host in HOSTS)
-    problems = (*_core_problems(versions), *map(_interrupted, locks))
+    killed = "a build of {} was killed, and training would wait for it forever: rm {}".format
+    problems = (*_core_problems(versions), *(killed(lock.parent.name, lock) for lock in locks))
     return Diagnosis(dict(versions), hosts, problems, hints)
 
 
@@ -149,7 +139,6 @@ def render(diagnosis: Diagnosis, seen: str) -> str:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``doctor`` to the command line."""
     about = "say what is installed, which host can be used, and what to install"
     parser = subparsers.add_parser("doctor", help=about, description=f"tf-adapters doctor: {about}.")
     parser.set_defaults(run=run)
@@ -176,10 +165,6 @@ def _core_problems(versions: Versions) -> tuple[str, ...]:
     return tuple(problems)
 
 
-def _interrupted(lock: Path) -> str:
-    return f"a build of {lock.parent.name} was killed, and training would wait for it forever: rm {lock}"
-
-
 def _check_host(host: Host, version: str | None) -> HostCheck:
     tested = f"{host.oldest} to {host.newest} tested" if host.oldest != host.newest else f"{host.newest} tested"
     if version is None:
@@ -188,7 +173,8 @@ def _check_host(host: Host, version: str | None) -> HostCheck:
         remedy = f'pip install --upgrade "{host.package}>={host.oldest}"'
         return HostCheck(host.name, False, f"{version} is too old ({tested})", remedy=remedy)
     finding = f"{version}, in the tested range ({tested})"
-    if _is_newer(version, host.newest):
+    newest = _release(host.newest)
+    if _release(version)[: len(newest)] > newest:  # as far as that names it: 2.13.1 is no newer than 2.13
         mend = f'pip install "{host.package}=={host.newest}"'
         finding = f"{version} is newer than what was tested ({tested}); if it fails: {mend}"
     return HostCheck(host.name, True, finding)
@@ -201,12 +187,6 @@ def _closing_line(diagnosis: Diagnosis) -> str:
         return f"not ready: {diagnosis.problems[0]}"
     remedies = [host.remedy for host in diagnosis.hosts if host.remedy]
     return f"not ready: no host can be used; {' or '.join(remedies)}"
-
-
-def _is_newer(version: str, tested: str) -> bool:
-    """Whether a version is newer than a tested one, as far as that names it: 2.13.1 is no newer than 2.13."""
-    tested_release = _release(tested)
-    return _release(version)[: len(tested_release)] > tested_release
 
 
 def _release(version: str) -> tuple[int, ...]:

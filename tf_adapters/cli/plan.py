@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tf_adapters.cli.progress import Progress
-from tf_adapters.errors import PlanInputError, SolverError
+from tf_adapters.errors import PlanInputError
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.solve import plan_from_json
+from tf_adapters.report.schema import write_atomically
 
 __all__ = ["add_parser", "load_json"]
 
@@ -28,7 +27,6 @@ Exit status: 0 with a plan, 2 for wrong input, 1 when the solver fails."""
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``plan`` to the subparsers of ``tf-adapters``."""
     parser = subparsers.add_parser(
         "plan",
         help="plan freeze ratios from measured times",
@@ -49,27 +47,22 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan as ``args`` say; returns the exit status."""
     if args.extra_microbatches and not args.defer:
-        return _fail(f"--extra-microbatches is {args.extra_microbatches}: it needs --defer", 2)
-    try:
-        data = load_json(args.input)
-        if args.defer and isinstance(data, dict):
-            data = {**data, "defer": True, "extra_microbatches": args.extra_microbatches}
-        with Progress("tf-adapters plan") as progress:
-            plan = plan_from_json(data, progress=progress)
-    except PlanInputError as error:
-        return _fail(str(error), 2)
-    except SolverError as error:
-        return _fail(str(error), 1)
+        raise PlanInputError(f"--extra-microbatches is {args.extra_microbatches}: it needs --defer")
+    data = load_json(args.input)
+    if args.defer and isinstance(data, dict):
+        data = {**data, "defer": True, "extra_microbatches": args.extra_microbatches}
+    with Progress("tf-adapters plan") as progress:
+        plan = plan_from_json(data, progress=progress)
     text = json.dumps(plan.to_json(), indent=2) + "\n"
     if args.out is None:
         sys.stdout.write(text)
         return 0
     try:
-        _write_atomically(Path(args.out), text)
+        write_atomically(Path(args.out), text)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        return _fail(f"--out: cannot write {args.out!r}: {getattr(error, 'strerror', None) or error}", 2)
+        reason = getattr(error, "strerror", None) or error
+        raise PlanInputError(f"--out: cannot write {args.out!r}: {reason}") from None
     print(_summary(plan, args.out))
     return 0
 
@@ -120,27 +113,3 @@ def _summary(plan: FreezePlan, out: str) -> str:
         f"{out}: batch {host}{times.unfrozen:.6g} -> {times.planned:.6g} ms"
         f" (fully frozen {times.fully_frozen:.6g}), mean freeze ratio {plan.mean_freeze_ratio:.3f}"
     )
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old file or the whole new one, never a part."""
-    path = path.resolve()
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")  # a device or a pipe must not be replaced by a file
-        return
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _fail(message: str, status: int) -> int:
-    print(f"tf-adapters plan: {' '.join(message.split())}", file=sys.stderr)
-    return status

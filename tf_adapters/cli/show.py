@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
-import sys
 from dataclasses import replace
 
 from tf_adapters.cli.progress import Progress
@@ -21,7 +19,6 @@ __all__ = ["add_parser", "run"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``show`` to the command line."""
     about = "show what freezing brought to a run, from its report.json; also while the run goes on"
     parser = subparsers.add_parser("show", help=about, description=f"tf-adapters show: {about}.")
     parser.add_argument("report", metavar="REPORT.json", help="<output_dir>/timely_freeze/report.json of a run")
@@ -32,31 +29,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the summary and draw what was asked for; 0, or 2 with one line on stderr."""
-    try:
-        report = Report.read(args.report)
-        check_outputs(args)
-        panels = panels_of(report) if asked_for(args) else _panels_if_any(report)
-        shown = page(report, () if args.no_gantt else panels)
-        print_page(_with_levers(shown, report) if report.config.get("method") == "none" else shown)
-        lines = write_outputs(args, panels, f"One batch on {report.host.name}")
-        lines += tuple(f"picture: {path}" for path in draw_plots(report, args.plots)) if args.plots else ()
-        lines = lines or _hint(panels)
-        print("".join(f"\n{line}" for line in lines), flush=True)
-    except BrokenPipeError:
-        # The reader, such as head, has seen enough: no error, and nothing left to flush at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (TimelyFreezeError, OSError) as error:
-        print(f"tf-adapters show: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    report = Report.read(args.report)
+    check_outputs(args)
+    panels = panels_of(report) if asked_for(args) else _panels_if_any(report)
+    shown = page(report, () if args.no_gantt else panels)
+    print_page(_with_levers(shown, report) if report.config.get("method") == "none" else shown)
+    lines = write_outputs(args, panels, f"One batch on {report.host.name}")
+    lines += tuple(f"picture: {path}" for path in draw_plots(report, args.plots)) if args.plots else ()
+    print("".join(f"\n{line}" for line in lines or _hint(panels)))
     return 0
 
 
 def _with_levers(shown: Page, report: Report) -> Page:
     """What each lever would bring to a run that only measures; what cannot be planned is a note."""
-    from tf_adapters.simulate.levers import levers
-    from tf_adapters.simulate.levers_page import levers_table
+    from tf_adapters.simulate.levers import levers, levers_table
 
     if not report.times:
         return shown

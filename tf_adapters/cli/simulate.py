@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from tf_adapters.errors import ConfigError, SolverError, TimelyFreezeError
 from tf_adapters.simulate.options import add_arguments, read_options
 
 if TYPE_CHECKING:
@@ -32,7 +30,6 @@ Exit status: 0, 2 for wrong input, 1 when the solver fails."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``simulate`` to the command line."""
     parser = subparsers.add_parser(
         "simulate",
         help="what freezing would bring to a schedule, from measured or assumed times",
@@ -41,39 +38,32 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
-    parser.error = _refuse  # type: ignore[method-assign]  # a page of usage would hide the one line that says why
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate as ``args`` say and print; 0, or 2 (the solver failing: 1) with one line on stderr."""
     from tf_adapters.cli.plan import load_json
     from tf_adapters.cli.progress import Progress
     from tf_adapters.report.outputs import check_outputs
     from tf_adapters.simulate.simulation import simulate
     from tf_adapters.simulate.sources import read_request
 
-    try:
-        options = read_options(args)
-        check_outputs(args)
-        with Progress("tf-adapters simulate") as progress:
-            progress("orders of actions")
-            request = read_request(options, load_json)
-            simulations = [
-                simulate(
-                    each,
-                    request.max_freeze_ratio,
-                    options.sweep,
-                    progress=progress,
-                    extra_microbatches=request.extra_microbatches,
-                )
-                for each in request.pipelines
-            ]
-        _output(args, request, simulations)
-    except SolverError as error:
-        return _fail(error, 1)
-    except TimelyFreezeError as error:
-        return _fail(error, 2)
+    options = read_options(args)
+    check_outputs(args)
+    with Progress("tf-adapters simulate") as progress:
+        progress("orders of actions")
+        request = read_request(options, load_json)
+        simulations = [
+            simulate(
+                each,
+                request.max_freeze_ratio,
+                options.sweep,
+                progress=progress,
+                extra_microbatches=request.extra_microbatches,
+            )
+            for each in request.pipelines
+        ]
+    _output(args, request, simulations)
     return 0
 
 
@@ -111,12 +101,3 @@ def _output(args: argparse.Namespace, request: Request, simulations: list[Simula
     print_page(replace(page, panels=()) if args.no_gantt else page)
     for line in lines:
         print(f"\n{line}")
-
-
-def _refuse(message: str) -> NoReturn:
-    raise SystemExit(_fail(ConfigError(message), 2))
-
-
-def _fail(error: Exception, status: int) -> int:
-    print(f"tf-adapters simulate: {' '.join(str(error).split())}", file=sys.stderr)
-    return status

@@ -9,18 +9,12 @@ Three ways in, the same result:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tf_adapters.hosts.lazy import exported
 
 if TYPE_CHECKING:
     from tf_adapters.deepspeed.entry import attach, initialize
 
 __all__ = ["attach", "initialize"]
-
-
-def __getattr__(name: str) -> Any:
-    """Import the host when it is needed: that takes seconds."""
-    if name in __all__:
-        from tf_adapters.deepspeed import entry
-
-        return getattr(entry, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = exported("tf_adapters.deepspeed.entry", __all__)

@@ -53,14 +53,10 @@ from tf_adapters.training.batches import MOST_NUMBERS
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
+HOST = HostInfo("deepspeed", deepspeed.__version__)
 ATTRIBUTE = "timely_freeze"  # of the engine: its adapter
 CHECKPOINT_KEY = "timely_freeze"
 _WARMUP_ATTRIBUTES = ("warmup_num_steps", "num_warmup_steps", "warmup_steps")
-
-
-def host_info() -> HostInfo:
-    """What the report calls this host."""
-    return HostInfo("deepspeed", deepspeed.__version__)
 
 
 class DeepSpeedAdapter(HostAdapter):
@@ -83,7 +79,9 @@ class DeepSpeedAdapter(HostAdapter):
         self._running: tuple[int, int] | None = None
         self._sends, self._reordered = Sends(), False
         self._given_warmup, self._given_metrics = warmup_steps, metrics
-        self._schedule_type = SCHEDULES.get(config.schedule) or _own_schedule_type(engine)
+        # Before 0.19.8 the engine had no method to ask for what it runs by itself.
+        own = type(engine._train_schedule()) if hasattr(engine, "_train_schedule") else host.TrainSchedule
+        self._schedule_type = SCHEDULES.get(config.schedule) or own
         self._orders = lru_cache(MOST_NUMBERS)(partial(translate, self._schedule_type, stages=engine.num_stages))
         self._host_exec_schedule: Callable[[host.PipeSchedule], None] = engine._exec_schedule
         super().__init__(config, collectives, self._describe, self._metrics())
@@ -93,7 +91,7 @@ class DeepSpeedAdapter(HostAdapter):
     def _describe(self) -> HostPipeline:
         engine, parameters = self.engine, parameters_by_stage(self.engine)
         return HostPipeline(
-            host=host_info(),
+            host=HOST,
             schedule=self._orders(engine.micro_batches),
             units=units_by_stage(engine, parameters),
             parameters=parameters,
@@ -120,20 +118,20 @@ class DeepSpeedAdapter(HostAdapter):
 
     def install(self) -> None:
         """Replace instructions of the engine by ours, which call the engine's own."""
-        engine, overrides = self.engine, self.overrides
+        engine, overrides, controller = self.engine, self.overrides, self.controller
         self.around_steps(engine.basic_optimizer, self._holder.before_step, self._holder.after_step)
         wrapped = {
             host.ForwardPass: self._forward,
-            host.BackwardPass: self._backward,
+            host.BackwardPass: partial(self._backward, Kind.BACKWARD),
             host.ReduceTiedGrads: self._reduce_tied_gradients,
             host.ReduceGrads: self._reduce_gradients,
             host.OptimizerStep: self._optimizer_step,
         }
         if self.config.defers:
             wrapped |= {
-                InputGradients: self._input_gradients,
-                WeightGradients: self._weight_gradients,
-                FinishSends: self._finish_sends,
+                InputGradients: partial(self._backward, Kind.INPUT_GRAD),
+                WeightGradients: lambda _, microbatch: controller.compute_weight_gradients(self._stages[0], microbatch),
+                FinishSends: lambda engine: self._sends.finish(),
             }
             wrapped[host.RecvGrad] = self._receive_gradients
             wrapped |= {kind: self._sending(kind) for kind in (host.SendActivation, host.SendGrad)}
@@ -167,7 +165,7 @@ class DeepSpeedAdapter(HostAdapter):
         size = {"micro_batches": engine.micro_batches, "stages": engine.num_stages, "stage_id": engine.stage_id}
         order = self.controller.execution
         self._reordered = order is not self.controller.schedule
-        return OrderedSchedule(order, **size) if self._reordered else self._schedule_type(**size)
+        return OrderedSchedule(order.ranks[engine.stage_id], **size) if self._reordered else self._schedule_type(**size)
 
     def _forward(self, engine: Any, buffer_id: int, **kwargs: Any) -> None:
         run = self._host_instructions[host.ForwardPass]
@@ -180,13 +178,7 @@ class DeepSpeedAdapter(HostAdapter):
         if self._keeps_losses:
             self._losses[buffer_id] = engine.loss
 
-    def _backward(self, engine: Any, buffer_id: int, **kwargs: Any) -> None:
-        self._run_backward(Kind.BACKWARD, engine, buffer_id, **kwargs)
-
-    def _input_gradients(self, engine: Any, buffer_id: int) -> None:
-        self._run_backward(Kind.INPUT_GRAD, engine, buffer_id)
-
-    def _run_backward(self, kind: Kind, engine: Any, buffer_id: int, **kwargs: Any) -> None:
+    def _backward(self, kind: Kind, engine: Any, buffer_id: int, **kwargs: Any) -> None:
         stage, microbatch = self._stages[kwargs.get("phase", 0)], self._tracker.backward(buffer_id)
         if self._keeps_losses:
             engine.loss = self._losses.pop(buffer_id)
@@ -195,9 +187,6 @@ class DeepSpeedAdapter(HostAdapter):
                 self._skip_backward(buffer_id)
             else:
                 self._host_instructions[host.BackwardPass](engine, buffer_id, **kwargs)
-
-    def _weight_gradients(self, engine: Any, microbatch: int) -> None:
-        self.controller.compute_weight_gradients(self._stages[0], microbatch)
 
     def _sending(self, kind: type) -> Callable[..., None]:
         """An instruction that sends: in a rewritten order it is started only."""
@@ -213,9 +202,6 @@ class DeepSpeedAdapter(HostAdapter):
         if self._reordered and engine.grad_layer is not None:
             engine.grad_layer = another_buffer(engine.grad_layer)
         self._host_instructions[host.RecvGrad](engine, buffer_id)
-
-    def _finish_sends(self, engine: Any) -> None:
-        self._sends.finish()
 
     def _action(self, stage: int, kind: Kind, microbatch: int) -> Any:
         self._running = (stage, microbatch)
@@ -307,11 +293,6 @@ class DeepSpeedAdapter(HostAdapter):
                 self._given_metrics(figures)
 
         return write
-
-
-def _own_schedule_type(engine: Any) -> type[host.PipeSchedule]:
-    """What the engine runs by itself. Before 0.19.8 it had no method to ask."""
-    return type(engine._train_schedule()) if hasattr(engine, "_train_schedule") else host.TrainSchedule
 
 
 def _warmup_steps(engine: Any) -> int:

@@ -11,11 +11,11 @@ import deepspeed
 
 from tf_adapters.collectives import ProcessGroupCollectives
 from tf_adapters.config import TimelyFreezeConfig, find_section
-from tf_adapters.deepspeed.adapter import ATTRIBUTE, DeepSpeedAdapter, host_info
+from tf_adapters.deepspeed.adapter import ATTRIBUTE, HOST, DeepSpeedAdapter
 from tf_adapters.deepspeed.stages import is_dualpipev
 from tf_adapters.deepspeed.support import check, warnings
 from tf_adapters.hosts.adapter import attach_once
-from tf_adapters.hosts.agreement import GivenConfig, read_settings, refuse_other_schedules
+from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules
 from tf_adapters.hosts.support import refuse
 from tf_adapters.log import announce
 from tf_adapters.report.observer import MetricSink
@@ -49,10 +49,11 @@ def attach(
     existing: DeepSpeedAdapter | None = vars(engine).get(ATTRIBUTE)
     adapter = attach_once(
         connect=ProcessGroupCollectives,
-        host=host_info(),
+        host=HOST,
         existing=existing,
         given=config,
-        read=lambda: _settings(engine, config),
+        section=lambda: find_section(engine._config._param_dict),
+        check=lambda settings: _check(engine, settings),
         make=lambda collectives, settings: DeepSpeedAdapter(
             engine, settings, collectives, metrics=metrics, warmup_steps=warmup_steps
         ),
@@ -80,17 +81,9 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     return attaching(deepspeed.initialize)(*args, **kwargs)
 
 
-def _settings(engine: Any, config: GivenConfig) -> TimelyFreezeConfig | None:
-    if config is None:
-        config = find_section(engine._config._param_dict)
-        if config is None:
-            return None
-
-    def check_engine(settings: TimelyFreezeConfig) -> None:
-        check(engine, settings)
-        if settings.splits_backwards and is_dualpipev(engine):
+def _check(engine: Any, settings: TimelyFreezeConfig) -> None:
+    check(engine, settings)
+    if is_dualpipev(engine):
+        if settings.splits_backwards:
             refuse(f"DualPipeV overlaps two stages of a rank; use {settings.without_split} with it")
-        if is_dualpipev(engine):
-            refuse_other_schedules(settings, "DeepSpeed's DualPipeV engine runs its own")
-
-    return read_settings(config, check_engine)
+        refuse_other_schedules(settings, "DeepSpeed's DualPipeV engine runs its own")

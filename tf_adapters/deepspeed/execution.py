@@ -8,7 +8,6 @@ Source: deepspeed/runtime/pipe/engine.py, schedule.py and p2p.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,9 +16,10 @@ from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe import schedule as host
 
 from tf_adapters.overrides import Overrides
-from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.ir import Action, Kind
 
 __all__ = [
+    "BATCH_ENDING",
     "FinishSends",
     "InputGradients",
     "OrderedSchedule",
@@ -41,13 +41,17 @@ class FinishSends(host.PipeInstruction):  # type: ignore[misc]
     """Wait until everything that was sent has arrived."""
 
 
-class OrderedSchedule(host.PipeSchedule):  # type: ignore[misc]
-    """The instructions of one stage for an order of actions."""
+BATCH_ENDING = (host.ReduceTiedGrads, host.ReduceGrads, host.OptimizerStep)
 
-    def __init__(self, order: PipelineSchedule, micro_batches: int, stages: int, stage_id: int) -> None:
+
+class OrderedSchedule(host.PipeSchedule):  # type: ignore[misc]
+    """The instructions of one stage for its row of an order, in which sends are started only."""
+
+    ending: tuple[type[host.PipeInstruction], ...] = (FinishSends, *BATCH_ENDING)
+
+    def __init__(self, row: tuple[Action, ...], micro_batches: int, stages: int, stage_id: int) -> None:
         super().__init__(micro_batches=micro_batches, stages=stages, stage_id=stage_id)
-        self._row = order.ranks[stage_id]
-        self._buffers = _buffers(self._row)
+        self._row, self._buffers = row, _buffers(row)
 
     def steps(self) -> Iterator[list[host.PipeInstruction]]:
         """Yield the instructions of each action, then those that end the batch."""
@@ -56,7 +60,7 @@ class OrderedSchedule(host.PipeSchedule):  # type: ignore[misc]
                 yield [WeightGradients(microbatch=action.microbatch)]
             else:
                 yield list(self._instructions(action, self._buffers[action.microbatch]))
-        yield [FinishSends(), host.ReduceTiedGrads(), host.ReduceGrads(), host.OptimizerStep()]
+        yield [instruction() for instruction in self.ending]
 
     def num_pipe_buffers(self) -> int:
         """As many as microbatches are between their forward and their input gradient at once."""
@@ -108,21 +112,12 @@ class Sends:
     def __init__(self) -> None:
         self._under_way: list[tuple[Any, torch.Tensor]] = []
 
-    @contextmanager
-    def started(self) -> Iterator[None]:
-        """The engine's sends inside the block are started only."""
-        overrides = Overrides()
-        overrides.set(p2p, "send", self._send)
-        try:
-            yield
-        finally:
-            overrides.restore()
-
     def wrap(self, instruction: Callable[..., None]) -> Callable[..., None]:
         """An instruction of the engine whose sends are started only."""
 
         def run(engine: Any, *args: Any, **kwargs: Any) -> None:
-            with self.started():
+            with Overrides() as overrides:
+                overrides.set(p2p, "send", self._send)
                 instruction(engine, *args, **kwargs)
 
         return run

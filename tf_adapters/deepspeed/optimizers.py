@@ -15,10 +15,86 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from tf_adapters.deepspeed.partitions import Part, PartialSteps, works_by_element
-from tf_adapters.masking.kept import Kept, updated_with
+from tf_adapters.masking.kept import Kept
 from tf_adapters.selection.sampling import HeldValues, Piece
 from tf_adapters.training.step_masks import Scale
+
+Part = tuple[int, int]
+"""Where a part of a partition begins, and where it ends."""
+
+_BY_ELEMENT = {
+    *(f"torch.optim.{name}" for name in ("adam.Adam", "adamw.AdamW", "sgd.SGD", "adagrad.Adagrad", "rmsprop.RMSprop")),
+    *(f"torch.optim.{name}" for name in ("adamax.Adamax", "nadam.NAdam", "radam.RAdam", "adadelta.Adadelta")),
+    "deepspeed.ops.adam.fused_adam.FusedAdam",
+}
+
+
+def works_by_element(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step does to each element what it would do to it alone; of other optimizers nothing is known."""
+    kind = type(optimizer)
+    return f"{kind.__module__}.{kind.__name__}" in _BY_ELEMENT
+
+
+class PartialSteps:
+    """Lets steps of one optimizer pass over parts of a flat partition, without a copy of these parts or of their state.
+
+    An optimizer that works element by element does to a view what it does to the whole. For one step, the views of what
+    is left take the partition's place in its parameter group, each with views of its gradient and state. ``restore``
+    comes after each step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._replaced: list[tuple[dict[str, Any], list[torch.Tensor]]] = []  # groups, and their own parameters
+        self._views: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+
+    def skip(self, flat: torch.Tensor, parts: Iterable[Part]) -> None:
+        """Let the step that follows pass over these parts of a tensor that the optimizer has a state for."""
+        group = next(g for g in self._optimizer.param_groups if any(p is flat for p in g["params"]))
+        views = [] if flat.grad is None else [self._view(flat, run) for run in _between(parts, flat.numel())]
+        self._replaced.append((group, group["params"]))
+        group["params"] = [view for p in group["params"] for view in (views if p is flat else [p])]
+        self._views.append((flat, views))
+
+    def restore(self) -> None:
+        """Put the tensors back into their groups; what their state counts for a whole tensor goes on."""
+        for group, parameters in reversed(self._replaced):
+            group["params"] = parameters
+        for flat, views in self._views:
+            state = self._optimizer.state[flat]
+            parts = [self._optimizer.state.pop(view) for view in views]
+            for name, value in state.items():
+                if not _by_element(value, flat):
+                    state[name] = parts[-1][name] if parts else value + 1 if name == "step" else value
+        self._replaced.clear()
+        self._views.clear()
+
+    def _view(self, flat: torch.Tensor, run: Part) -> torch.Tensor:
+        start, length = run[0], run[1] - run[0]
+        view = flat.detach().narrow(0, start, length)
+        assert flat.grad is not None
+        view.grad = flat.grad.narrow(0, start, length)
+        self._optimizer.state[view] = {
+            name: value.narrow(0, start, length)
+            if _by_element(value, flat)
+            else value.clone()
+            if torch.is_tensor(value)
+            else value
+            for name, value in self._optimizer.state[flat].items()
+        }
+        return view
+
+
+def _between(parts: Iterable[Part], length: int) -> Iterator[Part]:
+    begin = 0
+    for start, stop in [*sorted(parts), (length, length)]:
+        if begin < start:
+            yield begin, start
+        begin = max(begin, stop)
+
+
+def _by_element(value: Any, flat: torch.Tensor) -> bool:
+    return torch.is_tensor(value) and value.shape == flat.shape
 
 
 class HeldParameters:
@@ -52,11 +128,11 @@ class HeldParameters:
             if works_by_element(self._inner) and self._inner.state.get(flat):
                 self._partial.skip(flat, parts)
             else:
-                updated = updated_with(self._inner, flat)
+                state = self._inner.state.get(flat, {}).values()
+                updated = [flat.detach(), *(s for s in state if torch.is_tensor(s) and s.shape == flat.shape)]
                 self._kept.keep(t.narrow(0, start, stop - start) for t in updated for start, stop in parts)
 
     def after_step(self, *_: Any) -> None:
-        """Put back what was changed for that step, or by it."""
         self._partial.restore()
         self._kept.put_back()
 
@@ -124,7 +200,7 @@ def fill_missing_gradients(optimizer: Any, parameters: Iterable[torch.nn.Paramet
 def scale_gradients(optimizer: Any, scales: Iterable[Scale]) -> None:
     """Multiply what a batch has left in the parameters' gradients, before they are reduced."""
     if isinstance(optimizer, BF16_Optimizer):
-        buffers = {id(p): optimizer.fp32_groups_gradients[group][i] for group, i, p in _accumulated(optimizer)}
+        buffers = _accumulation_buffers(optimizer)
         scaled = ((buffers.get(id(parameter)), scale) for parameter, scale in scales)
     else:
         attribute = _gradient_attribute(optimizer)
@@ -149,16 +225,14 @@ def fill_missing_tied_gradients(engine: Any) -> None:
     for weight, _ in engine.module.get_tied_weights_and_groups():
         if engine.using_bf16_optimizer:
             if getattr(weight, "_hp_grad", None) is None:
-                weight._hp_grad = _accumulation_buffer(engine.optimizer, weight) if weight.requires_grad else None
+                weight._hp_grad = _accumulation_buffers(engine.optimizer)[id(weight)] if weight.requires_grad else None
         elif weight.requires_grad and weight.grad is None:
             weight.grad = torch.zeros_like(weight, requires_grad=False)
 
 
-def _accumulation_buffer(optimizer: Any, weight: torch.nn.Parameter) -> torch.Tensor:
-    for group, index, parameter in _accumulated(optimizer):
-        if parameter is weight:
-            return optimizer.fp32_groups_gradients[group][index]  # type: ignore[no-any-return]
-    raise KeyError("a tied weight is not among the optimizer's parameters")
+def _accumulation_buffers(optimizer: Any) -> dict[int, torch.Tensor]:
+    """Of a BF16_Optimizer, by the identity of the parameter."""
+    return {id(p): optimizer.fp32_groups_gradients[group][index] for group, index, p in _accumulated(optimizer)}
 
 
 def _accumulated(optimizer: Any) -> Iterator[tuple[int, int, torch.nn.Parameter]]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from deepspeed.runtime.pipe import schedule as host
 
+from tf_adapters.deepspeed.execution import BATCH_ENDING, OrderedSchedule
 from tf_adapters.deepspeed.stages import stage_of
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
@@ -53,7 +54,7 @@ def _actions(stream: host.PipeSchedule) -> Iterator[Action]:
                 yield Action(stage, Kind.BACKWARD, tracker.backward(instruction.buffer_id))
 
 
-class GPipeSchedule(host.PipeSchedule):  # type: ignore[misc]
+class GPipeSchedule(OrderedSchedule):
     """All forwards, then all backwards in the same order (GPipe), for DeepSpeed's engine.
 
     Two stages, three microbatches (time to the right)::
@@ -65,37 +66,12 @@ class GPipeSchedule(host.PipeSchedule):  # type: ignore[misc]
     batch has. The engine must keep the loss of each microbatch until then too; the adapter sees to it.
     """
 
-    def steps(self) -> Iterator[list[host.PipeInstruction]]:
-        """Yield the instructions of each step of the schedule."""
-        for microbatch in range(self.micro_batches):
-            yield self._forward(microbatch)
-        for microbatch in range(self.micro_batches):
-            yield self._backward(microbatch)
-        yield [host.ReduceTiedGrads(), host.ReduceGrads(), host.OptimizerStep()]
+    ending = BATCH_ENDING
 
-    def num_pipe_buffers(self) -> int:
-        """One buffer for each microbatch."""
-        return int(self.micro_batches)
-
-    def _forward(self, buffer_id: int) -> list[host.PipeInstruction]:
-        commands: list[host.PipeInstruction] = []
-        if not self.is_first_stage:
-            commands.append(host.RecvActivation(buffer_id))
-        if self.is_first_stage or self.is_last_stage:
-            commands.append(host.LoadMicroBatch(buffer_id))
-        commands.append(host.ForwardPass(buffer_id))
-        if not self.is_last_stage:
-            commands.append(host.SendActivation(buffer_id))
-        return commands
-
-    def _backward(self, buffer_id: int) -> list[host.PipeInstruction]:
-        commands: list[host.PipeInstruction] = []
-        if not self.is_last_stage:
-            commands.append(host.RecvGrad(buffer_id))
-        commands.append(host.BackwardPass(buffer_id))
-        if not self.is_first_stage:
-            commands.append(host.SendGrad(buffer_id))
-        return commands
+    def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
+        kinds = (Kind.FORWARD, Kind.BACKWARD)
+        row = tuple(Action(stage_id, kind, microbatch) for kind in kinds for microbatch in range(micro_batches))
+        super().__init__(row, micro_batches, stages=stages, stage_id=stage_id)
 
 
 SCHEDULES: dict[str, type[host.PipeSchedule]] = {"1f1b": host.TrainSchedule, "gpipe": GPipeSchedule}

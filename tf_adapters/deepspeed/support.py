@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.deepspeed.stages import is_dualpipev, layers_by_stage
 from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, missing_name, refuse
-from tf_adapters.masking.compiled import COMPILED
+from tf_adapters.masking.parameters import COMPILED
 
 ENGINE_NAMES = ("_INSTRUCTION_MAP", "_config", "_exec_schedule", "pipe_buffers", "save_checkpoint", "load_checkpoint")
 MODULE_NAMES = ("_layer_specs", "_local_start", "_local_stop")
@@ -68,6 +68,7 @@ def _setting_problem(engine: Any) -> Problem:
     has_experts = getattr(engine, "has_moe_layers", False)
     uses_apex = getattr(engine, "amp_enabled", lambda: False)()  # DeepSpeed before 0.19.8
     size = engine.grid.model_parallel_size
+    autocasts = getattr(engine, "torch_autocast_enabled", lambda: False)()  # with a GradScaler for each rank
     return first_problem(
         {
             "DualPipeV on one pipeline rank is not supported; use two or more, or the default pipeline engine": alone,
@@ -75,16 +76,10 @@ def _setting_problem(engine: Any) -> Problem:
             "mixture-of-experts layers are not supported with DeepSpeed's pipeline": has_experts,
             "fp16 is not supported; use bf16 or fp32": engine.fp16_enabled(),
             "torch_autocast in fp16 is not supported: each stage scales the loss by itself and skips updates alone; "
-            'use "dtype": "bfloat16"': _autocasts_to_fp16(engine),
+            'use "dtype": "bfloat16"': autocasts and engine.torch_autocast_dtype() == torch.float16,
             'mixed precision by NVIDIA Apex ("amp") is not supported; use bf16 or fp32': uses_apex,
         }
     )
-
-
-def _autocasts_to_fp16(engine: Any) -> bool:
-    """Whether a GradScaler, one for each rank, runs with the engine's own autocast."""
-    enabled = getattr(engine, "torch_autocast_enabled", lambda: False)()
-    return enabled and engine.torch_autocast_dtype() == torch.float16
 
 
 def _optimizer_problem(engine: Any) -> Problem:

@@ -126,22 +126,16 @@ class HostAdapter(ABC):
 
 
 def _units(config: TimelyFreezeConfig, pipeline: HostPipeline) -> Mapping[int, Sequence[FreezeUnit]]:
-    """A rank's units at the granularity of the settings."""
+    """A rank's units at the granularity of the settings; never frozen where no tap can sample a layer's tokens."""
+
+    def without_tap(unit: FreezeUnit, stage: int) -> FreezeUnit:
+        return replace(unit, cap=0.0) if pipeline.taps[stage].names.isdisjoint(unit.names) else unit
+
     if config.samples_tokens:
-        return _sampled_units(pipeline)
+        return {stage: tuple(without_tap(unit, stage) for unit in units) for stage, units in pipeline.units.items()}
     if config.freezes_blocks:
         return {stage: blocks(units, pipeline.layers[stage]) for stage, units in pipeline.units.items()}
     return pipeline.units
-
-
-def _sampled_units(pipeline: HostPipeline) -> dict[int, tuple[FreezeUnit, ...]]:
-    """A stage's units, none of whose parameters is ever frozen where no tap can sample its tokens."""
-    return {
-        stage: tuple(
-            unit if not pipeline.taps[stage].names.isdisjoint(unit.names) else replace(unit, cap=0.0) for unit in units
-        )
-        for stage, units in pipeline.units.items()
-    }
 
 
 def _check_scaled(config: TimelyFreezeConfig, pipeline: HostPipeline) -> None:
@@ -172,13 +166,15 @@ def attach_once(
     host: HostInfo,
     existing: A | None,
     given: GivenConfig,
-    read: Callable[[], TimelyFreezeConfig | None],
+    check: Callable[[TimelyFreezeConfig], None],
     make: Callable[[Collectives, TimelyFreezeConfig], A],
+    section: Callable[[], GivenConfig] = dict,
 ) -> A | None:
     """Return the adapter to use: the attached one, a new one, or None where freezing is not asked for.
 
-    ``connect`` makes the collectives of all ranks that train together; ``given`` are the settings in the call, if any;
-    ``read`` gives this rank's settings and checks that the host can be frozen. Called on all ranks.
+    ``connect`` makes the collectives of all ranks that train together; ``given`` are the settings in the call, if any,
+    else ``section`` gives them: all defaults, or those of the host's own config, None without any. Where they are
+    enabled, ``check`` raises if the host cannot be frozen. Called on all ranks.
 
     Raises:
         ConfigError: the settings are wrong, differ between ranks, or differ from those of the attached adapter.
@@ -187,6 +183,14 @@ def attach_once(
     if existing is not None:
         on_all_ranks(existing.collectives, lambda: _check_same(existing.config, given))
         return existing
+
+    def read() -> TimelyFreezeConfig | None:
+        config = section() if given is None else given
+        settings = None if config is None else TimelyFreezeConfig.parse(config)
+        if settings is not None and settings.enabled:
+            check(settings)
+        return settings
+
     collectives = connect()
     try:
         settings = agree_on_settings(collectives, host, read)

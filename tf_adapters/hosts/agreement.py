@@ -36,14 +36,6 @@ def same_on_all_ranks(
     return values[0]
 
 
-def read_settings(config: GivenConfig, check: Callable[[TimelyFreezeConfig], None]) -> TimelyFreezeConfig:
-    """Return this rank's settings. Where they are enabled, ``check`` raises if the host cannot be frozen."""
-    settings = TimelyFreezeConfig.parse(config)
-    if settings.enabled:
-        check(settings)
-    return settings
-
-
 def refuse_other_schedules(settings: TimelyFreezeConfig, why: str) -> None:
     """Raise ConfigError if the settings choose a schedule; ``why`` says what the host runs instead."""
     if settings.schedule != "host":

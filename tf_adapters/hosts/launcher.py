@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tf_adapters.errors import TimelyFreezeError
 
-__all__ = ["check_script", "run_script"]
+__all__ = ["check_script", "errors_in_one_line", "run_command", "run_script"]
 
 
 def check_script(module: str, script: str, usage: str) -> Path:
@@ -30,13 +31,29 @@ def check_script(module: str, script: str, usage: str) -> Path:
 def run_script(module: str, script: str, arguments: list[str], prepare: Callable[[], object] = lambda: None) -> None:
     """Call ``prepare``, then run ``script`` as ``__main__``, as ``python script arguments`` would.
 
-    An error of ours becomes one line on rank 0's stderr and exit status 2 on every rank.
+    Errors are as ``errors_in_one_line`` has them.
     """
-    sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)  # it imports its neighbours
-    try:
+    with errors_in_one_line(module):
+        run_command([script, *arguments], prepare)
+
+
+def run_command(command: list[str], prepare: Callable[[], object] = lambda: None) -> None:
+    """What ``python`` does with ``-m MODULE ...`` or ``SCRIPT ...``, once ``prepare`` has run."""
+    if command[0] == "-m":
+        sys.path[0], sys.argv = os.getcwd(), command[1:]
         prepare()
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0], sys.argv = str(Path(command[0]).resolve().parent), command  # it imports its neighbours
+        prepare()
+        runpy.run_path(command[0], run_name="__main__")
+
+
+@contextmanager
+def errors_in_one_line(module: str) -> Iterator[None]:
+    """An error of ours becomes one line on rank 0's stderr and exit status 2 on every rank."""
+    try:
+        yield
     except TimelyFreezeError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"{module}: error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from tf_adapters.selection.units import FreezeUnit
+from tf_adapters.selection.units import FreezeUnit, joined
+from tf_adapters.timing.estimates import grouped
 from tf_adapters.timing.layers import Layers
 
 __all__ = ["blocks", "layer_of", "layers_of"]
@@ -26,18 +27,8 @@ def layer_of(name: str, layers: Layers) -> str | None:
 
 def blocks(units: Sequence[FreezeUnit], layers: Layers) -> tuple[FreezeUnit, ...]:
     """Units joined by layer: each is frozen whole or not at all. What is outside of all layers stays as it is."""
-    joined: dict[str, list[FreezeUnit]] = {}
-    for unit in units:
-        joined.setdefault(layer_of(unit.names[0], layers) or unit.names[0], []).append(unit)
-    return tuple(
-        FreezeUnit(
-            names=tuple(name for unit in of_layer for name in unit.names),
-            work=sum(unit.work for unit in of_layer),
-            shape=of_layer[0].shape,
-            cap=min(unit.cap for unit in of_layer),
-        )
-        for of_layer in joined.values()
-    )
+    by_layer = grouped((layer_of(unit.names[0], layers) or unit.names[0], unit) for unit in units)
+    return tuple(map(joined, by_layer.values()))
 
 
 def _layers(name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -15,10 +15,6 @@ Own = Mapping[str, torch.nn.Parameter]
 """A module's own trainable parameters, by the module's names for them."""
 
 
-def _each_alone(module: torch.nn.Module, own: Own) -> Sequence[tuple[str, ...]]:
-    return [(name,) for name in own]
-
-
 @dataclass(frozen=True)
 class UnitRules:
     """What differs between hosts.
@@ -30,7 +26,7 @@ class UnitRules:
         token_share: the share of a rank's tokens that reach a module, by its name, in [0, 1].
     """
 
-    groups: Callable[[torch.nn.Module, Own], Sequence[tuple[str, ...]]] = _each_alone
+    groups: Callable[[torch.nn.Module, Own], Sequence[tuple[str, ...]]] = lambda module, own: [(n,) for n in own]
     is_table: Callable[[torch.nn.Module], bool] = lambda module: isinstance(module, torch.nn.Embedding)
     projects: Callable[[str, torch.nn.Parameter], bool] = lambda name, parameter: False
     token_share: Callable[[str], float] = lambda prefix: 1.0

@@ -22,9 +22,3 @@ class Kept:
         for tensor, value in self._values:
             tensor.copy_(value)  # both are detached
         self._values.clear()
-
-
-def updated_with(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor that an optimizer updates, and what its state has element for element."""
-    state = optimizer.state.get(tensor, {})
-    return [tensor.detach(), *(s for s in state.values() if torch.is_tensor(s) and s.shape == tensor.shape)]

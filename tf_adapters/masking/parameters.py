@@ -13,6 +13,11 @@ from contextlib import contextmanager
 
 import torch
 
+COMPILED = (
+    "the model or a part of it is compiled with torch.compile, which would recompile for every mask; "
+    'compile its layers one by one and take granularity "block", or train without compiling'
+)
+
 
 class ParameterMask:
     """Freezes parameters of one rank by name and restores exactly those it froze, whatever happens inside."""
@@ -40,3 +45,13 @@ class without_gradients:  # noqa: N801 - it reads as a function, and is one that
     def __exit__(self, *_: object) -> None:
         for parameter in self._parameters:
             parameter.requires_grad = True
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether this module itself (not a part of it) runs compiled: torch.compile guards on ``requires_grad``."""
+    return vars(module).get("_compiled_call_impl") is not None or type(module).__name__ == "OptimizedModule"
+
+
+def any_compiled(modules: Mapping[str, torch.nn.Module]) -> bool:
+    """Whether one of these or a part of it is compiled: a hook on it would compile it anew."""
+    return any(is_compiled(part) for module in modules.values() for part in module.modules())

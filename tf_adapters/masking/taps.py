@@ -152,7 +152,6 @@ class StageTaps:
             layer.install(self)
 
     def remove(self) -> None:
-        """Give the layers their own forwards back."""
         for layer in dict.fromkeys(self._layers.values()):
             layer.remove()
 
@@ -165,13 +164,7 @@ class StageTaps:
         finally:
             self.microbatch = None
 
-    @property
-    def pending(self) -> tuple[int, ...]:
-        """The microbatches whose weight gradients wait."""
-        return tuple(self._pending)
-
     def clear(self) -> None:
-        """Forget what waits: its step has failed."""
         self._pending.clear()
 
     @torch.no_grad()  # a host may receive gradients into tensors that require gradients

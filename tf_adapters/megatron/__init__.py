@@ -9,15 +9,17 @@ Three ways in, the same result:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tf_adapters.arguments import add_arguments
+from tf_adapters.hosts.lazy import exported
 
 if TYPE_CHECKING:
     from tf_adapters.megatron.entry import attach
     from tf_adapters.megatron.training import TrainingScript
 
 __all__ = ["add_arguments", "attach", "install", "revert"]
+__getattr__ = exported("tf_adapters.megatron.entry", ["attach"])
 
 
 def install() -> TrainingScript:
@@ -39,12 +41,3 @@ def revert() -> None:
     import megatron_patches
 
     megatron_patches.revert_all()
-
-
-def __getattr__(name: str) -> Any:
-    """Import the host when it is needed: that takes seconds."""
-    if name == "attach":
-        from tf_adapters.megatron import entry
-
-        return entry.attach
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

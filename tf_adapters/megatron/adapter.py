@@ -27,9 +27,8 @@ from tf_adapters.masking.taps import StageTaps
 from tf_adapters.megatron.chunks import Chunk, device_of
 from tf_adapters.megatron.execution import WaitingWeights, before_reduction
 from tf_adapters.megatron.linear import tapped_layer
-from tf_adapters.megatron.links import Links
 from tf_adapters.megatron.optimizers import HeldParameters, held_values, scale_gradients
-from tf_adapters.megatron.ordered import OrderedBatch, is_replaceable
+from tf_adapters.megatron.ordered import Links, OrderedBatch, is_replaceable
 from tf_adapters.megatron.schedules import PipelinePosition, translate
 from tf_adapters.megatron.units import chunk_units, tied_places
 from tf_adapters.report.observer import MetricSink
@@ -41,6 +40,7 @@ from tf_adapters.training.batches import MOST_NUMBERS
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
+HOST = HostInfo("megatron-core", metadata.version("megatron-core"))
 ATTRIBUTE = "timely_freeze"  # of a model chunk: its adapter
 TIMER = "timely-freeze"  # among Megatron's timers: what freezing itself takes between the batches
 _TAG = "timely_freeze_action"  # of a forward's output: what its backward is
@@ -62,11 +62,6 @@ class MegatronModel:
     expert_parallel_size: int = 1
     replicas: int = 1
     moves_forwards: bool = False
-
-
-def host_info() -> HostInfo:
-    """What the report calls this host."""
-    return HostInfo("megatron-core", metadata.version("megatron-core"))
 
 
 class MegatronAdapter(HostAdapter):
@@ -116,7 +111,7 @@ class MegatronAdapter(HostAdapter):
         parameters = {stage: chunk.parameters for stage, chunk in by_stage.items()}
         taps = {stage: StageTaps(chunk.model, tapped_layer) for stage, chunk in by_stage.items()}
         return HostPipeline(
-            host=host_info(),
+            host=HOST,
             taps=taps if self.config.splits_backwards else {},
             schedule=self._orders(model.num_microbatches),
             units={

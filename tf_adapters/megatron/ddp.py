@@ -38,7 +38,6 @@ class FrozenGradients:
             self._hooks = [m.register_forward_pre_hook(self._finish_gather) for m in self._ddp.module.modules()]
 
     def remove(self) -> None:
-        """Take our hooks off the model."""
         for hook in self._hooks:
             hook.remove()
 
@@ -96,7 +95,6 @@ class FrozenGradients:
 
     @property
     def _groups(self) -> list[Any]:
-        """DDP's groups of buckets."""
         return [] if self._ddp is None else [*self._ddp.bucket_groups, *self._ddp.expert_parallel_bucket_groups]
 
     def _finish_gather(self, module: torch.nn.Module, *_: Any) -> None:

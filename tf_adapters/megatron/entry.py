@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from tf_adapters.collectives import Collectives, ProcessGroupCollectives, on_all
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.adapter import attach_once
-from tf_adapters.hosts.agreement import GivenConfig, read_settings, refuse_other_schedules, same_on_all_ranks
-from tf_adapters.megatron.adapter import MegatronAdapter, MegatronModel, adapter_of, host_info, tagged
+from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules, same_on_all_ranks
+from tf_adapters.megatron.adapter import HOST, MegatronAdapter, MegatronModel, adapter_of, tagged
 from tf_adapters.megatron.support import check, keeps_order
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
@@ -27,7 +27,6 @@ from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 __all__ = ["attach", "patch_schedules"]
 
 _running: MegatronAdapter | None = None  # whose batch runs
-Config = TimelyFreezeConfig | Mapping[str, Any] | None
 
 
 def attach(
@@ -68,25 +67,26 @@ def attach(
         )
         on_all_ranks(ours, patch_schedules)
         group = pp_group or parallel_state.get_pipeline_model_parallel_group()
+        model_config = get_model_config(chunks[0])
         described = MegatronModel(
             chunks=chunks,
             optimizer=optimizer,
-            config=get_model_config(chunks[0]),
+            config=model_config,
             num_microbatches=microbatches,
             pp_group=group,
             expert_parallel_size=max(1, int(parallel_state.get_expert_model_parallel_world_size())),
             replicas=int(parallel_state.get_data_parallel_world_size(with_context_parallel=True)),
-            moves_forwards=_moves_forwards(ours, chunks, group),
+            moves_forwards=not any(on_all_ranks(ours, lambda: keeps_order(model_config, group.size(), len(chunks)))),
         )
         warmup = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
         return MegatronAdapter(described, settings, ours, metrics=metrics, warmup_steps=warmup)
 
     return attach_once(
         connect=lambda: collectives or ProcessGroupCollectives(),
-        host=host_info(),
+        host=HOST,
         existing=adapter_of(chunks),
         given=config,
-        read=lambda: _settings(chunks, optimizer, config),
+        check=lambda settings: _check(chunks, optimizer, settings),
         make=make,
     )
 
@@ -140,18 +140,9 @@ def _on_backward(run: Any, output: Any) -> Any:
     return adapter.backward(run, chunk, microbatch)
 
 
-def _moves_forwards(collectives: Collectives, chunks: Sequence[Any], group: Any) -> bool:
-    """Whether a plan may move forwards, too; the same on all ranks."""
-    stays = on_all_ranks(collectives, lambda: keeps_order(get_model_config(chunks[0]), group.size(), len(chunks)))
-    return not any(stays)
-
-
-def _settings(chunks: Sequence[Any], optimizer: Any, config: GivenConfig) -> TimelyFreezeConfig:
-    def check_model(settings: TimelyFreezeConfig) -> None:
-        refuse_other_schedules(settings, "with Megatron-Core the schedule follows from the pipeline's sizes")
-        check(chunks, optimizer, settings=settings)
-
-    return read_settings(config, check_model)
+def _check(chunks: Sequence[Any], optimizer: Any, settings: TimelyFreezeConfig) -> None:
+    refuse_other_schedules(settings, "with Megatron-Core the schedule follows from the pipeline's sizes")
+    check(chunks, optimizer, settings=settings)
 
 
 def _microbatches_of_the_run() -> int:

@@ -74,15 +74,12 @@ def before_reduction(config: Any, finish: Callable[[int | None], None]) -> Itera
 
         return call
 
-    overrides = Overrides()
     sync = config.grad_sync_func
-    if isinstance(sync, (list, tuple)):
-        overrides.set(config, "grad_sync_func", [first(function, chunk) for chunk, function in enumerate(sync)])
-    elif sync is not None:
-        overrides.set(config, "grad_sync_func", first(sync))
-    if config.finalize_model_grads_func is not None:
-        overrides.set(config, "finalize_model_grads_func", first(config.finalize_model_grads_func))
-    try:
+    with Overrides() as overrides:
+        if isinstance(sync, (list, tuple)):
+            overrides.set(config, "grad_sync_func", [first(function, chunk) for chunk, function in enumerate(sync)])
+        elif sync is not None:
+            overrides.set(config, "grad_sync_func", first(sync))
+        if config.finalize_model_grads_func is not None:
+            overrides.set(config, "finalize_model_grads_func", first(config.finalize_model_grads_func))
         yield
-    finally:
-        overrides.restore()

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,15 +24,51 @@ from megatron.core.pipeline_parallel import schedules as host
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_type
 
-from tf_adapters.megatron.links import Links, Message
 from tf_adapters.overrides import Overrides
 from tf_adapters.schedule.deferral import most_held
 from tf_adapters.schedule.ir import Action, Kind
 
-__all__ = ["OrderedBatch", "is_replaceable"]
+__all__ = ["Links", "OrderedBatch", "is_replaceable"]
 
 Run = Callable[[Callable[[], Any], Kind, int], Any]
 """Runs the host's forward or backward of a microbatch, masked and timed, and returns what that returned."""
+
+
+class Message(NamedTuple):
+    """A transfer under way. What is sent is kept here until it has arrived."""
+
+    work: Any
+    tensor: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, once it is there; on a device what follows on its stream waits, not the caller."""
+        self.work.wait()
+        return self.tensor
+
+
+class Links:
+    """This rank's way to its neighbours in a pipeline's process group. Sends do not wait for their receivers.
+
+    Nothing else is under way on that group while a batch runs in a plan's order. Both ends begin their transfers in one
+    sequence (``schedule.messages``), so that they match on gloo, where each stands alone, and on NCCL, which runs those
+    of a pair, or of the whole group, one after the other.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group, self._rank = group, group.rank()
+        self.is_first, self.is_last = self._rank == 0, self._rank == group.size() - 1
+
+    def send(self, tensor: torch.Tensor, step: int) -> Message:
+        """Begin to send to the next rank (``step`` 1) or the one before (-1)."""
+        tensor = tensor.detach().contiguous()  # the host may take the data of its own tensor away
+        return Message(dist.isend(tensor, self._peer(step), group=self._group), tensor)
+
+    def receive(self, tensor: torch.Tensor, step: int) -> Message:
+        """Begin to receive into ``tensor`` from the next rank (``step`` 1) or the one before (-1)."""
+        return Message(dist.irecv(tensor.detach(), self._peer(step), group=self._group), tensor)
+
+    def _peer(self, step: int) -> int:
+        return dist.get_global_rank(self._group, self._rank + step)
 
 
 @dataclass
@@ -88,12 +124,9 @@ class OrderedBatch:
                 self._shapes[False] = tensor_shape
             return None, None, None
 
-        overrides = Overrides()
-        overrides.set(P2PCommunicator, "_communicate", communicate)
-        try:
+        with Overrides() as overrides:
+            overrides.set(P2PCommunicator, "_communicate", communicate)
             yield
-        finally:
-            overrides.restore()
 
     def forward(self, call: functools.partial[Any], microbatch: int) -> tuple[list[torch.Tensor], Any]:
         """The host asks for a forward by this ``call``: a stand-in for its output, and its number of tokens."""
@@ -124,7 +157,6 @@ class OrderedBatch:
             self._of_backward["model_type"] = get_model_type(self._arguments["model"])
 
     def _advance(self) -> None:
-        """Run the next action of the row."""
         action = self._row.popleft()
         for target in self._receives.get(action, ()):
             self._begin_to_receive(target)

@@ -86,7 +86,6 @@ class TrainingLogs:
         return self._iteration % self._args.log_interval == 0 or self._writes
 
     def __call__(self, figures: Mapping[str, float]) -> None:
-        """Called on every rank after the steps that are ``due``."""
         named = {f"timely-freeze/{name}": value for name, value in figures.items()} if self._writes else {}
         if self._tensorboard:
             for name, value in named.items():

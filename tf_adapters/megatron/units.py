@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from tf_adapters.hosts.units import UnitRules, units_of
-from tf_adapters.selection.units import FreezeUnit, Tie
+from tf_adapters.selection.units import FreezeUnit, Tie, joined
+from tf_adapters.timing.estimates import grouped
 
 _LAYERS = ("linear_fc1", "linear_fc2")
 
@@ -40,13 +41,14 @@ def chunk_units(model: torch.nn.Module, config: Any, expert_parallel_size: int) 
     ]
     if not getattr(config, "use_transformer_engine_op_fuser", False):  # from 0.17 on
         return tuple(units)
-    experts = [prefix for prefix, module in model.named_modules() if _is_grouped_mlp(module)]
+    experts = [
+        prefix
+        for prefix, module in model.named_modules()
+        if all(hasattr(getattr(module, layer, None), "num_gemms") for layer in _LAYERS)
+    ]
     mlps = {f"{prefix}.{layer}": prefix for prefix in experts for layer in _LAYERS}
-    joined: dict[str, list[FreezeUnit]] = {}
-    for unit in units:
-        name = unit.names[0]
-        joined.setdefault(mlps.get(name.rpartition(".")[0], name), []).append(unit)
-    return tuple(_joined(together) for together in joined.values())
+    together = grouped((mlps.get(unit.names[0].rpartition(".")[0], unit.names[0]), unit) for unit in units)
+    return tuple(map(joined, together.values()))
 
 
 def _is_unused(model: Any, parameter: torch.nn.Parameter) -> bool:
@@ -56,15 +58,6 @@ def _is_unused(model: Any, parameter: torch.nn.Parameter) -> bool:
     """
     tied, predicts = (getattr(model, name, False) for name in ("share_embeddings_and_output_weights", "mtp_process"))
     return tied and predicts and parameter is getattr(getattr(model, "output_layer", None), "weight", None)
-
-
-def _joined(units: Sequence[FreezeUnit]) -> FreezeUnit:
-    names = tuple(name for unit in units for name in unit.names)
-    return FreezeUnit(names, sum(unit.work for unit in units), units[0].shape)
-
-
-def _is_grouped_mlp(module: torch.nn.Module) -> bool:
-    return all(hasattr(getattr(module, layer, None), "num_gemms") for layer in _LAYERS)
 
 
 def tied_places(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> Tie:
@@ -78,7 +71,6 @@ def tied_places(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> T
 
 
 def _groups(module: torch.nn.Module, own: Mapping[str, torch.nn.Parameter]) -> list[tuple[str, ...]]:
-    """Names of parameters of one module that are frozen together."""
     if hasattr(module, "num_gemms"):  # Transformer Engine's GroupedLinear: weight0, weight1, ...
         return [tuple(own)] if own else []
     together = tuple(name for name in ("weight", "bias") if name in own)

@@ -19,6 +19,7 @@ from tf_adapters.schedule.deferral import (
 )
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.timing.estimates import grouped
 
 __all__ = ["describe_deferral", "plan_deferred"]
 
@@ -79,10 +80,7 @@ def _named(plan: FreezePlan, problem: PlanProblem, host: float) -> FreezePlan:
 
 def _deferrable_share(problem: PlanProblem) -> dict[int, float]:
     """The share of each stage's backwards, by time, that is weight gradients which can wait."""
-    backwards: dict[int, list[Bounds]] = {}
-    for action, bounds in problem.times.items():
-        if action.kind is Kind.BACKWARD:
-            backwards.setdefault(action.stage, []).append(bounds)
+    backwards = grouped((a.stage, bounds) for a, bounds in problem.times.items() if a.kind is Kind.BACKWARD)
     whole = {stage: sum(bounds.upper for bounds in of_stage) for stage, of_stage in backwards.items()}
     return {
         stage: 1.0 - sum(bounds.lower for bounds in of_stage) / whole[stage] if whole[stage] else 0.0
@@ -99,7 +97,6 @@ def _is_better(plan: FreezePlan, best: FreezePlan, target: float) -> bool:
 
 
 def _times(problem: PlanProblem) -> dict[Action, Bounds]:
-    """Bounds of whole backwards and of their halves."""
     times = dict(problem.times)
     for action, bounds in problem.times.items():
         if action.kind is Kind.BACKWARD:

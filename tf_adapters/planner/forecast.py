@@ -14,15 +14,7 @@ from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.timing.transfers import NO_GAPS, Gaps
 
-__all__ = [
-    "Forecast",
-    "disappears",
-    "durations_under",
-    "forecast",
-    "planned_dag",
-    "planned_makespan",
-    "stable_durations",
-]
+__all__ = ["Forecast", "disappears", "durations_under", "forecast", "planned_dag", "stable_durations"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +26,6 @@ class Forecast:
 
     @property
     def ratio(self) -> float:
-        """Planned over unfrozen step time."""
         return self.planned_ms / self.unfrozen_ms if self.unfrozen_ms > 0 else 1.0
 
 
@@ -91,11 +82,6 @@ def durations_under(plan: FreezePlan, bounds: Mapping[Action, Bounds]) -> dict[A
         return whole.lower if action.kind is Kind.INPUT_GRAD else (1.0 - ratio) * (whole.upper - whole.lower)
 
     return {action: duration(action) for action in plan.duration_ms}
-
-
-def planned_makespan(schedule: PipelineSchedule, plan: FreezePlan) -> float:
-    """Makespan in ms under the plan's ``stable_durations``."""
-    return PipelineDag.from_schedule(schedule).makespan(stable_durations(plan.duration_ms, plan.freeze_ratio))
 
 
 def disappears(action: Action) -> bool:

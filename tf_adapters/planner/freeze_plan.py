@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
-from tf_adapters.errors import PlanInputError
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
+
+from tf_adapters.errors import PlanInputError, first_problem
 from tf_adapters.planner.program import SolverStatus
+from tf_adapters.schedule.durations import Milliseconds, Quotient, Share
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 
-__all__ = ["FreezePlan", "FrontierPoint", "Makespan", "SolverReport"]
+__all__ = ["FreezePlan", "FrontierPoint", "Makespan", "Order", "SolverReport"]
 
-_T = TypeVar("_T")
+# As JSON has them: actions and orders are texts, what is infinite is null.
+_Action = Annotated[Action, BeforeValidator(lambda value: Action.parse(value) if isinstance(value, str) else value)]
+Order = Annotated[PipelineSchedule, BeforeValidator(lambda rows: _order(rows) if isinstance(rows, list) else rows)]
+_Noise = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value), Field(ge=0)]
 
 
 @dataclass(frozen=True)
 class Makespan:
     """How long a batch takes in ms with nothing frozen, as planned, and with everything frozen."""
 
-    unfrozen: float
-    planned: float
-    fully_frozen: float
-    host: float | None = None
+    unfrozen: Milliseconds
+    planned: Milliseconds
+    fully_frozen: Milliseconds
+    host: Milliseconds | None = None
 
 
 @dataclass(frozen=True)
@@ -37,8 +44,8 @@ class SolverReport:
 
     name: str
     status: SolverStatus
-    seconds: float
-    optimality_gap: float
+    seconds: Milliseconds
+    optimality_gap: Quotient
 
 
 @dataclass(frozen=True)
@@ -55,12 +62,12 @@ class FrontierPoint:
         chosen: whether it is the plan.
     """
 
-    makespan_ms: float
-    mean_freeze_ratio: float
-    speed: float
-    added_noise: Mapping[int, float]
-    progress: float
-    progress_error: float
+    makespan_ms: Milliseconds
+    mean_freeze_ratio: Share
+    speed: Quotient
+    added_noise: Mapping[int, _Noise]
+    progress: Annotated[float, Field(allow_inf_nan=False)]
+    progress_error: Quotient
     chosen: bool = False
 
     @property
@@ -73,11 +80,11 @@ class FrontierPoint:
         added = {str(stage): value if math.isfinite(value) else None for stage, value in self.added_noise.items()}
         return {**asdict(self), "added_noise": added, "progress_in_time": self.progress_in_time}
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> FrontierPoint:
-        """The inverse of ``to_json``."""
-        added = {int(s): math.inf if value is None else float(value) for s, value in data["added_noise"].items()}
-        return cls(**{**{f.name: data[f.name] for f in fields(cls)}, "added_noise": added})
+
+def _one_chosen(points: tuple[FrontierPoint, ...]) -> tuple[FrontierPoint, ...]:
+    if points and sum(point.chosen for point in points) != 1:
+        raise ValueError("one point of a frontier is the plan")
+    return points
 
 
 @dataclass(frozen=True)
@@ -91,16 +98,16 @@ class FreezePlan:
     """
 
     makespan_ms: Makespan
-    freeze_ratio: Mapping[Action, float]
-    start_ms: Mapping[Action, float]
-    duration_ms: Mapping[Action, float]
-    mean_freeze_ratio: float
-    stage_freeze_ratio: Mapping[int, float]
-    critical_path: tuple[Action, ...]
+    freeze_ratio: Mapping[_Action, Share]
+    start_ms: Mapping[_Action, Milliseconds]
+    duration_ms: Mapping[_Action, Milliseconds]
+    mean_freeze_ratio: Share
+    stage_freeze_ratio: Mapping[int, Share]
+    critical_path: tuple[_Action, ...]
     solver: SolverReport
-    schedule: PipelineSchedule | None = None
-    deferrable_share: Mapping[int, float] = field(default_factory=dict)
-    frontier: tuple[FrontierPoint, ...] = ()
+    schedule: Annotated[Order | None, Field(alias="ranks")] = None
+    deferrable_share: Mapping[int, Share] = field(default_factory=dict)
+    frontier: Annotated[tuple[FrontierPoint, ...], AfterValidator(_one_chosen)] = ()
 
     @cached_property
     def ratio_of_microbatch(self) -> Mapping[tuple[int, int], float]:
@@ -126,46 +133,22 @@ class FreezePlan:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> FreezePlan:
         """Read a PLAN object, the inverse of ``to_json``. Raises PlanInputError naming the wrong field."""
-        ranks = data.get("ranks") if isinstance(data, Mapping) else None
-        return cls(
-            schedule=None if ranks is None else _read(data, "ranks", PipelineSchedule.from_text),
-            makespan_ms=_read(data, "makespan_ms", lambda value: Makespan(**value)),
-            freeze_ratio=_read(data, "freeze_ratio", _action_keys),
-            start_ms=_read(data, "start_ms", _action_keys),
-            duration_ms=_read(data, "duration_ms", _action_keys),
-            mean_freeze_ratio=_read(data, "mean_freeze_ratio", float),
-            stage_freeze_ratio=_read(data, "stage_freeze_ratio", _stage_keys),
-            deferrable_share=_read(data, "deferrable_share", _stage_keys) if "deferrable_share" in data else {},
-            frontier=_read(data, "frontier", _points) if "frontier" in data else (),
-            critical_path=_read(data, "critical_path", lambda value: tuple(map(Action.parse, value))),
-            solver=_read(
-                data,
-                "solver",
-                lambda value: SolverReport(**{**value, "status": SolverStatus(value["status"])}),
-            ),
-        )
+        try:
+            return _reader().validate_python(data)
+        except ValidationError as error:
+            raise PlanInputError(first_problem(error)) from error
+
+
+def _order(rows: list[Any]) -> PipelineSchedule:
+    if not all(isinstance(row, list) for row in rows):
+        raise ValueError("expected one list of actions for each rank")
+    return PipelineSchedule.from_text(rows)
 
 
 def _text_keys(values: Mapping[Any, float]) -> dict[str, float]:
     return {str(key): value for key, value in values.items()}
 
 
-def _action_keys(values: Mapping[str, float]) -> dict[Action, float]:
-    return {Action.parse(key): float(value) for key, value in values.items()}
-
-
-def _stage_keys(values: Mapping[str, float]) -> dict[int, float]:
-    return {int(key): float(value) for key, value in values.items()}
-
-
-def _points(values: Sequence[Mapping[str, Any]]) -> tuple[FrontierPoint, ...]:
-    return tuple(map(FrontierPoint.from_json, values))
-
-
-def _read(data: Mapping[str, Any], field: str, convert: Callable[[Any], _T]) -> _T:
-    if not isinstance(data, Mapping) or field not in data:
-        raise PlanInputError(f"{field}: missing in the plan")
-    try:
-        return convert(data[field])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise PlanInputError(f"{field}: not what a plan has there ({error})") from error
+@functools.cache
+def _reader() -> TypeAdapter[FreezePlan]:
+    return TypeAdapter(FreezePlan)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from tf_adapters.planner.freeze_plan import FreezePlan, FrontierPoint
 from tf_adapters.planner.learning import Learning, Progress
 from tf_adapters.planner.problem import PlanProblem
+from tf_adapters.timing.estimates import grouped
 
 __all__ = ["SOLVES", "best_point", "describe_frontier", "plan_that_pays"]
 
@@ -81,9 +82,7 @@ def _in_time(point: FrontierPoint, progress: Progress) -> Progress:
 
 
 def _point(plan: FreezePlan, learning: Learning, host_ms: float) -> FrontierPoint:
-    by_stage: dict[int, list[float]] = {}
-    for action, ratio in plan.freeze_ratio.items():
-        by_stage.setdefault(action.stage, []).append(ratio)
+    by_stage = grouped((action.stage, ratio) for action, ratio in plan.freeze_ratio.items())
     added_noise = {stage: of_stage.added_noise(by_stage[stage]) for stage, of_stage in learning.stages.items()}
     progress = learning.progress(added_noise)
     return FrontierPoint(

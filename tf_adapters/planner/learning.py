@@ -10,11 +10,13 @@ progress. Of this Adam and its kin feel the square root, since they divide by th
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from tf_adapters.errors import PlanInputError
+from tf_adapters.timing.estimates import merged
 from tf_adapters.timing.token_cost import TokenCost
 
 __all__ = ["SAMPLED_AT", "Learning", "Probe", "Progress", "StageLearning"]
@@ -125,10 +127,7 @@ class Learning:
         ``batch`` is the number of microbatches of a step, of all replicas; ``costs`` are by stage, where tokens are
         drawn.
         """
-        by_stage: dict[int, list[Probe]] = {}
-        for stages in ranks:
-            for stage, probes in stages.items():
-                by_stage.setdefault(stage, []).extend(probes)
+        by_stage = merged(({stage: list(probes) for stage, probes in of.items()} for of in ranks), operator.add)
         if not by_stage or not all(by_stage.values()):
             return None
         return cls({s: _of_probes(by_stage[s], batch, costs.get(s)) for s in sorted(by_stage)}, adaptive=adaptive)

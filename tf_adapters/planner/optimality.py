@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from tf_adapters.planner.program import Floats, FreezeProgram, Optimum
@@ -27,9 +25,9 @@ def lower_bound(program: FreezeProgram, optimum: Optimum) -> float:
     solver's dual values but is made to conserve exactly, so the bound holds however rough they are. No action freezes
     more than its ``most``, so what it saves counts in that proportion.
     """
-    edges, through = program.dag.edges, _throughflow(program, optimum)
-    length = float(through.nodes @ program.upper + through.edges @ edges.delay)
-    saving = through.nodes * program.ranges
+    through, over_edges = _throughflow(program, optimum)
+    length = float(through @ program.upper + over_edges @ program.dag.edges.delay)
+    saving = through * program.ranges
     most_saved = sum(
         _most_saved(saving[p], program.most[p], program.budgets[stage]) for stage, p in program.stages.items()
     )
@@ -43,13 +41,11 @@ def _most_saved(saving: Floats, most: Floats, budget: float) -> float:
     return multiplier * budget + float((most * np.maximum(saving - multiplier, 0.0)).sum())
 
 
-class _Throughflow(NamedTuple):
-    nodes: Floats
-    edges: Floats
+def _throughflow(program: FreezeProgram, optimum: Optimum) -> tuple[Floats, Floats]:
+    """Send one unit back from the batch's end, over each action's incoming edges as the dual values say.
 
-
-def _throughflow(program: FreezeProgram, optimum: Optimum) -> _Throughflow:
-    """Send one unit back from the batch's end, over each action's incoming edges as the dual values say."""
+    What passes each action, and each edge.
+    """
     dag = program.dag
     durations = program.upper - optimum.ratios * program.ranges
     finish = dag.earliest_starts(durations) + durations
@@ -64,7 +60,7 @@ def _throughflow(program: FreezeProgram, optimum: Optimum) -> _Throughflow:
         if nodes[position] > 0.0 and incoming.stop > incoming.start:
             flow[incoming] = nodes[position] * _shares(optimum.flow.edges[incoming], arrival[incoming])
             np.add.at(nodes, dag.edges.sources[incoming], flow[incoming])
-    return _Throughflow(nodes, flow)
+    return nodes, flow
 
 
 def _shares(weights: Floats, arrivals: Floats) -> Floats:

@@ -86,11 +86,9 @@ class PlanProblem:
             "times": {str(action): [bounds.lower, bounds.upper] for action, bounds in self.times.items()},
             "communication": {f"{source}->{target}": ms for (source, target), ms in self.communication.items()},
             "overhead": {str(action): ms for action, ms in self.overhead.items()},
-            "max_freeze_ratio": self.max_freeze_ratio,
-            "target_makespan_ms": self.target_makespan_ms,
-            "max_action_freeze_ratio": self.max_action_freeze_ratio,
-            "max_microbatch_freeze_ratio": self.max_microbatch_freeze_ratio,
-            **{name: getattr(self, name) for name in _DEFERRAL if self.defer},
+            **{
+                name: getattr(self, name) for name in ("max_freeze_ratio", *_LIMITS, *(_DEFERRAL if self.defer else ()))
+            },
             **({"learning": self.learning.to_json()} if self.learning else {}),
         }
 
@@ -101,7 +99,9 @@ class PlanProblem:
             raise PlanInputError(f"the input is {_show(data)}: expected an object with {', '.join(_FIELDS)}")
         for key in data:
             if key not in _FIELDS:
-                raise PlanInputError(f"unknown field {_show(key)}{_hint(key)}: allowed are {', '.join(_FIELDS)}")
+                close = difflib.get_close_matches(str(key), _FIELDS, n=1)
+                hint = f" (did you mean '{close[0]}'?)" if close else ""
+                raise PlanInputError(f"unknown field {_show(key)}{hint}: allowed are {', '.join(_FIELDS)}")
         for key in _REQUIRED:
             if key not in data:
                 raise PlanInputError(f"{key}: missing")
@@ -252,11 +252,6 @@ def _object(data: dict[str, Any], field: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise PlanInputError(f"{field}: {_show(value)} is not an object")
     return value
-
-
-def _hint(key: object) -> str:
-    close = difflib.get_close_matches(str(key), _FIELDS, n=1)
-    return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def _show(value: object) -> str:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tf_adapters.errors import PlanInputError
 from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.timing.estimates import grouped
 
 __all__ = ["Floats", "Flow", "FreezeProgram", "Optimum", "Progress", "SolverStatus"]
 
@@ -63,10 +64,7 @@ class FreezeProgram:
         lower = np.array([problem.times[a].lower if a.freezable else problem.times[a].upper for a in dag.actions])
         if not math.isfinite(dag.end(upper)):
             raise PlanInputError("times: they add up to more than a float holds")
-        members: dict[int, list[int]] = {}
-        for position, action in enumerate(dag.actions):
-            if action.freezable:
-                members.setdefault(action.stage, []).append(position)
+        members = grouped((a.stage, position) for position, a in enumerate(dag.actions) if a.freezable)
         return cls(
             dag=dag,
             upper=upper,
@@ -78,10 +76,8 @@ class FreezeProgram:
 
     def frozen_microbatches(self, ratios: Floats, limit: float) -> list[int]:
         """The microbatches whose mean ratio over the stages exceeds ``limit``."""
-        of_microbatch: dict[int, list[float]] = {}
-        for positions in self.stages.values():
-            for position in positions.tolist():
-                of_microbatch.setdefault(self.dag.actions[position].microbatch, []).append(float(ratios[position]))
+        every = (position for positions in self.stages.values() for position in positions.tolist())
+        of_microbatch = grouped((self.dag.actions[position].microbatch, float(ratios[position])) for position in every)
         return [m for m, values in of_microbatch.items() if sum(values) > (limit + _TOLERANCE) * len(values)]
 
     def limited(self, microbatches: Collection[int], limit: float) -> FreezeProgram:

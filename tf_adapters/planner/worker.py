@@ -48,10 +48,12 @@ class BackgroundPlan:
         (folder / "input.json").write_text(json.dumps(problem.to_json()), encoding="utf-8")
         self._limit_s = time_limit_s
         self._deadline = time.monotonic() + time_limit_s + _GRACE_S
+        # The process finds the modules that this one does, and uses one core only.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", __name__, str(folder / "input.json"), str(self._plan), str(time_limit_s)]
         with self._stderr.open("wb") as stderr:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, env=_environment()
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, env=environment
             )
         self._finalizer = weakref.finalize(self, _end, self._process, self._folder)
 
@@ -85,7 +87,6 @@ class BackgroundPlan:
         return plan
 
     def close(self) -> None:
-        """End the process, if it still runs, and remove its files."""
         self._finalizer()
 
     def _failure(self, status: int) -> str:
@@ -100,11 +101,6 @@ def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[s
         process.kill()
         process.wait()
     folder.cleanup()
-
-
-def _environment() -> dict[str, str]:
-    """The process finds the modules that this one does, and uses one core only."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
 
 
 def main(arguments: list[str]) -> int:

@@ -27,7 +27,6 @@ class Glyphs:
     idle: str
 
     def of(self, block: Block | None) -> str:
-        """The character of a block, or of an idle rank."""
         if block is None:
             return self.idle
         if block.action.kind is Kind.FORWARD:

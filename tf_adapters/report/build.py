@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from operator import itemgetter
 from statistics import fmean
@@ -17,19 +17,16 @@ from tf_adapters.report.schema import (
     BackwardSample,
     Batches,
     Host,
-    Layer,
-    Layers,
     Measured,
     PeakMemory,
     Phases,
     Report,
     SampledTokens,
-    Schedule,
     Status,
 )
-from tf_adapters.schedule.ir import Action, Kind
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.timing.device import EMULATED
-from tf_adapters.timing.estimates import estimate, median
+from tf_adapters.timing.estimates import estimate, grouped, median, merged
 from tf_adapters.timing.layers import StageLayers
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.timer import ActionTimer
@@ -76,7 +73,6 @@ class LocalMeasurements:
 
 
 def local_measurements(run: RunSnapshot) -> LocalMeasurements:
-    """What this rank has measured so far."""
     timer, number, reported = run.timer, _number(run), run.of_most_used()
     timer.drain()
     return LocalMeasurements(
@@ -95,12 +91,12 @@ def local_measurements(run: RunSnapshot) -> LocalMeasurements:
 def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report:
     """The report of the run as far as it has come, of the number of microbatches that most steps had."""
     batches, run = _batches(run), run.of_most_used()
-    state, gaps = run.state, run.state.gaps.to_json()
+    state, gaps = run.state, run.state.measured.gaps.to_json()
     return Report(
         host=Host(name=run.host.name, version=run.host.version, device=run.memory.device_type),
         versions=_versions(),
         config=run.config.model_dump(),
-        schedule=Schedule(ranks=tuple(map(tuple, run.schedule.to_text()))),
+        schedule=run.schedule,
         status=_status(run),
         note=(*state.notes, *([state.failure] if state.failure else [])),
         step=state.completed_steps,
@@ -111,16 +107,16 @@ def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report
         ),
         communication=gaps["communication"],
         overhead=gaps["overhead"],
-        times={str(action): (bounds.lower, bounds.upper) for action, bounds in state.bounds.items()},
+        times={str(action): (bounds.lower, bounds.upper) for action, bounds in state.measured.bounds.items()},
         plan=state.plan,
         measured=_measured(run, ranks),
         frozen_share={str(s): shares for rank in ranks for s, shares in rank.frozen_share.items()},
         parameter_freeze_ratio={str(s): dict(of) for rank in ranks for s, of in rank.parameter_freeze_ratio.items()},
-        tokens=_tokens(state.plan, state.token_costs),
-        gradient_signal=_signal(state.learning),
+        tokens=_tokens(state.plan, state.measured.token_costs),
+        gradient_signal=_signal(state.measured.learning),
         batches=batches,
-        layers={str(s): _layers(of) for rank in ranks for s, of in sorted(rank.layers.items())},
-        batch_times=state.batch_times,
+        layers={str(s): of for rank in ranks for s, of in sorted(rank.layers.items())},
+        batch_times=state.measured.batch_times,
     )
 
 
@@ -140,21 +136,11 @@ def _batches(run: RunSnapshot) -> dict[str, Batches]:
     }
 
 
-def _layers(stage: StageLayers) -> Layers:
-    return Layers(
-        layers=tuple(Layer(**asdict(layer)) for layer in stage.layers),
-        rest_forward_ms=stage.rest_forward_ms,
-        rest_backward_ms=stage.rest_backward_ms,
-    )
-
-
 def _tokens(plan: FreezePlan | None, costs: Mapping[int, TokenCost]) -> dict[str, SampledTokens]:
     if plan is None:
         return {}
-    kept: dict[int, list[float]] = {}
-    for action, ratio in plan.freeze_ratio.items():
-        if action.stage in costs:
-            kept.setdefault(action.stage, []).append(costs[action.stage].kept(ratio))
+    sampled = ((action.stage, ratio) for action, ratio in plan.freeze_ratio.items() if action.stage in costs)
+    kept = grouped((stage, costs[stage].kept(ratio)) for stage, ratio in sampled)
     return {
         str(stage): SampledTokens(kept=fmean(shares), fixed=costs[stage].fixed, per_token=costs[stage].per_token)
         for stage, shares in sorted(kept.items())
@@ -176,7 +162,7 @@ def disabled_report(host: HostInfo, config: TimelyFreezeConfig, reason: str) -> 
         host=Host(name=host.name, version=host.version),
         versions=_versions(),
         config=config.model_dump(),
-        schedule=Schedule(ranks=()),
+        schedule=PipelineSchedule(()),
         status="disabled",
         note=(reason,),
         step=0,
@@ -225,14 +211,17 @@ def _points(timer: ActionTimer, phase: Phase, number: int | None) -> dict[Action
 
 def _measured(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Measured:
     state, expected = run.state, run.state.forecast
-    unfrozen = state.unfrozen_step_ms or _slowest(ranks, Phase.MONITORING_UPPER)
+    unfrozen = state.measured.unfrozen_step_ms or _slowest(ranks, Phase.MONITORING_UPPER)
     stable = _slowest(ranks, Phase.STABLE)
-    backwards = {phase: _merge([rank.actions[phase.value] for rank in ranks]) for phase in _REPORTED}
+    planned = {action: bounds.upper for action, bounds in state.measured.bounds.items() if bounds.upper > 0.0}
+    # Each action at its slowest replica; replicas draw the same masks.
+    backwards = {phase: merged((rank.actions[phase.value] for rank in ranks), _slower) for phase in _REPORTED}
     return Measured(
         step_ms_unfrozen=unfrozen,
         step_ms_stable=stable,
         step_ratio=stable / unfrozen if stable and unfrozen else None,
-        forward_pace=_pace(run, ranks),
+        # How many times as long forwards take as the plan has them, the median over all ranks.
+        forward_pace=median(ms / planned[a] for rank in ranks for a, ms in rank.forward_ms.items() if a in planned),
         planned_step_ms=expected.planned_ms if expected else None,
         planned_ratio=expected.ratio if expected else None,
         mean_afr=_mean_by_stage(
@@ -266,30 +255,16 @@ def _fullest(run: RunSnapshot, of_ranks: Sequence[tuple[int, int | None]]) -> tu
     return tuple(peaks[row] for row in sorted(peaks)) if len(peaks) == len(schedule.ranks) else None
 
 
-def _pace(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> float | None:
-    """How many times as long forwards take as the plan has them, the median over all ranks."""
-    planned = {action: bounds.upper for action, bounds in run.state.bounds.items() if bounds.upper > 0.0}
-    return median(ms / planned[action] for rank in ranks for action, ms in rank.forward_ms.items() if action in planned)
-
-
 def _slowest(ranks: Sequence[LocalMeasurements], phase: Phase) -> float | None:
     return max((ms for rank in ranks if (ms := rank.steps[phase.value]) is not None), default=None)
 
 
-def _merge(replicas: Sequence[Mapping[Action, Points]]) -> dict[Action, Points]:
-    """Each action at its slowest replica; replicas draw the same masks."""
-    merged: dict[Action, Points] = {}
-    for replica in replicas:
-        for action, points in replica.items():
-            others = merged.get(action, points)
-            merged[action] = tuple(max(pair, key=itemgetter(1)) for pair in zip(points, others, strict=False))
-    return merged
+def _slower(one: Points, other: Points) -> Points:
+    return tuple(max(pair, key=itemgetter(1)) for pair in zip(one, other, strict=False))
 
 
 def _mean_by_stage(shares: Mapping[Action, float]) -> dict[str, float]:
-    by_stage: dict[str, list[float]] = {}
-    for action, share in sorted(shares.items()):
-        by_stage.setdefault(str(action.stage), []).append(share)
+    by_stage = grouped((str(action.stage), share) for action, share in sorted(shares.items()))
     return {stage: sum(of_stage) / len(of_stage) for stage, of_stage in by_stage.items()}
 
 

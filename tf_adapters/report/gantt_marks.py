@@ -50,7 +50,6 @@ class Frame:
 
     @property
     def total(self) -> float:
-        """The figure's height."""
         return self.TOP + self.BOTTOM + sum(self.heights) + self.GAP * (len(self.heights) - 1)
 
     @property
@@ -98,7 +97,8 @@ def paint_blocks(axes: Any, panel: Panel, labelled: set[Action], narrow: bool) -
     shapes, colours, path = [], [], []
     for block in panel.blocks:
         if block.end_ms <= block.start_ms:
-            _mark_vanished(axes, block)
+            if block.action.freezable:  # a triangle at the row's foot
+                axes.plot(block.start_ms, block.row + _ROW / 2, **_VANISHED, clip_on=False, zorder=6)
             continue  # its edges would be a white line
         top, tall = _box(block, len(panel.stages[block.row]))
         length = block.end_ms - block.start_ms
@@ -112,17 +112,6 @@ def paint_blocks(axes: Any, panel: Panel, labelled: set[Action], narrow: bool) -
     _add(axes, idle, facecolor=_IDLE, edgecolor="none", zorder=1)
     _add(axes, shapes, facecolors=colours, edgecolor="white", linewidth=0.2 if narrow else 0.5, zorder=2)
     _add(axes, path, zorder=3, **_critical_style(narrow))
-
-
-def vanished(panel: Panel) -> bool:
-    """Whether a backward or a weight gradient of the panel takes no time: all that it would compute is frozen."""
-    return any(block.end_ms <= block.start_ms and block.action.freezable for block in panel.blocks)
-
-
-def _mark_vanished(axes: Any, block: Block) -> None:
-    """A triangle at a row's foot where a backward that takes no time would be."""
-    if block.action.freezable:
-        axes.plot(block.start_ms, block.row + _ROW / 2, **_VANISHED, clip_on=False, zorder=6)
 
 
 def _box(block: Block, lanes: int) -> tuple[float, float]:
@@ -189,7 +178,7 @@ def explain(figure: Any, panels: Sequence[Panel], headline: str, frame: Frame) -
     keys = [patches.Patch(facecolor=BASE[kind], label=NAMES[kind]) for kind in kinds]
     keys.append(patches.Patch(facecolor=_IDLE, label="idle (bubble)"))
     keys.append(patches.Patch(label="critical path", **_critical_style(frame.narrow)))
-    if any(map(vanished, panels)):
+    if any(b.end_ms <= b.start_ms and b.action.freezable for panel in panels for b in panel.blocks):
         lines = matplotlib_module("lines")
         keys.append(lines.Line2D([], [], **_VANISHED, label="all frozen: takes no time"))
     figure.legend(

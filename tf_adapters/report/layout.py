@@ -8,14 +8,12 @@ from functools import cached_property
 
 from tf_adapters.errors import ConfigError
 from tf_adapters.planner.forecast import durations_under, planned_dag
-from tf_adapters.report.measured import stable_samples
-from tf_adapters.report.schema import Report
+from tf_adapters.report.schema import BackwardSample, Report
 from tf_adapters.schedule.dag import PipelineDag
-from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.timing.device import EMULATED
 
-__all__ = ["Block", "Panel", "after", "before", "exact", "measured", "panels_of", "planned_order", "timeline"]
+__all__ = ["Block", "Panel", "after", "before", "exact", "measured", "panels_of", "stable_samples", "timeline"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,6 @@ class Panel:
 
     @cached_property
     def rows(self) -> tuple[tuple[Block, ...], ...]:
-        """The blocks of each rank, in execution order."""
         rows: list[list[Block]] = [[] for _ in self.stages]
         for block in self.blocks:
             rows[block.row].append(block)
@@ -54,7 +51,6 @@ class Panel:
 
     @cached_property
     def busy_ms(self) -> tuple[float, ...]:
-        """How long each rank computes, in ms."""
         return tuple(sum(block.end_ms - block.start_ms for block in row) for row in self.rows)
 
     @property
@@ -73,19 +69,23 @@ def before(report: Report) -> Panel:
 
     Raises ConfigError when the report has no times yet, or none for an action.
     """
-    schedule = report.schedule.parse()
-    durations = _unfrozen(report, schedule)
+    schedule = report.schedule
+    bounds = report.bounds()
+    missing = next((action for action in schedule.actions if action not in bounds), None)
+    if missing is not None:
+        raise ConfigError(f"times has no entry for {missing}")
+    durations = {action: bounds[action].upper for action in schedule.actions}
     dag = PipelineDag.from_schedule(schedule, *report.gaps())
     return timeline("before: nothing frozen", schedule, dag, durations)
 
 
 def exact(report: Report) -> Panel | None:
     """The batch with weight gradients deferred and nothing frozen; None where the host's order stays."""
-    plan, schedule = report.plan, report.schedule.parse()
+    plan, schedule = report.plan, report.schedule
     if plan is None or plan.schedule in (None, schedule):
         return None
     order = planned_order(report)
-    durations = durations_under(replace(plan, freeze_ratio={}), _bounds(report))
+    durations = durations_under(replace(plan, freeze_ratio={}), report.bounds())
     dag = planned_dag(schedule, plan, report.gaps())
     return timeline("exact: weight gradients deferred, nothing frozen", order, dag, durations)
 
@@ -126,27 +126,40 @@ def measured(report: Report) -> Panel | None:
     ratios = {action: samples[str(action)].afr for action in schedule.actions if action.freezable}
     mean = sum(ratios.values()) / len(ratios)
     title = f"measured: medians of stable freezing ({mean:.0%} skipped) put through the schedule's graph"
-    host = report.schedule.parse()
-    dag = (
-        planned_dag(host, report.plan, report.gaps())
-        if report.plan
-        else PipelineDag.from_schedule(host, *report.gaps())
-    )
+    host = report.schedule
+    gaps = report.gaps()
+    dag = planned_dag(host, report.plan, gaps) if report.plan else PipelineDag.from_schedule(host, *gaps)
     return timeline(title, schedule, dag, durations=durations, frozen=ratios)
+
+
+def stable_samples(report: Report) -> dict[str, BackwardSample]:
+    """By action, what stable freezing measured; empty before the stable phase.
+
+    A report that does not say which sample is of which phase gives the one nearest to the planned ratio.
+    """
+    if report.status != "stable":
+        return {}
+    named = [sample for sample in report.measured.backward_ms if sample.phase]
+    if named:
+        return {sample.action: sample for sample in named if sample.phase == "stable"}
+    ratios = {str(action): ratio for action, ratio in report.plan.freeze_ratio.items()} if report.plan else {}
+    nearest: dict[str, tuple[float, BackwardSample]] = {}
+    for sample in report.measured.backward_ms:
+        away = abs(sample.afr - ratios.get(sample.action, 1.0))
+        # Of equally near samples the last one counts: a report lists the stable phase after the monitoring.
+        if sample.action not in nearest or away <= nearest[sample.action][0]:
+            nearest[sample.action] = (away, sample)
+    return {action: sample for action, (_, sample) in nearest.items()}
 
 
 def planned_order(report: Report) -> PipelineSchedule:
     """What the ranks run under the plan: its own order where weight gradients are deferred, else the host's."""
-    return (report.plan.schedule if report.plan else None) or report.schedule.parse()
+    return (report.plan.schedule if report.plan else None) or report.schedule
 
 
 def _changes(action: Action, times: Mapping[str, tuple[float, float]]) -> bool:
     """Whether an action takes another time under a plan than what monitoring has measured of it."""
     return action.freezable or str(action) not in times
-
-
-def _bounds(report: Report) -> dict[Action, Bounds]:
-    return {Action.parse(text): Bounds(*pair) for text, pair in report.times.items()}
 
 
 def panels_of(report: Report) -> tuple[Panel, ...]:
@@ -170,15 +183,6 @@ def timeline(
     path = dag.critical_path(durations)
     blocks = _blocks(schedule, dag.start_times(durations), duration=durations, frozen=frozen or {}, path=path)
     return Panel(title, _stages(schedule), blocks=blocks, end_ms=dag.makespan(durations), critical_path=path)
-
-
-def _unfrozen(report: Report, schedule: PipelineSchedule) -> dict[Action, float]:
-    if not report.times:
-        raise ConfigError(f"nothing to draw yet: no action has been timed (status {report.status!r})")
-    try:
-        return {action: report.times[str(action)][1] for action in schedule.actions}
-    except KeyError as error:
-        raise ConfigError(f"times has no entry for {error.args[0]}") from None
 
 
 def _stages(schedule: PipelineSchedule) -> tuple[tuple[int, ...], ...]:

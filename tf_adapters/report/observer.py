@@ -25,10 +25,6 @@ MetricSink = Callable[[Mapping[str, float]], None]
 """Takes a step's figures. One with a method ``due()`` is asked after each step whether it wants them."""
 
 
-def _always() -> bool:
-    return True
-
-
 class RunReporter:
     """An observer that writes the report on rank 0 and gives each step's figures to ``metrics``.
 
@@ -48,7 +44,7 @@ class RunReporter:
     def step_ended(self, run: RunSnapshot, step: int, phase: Phase) -> None:
         """Give the figures of a step that has ended to whoever asked for them."""
         self._writer.run = run
-        if self._metrics is None or not getattr(self._metrics, "due", _always)():
+        if self._metrics is None or not getattr(self._metrics, "due", lambda: True)():
             return
         ratios: dict[int, list[float]] = {stage: [] for stage in run.masks.stages}
         for (stage, _), action in run.ratios.weight_gradients.items():

@@ -15,13 +15,15 @@ from typing import Any
 
 from tf_adapters.errors import ConfigError
 from tf_adapters.report.batch import batch_of
+from tf_adapters.report.colours import BASE, Rgb
 from tf_adapters.report.gantt_marks import matplotlib_module
-from tf_adapters.report.rank_plot import draw_rank_times
 from tf_adapters.report.schema import Report
-from tf_adapters.schedule.ir import Action
+from tf_adapters.schedule.ir import Action, Kind
+from tf_adapters.timing.batch_times import RankTimes
+from tf_adapters.timing.estimates import grouped
 from tf_adapters.training.phases import PhaseSchedule
 
-__all__ = ["Line", "draw_plots", "fitted", "planned_ratio_by_step", "plots_of"]
+__all__ = ["Line", "draw_plots", "fitted", "planned_ratio_by_step", "plots_of", "rank_parts"]
 
 Points = Sequence[tuple[float, float]]
 Draw = Callable[[Any, Report], None]
@@ -31,6 +33,11 @@ _WHOLE = 0.999  # a freeze ratio above it leaves no weight gradient
 _LEAST_SPREAD = 1e-6  # of freeze ratios, below which no line can be fitted
 _STAGE_COLOURS = ("#386bb8", "#c8781a", "#21875a", "#8a4fb0", "#b03a48", "#0f8f96", "#7a6a3a", "#555555")
 _WIDTH, _HEIGHT = 5.2, 3.8  # inches of one stage's axes
+
+Part = tuple[str, Rgb, list[float]]
+"""A label, a colour, and ms by rank."""
+
+_TRANSFER, _OVERHEAD, _WAITING = (0.70, 0.23, 0.28), (0.85, 0.60, 0.62), (0.87, 0.87, 0.87)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +66,8 @@ def fitted(points: Points) -> Line | None:
 
 def backward_points(report: Report) -> dict[int, list[tuple[float, float]]]:
     """By stage: (actual freeze ratio in [0, 1], ms) of its backwards, a median for each action and phase."""
-    by_stage: dict[int, list[tuple[float, float]]] = {}
-    for sample in report.measured.backward_ms:
-        by_stage.setdefault(Action.parse(sample.action).stage, []).append((sample.afr, sample.ms))
-    return dict(sorted(by_stage.items()))
+    samples = report.measured.backward_ms
+    return dict(sorted(grouped((Action.parse(of.action).stage, (of.afr, of.ms)) for of in samples).items()))
 
 
 def on_the_line(stage: int, points: Points) -> list[tuple[float, float]]:
@@ -95,7 +100,7 @@ def plots_of(report: Report) -> dict[str, Draw]:
     if report.plan is not None and report.plan.frontier:
         figures["frontier"] = _draw_frontier
     if batch_of(report) is not None:
-        figures["rank_times"] = draw_rank_times
+        figures["rank_times"] = _draw_rank_times
     return figures
 
 
@@ -201,6 +206,67 @@ def _draw_frontier(figure: Any, report: Report) -> None:
     axes.set_xlabel("mean freeze ratio")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
+
+
+def _draw_rank_times(figure: Any, report: Report) -> None:
+    """Draw the bars; the report has times. What freezing saves of a backward is its weight gradient."""
+    batch = batch_of(report)
+    assert batch is not None
+    ranks = range(len(batch.ranks))
+    figure.set_size_inches(7.5, 1.6 + 0.35 * len(batch.ranks))
+    axes = figure.add_subplot()
+    left = [0.0] * len(batch.ranks)
+    for label, colour, values in rank_parts(report, batch.ranks):
+        if any(value >= 0.002 * batch.span_ms for value in values):
+            axes.barh(ranks, values, left=left, color=colour, label=label, height=0.7)
+        left = [begin + value for begin, value in zip(left, values, strict=True)]
+    for rank, bubble in enumerate(batch.bubbles):
+        axes.annotate(f" {bubble:.0%}", (batch.span_ms, rank), va="center", fontsize=8)
+    axes.set_title(f"a rank's batch of {batch.span_ms:,.1f} ms with nothing frozen; right: its bubble", fontsize=9)
+    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.set_xlim(0, 1.08 * batch.span_ms)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+
+
+def rank_parts(report: Report, ranks: Sequence[RankTimes]) -> list[Part]:
+    """What the bars are made of, from the left; of each rank they add up to the batch."""
+    shares = _input_shares(report, len(ranks))
+    forward = [rank.compute_ms.get("F", 0.0) for rank in ranks]
+    whole = [rank.compute_ms.get("B", 0.0) for rank in ranks]
+    # Where freezing was not measured a backward stays in one piece.
+    known = [0.0 if share is None else ms for ms, share in zip(whole, shares, strict=True)]
+    inputs = [ms * (share or 0.0) for ms, share in zip(known, shares, strict=True)]
+    return [
+        ("forward", BASE[Kind.FORWARD], forward),
+        ("backward", BASE[Kind.BACKWARD], [ms - of for ms, of in zip(whole, known, strict=True)]),
+        (
+            "input gradient",
+            BASE[Kind.INPUT_GRAD],
+            [rank.compute_ms.get("I", 0.0) + ms for rank, ms in zip(ranks, inputs, strict=True)],
+        ),
+        (
+            "weight gradient",
+            BASE[Kind.WEIGHT_GRAD],
+            [rank.compute_ms.get("W", 0.0) + of - ms for rank, of, ms in zip(ranks, known, inputs, strict=True)],
+        ),
+        ("transfers", _TRANSFER, [rank.transfer_ms for rank in ranks]),
+        ("overhead, late receives", _OVERHEAD, [rank.overhead_ms for rank in ranks]),
+        ("waiting for other ranks", _WAITING, [rank.waiting_ms for rank in ranks]),
+    ]
+
+
+def _input_shares(report: Report, ranks: int) -> list[float | None]:
+    """By rank, the share of its whole backwards that is left with everything frozen; None where none saves anything."""
+    schedule = report.schedule
+    shares: list[float | None] = []
+    for row in schedule.ranks[:ranks]:
+        pairs = [report.times[str(a)] for a in row if a.kind is Kind.BACKWARD and str(a) in report.times]
+        least, most = (sum(pair[which] for pair in pairs) for which in (0, 1))
+        shares.append(least / most if 0.0 <= least < most else None)
+    return shares + [None] * (ranks - len(shares))
 
 
 def _axes(figure: Any, count: int) -> Sequence[Any]:

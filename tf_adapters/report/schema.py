@@ -12,98 +12,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 
-from tf_adapters.errors import ConfigError, ScheduleError, TimelyFreezeError
-from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.report.batch_schema import Batch
-from tf_adapters.schedule.ir import PipelineSchedule
+from tf_adapters.errors import ConfigError, first_problem
+from tf_adapters.planner.freeze_plan import FreezePlan, Order
+from tf_adapters.schedule.durations import Bounds, Count, Milliseconds, Quotient, Share
+from tf_adapters.schedule.ir import Action
+from tf_adapters.timing.batch_times import BatchTimes
+from tf_adapters.timing.layers import StageLayers
 from tf_adapters.timing.transfers import Gaps
 
-__all__ = [
-    "FORMAT",
-    "BackwardSample",
-    "Batches",
-    "Host",
-    "Layer",
-    "Layers",
-    "Measured",
-    "PeakMemory",
-    "Phases",
-    "Report",
-    "Schedule",
-    "Status",
-]
+__all__ = ["BackwardSample", "Batches", "Host", "Measured", "PeakMemory", "Phases", "Report", "Status"]
 
 FORMAT: Literal[1] = 1
 
 Status = Literal["warmup", "monitoring", "planning", "planned", "progressive", "stable", "disabled", "failed"]
-Milliseconds = Annotated[float, Field(ge=0, le=1e15)]  # sums of them are finite, too
-# A mean of ratios may exceed 1 by a rounding error, which is no reason to lose a report.
-Share = Annotated[float, Field(ge=-1e-6, le=1 + 1e-6, allow_inf_nan=False)]
-Quotient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Bytes = Annotated[int, Field(ge=0)]
-
-
-class _Solver(BaseModel):
-    seconds: Milliseconds
-    optimality_gap: Quotient
-
-
-class _Point(BaseModel):
-    makespan_ms: Milliseconds
-    mean_freeze_ratio: Share
-    speed: Quotient
-    added_noise: dict[str, Quotient | None]
-    progress: Annotated[float, Field(allow_inf_nan=False)]
-    progress_error: Quotient
-    chosen: bool = False
-
-
-def _one_chosen(points: list[_Point]) -> list[_Point]:
-    if points and sum(point.chosen for point in points) != 1:
-        raise ValueError("one point of a frontier is the plan")
-    return points
-
-
-class _PlanNumbers(BaseModel):
-    """The numbers of a plan in a report, which ``FreezePlan`` takes as they are."""
-
-    makespan_ms: dict[str, Milliseconds | None]
-    freeze_ratio: dict[str, Share]
-    start_ms: dict[str, Milliseconds]
-    duration_ms: dict[str, Milliseconds]
-    mean_freeze_ratio: Share
-    stage_freeze_ratio: dict[str, Share]
-    deferrable_share: dict[str, Share] = {}
-    solver: _Solver
-    frontier: Annotated[list[_Point], AfterValidator(_one_chosen)] = []
-
-
-def _to_plan(value: Any) -> FreezePlan:
-    if isinstance(value, FreezePlan):
-        return value
-    if not isinstance(value, Mapping):
-        raise ValueError("expected the plan as an object")
-    try:
-        _PlanNumbers.model_validate(dict(value), strict=True)
-        return FreezePlan.from_json(dict(value))
-    except ValidationError as error:
-        raise ValueError(f"not a plan ({_first_problem(error)})") from None
-    except (KeyError, TypeError, AttributeError, TimelyFreezeError) as error:
-        raise ValueError(f"not a plan ({type(error).__name__}: {error})") from None
-
-
-Plan = Annotated[FreezePlan, PlainValidator(_to_plan), PlainSerializer(lambda plan: plan.to_json())]
+Plan = Annotated[FreezePlan, PlainSerializer(lambda plan: plan.to_json())]
+Schedule = Annotated[
+    Order,
+    BeforeValidator(lambda value: value["ranks"] if isinstance(value, Mapping) and "ranks" in value else value),
+    PlainSerializer(lambda schedule: {"ranks": schedule.to_text()}),
+]
+"""Not validated: a run that failed for its schedule must be able to say so."""
 
 
 class _Model(BaseModel):
@@ -134,16 +64,6 @@ class Phases(_Model):
     progressive_end: int | None = None
 
 
-class Schedule(_Model):
-    """The pipeline schedule, one list of action texts per rank in execution order."""
-
-    ranks: tuple[tuple[str, ...], ...]
-
-    def parse(self) -> PipelineSchedule:
-        """The schedule as actions. Raises ScheduleError for a text that is no action."""
-        return PipelineSchedule.from_text(self.ranks)
-
-
 class BackwardSample(_Model):
     """Time ``ms`` of one backward ``action``, the share ``afr`` of its freezable weight gradients skipped.
 
@@ -164,9 +84,9 @@ class PeakMemory(_Model):
     plan's order takes, where it is not the host's.
     """
 
-    unfrozen: tuple[Bytes, ...] | None = None
-    planned: tuple[Bytes, ...] | None = None
-    stable: tuple[Bytes, ...] | None = None
+    unfrozen: tuple[Count, ...] | None = None
+    planned: tuple[Count, ...] | None = None
+    stable: tuple[Count, ...] | None = None
 
 
 class SampledTokens(_Model):
@@ -180,27 +100,10 @@ class SampledTokens(_Model):
     per_token: Quotient
 
 
-class Layer(_Model):
-    """A layer's times in a microbatch, nothing frozen, and how many elements its parameters on one rank have."""
-
-    name: str
-    forward_ms: Milliseconds
-    backward_ms: Milliseconds
-    parameters: Annotated[int, Field(ge=0)]
-
-
-class Layers(_Model):
-    """A stage's layers in the order in which they compute, and what a microbatch takes outside of all of them."""
-
-    layers: tuple[Layer, ...]
-    rest_forward_ms: Milliseconds
-    rest_backward_ms: Milliseconds
-
-
 class Batches(_Model):
     """Batches of one number of microbatches: how many steps had one, and a step with nothing frozen and as planned."""
 
-    steps: Annotated[int, Field(ge=0)]
+    steps: Count
     step_ms_unfrozen: Milliseconds
     planned_step_ms: Milliseconds
 
@@ -254,9 +157,9 @@ class Report(_Model):
     parameter_freeze_ratio: dict[str, dict[str, Share]] = Field(default_factory=dict)
     tokens: dict[str, SampledTokens] = Field(default_factory=dict)
     gradient_signal: dict[str, tuple[Share, Quotient]] = Field(default_factory=dict)
-    layers: dict[str, Layers] = Field(default_factory=dict)
+    layers: dict[str, StageLayers] = Field(default_factory=dict)
     batches: dict[str, Batches] = Field(default_factory=dict)
-    batch_times: Batch | None = None
+    batch_times: BatchTimes | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values; the inverse of ``from_json``."""
@@ -268,23 +171,31 @@ class Report(_Model):
         _check_is_report(data)
         try:
             report = cls.model_validate(dict(data))
-            # Not validated: a run that failed for its schedule must be able to say so.
-            schedule = report.schedule.parse()
         except ValidationError as error:
-            raise ConfigError(_first_problem(error)) from None
+            raise ConfigError(first_problem(error)) from None
         except UnicodeEncodeError as error:
             raise ConfigError(f"a text in the report is no Unicode ({error.reason})") from None
-        except ScheduleError as error:
-            raise ConfigError(f"schedule.ranks: {error}") from None
-        edges = {f"{source}->{target}" for source, target in schedule.transfers()}
+        edges = {f"{source}->{target}" for source, target in report.schedule.transfers()}
         for edge in report.communication:
             if edge not in edges:
                 raise ConfigError(f"communication.{edge} is not an edge between stages of the schedule")
-        actions = {str(action) for action in schedule.actions}
+        actions = {str(action) for action in report.schedule.actions}
         for text in report.overhead:
             if text not in actions:
                 raise ConfigError(f"overhead.{text} is not an action of the schedule")
         return report
+
+    def bounds(self) -> dict[Action, Bounds]:
+        """``times`` by action. Raises ConfigError where no action was timed yet."""
+        if not self.times:
+            raise ConfigError(f"no action has been timed yet (status {self.status!r})")
+        return {Action.parse(text): Bounds(*pair) for text, pair in self.times.items()}
+
+    @property
+    def max_freeze_ratio(self) -> float | None:
+        """The run's r_max, in [0, 1]; None where it is "auto" or not known."""
+        ratio = self.config.get("max_freeze_ratio")
+        return float(ratio) if isinstance(ratio, (int, float)) and 0.0 <= ratio <= 1.0 else None
 
     def gaps(self) -> Gaps:
         """``communication`` and ``overhead`` by their actions, ms."""
@@ -292,19 +203,9 @@ class Report(_Model):
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write to ``path``, making its folders. A reader sees the old report or the new one."""
-        target = Path(path)
         text = json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the target: os.replace is atomic only within one file system.
-        partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            with partial.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(Path(path), text)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Report:
@@ -323,6 +224,24 @@ class Report(_Model):
             raise ConfigError(f"{path}: {error}") from None
 
 
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the old file or the whole new one, never a part."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")  # a device or a pipe must not be replaced by a file
+        return
+    # Beside the target: os.replace is atomic only within one file system.
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def _check_is_report(data: object) -> None:
     if not isinstance(data, Mapping):
         raise ConfigError("this is not a report: a report is a JSON object")
@@ -337,13 +256,3 @@ def _check_is_report(data: object) -> None:
         raise ConfigError(f"format is {number!r}: it must be an integer")
     if number > FORMAT:
         raise ConfigError(f"format {number} is newer than this version reads ({FORMAT}): update tf-adapters")
-
-
-def _first_problem(error: ValidationError) -> str:
-    problem = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in problem["loc"]) or "report"
-    if problem["type"] == "missing":
-        return f"{field} is missing"
-    value = repr(problem["input"])
-    shown = value if len(value) <= 60 else value[:57] + "..."
-    return f"{field} is {shown}: {' '.join(problem['msg'].split())}"

@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.planner.frontier import describe_frontier
 from tf_adapters.report.batch import batch_facts, bubble_headline
-from tf_adapters.report.layout import Panel
-from tf_adapters.report.measured import stable_samples
+from tf_adapters.report.layout import Panel, stable_samples
 from tf_adapters.report.page import Page, Table, as_text
 from tf_adapters.report.schema import Batches, Report, SampledTokens
 from tf_adapters.schedule.deferral import backward_of
@@ -43,8 +42,7 @@ _TABLE_TITLE = "Share of each stage's weight gradients that is skipped (backward
 
 
 def page(report: Report, panels: Sequence[Panel] = ()) -> Page:
-    """The report as a page, ``panels`` as its chart."""
-    schedule = report.schedule.parse()
+    schedule = report.schedule
     rows = () if _only_measures(report) else _rows(report, schedule)
     tables = (Table(_TABLE_TITLE, _HEADER, rows),) if rows else ()
     return Page(
@@ -57,7 +55,6 @@ def page(report: Report, panels: Sequence[Panel] = ()) -> Page:
 
 
 def summary(report: Report) -> str:
-    """The report as plain text."""
     return as_text(page(report))
 
 
@@ -134,8 +131,8 @@ def _plan_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[st
         )
         if plan.deferrable_share:
             yield "deferral", describe_deferral(plan, schedule)
-        limit = report.config.get("max_freeze_ratio")
-        bound = f", limit {limit:.0%} per stage" if isinstance(limit, (int, float)) and 0 <= limit <= 1 else ""
+        limit = report.max_freeze_ratio
+        bound = "" if limit is None else f", limit {limit:.0%} per stage"
         yield "plan", f"skip {plan.mean_freeze_ratio:.0%} of the weight gradients on average{bound}"
         if plan.frontier:
             yield "auto", describe_frontier(plan)

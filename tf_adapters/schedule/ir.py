@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from tf_adapters.errors import ScheduleError
 
@@ -122,7 +122,7 @@ class PipelineSchedule:
         """
         waiting = dict.fromkeys(self.actions, 0)
         released: dict[Action, list[Action]] = {action: [] for action in waiting}
-        for source, target in [*self._chain(), *self.transfers()]:
+        for source, target in chain(*map(pairwise, self.ranks), self.transfers()):
             waiting[target] += 1
             released[source].append(target)
         ready = deque(action for action, count in waiting.items() if count == 0)
@@ -159,10 +159,6 @@ class PipelineSchedule:
             f"{f'rank {rank}':<{label}} |{''.join(cell.center(width) for cell in row)}".rstrip()
             for rank, row in enumerate(rows)
         )
-
-    def _chain(self) -> Iterator[tuple[Action, Action]]:
-        for rank in self.ranks:
-            yield from pairwise(rank)
 
     def _error(self, message: str, *marked: Action) -> ScheduleError:
         return ScheduleError(message, grid=self.grid(marked))

@@ -85,10 +85,9 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Pipe
         rank 0 | 0F0 0F1 2F0 2F1 .   2B0 .   2B1 0B0 .   0B1
         rank 1 | .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 .   1B1
     """
-    per_round = _microbatches_per_round(ranks, microbatches)
     orders = []
     for rank in range(ranks):
-        forwards, backwards = _interleaved_stages(rank, ranks, microbatches, stages_per_rank)
+        forwards, backwards, per_round = _interleaved_stages(rank, ranks, microbatches, stages_per_rank)
         warmup = min(len(forwards), (stages_per_rank - 1) * per_round + 2 * (ranks - 1 - rank))
         order = forwards[:warmup]
         for position, backward in enumerate(backwards):
@@ -105,10 +104,9 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int 
 
         rank 0 | 0F0 0F1 2F0 .   2I0 2W0 2F1 ...
     """
-    per_round = _microbatches_per_round(ranks, microbatches)
     orders = []
     for rank in range(ranks):
-        forwards, backwards = _interleaved_stages(rank, ranks, microbatches, stages_per_rank)
+        forwards, backwards, per_round = _interleaved_stages(rank, ranks, microbatches, stages_per_rank)
         warmup = min(len(forwards), (stages_per_rank - 1) * per_round + (ranks - 1 - rank))
         order, waiting = forwards[:warmup], []
         for position, backward in enumerate(backwards):
@@ -121,23 +119,19 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int 
     return PipelineSchedule(tuple(orders)).validate()
 
 
-def _microbatches_per_round(ranks: int, microbatches: int) -> int:
-    rounds = max(1, microbatches // ranks)
-    if microbatches % rounds:
-        raise ScheduleError(f"{microbatches} microbatches on {ranks} ranks: {rounds} rounds of equal size are needed")
-    return microbatches // rounds
-
-
 def _interleaved_stages(
     rank: int, ranks: int, microbatches: int, stages_per_rank: int
-) -> tuple[list[Action], list[Action]]:
-    """A rank's forwards in order, and its backwards: rounds of microbatches, within a round stage by stage."""
-    per_round = _microbatches_per_round(ranks, microbatches)
+) -> tuple[list[Action], list[Action], int]:
+    """A rank's forwards in order, its backwards, and the microbatches of a round, which passes stage after stage."""
+    count = max(1, microbatches // ranks)
+    if microbatches % count:
+        raise ScheduleError(f"{microbatches} microbatches on {ranks} ranks: {count} rounds of equal size are needed")
+    per_round = microbatches // count
     stages = [rank + ranks * local for local in range(stages_per_rank)]
     rounds = [range(first, first + per_round) for first in range(0, microbatches, per_round)]
     forwards = [Action(stage, Kind.FORWARD, m) for of_round in rounds for stage in stages for m in of_round]
     backwards = [Action(stage, Kind.BACKWARD, m) for of_round in rounds for stage in stages[::-1] for m in of_round]
-    return forwards, backwards
+    return forwards, backwards, per_round
 
 
 def zbv(ranks: int, microbatches: int) -> PipelineSchedule:
@@ -228,8 +222,8 @@ _GENERATORS: dict[str, Callable[..., PipelineSchedule]] = {
     "interleaved": interleaved,
     "zbv": zbv,
     "interleaved_zero_bubble": interleaved_zero_bubble,
-    "looped_bfs": looped_bfs,
     "dualpipev": dualpipev,
+    "looped_bfs": looped_bfs,
 }
 _STAGES_PER_RANK = {"gpipe": 1, "one_f_one_b": 1, "zbv": 2, "dualpipev": 2}  # the others take any number
 NAMES = tuple(_GENERATORS)

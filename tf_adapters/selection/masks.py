@@ -49,32 +49,27 @@ class StageMasks:
         caps: Mapping[str, float] = NO_CAPS,
         tokens: bool = False,
     ) -> None:
-        self._units = limited(units, exclude, caps)
+        self.units = limited(units, exclude, caps)  # what can be frozen, by stage
         self._tokens = tokens
-        self._excludes = {stage: len(self._units[stage]) < len(of_stage) for stage, of_stage in units.items()}
-        self._uniform = {stage: _selection(of_stage) for stage, of_stage in self._units.items()}
+        self._excludes = {stage: len(self.units[stage]) < len(of_stage) for stage, of_stage in units.items()}
+        self._uniform = {stage: _selection(of_stage) for stage, of_stage in self.units.items()}
         self._hybrid: dict[int, tuple[frozenset[int], _Selection]] = {}  # the newest of each stage
         self._drawn: dict[int, tuple[_Drawn, tuple[Mask, ...]]] = {}  # the newest of each stage
-        self._names = {s: tuple(n for unit in of_stage for n in unit.names) for s, of_stage in self._units.items()}
+        self._names = {s: tuple(n for unit in of_stage for n in unit.names) for s, of_stage in self.units.items()}
         self._seed = seed
 
     @property
-    def units(self) -> Mapping[int, Sequence[FreezeUnit]]:
-        """What can be frozen, by stage."""
-        return self._units
-
-    @property
     def stages(self) -> tuple[int, ...]:
-        return tuple(sorted(self._units))
+        return tuple(sorted(self.units))
 
     @property
     def first_training_stage(self) -> int | None:
         """The first stage that trains anything, frozen now and then or never."""
-        return next((stage for stage in self.stages if self._units[stage] or self._excludes[stage]), None)
+        return next((stage for stage in self.stages if self.units[stage] or self._excludes[stage]), None)
 
     def can_freeze_all(self, stage: int) -> bool:
         """Whether a ratio of 1 freezes everything that a stage trains."""
-        return not self._excludes[stage] and all(unit.cap == 1.0 for unit in self._units[stage])
+        return not self._excludes[stage] and all(unit.cap == 1.0 for unit in self.units[stage])
 
     def excludes(self, stage: int) -> bool:
         """Whether a stage trains something that no mask ever freezes."""
@@ -93,7 +88,7 @@ class StageMasks:
         return self._drawn[stage][1]
 
     def _masks(self, step: int, stage: int, ratios: Sequence[float], preferred: frozenset[int]) -> Iterator[Mask]:
-        units = self._units[stage]
+        units = self.units[stage]
         if self._tokens:
             yield from (Mask(share=ratio if units else 0.0) for ratio in ratios)
             return
@@ -103,28 +98,27 @@ class StageMasks:
 
     def of_units(self, stage: int, frozen: frozenset[int]) -> Mask:
         """The mask that freezes the units of a stage at ``frozen`` and no other."""
-        units = self._units[stage]
+        units = self.units[stage]
         complete = len(frozen) == len(units) and not self._excludes[stage]
         names = tuple(name for index in sorted(frozen) for name in units[index].names)
         return Mask(names, frozen_share(units, frozen), complete)
 
     def names(self, stage: int) -> tuple[str, ...]:
-        """Every parameter of a stage that can be frozen."""
         return self._names[stage]
 
     def caps(self, stage: int) -> Mapping[str, float]:
         """By parameter that can be frozen, how often it is at a ratio of 1, in (0, 1]."""
-        return {name: unit.cap for unit in self._units[stage] for name in unit.names}
+        return {name: unit.cap for unit in self.units[stage] for name in unit.names}
 
     def share(self, stage: int, chosen: frozenset[int]) -> float:
         """The ratio at which a mask that prefers the units at ``chosen`` freezes them and no other, in [0, 1]."""
-        return preferred_share(self._units[stage], chosen)
+        return preferred_share(self.units[stage], chosen)
 
     def _selection_of(self, stage: int, preferred: frozenset[int]) -> _Selection:
         if not preferred:
             return self._uniform[stage]
         if stage not in self._hybrid or self._hybrid[stage][0] != preferred:
-            self._hybrid[stage] = preferred, _selection(self._units[stage], preferred)
+            self._hybrid[stage] = preferred, _selection(self.units[stage], preferred)
         return self._hybrid[stage][1]
 
 

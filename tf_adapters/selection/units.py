@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tf_adapters.errors import ConfigError
+from tf_adapters.timing.estimates import grouped
 
 Tie = tuple[tuple[int, str], ...]
 """(stage, name) of each place where one weight is held: several stages that reduce its gradient together."""
@@ -30,6 +31,13 @@ class FreezeUnit:
     def freezable_work(self) -> float:
         """What a freeze ratio of 1 freezes of the unit's work, on average."""
         return self.work * self.cap
+
+
+def joined(units: Sequence[FreezeUnit]) -> FreezeUnit:
+    """One unit of several, with the smallest of their caps."""
+    names = tuple(name for unit in units for name in unit.names)
+    work, cap = sum(unit.work for unit in units), min(unit.cap for unit in units)
+    return FreezeUnit(names, work, units[0].shape, cap)
 
 
 def freezable_work(units: Iterable[FreezeUnit]) -> float:
@@ -65,8 +73,12 @@ def limited(
     _must_match("freeze_exclude", exclude, names)
     _must_match("freeze_limits", caps, names)
     chosen = {**caps, **dict.fromkeys(exclude, 0.0)}
+
+    def smallest_cap(unit: FreezeUnit) -> float:
+        return min((unit.cap, *(cap for pattern, cap in chosen.items() if fnmatch.filter(unit.names, pattern))))
+
     return {
-        stage: tuple(replace(unit, cap=cap) for unit in of_stage if (cap := _smallest_cap(unit, chosen)) > 0.0)
+        stage: tuple(replace(unit, cap=cap) for unit in of_stage if (cap := smallest_cap(unit)) > 0.0)
         for stage, of_stage in units.items()
     }
 
@@ -78,15 +90,7 @@ def _must_match(field: str, patterns: Iterable[str], names: Sequence[str]) -> No
             raise ConfigError(f'timely_freeze.{field}: "{pattern}" matches no trainable parameter {example}')
 
 
-def _smallest_cap(unit: FreezeUnit, caps: Mapping[str, float]) -> float:
-    return min((unit.cap, *(cap for pattern, cap in caps.items() if fnmatch.filter(unit.names, pattern))))
-
-
 def same_names(units: Mapping[int, Iterable[FreezeUnit]]) -> tuple[Tie, ...]:
     """The ties of a host that gives a tied weight the same name on every stage that holds it."""
-    stages: dict[str, list[int]] = {}
-    for stage in sorted(units):
-        for unit in units[stage]:
-            for name in unit.names:
-                stages.setdefault(name, []).append(stage)
+    stages = grouped((name, stage) for stage in sorted(units) for unit in units[stage] for name in unit.names)
     return tuple(tuple((stage, name) for stage in held) for name, held in stages.items() if len(held) > 1)

@@ -8,9 +8,10 @@ from itertools import accumulate, pairwise
 from statistics import fmean
 
 from tf_adapters.errors import ConfigError
-from tf_adapters.report.schema import Layers, Report
+from tf_adapters.report.schema import Report
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.simulate.partition import CutPipeline, Cuts, Piece, StageRest
+from tf_adapters.simulate.partition import CutPipeline, Cuts, Piece
+from tf_adapters.timing.layers import StageLayers
 
 __all__ = ["Balance", "Cut", "balance"]
 
@@ -60,11 +61,11 @@ class Balance:
 
 def balance(report: Report) -> Balance:
     """Cut the model that a run has measured anew. Raises ConfigError where its layers were not timed."""
-    if not report.times:
-        raise ConfigError(f"no action has been timed yet (status {report.status!r})")
-    schedule = report.schedule.parse().validate()
-    upper = {Action.parse(text): bounds[1] for text, bounds in report.times.items()}
-    stages = [_StageTimes.of(report.layers.get(str(stage)), schedule, upper, stage) for stage in _stages(schedule)]
+    upper = {action: bounds.upper for action, bounds in report.bounds().items()}
+    schedule = report.schedule.validate()
+    stages = [
+        _StageTimes.of(report.layers.get(str(stage)), schedule, upper, stage) for stage in range(schedule.num_stages)
+    ]
     pieces = [piece for stage in stages for piece in _together(stage.pieces, report.host.name)]
     sizes = [len(_together(stage.pieces, report.host.name)) for stage in stages]
     pipeline = CutPipeline(
@@ -78,21 +79,17 @@ def balance(report: Report) -> Balance:
     return Balance(schedule, now, then, report.measured.step_ms_unfrozen)
 
 
-def _stages(schedule: PipelineSchedule) -> range:
-    return range(schedule.num_stages)
-
-
 @dataclass(frozen=True)
 class _StageTimes:
     """A stage's layers as long as monitoring says that the stage takes; ``half``: its backward's input gradient."""
 
     pieces: tuple[Piece, ...]
-    rest: StageRest
+    rest: Piece
     half: float
 
     @classmethod
     def of(
-        cls, layers: Layers | None, schedule: PipelineSchedule, upper: Mapping[Action, float], stage: int
+        cls, layers: StageLayers | None, schedule: PipelineSchedule, upper: Mapping[Action, float], stage: int
     ) -> _StageTimes:
         if layers is None or not layers.layers:
             raise ConfigError(
@@ -110,7 +107,7 @@ class _StageTimes:
                 Piece((of.name,), of.forward_ms * forward_scale, of.backward_ms * backward_scale, of.parameters)
                 for of in layers.layers
             ),
-            StageRest(layers.rest_forward_ms * forward_scale, layers.rest_backward_ms * backward_scale),
+            Piece((), layers.rest_forward_ms * forward_scale, layers.rest_backward_ms * backward_scale),
             means[Kind.INPUT_GRAD] / backward if backward else 0.0,
         )
 

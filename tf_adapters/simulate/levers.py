@@ -6,7 +6,7 @@ pipeline gets shorter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from tf_adapters.errors import ConfigError, TimelyFreezeError
@@ -14,6 +14,7 @@ from tf_adapters.planner.forecast import forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import PlanProblem, most_of_a_microbatch
 from tf_adapters.planner.solve import solve
+from tf_adapters.report.page import Table
 from tf_adapters.report.schema import Report
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.deferral import most_in_flight
@@ -26,7 +27,7 @@ from tf_adapters.simulate.pipeline import Pipeline, carried_gaps, recut, stage_t
 from tf_adapters.timing.token_cost import TokenCost
 from tf_adapters.timing.transfers import Gaps
 
-__all__ = ["Lever", "Levers", "levers"]
+__all__ = ["Lever", "Levers", "levers", "levers_table"]
 
 _RATIO = 0.8
 _DRAWING = TokenCost(fixed=0.1)
@@ -65,7 +66,6 @@ class Levers:
     notes: tuple[str, ...]
 
     def speedup(self, lever: Lever) -> float:
-        """How many times as fast a lever's step is."""
         return self.now.step_ms / lever.step_ms if lever.step_ms > 0.0 else 1.0
 
 
@@ -92,20 +92,17 @@ class _Measured:
     """A run's times, and steps that follow from them."""
 
     def __init__(self, report: Report, progress: Callable[[str], None]) -> None:
-        if not report.times:
-            raise ConfigError(f"no action has been timed yet (status {report.status!r})")
-        self._report, self._progress = report, progress
-        self.schedule = report.schedule.parse().validate()
-        pairs = {Action.parse(text): Bounds(*pair) for text, pair in report.times.items()}
-        times = PlanProblem(self.schedule, pairs, _RATIO).validate().times
+        self._report, self._progress, bounds = report, progress, report.bounds()
+        self.schedule = report.schedule.validate()
+        times = PlanProblem(self.schedule, bounds, _RATIO).validate().times
         self._assumed = not any(b.lower < b.upper for a, b in times.items() if a.freezable)
         self._times = _with_assumed_weights(times) if self._assumed else times
         self._gaps = report.gaps()
         self._unfrozen = self._makespan(self.schedule, self._times)
         self._step_ms = report.measured.step_ms_unfrozen or self._unfrozen
-        ratio = report.config.get("max_freeze_ratio")
-        self._ratio = ratio if isinstance(ratio, (int, float)) and 0.0 < ratio <= 1.0 else _RATIO
-        self._cost = _slowest_cost(report)
+        self._ratio = report.max_freeze_ratio or _RATIO
+        costs = [TokenCost(of.fixed, of.per_token) for of in report.tokens.values()]
+        self._cost = min(costs, key=lambda cost: cost.most_frozen, default=None)
 
     def now(self) -> Lever:
         return Lever("as it is, measured", self._step_ms, _held(self.schedule), "all")
@@ -151,7 +148,15 @@ class _Measured:
         return self._lever(name, self._plan(name, 0.0, defer=True, extra=extra), "all, the same bits")
 
     def _lever(self, name: str, plan: FreezePlan, gradients: str) -> Lever:
-        return Lever(name, self._step(plan), _held(plan.schedule or self.schedule), gradients)
+        promised = forecast(
+            self.schedule,
+            plan,
+            bounds=self._times,
+            unfrozen_step_ms=self._step_ms,
+            gaps=self._gaps,
+            stage_0_vanishes=not self._report.config.get("freeze_exclude"),
+        )
+        return Lever(name, max(0.0, promised.planned_ms), _held(plan.schedule or self.schedule), gradients)
 
     def _plan(self, name: str, ratio: float, defer: bool, extra: int = 0, most: float = 1.0) -> FreezePlan:
         self._progress(name)
@@ -159,8 +164,7 @@ class _Measured:
             self.schedule,
             self._times,
             ratio,
-            communication=self._gaps.communication,
-            overhead=self._gaps.overhead,
+            **self._gaps._asdict(),
             max_action_freeze_ratio=most,
             max_microbatch_freeze_ratio=most_of_a_microbatch(ratio),
             defer=defer,
@@ -168,18 +172,6 @@ class _Measured:
             moves_forwards=self._report.host.name != _MOVES_NO_FORWARDS,
         )
         return solve(problem)
-
-    def _step(self, plan: FreezePlan) -> float:
-        excluded = bool(self._report.config.get("freeze_exclude"))
-        promised = forecast(
-            self.schedule,
-            plan,
-            bounds=self._times,
-            unfrozen_step_ms=self._step_ms,
-            gaps=self._gaps,
-            stage_0_vanishes=not excluded,
-        )
-        return max(0.0, promised.planned_ms)
 
     # --- other orders and other cuts -----------------------------------------------------------------------------
 
@@ -243,6 +235,21 @@ def _with_assumed_weights(times: Mapping[Action, Bounds]) -> dict[Action, Bounds
     return {action: bounds(action) for action in times}
 
 
-def _slowest_cost(report: Report) -> TokenCost | None:
-    costs: Sequence[TokenCost] = [TokenCost(of.fixed, of.per_token) for of in report.tokens.values()]
-    return min(costs, key=lambda cost: cost.most_frozen, default=None)
+# --- as a table on the page of a run that only measures --------------------------------------------------------
+
+_HEADER = ("", "step ms, planned", "speedup", "microbatches held", "weight gradients")
+
+
+def levers_table(found: Levers) -> Table:
+    """A line for the step as it is, then one for each lever, in the order of what they cost."""
+    rows = tuple(
+        (
+            lever.name,
+            f"{lever.step_ms:,.1f}",
+            f"{found.speedup(lever):.2f}x",
+            f"{lever.held:.1f}".removesuffix(".0"),
+            lever.gradients,
+        )
+        for lever in (found.now, *found.others)
+    )
+    return Table("What each would bring, planned from the times of this run", _HEADER, rows)

@@ -115,6 +115,10 @@ class StageCost:
             self.weight_grad + other.weight_grad,
         )
 
+    def scaled(self, factor: float) -> StageCost:
+        """So many times as much."""
+        return StageCost(self.forward * factor, self.input_grad * factor, self.weight_grad * factor)
+
 
 def split_layers(layers: int, stages: int, ends: int = 1) -> tuple[int, ...]:
     """How many layers each stage gets when embedding and head count as ``ends`` layers each; extra ones go first.
@@ -142,7 +146,7 @@ def stage_costs(
     options = options or CostOptions()
     tokens = sequences * length
     layer = _layer(shape, tokens, length, options)
-    costs = [StageCost(n * layer.forward, n * layer.input_grad, n * layer.weight_grad) for n in layers]
+    costs = [layer.scaled(count) for count in layers]
     costs[0] += StageCost(0.0, 0.0, tokens * shape.hidden_size)
     if options.head:
         costs[-1] += _head(shape, tokens, options)

@@ -3,57 +3,65 @@
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from tf_adapters.errors import ConfigError
 from tf_adapters.report.outputs import add_output_arguments
 from tf_adapters.simulate.orders import SCHEDULES, SINGLE, Sizes, canonical
 
-__all__ = ["ModelOptions", "Options", "StageOptions", "add_arguments", "read_options"]
+__all__ = ["Options", "add_arguments", "read_options"]
 
 MODELS = ("llama-1b", "llama-8b", "llama-13b")
 _SWEEP = "0.2,0.4,0.6,0.8,1"
 
-_T = TypeVar("_T")
+_Count = Annotated[int, Field(ge=1, le=1_000_000)]
+_Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Ratio = Annotated[float, Field(ge=0, le=1)]
+_SPLIT = BeforeValidator(lambda text: [part.strip() for part in text.split(",")] if isinstance(text, str) else text)
+_TIMES, _RATIOS = "a finite time in ms of at least 0", "a number from 0 to 1"
+_EXPECTED = {
+    **dict.fromkeys(("forward_ms", "backward_ms", "communication_ms"), _TIMES),
+    **dict.fromkeys(("weight_share", "max_freeze_ratio", "sweep"), _RATIOS),
+    "tflops": "a finite number of TFLOP/s of at least 0.000001",
+}
+"""Of an argument's values; of others a whole number from 1 to 1000000."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageOptions:
-    """Times of stages as given, in ms: one value or one for each stage; the weight share is in [0, 1]."""
+class Options(BaseModel):
+    """The command line, read. Of ``report``, ``input``, ``forward_ms`` and ``model`` exactly one is there.
 
-    forward_ms: tuple[float, ...]
-    backward_ms: tuple[float, ...]
-    weight_share: tuple[float, ...]
+    Times of stages are one value or one for each stage; ``sequences`` and their ``length`` are a microbatch's.
+    ``extra_microbatches`` is None where weight gradients stay in place, as far as the arguments say.
+    """
 
+    model_config = ConfigDict(frozen=True)
 
-@dataclass(frozen=True, slots=True)
-class ModelOptions:
-    """A model's name in ``MODELS``, a microbatch's sequences and their length in tokens, a device's TFLOP/s."""
+    report: str | None = None
+    input: str | None = None
+    forward_ms: Annotated[tuple[_Time, ...], _SPLIT] | None = None
+    backward_ms: Annotated[tuple[_Time, ...], _SPLIT] = ()
+    weight_share: Annotated[tuple[_Ratio, ...], _SPLIT] = (0.5,)
+    model: str | None = None
+    sequences: _Count = 2
+    length: _Count = 1024
+    tflops: Annotated[float, Field(ge=1e-6, allow_inf_nan=False)] = 989.0
+    schedules: tuple[str, ...] = ()
+    csv: str | None = None
+    microbatches: _Count | None = None
+    ranks: _Count | None = None
+    stages: _Count | None = None
+    stages_per_rank: _Count | None = None
+    communication_ms: _Time | None = None
+    max_freeze_ratio: _Ratio | None = None
+    sweep: Annotated[tuple[_Ratio, ...], _SPLIT] = ()
+    extra_microbatches: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
 
-    name: str
-    sequences: int
-    length: int
-    tflops: float
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The command line, read. Of ``report``, ``input``, ``stages`` and ``model`` exactly one is there."""
-
-    report: str | None
-    input: str | None
-    stages: StageOptions | None
-    model: ModelOptions | None
-    schedules: tuple[str, ...]
-    csv: str | None
-    sizes: Sizes
-    communication_ms: float | None
-    max_freeze_ratio: float | None
-    sweep: tuple[float, ...]
-    extra_microbatches: int | None
+    @property
+    def sizes(self) -> Sizes:
+        """How large the pipeline is, as far as the arguments say."""
+        return Sizes(self.microbatches, self.ranks, self.stages, self.stages_per_rank)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,34 +106,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def read_options(args: argparse.Namespace) -> Options:
     """The values of ``args``. Raises ConfigError: one line with the argument, the value and what is allowed."""
     _check_one_source(args)
-    return Options(
-        report=args.report,
-        input=args.input,
-        stages=_stage_options(args),
-        model=_model_options(args),
-        schedules=_schedules(args),
-        csv=args.csv,
-        sizes=Sizes(
-            microbatches=_read(args, "microbatches", _count),
-            ranks=_read(args, "ranks", _count),
-            stages=_read(args, "stages", _count),
-            stages_per_rank=_read(args, "stages_per_rank", _count),
-        ),
-        communication_ms=_read(args, "communication_ms", _milliseconds),
-        max_freeze_ratio=_read(args, "max_freeze_ratio", _ratio),
-        sweep=() if args.sweep == "none" else _list("--sweep", args.sweep, _ratio),
-        extra_microbatches=_extra_microbatches(args),
-    )
-
-
-def _extra_microbatches(args: argparse.Namespace) -> int | None:
-    """None where weight gradients stay in place, as far as the arguments say."""
-    text = args.extra_microbatches
-    if text is None:
-        return 0 if args.defer else None
-    if not args.defer:
-        raise ConfigError(f"--extra-microbatches {text}: goes with --defer")
-    return 0 if text == "0" else _count("--extra-microbatches", text)
+    given: dict[str, Any] = {name: value for name, value in vars(args).items() if value is not None}
+    if args.sweep == "none":
+        del given["sweep"]
+    if args.extra_microbatches is None and args.defer:
+        given["extra_microbatches"] = 0
+    elif args.extra_microbatches is not None and not args.defer:
+        raise ConfigError(f"--extra-microbatches {args.extra_microbatches}: goes with --defer")
+    if args.forward_ms is not None and args.backward_ms is None:
+        raise ConfigError("--backward-ms: missing: --forward-ms needs it")
+    if args.model is not None:
+        given["model"] = args.model.lower().replace("_", "-")
+        if given["model"] not in MODELS:
+            raise ConfigError(f"--model {args.model!r}: allowed are {', '.join(MODELS)}")
+    try:
+        return Options(**{**given, "schedules": _schedules(args)})
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        name = str(problem["loc"][0])
+        expected = _EXPECTED.get(name, "a whole number from 1 to 1000000")
+        raise ConfigError(f"{_argument(name)} {problem['input']!r}: expected {expected}") from None
 
 
 def _check_one_source(args: argparse.Namespace) -> None:
@@ -147,32 +147,6 @@ def _check_one_source(args: argparse.Namespace) -> None:
                 raise ConfigError(f"{_argument(name)} {getattr(args, name)}: goes with {owner}, not with {given[0]}")
 
 
-def _stage_options(args: argparse.Namespace) -> StageOptions | None:
-    if args.forward_ms is None:
-        return None
-    if args.backward_ms is None:
-        raise ConfigError("--backward-ms: missing: --forward-ms needs it")
-    return StageOptions(
-        forward_ms=_list("--forward-ms", args.forward_ms, _milliseconds),
-        backward_ms=_list("--backward-ms", args.backward_ms, _milliseconds),
-        weight_share=_list("--weight-share", "0.5" if args.weight_share is None else args.weight_share, _ratio),
-    )
-
-
-def _model_options(args: argparse.Namespace) -> ModelOptions | None:
-    if args.model is None:
-        return None
-    name = args.model.lower().replace("_", "-")
-    if name not in MODELS:
-        raise ConfigError(f"--model {args.model!r}: allowed are {', '.join(MODELS)}")
-    return ModelOptions(
-        name=name,
-        sequences=_read(args, "sequences", _count) or 2,
-        length=_read(args, "length", _count) or 1024,
-        tflops=_read(args, "tflops", _rate) or 989.0,
-    )
-
-
 def _schedules(args: argparse.Namespace) -> tuple[str, ...]:
     if args.schedule is None:
         return ()
@@ -186,40 +160,3 @@ def _schedules(args: argparse.Namespace) -> tuple[str, ...]:
 
 def _argument(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _read(args: argparse.Namespace, name: str, convert: Callable[[str, str], _T]) -> _T | None:
-    text = getattr(args, name)
-    return None if text is None else convert(_argument(name), text)
-
-
-def _list(argument: str, text: str, convert: Callable[[str, str], float]) -> tuple[float, ...]:
-    return tuple(convert(argument, part.strip()) for part in text.split(","))
-
-
-def _count(argument: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 7 and 1 <= int(text) <= 1_000_000):
-        raise ConfigError(f"{argument} {text!r}: expected a whole number from 1 to 1000000")
-    return int(text)
-
-
-def _milliseconds(argument: str, text: str) -> float:
-    return _number(argument, text, low=0.0, high=math.inf, allowed="a finite time in ms of at least 0")
-
-
-def _ratio(argument: str, text: str) -> float:
-    return _number(argument, text, low=0.0, high=1.0, allowed="a number from 0 to 1")
-
-
-def _rate(argument: str, text: str) -> float:
-    return _number(argument, text, low=1e-6, high=math.inf, allowed="a finite number of TFLOP/s of at least 0.000001")
-
-
-def _number(argument: str, text: str, low: float, high: float, allowed: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or not low <= value <= high:
-        raise ConfigError(f"{argument} {text!r}: expected {allowed}")
-    return value

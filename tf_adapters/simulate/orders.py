@@ -10,19 +10,11 @@ from pathlib import Path
 
 from tf_adapters.errors import ConfigError, ScheduleError
 from tf_adapters.schedule.ir import Action, PipelineSchedule
-from tf_adapters.schedule.orders import named_schedule
+from tf_adapters.schedule.orders import NAMES, named_schedule
 
 __all__ = ["SCHEDULES", "SINGLE", "Sizes", "canonical", "named_order", "read_csv"]
 
-SCHEDULES = {
-    "gpipe": "gpipe",
-    "1f1b": "one_f_one_b",
-    "interleaved": "interleaved",
-    "zbv": "zbv",
-    "interleaved-zero-bubble": "interleaved_zero_bubble",
-    "dualpipev": "dualpipev",
-    "looped-bfs": "looped_bfs",
-}
+SCHEDULES = {"1f1b" if name == "one_f_one_b" else name.replace("_", "-"): name for name in NAMES}
 """Names on the command line, and those of ``schedule.orders``."""
 
 _ALIASES = {
@@ -80,7 +72,6 @@ def named_order(name: str, sizes: Sizes) -> PipelineSchedule:
 
 
 def _ranks(name: str, sizes: Sizes) -> tuple[int, int]:
-    """Ranks, and stages on each."""
     ranks, stages, per_rank = sizes.ranks, sizes.stages, sizes.stages_per_rank
     if ranks and stages and per_rank and stages != ranks * per_rank:
         raise ConfigError(

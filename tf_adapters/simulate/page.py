@@ -26,10 +26,14 @@ def simulation_page(
     tables = [_rank_table(simulation), _ratio_table(simulation, width)]
     if simulation.sweep:
         tables.append(_sweep_table(simulation))
+    step = []
+    if step_ms is not None:  # as planner.forecast.forecast: what is no pipeline computation stays as it was measured
+        expected = step_ms - (simulation.unfrozen.end_ms - simulation.gain.stable_ms)
+        step = [("step", f"{_ms(step_ms)} measured with nothing frozen, {_ms(expected)} expected in stable freezing")]
     return Page(
         headline=f"{simulation.pipeline.name}: {size}: batch {_ms(simulation.unfrozen.end_ms)}"
         f" -> {_ms(simulation.gain.ms)} at r_max {simulation.max_freeze_ratio:g}, {_percent(simulation.gain.gain)}",
-        facts=(("times", source), *_facts(simulation), *_step(simulation, step_ms)),
+        facts=(("times", source), *_facts(simulation), *step),
         tables=tuple(tables),
         panels=simulation.panels,
         notes=tuple(notes),
@@ -37,7 +41,6 @@ def simulation_page(
 
 
 def comparison_page(simulations: Sequence[Simulation], source: str, notes: Sequence[str]) -> Page:
-    """Several simulations side by side."""
     ratio = simulations[0].max_freeze_ratio
     best = min(simulations, key=lambda simulation: simulation.gain.ms)
     tables = [Table(f"Batch at r_max {ratio:g}", _COMPARED, tuple(_compared(each) for each in simulations))]
@@ -105,13 +108,6 @@ def _facts(simulation: Simulation) -> Iterator[tuple[str, str]]:
     yield "path planned", _path(planned)
 
 
-def _step(simulation: Simulation, step_ms: float | None) -> Iterator[tuple[str, str]]:
-    """As ``tf_adapters.planner.forecast.forecast``: what is no pipeline computation stays as it was measured."""
-    if step_ms is not None:
-        expected = step_ms - (simulation.unfrozen.end_ms - simulation.gain.stable_ms)
-        yield "step", f"{_ms(step_ms)} measured with nothing frozen, {_ms(expected)} expected in stable freezing"
-
-
 def _rank_table(simulation: Simulation) -> Table:
     before, after = simulation.unfrozen, simulation.planned
     rows = [
@@ -131,9 +127,7 @@ def _ratio_table(simulation: Simulation, width: int) -> Table:
     """A column per microbatch in percent; where that is too wide, one digit per microbatch."""
     stages = sorted(simulation.plan.stage_freeze_ratio)
     microbatches = simulation.pipeline.schedule.num_microbatches
-    ratios: dict[tuple[int, int], float] = {
-        (action.stage, action.microbatch): ratio for action, ratio in simulation.plan.freeze_ratio.items()
-    }
+    ratios = simulation.plan.ratio_of_microbatch
     means = {stage: f"{100 * simulation.plan.stage_freeze_ratio[stage]:.0f}" for stage in stages}
     if 12 + 5 * microbatches <= width:
         rows = [(str(s), means[s], *(f"{100 * ratios[s, m]:.0f}" for m in range(microbatches))) for s in stages]

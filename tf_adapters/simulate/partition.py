@@ -13,7 +13,7 @@ from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Kind, PipelineSchedule
 from tf_adapters.timing.transfers import Gaps
 
-__all__ = ["CutPipeline", "Cuts", "Piece", "StageRest"]
+__all__ = ["CutPipeline", "Cuts", "Piece"]
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
 
@@ -31,14 +31,6 @@ class Piece:
     parameters: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StageRest:
-    """What a microbatch takes on a stage outside of its layers, ms: it stays where it is."""
-
-    forward_ms: float
-    backward_ms: float
-
-
 class CutPipeline:
     """A batch of a schedule as a function of where the model is cut.
 
@@ -46,7 +38,7 @@ class CutPipeline:
         schedule: of one batch; its backwards are whole or in halves.
         gaps: the time between actions.
         pieces: of all stages, in order.
-        rest: by stage.
+        rest: by stage, what a microbatch takes outside of its layers: it stays where it is.
         halves: by stage, the share of a backward that is its input gradient, in [0, 1].
     """
 
@@ -55,7 +47,7 @@ class CutPipeline:
         schedule: PipelineSchedule,
         gaps: Gaps,
         pieces: Sequence[Piece],
-        rest: Sequence[StageRest],
+        rest: Sequence[Piece],
         halves: Sequence[float],
     ) -> None:
         self._dag = PipelineDag.from_schedule(schedule, gaps.communication, gaps.overhead)

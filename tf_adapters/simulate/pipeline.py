@@ -15,6 +15,8 @@ from tf_adapters.timing.transfers import NO_GAPS, Gaps
 
 __all__ = ["Pipeline", "between_ranks", "carried_gaps", "recut", "stage_times"]
 
+_NOTHING = StageCost(0.0, 0.0, 0.0)
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -70,7 +72,7 @@ def stage_times(schedule: PipelineSchedule, times: Mapping[Action, Bounds]) -> t
 
     What a backward takes with everything frozen is its input gradient; what freezing saves is its weight gradient.
     """
-    sums = [StageCost(0.0, 0.0, 0.0) for _ in range(schedule.num_stages)]
+    sums = [_NOTHING] * schedule.num_stages
     for action in schedule.actions:
         bounds = times[action]
         if action.kind is Kind.FORWARD:
@@ -80,7 +82,7 @@ def stage_times(schedule: PipelineSchedule, times: Mapping[Action, Bounds]) -> t
         else:
             part = StageCost(0.0, bounds.lower, bounds.upper - bounds.lower)
         sums[action.stage] += part
-    return tuple(_scaled(cost, 1.0 / schedule.num_microbatches) for cost in sums)
+    return tuple(cost.scaled(1.0 / schedule.num_microbatches) for cost in sums)
 
 
 def recut(pieces: Sequence[StageCost], stages: int) -> tuple[StageCost, ...]:
@@ -90,21 +92,10 @@ def recut(pieces: Sequence[StageCost], stages: int) -> tuple[StageCost, ...]:
     """
     if stages % len(pieces) == 0:
         parts = stages // len(pieces)
-        return tuple(_scaled(piece, 1.0 / parts) for piece in pieces for _ in range(parts))
+        return tuple(piece.scaled(1.0 / parts) for piece in pieces for _ in range(parts))
     if len(pieces) % stages == 0:
         joined = len(pieces) // stages
-        return tuple(_sum(pieces[first : first + joined]) for first in range(0, len(pieces), joined))
+        return tuple(sum(pieces[first : first + joined], _NOTHING) for first in range(0, len(pieces), joined))
     raise ConfigError(
         f"times of {len(pieces)} stages cannot become those of {stages}: one must be a multiple of the other"
     )
-
-
-def _sum(costs: Sequence[StageCost]) -> StageCost:
-    total = costs[0]
-    for cost in costs[1:]:
-        total += cost
-    return total
-
-
-def _scaled(cost: StageCost, factor: float) -> StageCost:
-    return StageCost(cost.forward * factor, cost.input_grad * factor, cost.weight_grad * factor)

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tf_adapters.planner.forecast import planned_dag, stable_durations
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import PlanProblem, most_of_a_microbatch
@@ -13,14 +16,15 @@ from tf_adapters.planner.program import Progress
 from tf_adapters.planner.solve import solve
 from tf_adapters.report.layout import Panel, timeline
 from tf_adapters.schedule.dag import PipelineDag
-from tf_adapters.schedule.ir import Action
-from tf_adapters.simulate.limit import Holder, held_by
+from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.simulate.pipeline import Pipeline
 
-__all__ = ["Gain", "Simulation", "SweepPoint", "simulate"]
+__all__ = ["Gain", "Holder", "Simulation", "SweepPoint", "held_by", "simulate"]
 
 
 _EXACT = "exact: weight gradients deferred, nothing frozen"
+_TOLERANCE = 1e-9  # of the makespan: slack below it is rounding
+_AT_ONCE = 32  # ranks; bounds the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,20 @@ class SweepPoint:
     max_freeze_ratio: float
     batch: Gain
     mean_freeze_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The rank that holds a batch, its stages, and the share of the batch in [0, 1] that a critical path is on it."""
+
+    rank: int
+    stages: tuple[int, ...]
+    share: float
+
+    def __str__(self) -> str:
+        if len(self.stages) == 1:
+            return f"stage {self.stages[0]}"
+        return f"rank {self.rank} (stages {', '.join(map(str, self.stages))})"
 
 
 @dataclass(frozen=True)
@@ -119,6 +137,8 @@ def simulate(
     asked = dict.fromkeys((max_freeze_ratio, *sweep, *([] if extra_microbatches is None else [0.0])))
     solved = {ratio: _plan(pipeline, ratio, progress, extra_microbatches) for ratio in asked}
     chosen = solved[max_freeze_ratio]
+    skipped = f"{chosen.mean_freeze_ratio:.0%} of the weight gradients skipped"
+    title = f"planned at r_max {max_freeze_ratio:g}, {skipped}"
     schedule, times = pipeline.schedule, pipeline.times
     dag = PipelineDag.from_schedule(schedule, *pipeline.gaps)
     upper = {action: bounds.upper for action, bounds in times.items()}
@@ -144,7 +164,7 @@ def simulate(
         plan=chosen,
         unfrozen=unfrozen,
         exact=None if extra_microbatches is None else of_plan(_EXACT, solved[0.0]),
-        planned=of_plan(_planned_title(max_freeze_ratio, chosen), chosen),
+        planned=of_plan(title, chosen),
         frozen=frozen,
         gain=gains[max_freeze_ratio],
         most=_gain(dag, unfrozen.end_ms, lower, everything),
@@ -158,18 +178,13 @@ def _plan(pipeline: Pipeline, ratio: float, progress: Progress | None, extra_mic
         schedule=pipeline.schedule,
         times=pipeline.times,
         max_freeze_ratio=ratio,
-        communication=pipeline.gaps.communication,
-        overhead=pipeline.gaps.overhead,
+        **pipeline.gaps._asdict(),
         max_microbatch_freeze_ratio=most_of_a_microbatch(ratio),
         defer=extra_microbatches is not None,
         extra_microbatches=extra_microbatches or 0,
     )
     tell = progress and (lambda text: progress(f"{pipeline.name} at r_max {ratio:g}: {text}"))
     return solve(problem, progress=tell)
-
-
-def _planned_title(max_freeze_ratio: float, plan: FreezePlan) -> str:
-    return f"planned at r_max {max_freeze_ratio:g}, {plan.mean_freeze_ratio:.0%} of the weight gradients skipped"
 
 
 def _gain(
@@ -195,3 +210,49 @@ def _panel_json(panel: Panel) -> dict[str, Any]:
         "rank_bubble": list(panel.bubbles),
         "critical_path": [str(action) for action in panel.critical_path],
     }
+
+
+# --- what keeps a batch from ending earlier --------------------------------------------------------------------
+
+
+def held_by(schedule: PipelineSchedule, dag: PipelineDag, durations: Mapping[Action, float]) -> Holder:
+    """Who holds the batch in which every action takes ``durations``, in ms.
+
+    A batch usually has many critical paths, which wander between ranks that are equally busy. So each rank is asked
+    for the critical path that is longest on it; the rank with the longest answer holds the batch.
+    """
+    home = {stage: rank for rank in range(len(schedule.ranks)) for stage in schedule.stages_of(rank)}
+    rank_of = np.array([home[action.stage] for action in dag.actions], dtype=np.int64)
+    length = dag.durations(durations)
+    busy = np.bincount(rank_of, weights=length, minlength=len(schedule.ranks))
+    busiest = np.argsort(-busy, kind="stable")
+    rank, most = int(busiest[0]), 0.0
+    for first in range(0, len(busiest), _AT_ONCE):
+        asked = busiest[first : first + _AT_ONCE]
+        if busy[asked[0]] <= most:
+            break  # no path is on a rank for longer than the rank is busy
+        on_rank = _longest_on(asked.tolist(), dag, length, rank_of)
+        best = int(np.argmax(on_rank))
+        if on_rank[best] > most:
+            rank, most = int(asked[best]), float(on_rank[best])
+    end = dag.end(length)
+    return Holder(rank, schedule.stages_of(rank), most / end if end > 0.0 else 0.0)
+
+
+def _longest_on(
+    ranks: Sequence[int], dag: PipelineDag, length: NDArray[np.float64], rank_of: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Of all critical paths, the most ms that one is on each of ``ranks``."""
+    starts = dag.earliest_starts(length)
+    finish = starts + length
+    end = float(finish.max(initial=0.0))
+    slack = end * _TOLERANCE
+    own = np.where(rank_of[:, None] == np.array(ranks)[None, :], length[:, None], 0.0)
+    # Of the critical chains up to and with an action. Edges come by target in topological order, so what is known
+    # of a source is final.
+    before = np.zeros_like(own)
+    for source, target, delay in zip(*(column.tolist() for column in dag.edges), strict=True):
+        if finish[source] + delay >= starts[target] - slack:
+            np.maximum(before[target], before[source] + own[source], out=before[target])
+    longest: NDArray[np.float64] = (before + own)[finish >= end - slack].max(axis=0)
+    return longest

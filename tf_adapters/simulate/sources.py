@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tf_adapters.errors import ConfigError, PlanInputError
 from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.report.schema import Report
-from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.simulate.model_costs import (
     LLAMA_1B,
     LLAMA_8B,
     LLAMA_13B,
+    LlamaShape,
     StageCost,
     action_bounds,
     split_layers,
     stage_costs,
 )
-from tf_adapters.simulate.options import ModelOptions, Options, StageOptions
+from tf_adapters.simulate.options import Options
 from tf_adapters.simulate.orders import Sizes, named_order, read_csv
 from tf_adapters.simulate.pipeline import Pipeline, between_ranks, carried_gaps, recut, stage_times
 from tf_adapters.timing.transfers import NO_GAPS, Gaps
@@ -29,6 +31,10 @@ __all__ = ["Request", "read_request"]
 _SHAPES = {"llama-1b": LLAMA_1B, "llama-8b": LLAMA_8B, "llama-13b": LLAMA_13B}
 _FLOPS_PER_MS = 1e9  # of 1 TFLOP/s
 _DEFAULT_RATIO = 0.8
+_PROMISED = (
+    "the run's own plan promises {:,.1f} ms a step: it runs each monitored step again, in which actions now and then "
+    "take longer and hold up their neighbours; here every action takes its median time"
+)
 
 Costs = Callable[[PipelineSchedule], Sequence[StageCost]]
 
@@ -49,26 +55,15 @@ class Request:
     extra_microbatches: int | None = None
 
 
-@dataclass(frozen=True)
-class _Recorded:
-    """A pipeline that was recorded, and what goes with it."""
-
-    pipeline: Pipeline
-    max_freeze_ratio: float
-    source: str
-    step_ms: float | None = None
-    notes: tuple[str, ...] = ()
-    extra_microbatches: int | None = None
-
-
 def read_request(options: Options, load: Callable[[str], Any]) -> Request:
     """The pipelines that ``options`` ask for; ``load`` reads a JSON file.
 
     Raises ConfigError, PlanInputError: one line that names the argument or the field.
     """
-    recorded = _recorded(options, load)
-    if recorded is not None:
-        request = _from_recorded(options, recorded)
+    if options.report is not None:
+        request = _from_recorded(options, _from_report(options.report))
+    elif options.input is not None:
+        request = _from_recorded(options, _from_input(options.input, load(options.input)))
     else:
         source, costs_for = _assumed(options)
         pipelines = _compared(options, options.sizes, costs_for, lambda order: NO_GAPS)
@@ -85,33 +80,22 @@ def read_request(options: Options, load: Callable[[str], Any]) -> Request:
 # --- recorded times ------------------------------------------------------------------------------------------
 
 
-def _recorded(options: Options, load: Callable[[str], Any]) -> _Recorded | None:
-    if options.report is not None:
-        return _from_report(options.report)
-    if options.input is not None:
-        return _from_input(options.input, load(options.input))
-    return None
-
-
-def _from_report(path: str) -> _Recorded:
+def _from_report(path: str) -> Request:
     report = Report.read(path)
-    if not report.times:
-        raise ConfigError(f"{path}: no action has been timed yet (status {report.status!r})")
-    schedule = report.schedule.parse().validate()
-    pairs: dict[Action, Any] = {Action.parse(text): pair for text, pair in report.times.items()}
-    ratio = report.config.get("max_freeze_ratio")
-    max_freeze_ratio = float(ratio) if isinstance(ratio, (int, float)) and 0.0 <= ratio <= 1.0 else _DEFAULT_RATIO
+    schedule = report.schedule.validate()
+    ratio = _DEFAULT_RATIO if report.max_freeze_ratio is None else report.max_freeze_ratio
     try:
-        problem = PlanProblem(schedule, pairs, max_freeze_ratio).validate()
-    except PlanInputError as error:
+        times = PlanProblem(schedule, report.bounds(), ratio).validate().times
+    except (ConfigError, PlanInputError) as error:
         raise ConfigError(f"{path}: {error}") from None
-    return _Recorded(
-        Pipeline("recorded", schedule, problem.times, report.gaps()),
-        problem.max_freeze_ratio,
+    promised = report.measured.planned_step_ms
+    return Request(
+        (Pipeline("recorded", schedule, times, report.gaps()),),
+        ratio,
         source=f"measured on {report.host.name}, {path}",
         extra_microbatches=_recorded_extra(report),
         step_ms=report.measured.step_ms_unfrozen,
-        notes=_promise_notes(report),
+        notes=() if promised is None else (_PROMISED.format(promised),),
     )
 
 
@@ -121,32 +105,21 @@ def _recorded_extra(report: Report) -> int | None:
     return extra if deferred and isinstance(extra, int) and extra >= 0 else None
 
 
-def _promise_notes(report: Report) -> tuple[str, ...]:
-    """Where the run's own promise differs from what is simulated here, why."""
-    promised = report.measured.planned_step_ms
-    if promised is None:
-        return ()
-    return (
-        f"the run's own plan promises {promised:,.1f} ms a step: it runs each monitored step again, in which actions "
-        "now and then take longer and hold up their neighbours; here every action takes its median time",
-    )
-
-
-def _from_input(path: str, data: Any) -> _Recorded:
+def _from_input(path: str, data: Any) -> Request:
     problem = PlanProblem.from_json(data)
     source = "given on standard input" if path == "-" else f"given in {path}"
     gaps = Gaps(problem.communication, problem.overhead)
-    return _Recorded(
-        Pipeline("as given", problem.schedule, problem.times, gaps),
+    return Request(
+        (Pipeline("as given", problem.schedule, problem.times, gaps),),
         problem.max_freeze_ratio,
         source=source,
         extra_microbatches=problem.extra_microbatches if problem.defer else None,
     )
 
 
-def _from_recorded(options: Options, recorded: _Recorded) -> Request:
+def _from_recorded(options: Options, recorded: Request) -> Request:
     """The recorded schedule first, then others made of its stages' mean times."""
-    original, sizes = recorded.pipeline, options.sizes
+    (original,), sizes = recorded.pipelines, options.sizes
     if sizes.stages is not None:
         raise ConfigError(
             f"--stages {sizes.stages}: recorded times have their stages ({original.schedule.num_stages});"
@@ -155,28 +128,17 @@ def _from_recorded(options: Options, recorded: _Recorded) -> Request:
     if options.communication_ms is not None:
         original = replace(original, gaps=between_ranks(original.schedule, options.communication_ms))
     pieces = stage_times(original.schedule, original.times)
-
-    def carried(order: PipelineSchedule) -> Gaps:
-        return carried_gaps(original, order)
-
     filled = replace(
         sizes,
         ranks=sizes.ranks or len(original.schedule.ranks),
         microbatches=sizes.microbatches or original.schedule.num_microbatches,
     )
-    others = _compared(options, filled, lambda order: recut(pieces, order.num_stages), carried)
+    others = _compared(options, filled, lambda order: recut(pieces, order.num_stages), partial(carried_gaps, original))
     if not options.schedules and sizes != Sizes():
         raise ConfigError("--ranks, --microbatches: the recorded schedule has its own; add --schedule for another")
     recut_note = ("the other schedules take the recorded mean times and gaps, stages cut into equal parts or joined",)
     notes = (*recorded.notes, *(recut_note if others else ()))
-    return Request(
-        (original, *others),
-        recorded.max_freeze_ratio,
-        source=recorded.source,
-        notes=notes,
-        step_ms=recorded.step_ms,
-        extra_microbatches=recorded.extra_microbatches,
-    )
+    return replace(recorded, pipelines=(original, *others), notes=notes)
 
 
 # --- assumed times -------------------------------------------------------------------------------------------
@@ -187,36 +149,33 @@ def _assumed(options: Options) -> tuple[str, Costs]:
         raise ConfigError("--schedule: missing: in which order actions run (or --csv)")
     if options.csv is not None and not options.schedules and replace(options.sizes, stages=None) != Sizes():
         raise ConfigError("--ranks, --microbatches, --stages-per-rank: the file of --csv says them")
-    if options.model is not None:
-        return _model_source(options.model)
-    assert options.stages is not None
-    return _stage_source(options.stages, options.sizes)
+    return _stage_source(options) if options.model is None else _model_source(options, _SHAPES[options.model])
 
 
-def _model_source(model: ModelOptions) -> tuple[str, Costs]:
-    shape = _SHAPES[model.name]
+def _model_source(options: Options, shape: LlamaShape) -> tuple[str, Costs]:
 
     def costs(order: PipelineSchedule) -> tuple[StageCost, ...]:
         try:
             layers = split_layers(shape.num_hidden_layers, order.num_stages)
         except ValueError as error:
-            raise ConfigError(f"--model {model.name}: {error}") from None
-        rate = model.tflops * _FLOPS_PER_MS
+            raise ConfigError(f"--model {options.model}: {error}") from None
+        rate = options.tflops * _FLOPS_PER_MS
         return tuple(
             StageCost(cost.forward / rate, cost.input_grad / rate, cost.weight_grad / rate)
-            for cost in stage_costs(shape, layers, model.sequences, model.length)
+            for cost in stage_costs(shape, layers, options.sequences, options.length)
         )
 
-    size = f"{model.sequences} x {model.length} tokens a microbatch"
-    return f"{model.name}'s FLOPs at {model.tflops:g} TFLOP/s, {size}", costs
+    size = f"{options.sequences} x {options.length} tokens a microbatch"
+    return f"{options.model}'s FLOPs at {options.tflops:g} TFLOP/s, {size}", costs
 
 
-def _stage_source(given: StageOptions, sizes: Sizes) -> tuple[str, Costs]:
+def _stage_source(options: Options) -> tuple[str, Costs]:
+    given, sizes = options, options.sizes
     count = sizes.stages or sizes.ranks
 
     def costs(order: PipelineSchedule) -> tuple[StageCost, ...]:
         pieces = count or order.num_stages
-        forward = _for_each("--forward-ms", given.forward_ms, pieces, sizes)
+        forward = _for_each("--forward-ms", given.forward_ms or (), pieces, sizes)
         backward = _for_each("--backward-ms", given.backward_ms, pieces, sizes)
         weight = _for_each("--weight-share", given.weight_share, pieces, sizes)
         return recut(

@@ -14,13 +14,13 @@ a link of that speed (``emulated_link``). Reports call the device "emulated".
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
-import runpy
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -29,12 +29,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from tf_adapters.errors import ConfigError
+from tf_adapters.hosts.launcher import run_command
 from tf_adapters.log import announce
 from tf_adapters.testing.emulated_link import EmulatedLinks, Link
-from tf_adapters.testing.real_time import real_time
 from tf_adapters.timing.device import emulated
 
-__all__ = ["EmulatedDevice", "main"]
+__all__ = ["EmulatedDevice", "main", "real_time"]
 
 _MOST_HIDDEN_S = 2e-3
 """Of what an operation took too long, and of the arithmetic before the next one, what that one makes up for."""
@@ -150,6 +150,34 @@ def _size(value: Any) -> Any:
     return tuple(map(_size, value)) if isinstance(value, (list, tuple)) else value
 
 
+@contextmanager
+def real_time() -> Iterator[bool]:
+    """Run this process's threads, and those that they start inside, at a real-time priority (``sched(7)``).
+
+    For processes that sleep most of the time, such as ranks on emulated devices: one that computes without end would
+    leave other processes little of its core. Yields whether the system allowed it; root may. Afterwards the threads
+    have the ordinary priority.
+    """
+    allowed = _schedule("SCHED_RR", priority=1)
+    try:
+        yield allowed
+    finally:
+        if allowed:
+            _schedule("SCHED_OTHER", priority=0)
+
+
+def _schedule(policy: str, priority: int) -> bool:
+    if not hasattr(os, policy):
+        return False
+    try:
+        for thread in map(int, os.listdir("/proc/self/task")):
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.sched_setscheduler(thread, getattr(os, policy), os.sched_param(priority))
+    except OSError:
+        return False
+    return True
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a script or module, unmodified, on an emulated device."""
     options, command = parse(sys.argv[1:] if arguments is None else list(arguments))
@@ -158,10 +186,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = EmulatedDevice(
         rates[rank % len(rates)], jitter=options.jitter, seed=options.seed + rank, real_time=options.real_time
     )
-    links = _links(options.link)
+    edges = dict(options.link)
+    default = edges.pop(None, None)
+    links = EmulatedLinks(default, edges) if options.link else None
     try:
         with device, links or nullcontext():
-            _run(command)
+            run_command(command)
     finally:
         announce(rank, device.summary())
         if links is not None:
@@ -226,23 +256,6 @@ def _link(text: str) -> tuple[tuple[int, int] | None, Link]:
             f"{text!r}: allowed is a latency in ms from 0, such as 0.5, with a rate above 0, such as 0.5:1e9, and with "
             "two ranks, such as 1-2=0.5:1e9"
         ) from None
-
-
-def _links(named: Sequence[tuple[tuple[int, int] | None, Link]]) -> EmulatedLinks | None:
-    edges = dict(named)
-    default = edges.pop(None, None)
-    return EmulatedLinks(default, {edge: link for edge, link in edges.items() if edge}) if named else None
-
-
-def _run(command: list[str]) -> None:
-    """What ``python`` does with ``-m MODULE ...`` or ``SCRIPT ...``."""
-    if command[0] == "-m":
-        sys.argv = command[1:]
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-        return
-    sys.argv = command
-    sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
-    runpy.run_path(command[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ class EmulatedLinks:
             peer, link = self._link_of(call.arguments, "dst")
             if link is None:
                 return host(*args, **kwargs)
-            data = _bytes_of(call.arguments["tensor"])
+            data = call.arguments["tensor"].detach().contiguous().reshape(-1).view(torch.uint8)
             times = torch.tensor(self.arrival(peer, link, data.numel()), dtype=torch.float64)
             call.arguments["tensor"] = torch.cat([times.view(torch.uint8), data])
             return host(*call.args, **call.kwargs)
@@ -226,11 +226,6 @@ def _recv(irecv: Callable[..., Any]) -> Callable[..., int]:
         return int(dist.get_global_rank(group or c10d._get_default_group(), source))
 
     return recv
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's elements in their order, as bytes."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _put_back(module: Any, name: str, before: Mapping[Any, Any]) -> None:

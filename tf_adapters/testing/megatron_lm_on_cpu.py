@@ -11,15 +11,13 @@ Seen to run: Megatron-LM 0.16.1 (pretrain_gpt.py, pretrain_bert.py).
 
 from __future__ import annotations
 
-import os
-import runpy
 import sys
 
+from tf_adapters.hosts.launcher import run_command
 from tf_adapters.testing import megatron_on_cpu
 
 
 def install() -> None:
-    """Prepare this process for a Megatron-LM script."""
     megatron_on_cpu.install()
     megatron_on_cpu.CHANGED["megatron.legacy.fused_kernels"] = {"load": lambda args: None}  # would compile CUDA code
     megatron_on_cpu.use_built_helpers()
@@ -32,13 +30,7 @@ def main() -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         raise SystemExit(0 if arguments else 2)
-    install()
-    if arguments[0] == "-m":
-        sys.path[0], sys.argv = os.getcwd(), arguments[1:]
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0], sys.argv = os.path.dirname(os.path.abspath(arguments[0])), arguments
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    run_command(arguments, install)
     import torch.distributed
 
     if torch.distributed.is_initialized():  # else gloo's threads may abort the process at its end

@@ -92,14 +92,11 @@ def recorded_draws() -> Iterator[Draws]:
 @contextmanager
 def scaled_tokens(model: torch.nn.Module, scales: Scales) -> Iterator[None]:
     """Count tokens as ``scales`` says in the weight gradients of a model's torch.nn.Linear layers."""
-    overrides = Overrides()
-    for name, of_weight in scales.items():
-        layer = model.get_submodule(name.removesuffix(".weight"))
-        overrides.set(layer, "forward", partial(_forward, layer, of_weight))
-    try:
+    with Overrides() as overrides:
+        for name, of_weight in scales.items():
+            layer = model.get_submodule(name.removesuffix(".weight"))
+            overrides.set(layer, "forward", partial(_forward, layer, of_weight))
         yield
-    finally:
-        overrides.restore()
 
 
 def _forward(layer: Any, scales: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:

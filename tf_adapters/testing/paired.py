@@ -41,7 +41,6 @@ class Freezing:
         return self.warmup + self.monitoring + self.progressive + self.stable
 
     def section(self) -> dict[str, Any]:
-        """The ``timely_freeze`` settings."""
         return {
             "max_freeze_ratio": self.max_freeze_ratio,
             "warmup_steps": self.warmup,
@@ -62,7 +61,6 @@ class Pairs:
     attached: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, phase: str, alone: float, attached: float) -> None:
-        """One more pair of steps."""
         self.alone.setdefault(phase, []).append(alone)
         self.attached.setdefault(phase, []).append(attached)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,7 +52,7 @@ def force_plan(controller: Controller, ratios: Ratios) -> None:
     )
     made = solve(problem)
     data = {**made.to_json(), "freeze_ratio": {str(a): _ratio(ratios, a) for a in made.freeze_ratio}}
-    controller.state.unfrozen_step_ms = 1.0
+    controller.state.measured = replace(controller.state.measured, unfrozen_step_ms=1.0)
     controller.state.adopt(controller.schedule, Planned(FreezePlan.from_json(data), step_ms=1.0))
     controller.state.completed_steps = max(controller.state.completed_steps, controller.state.phases.progressive_end)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import os
-import runpy
 import sys
 import types
 from collections.abc import Callable
@@ -22,16 +21,19 @@ from typing import Any
 import torch
 import torch._utils
 
+from tf_adapters.hosts.launcher import run_command
+
 _USAGE = "usage: torchrun [...] -m tf_adapters.testing.torchtitan_on_cpu -m MODULE [its arguments]"
 
 
 def install() -> None:
     """Prepare this process for TorchTitan, before it is imported."""
     vars(torch._utils)["_get_available_device_type"] = lambda: "cpu"
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     of_a_device: dict[str, Any] = {
         "empty_cache": lambda: None,
         "get_device_name": lambda device=None: "CPU",
-        "get_device_properties": lambda device=None: types.SimpleNamespace(total_memory=_memory_bytes()),
+        "get_device_properties": lambda device=None: types.SimpleNamespace(total_memory=memory_bytes),
         "memory_stats": lambda device=None: {},
         "reset_peak_memory_stats": lambda device=None: None,
     }
@@ -115,17 +117,10 @@ _CHANGED = {
 }
 
 
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def main() -> None:
-    """Run the module that the arguments name, as ``__main__``."""
     if sys.argv[1:2] != ["-m"] or len(sys.argv) < 3:
         raise SystemExit(_USAGE)
-    install()
-    sys.argv = sys.argv[2:]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    run_command(sys.argv[1:], install)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,19 @@ that is posted late shows here, and a send that waits for its receiver.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median_low
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, TypeAdapter
 
 from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.durations import Count, Milliseconds, Quotient
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.timing.freeze_response import Group
 from tf_adapters.timing.timer import Trace
@@ -31,19 +35,20 @@ _SLOWER = 0.03
 
 _MOST_STRAGGLERS = 8
 
+_Kind = Annotated[str, Field(pattern="^[FBIW]$")]
+
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
     """A pipeline rank's batch in ms: computing by kind of action ("F", "B", "I", "W"), and what it does not compute."""
 
-    compute_ms: Mapping[str, float]
-    transfer_ms: float
-    overhead_ms: float
-    waiting_ms: float
+    compute_ms: Mapping[_Kind, Milliseconds]
+    transfer_ms: Milliseconds
+    overhead_ms: Milliseconds
+    waiting_ms: Milliseconds
 
     @property
     def busy_ms(self) -> float:
-        """How long the rank computes."""
         return sum(self.compute_ms.values())
 
 
@@ -54,21 +59,21 @@ class EdgeTimes:
     ``kind`` is that of the actions that receive it; ``late_ms`` passed before those whose input was there already.
     """
 
-    source: int
-    target: int
-    kind: str
-    waiting_ms: float
-    transfer_ms: float
-    late_ms: float
+    source: Count
+    target: Count
+    kind: _Kind
+    waiting_ms: Milliseconds
+    transfer_ms: Milliseconds
+    late_ms: Milliseconds
 
 
 @dataclass(frozen=True, slots=True)
 class CriticalPart:
     """How long a stage's actions of one kind are the critical path of a batch, ms."""
 
-    stage: int
-    kind: str
-    ms: float
+    stage: Count
+    kind: _Kind
+    ms: Milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +83,11 @@ class Straggler:
     Times of a microbatch in ms; ``cost_ms`` is how much later the batch ends than if that replica were like the median.
     """
 
-    stage: int
-    rank: int
-    slowest_ms: float
-    median_ms: float
-    cost_ms: float
+    stage: Count
+    rank: Count
+    slowest_ms: Milliseconds
+    median_ms: Milliseconds
+    cost_ms: Milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +98,15 @@ class BatchTimes:
     compute the same stage, ``replica_spread`` by how much the slowest of them is above their median at most, a share.
     """
 
-    steps: int
-    span_ms: float
+    steps: Annotated[int, Field(ge=1)]
+    span_ms: Milliseconds
     ranks: tuple[RankTimes, ...]
     edges: tuple[EdgeTimes, ...] = ()
     critical_path: tuple[CriticalPart, ...] = ()
-    critical_transfer_ms: float = 0.0
-    critical_overhead_ms: float = 0.0
-    replicas: int = 1
-    replica_spread: float = 0.0
+    critical_transfer_ms: Milliseconds = 0.0
+    critical_overhead_ms: Milliseconds = 0.0
+    replicas: Annotated[int, Field(ge=1)] = 1
+    replica_spread: Quotient = 0.0
     stragglers: tuple[Straggler, ...] = ()
 
     @property
@@ -121,18 +126,13 @@ class BatchTimes:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BatchTimes:
-        """The inverse of ``to_json``."""
-        parts: dict[str, type] = {
-            "ranks": RankTimes,
-            "edges": EdgeTimes,
-            "critical_path": CriticalPart,
-            "stragglers": Straggler,
-        }
-        values: dict[str, Any] = {
-            name: tuple(parts[name](**each) for each in value) if name in parts else value
-            for name, value in data.items()
-        }
-        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
+        """The inverse of ``to_json``. Raises pydantic's ValidationError, a ValueError."""
+        return _reader().validate_python(data)
+
+
+@functools.cache
+def _reader() -> TypeAdapter[BatchTimes]:
+    return TypeAdapter(BatchTimes)
 
 
 def batch_times(schedule: PipelineSchedule, steps: Sequence[Trace], gaps: Gaps = NO_GAPS) -> BatchTimes | None:
@@ -142,7 +142,7 @@ def batch_times(schedule: PipelineSchedule, steps: Sequence[Trace], gaps: Gaps =
     and a disturbed step does not move it. ``gaps``, from the same steps, tell how long a transfer is on its way.
     """
     newest = steps[-max(1, _MOST_INTERVALS // max(1, len(schedule.actions))) :]
-    batches = sorted((_Batch(schedule, aligned(schedule, step), gaps) for step in newest), key=lambda b: b.span_ms)
+    batches = sorted((_Batch(schedule, aligned(schedule, step)[0], gaps) for step in newest), key=lambda b: b.span_ms)
     kept = batches[len(batches) // 4 : len(batches) - len(batches) // 4]
     if not kept:
         return None

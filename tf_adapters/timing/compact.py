@@ -30,7 +30,6 @@ class PackedBounds:
 
     @classmethod
     def of(cls, schedule: PipelineSchedule, bounds: Mapping[Action, Bounds]) -> PackedBounds:
-        """Pack the bounds of the schedule's actions."""
         chosen = [(index, bounds[action]) for index, action in enumerate(schedule.actions) if action in bounds]
         upper = [of_action.upper for _, of_action in chosen]
         saved = [of_action.upper - of_action.lower for _, of_action in chosen]
@@ -38,7 +37,6 @@ class PackedBounds:
         return cls(steps.astype(np.int32).tobytes(), _floats(upper).tobytes(), _floats(saved).tobytes())
 
     def unpack(self, schedule: PipelineSchedule) -> dict[Action, Bounds]:
-        """The bounds by action."""
         actions = schedule.actions
         indices = np.cumsum(np.frombuffer(self.actions, np.int32))
         upper = np.frombuffer(self.upper, np.float32).astype(np.float64)

@@ -1,16 +1,17 @@
-"""Robust estimates: medians, their standard errors, shrinkage."""
+"""Robust estimates: medians, their standard errors, shrinkage; and values by what they are of."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
 
 _K = TypeVar("_K", bound=Hashable)
+_V = TypeVar("_V")
 
 # For normal noise: the standard deviation in median absolute deviations, and a median's error in a mean's.
 _SIGMA_PER_MAD = 1.4826
@@ -23,6 +24,23 @@ class Estimate:
 
     value: float
     error: float
+
+
+def grouped(values: Iterable[tuple[_K, _V]]) -> dict[_K, list[_V]]:
+    """The values of each key, in order."""
+    groups: dict[_K, list[_V]] = {}
+    for key, value in values:
+        groups.setdefault(key, []).append(value)
+    return groups
+
+
+def merged(maps: Iterable[Mapping[_K, _V]], combine: Callable[[_V, _V], _V]) -> dict[_K, _V]:
+    """One value for each key, combined of those of all maps."""
+    result: dict[_K, _V] = {}
+    for one in maps:
+        for key, value in one.items():
+            result[key] = combine(result[key], value) if key in result else value
+    return result
 
 
 def median(values: Iterable[float]) -> float | None:

@@ -142,7 +142,8 @@ def _weight_gradients_last(timer: ActionTimer, upper: Mapping[Action, float]) ->
 def _points(timer: ActionTimer, upper: Mapping[Action, float], vanishes: bool) -> list[list[Point]]:
     """By step. Where a backward ``vanishes`` when it is frozen whole, such samples are no part of the line."""
     sampled = {a: [sample for phase in _FREEZING for sample in timer.samples(phase, a)] for a in upper}
-    limit = 1.0 if vanishes and _has_partial(sampled) else math.inf
+    partial = any(0.0 < sample.share < 1.0 for samples in sampled.values() for sample in samples)
+    limit = 1.0 if vanishes and partial else math.inf
     steps: dict[_Step, list[Point]] = {}
     for action, samples in sampled.items():
         for step, sample in _numbered(samples):
@@ -162,10 +163,6 @@ def _numbered(samples: Iterable[Sample]) -> Iterable[tuple[_Step, Sample]]:
     for sample in samples:
         yield (sample.step, seen[sample.step]), sample
         seen[sample.step] += 1
-
-
-def _has_partial(sampled: Mapping[Action, Iterable[Sample]]) -> bool:
-    return any(0.0 < sample.share < 1.0 for samples in sampled.values() for sample in samples)
 
 
 def _unfrozen_error(timer: ActionTimer, upper: Mapping[Action, float]) -> float:

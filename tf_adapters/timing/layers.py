@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from tf_adapters.schedule.durations import Count, Milliseconds
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.timing.estimates import median
 from tf_adapters.timing.timer import Clock
@@ -38,9 +39,9 @@ class LayerTime:
     """One layer of a stage, ms of a microbatch, and how many elements its parameters on this rank have."""
 
     name: str
-    forward_ms: float
-    backward_ms: float
-    parameters: int
+    forward_ms: Milliseconds
+    backward_ms: Milliseconds
+    parameters: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +49,12 @@ class StageLayers:
     """A stage's layers in the order in which they compute; ``rest_*_ms`` is what runs outside of all of them."""
 
     layers: tuple[LayerTime, ...]
-    rest_forward_ms: float
-    rest_backward_ms: float
+    rest_forward_ms: Milliseconds
+    rest_backward_ms: Milliseconds
 
 
 class LayerTimer:
-    """Times the layers of this rank's stages while it is on.
-
-    Args:
-        layers: by stage.
-        clock: the one that actions are timed with.
-    """
+    """Times the layers of this rank's stages while it is on, with the clock that actions are timed with."""
 
     def __init__(self, layers: Mapping[int, Layers], clock: Clock) -> None:
         self._layers, self._clock = layers, clock
@@ -69,14 +65,12 @@ class LayerTimer:
         self._samples: dict[tuple[int, Kind], deque[_Marks]] = defaultdict(lambda: deque(maxlen=_ACTIONS))
 
     def on(self) -> None:
-        """Hook the layers."""
         for stage, layers in self._layers.items() if not self._hooks else ():
             for name, layer in layers.items():
                 self._hooks.append(layer.register_forward_pre_hook(self._entering(stage, name)))
                 self._hooks.append(layer.register_forward_hook(self._leaving(stage, name)))
 
     def off(self) -> None:
-        """Take the hooks off."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -161,7 +155,6 @@ class LayerTimer:
 
 
 def _tensors(output: Any) -> Iterator[Any]:
-    """The tensors in what a layer returns."""
     if hasattr(output, "register_hook"):
         yield output
     elif isinstance(output, Mapping):

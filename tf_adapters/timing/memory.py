@@ -87,7 +87,6 @@ class MemoryMeter:
         self._ran.append((action, self._held()))
 
     def stop_step(self, phase: str) -> None:
-        """A step of ``phase`` has ended."""
         self._steps[phase] += 1
         if not self._ran:
             return
@@ -121,7 +120,6 @@ class MemoryMeter:
         return HeldMemory(base, in_flight, waiting=waiting, gradients=gradients)
 
     def clear(self) -> None:
-        """Forget everything."""
         self._peaks.clear()
         self._steps.clear()
         self._ran.clear()
@@ -129,7 +127,6 @@ class MemoryMeter:
 
 
 def _holdings(row: Iterable[Action]) -> Iterator[_Holdings]:
-    """What is held after each action."""
     in_flight, waiting, having = Counter[int](), Counter[int](), set[int]()
     ran = set[Action]()
     for action in row:

@@ -8,6 +8,7 @@ from typing import TypeVar
 from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.timing.estimates import grouped, merged
 from tf_adapters.timing.freeze_response import Group, mean_bounds
 from tf_adapters.timing.timer import Trace
 
@@ -59,19 +60,12 @@ def slowest_durations(
 
 def _slowest(replicas: Iterable[Mapping[_K, Bounds]]) -> dict[_K, Bounds]:
     """Each of the two bounds at the replica where it is longest."""
-    slowest: dict[_K, Bounds] = {}
-    for replica in replicas:
-        for key, bounds in replica.items():
-            other = slowest.get(key, bounds)
-            slowest[key] = Bounds(max(bounds.lower, other.lower), max(bounds.upper, other.upper))
-    return slowest
+    return merged(replicas, lambda one, other: Bounds(max(one.lower, other.lower), max(one.upper, other.upper)))
 
 
 def _scales(known: Mapping[Action, Bounds], means: Mapping[Group, Bounds]) -> dict[Group, tuple[float, float]]:
     """By how much lower and upper bounds of a group grow, so that their means are those of the slowest replica."""
-    groups: dict[Group, list[Bounds]] = {}
-    for action, bounds in known.items():
-        groups.setdefault((action.stage, action.kind), []).append(bounds)
+    groups = grouped(((action.stage, action.kind), bounds) for action, bounds in known.items())
     own = {group: mean_bounds(of_group) for group, of_group in groups.items() if group in means}
     return {
         group: (_growth(mean.lower, means[group].lower), _growth(mean.upper, means[group].upper))

@@ -151,23 +151,17 @@ class ActionTimer:
         self._traces: dict[tuple[str, int], deque[tuple[int, Trace]]] = defaultdict(lambda: deque(maxlen=_TRACES))
 
     @contextmanager
-    def timed(self, phase: str, action: Action, share: float) -> Iterator[None]:
-        """Time the block as one run of ``action``. A block that raises leaves no sample."""
-        start = self._clock.mark()
-        yield
-        self._pending.append(_Marked(phase, action, share=share, start=start, stop=self._clock.mark(), step=self._step))
+    def timed(self, phase: str, action: Action, share: float = 0.0, first_part: bool = False) -> Iterator[None]:
+        """Time the block as one run of ``action``. A block that raises leaves no sample.
 
-    @contextmanager
-    def timed_first_part(self, phase: str, action: Action) -> Iterator[None]:
-        """Time the block as what an ``action`` that is being timed does first: a backward's input gradients."""
+        ``first_part``: as what an action that is being timed does first, a backward's input gradients.
+        """
         start = self._clock.mark()
         yield
-        self._pending.append(
-            _Marked(phase, action, share=0.0, start=start, stop=self._clock.mark(), step=self._step, first_part=True)
-        )
+        stop, step = self._clock.mark(), self._step
+        self._pending.append(_Marked(phase, action, share, start, stop=stop, step=step, first_part=first_part))
 
     def start_step(self, microbatches: int = 0) -> Any:
-        """A step of so many microbatches begins."""
         self._step = _Step(self._clock.mark(), self._step.ordinal + 1, microbatches)
         return self._step.origin
 
@@ -215,7 +209,7 @@ class ActionTimer:
     def actions(self, phase: str) -> tuple[Action, ...]:
         return tuple(sorted(action for sampled, action in self._actions if sampled == phase))
 
-    def traces(self, phase: str, microbatches: int = 0) -> tuple[tuple[int, Trace], ...]:
+    def traces(self, phase: str, microbatches: int) -> tuple[tuple[int, Trace], ...]:
         """The newest steps of a phase with their numbers, in order. A rank may have drained fewer than another."""
         return tuple(self._traces.get((phase, microbatches), ()))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tf_adapters.schedule.ir import Action
-from tf_adapters.timing.estimates import median, weighted_median
+from tf_adapters.timing.estimates import median, merged, weighted_median
 from tf_adapters.timing.phase import Phase
 
 if TYPE_CHECKING:  # the planner, which has no torch, reads costs
@@ -61,12 +61,7 @@ class TokenCost:
 
 def slowest_costs(ranks: Iterable[Mapping[int, TokenCost]]) -> dict[int, TokenCost]:
     """By stage, the larger of its replicas' costs."""
-    slowest: dict[int, TokenCost] = {}
-    for costs in ranks:
-        for stage, cost in costs.items():
-            other = slowest.get(stage, cost)
-            slowest[stage] = TokenCost(max(cost.fixed, other.fixed), max(cost.per_token, other.per_token))
-    return slowest
+    return merged(ranks, lambda a, b: TokenCost(max(a.fixed, b.fixed), max(a.per_token, b.per_token)))
 
 
 def measured_token_cost(timer: ActionTimer, upper: Mapping[Action, float]) -> TokenCost | None:

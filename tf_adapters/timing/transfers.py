@@ -49,7 +49,6 @@ class Gaps(NamedTuple):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Mapping[str, float]]) -> Gaps:
-        """The inverse of ``to_json``."""
         edges = {tuple(text.split("->")): ms for text, ms in data["communication"].items()}
         return cls(
             {(Action.parse(source), Action.parse(target)): ms for (source, target), ms in edges.items()},
@@ -60,7 +59,7 @@ class Gaps(NamedTuple):
 NO_GAPS = Gaps()
 
 
-def local_traces(timer: ActionTimer, phase: str, microbatches: int = 0) -> tuple[tuple[int, Trace], ...]:
+def local_traces(timer: ActionTimer, phase: str, microbatches: int) -> tuple[tuple[int, Trace], ...]:
     """The newest steps of this rank with their numbers, few enough to be sent to others."""
     traces = timer.traces(phase, microbatches)
     longest = max((len(trace) for _, trace in traces), default=0)
@@ -90,7 +89,7 @@ def measure_gaps(schedule: PipelineSchedule, steps: Sequence[Trace]) -> Gaps:
     rank_of = _rank_of(schedule)
     lags: dict[tuple[int, Kind], list[_Lag]] = {}
     for step in steps:
-        on_one_clock, began = _align(schedule, step)
+        on_one_clock, began = aligned(schedule, step)
         for action, interval in on_one_clock.items():
             free = on_one_clock[before[action]].end_ms if action in before else began[rank_of[action]]
             ready = on_one_clock[source[action]].end_ms if action in source else -math.inf
@@ -127,12 +126,7 @@ def _overhead(lags: Sequence[_Lag], transfer: float) -> float:
     return min(lag.ms for lag in lags) if own is None else own
 
 
-def aligned(schedule: PipelineSchedule, step: Trace) -> dict[Action, Interval]:
-    """A complete step on the clock of one rank."""
-    return _align(schedule, step)[0]
-
-
-def _align(schedule: PipelineSchedule, step: Trace) -> tuple[dict[Action, Interval], dict[int, float]]:
+def aligned(schedule: PipelineSchedule, step: Trace) -> tuple[dict[Action, Interval], dict[int, float]]:
     """The step on the clock of one rank, and when each rank began it there, ms."""
     rank_of = _rank_of(schedule)
     ahead = _clocks(schedule, step, rank_of)

@@ -5,18 +5,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tf_adapters.hosts.lazy import exported
 
 if TYPE_CHECKING:
     from tf_adapters.torch_pipelining.entry import attach
 
 __all__ = ["attach"]
-
-
-def __getattr__(name: str) -> Any:
-    """Import the host when it is needed: that takes seconds."""
-    if name in __all__:
-        from tf_adapters.torch_pipelining import entry
-
-        return getattr(entry, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = exported("tf_adapters.torch_pipelining.entry", __all__)

@@ -25,7 +25,6 @@ from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.timing.timer import clock_for
 from tf_adapters.torch_pipelining.execution import RewrittenOrder
-from tf_adapters.torch_pipelining.optimizers import Updates
 from tf_adapters.torch_pipelining.replicas import (
     frozen_replica,
     inside_replica,
@@ -39,12 +38,8 @@ from tf_adapters.torch_pipelining.units import held_values, local_gradient, shar
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
+HOST = HostInfo("torch.distributed.pipelining", torch.__version__)
 ATTRIBUTE = "timely_freeze"  # of the schedule: its adapter
-
-
-def host_info() -> HostInfo:
-    """What the report calls this host."""
-    return HostInfo("torch.distributed.pipelining", torch.__version__)
 
 
 class TorchPipeliningAdapter(HostAdapter):
@@ -69,6 +64,7 @@ class TorchPipeliningAdapter(HostAdapter):
         self._training = False
         self._scaler_checked = False
         self._ran_backward: set[int] = set()  # stages, in this batch
+        self._stepped: set[int] = set()  # optimizers, in this step
         self._scaled: list[tuple[torch.Tensor, float]] = []  # gradients, by what
 
         def describe() -> HostPipeline:
@@ -76,7 +72,7 @@ class TorchPipeliningAdapter(HostAdapter):
             parameters = {stage: dict(model.named_parameters()) for stage, model in models.items()}
             tapped = self._stages if config.splits_backwards else ()
             return HostPipeline(
-                host=host_info(),
+                host=HOST,
                 schedule=translate(schedule),
                 units={stage: _units(schedule, model) for stage, model in models.items()},
                 parameters=parameters,
@@ -93,13 +89,12 @@ class TorchPipeliningAdapter(HostAdapter):
             )
 
         super().__init__(config, collectives, describe, metrics)
-        self._optimizers = optimizers
+        self._optimizers = tuple(optimizers)
 
     def install(self) -> None:
         """Watch the optimizers; mask and time the stages' own computations."""
-        updates = Updates(self._optimizers, self.controller)
         for optimizer in self._optimizers:
-            self.around_steps(optimizer, updates.before_step, updates.after_step)
+            self.around_steps(optimizer, self._before_update, self._after_update)
         overrides = self.overrides
         overrides.set(self.schedule, "step", self._stepping(self.schedule.step))
         overrides.set(self.schedule, ATTRIBUTE, self)
@@ -163,6 +158,23 @@ class TorchPipeliningAdapter(HostAdapter):
             gradient.div_(factor)
         self._scaled = []
 
+    def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the gradients of held parameters away: an optimizer passes by what has none.
+
+        ``zero_grad(set_to_none=False)`` or a reducer would leave them zeros, which still move a parameter by momentum
+        and decay.
+        """
+        for parameter in self.controller.held_parameters() if self.controller.in_step else ():
+            parameter.grad = None
+
+    def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """End the step if this optimizer was the last. An update that no pipeline batch came before is none."""
+        if self.controller.in_step:
+            self._stepped.add(id(optimizer))
+            if len(self._stepped) == len(self._optimizers):
+                self._stepped.clear()
+                self.controller.end_step()
+
     # --- a stage's computations ------------------------------------------------------------------------------
 
     def _forward(self, stage: Any) -> Callable[..., Any]:
@@ -195,7 +207,6 @@ class TorchPipeliningAdapter(HostAdapter):
         return backward_one_chunk
 
     def _reported(self, stage: Any, microbatch: int, last: bool) -> AbstractContextManager[None]:
-        """Around a backward of a training batch."""
         if not self._training:
             return nullcontext()
         first = stage.stage_index not in self._ran_backward

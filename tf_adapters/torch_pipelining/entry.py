@@ -10,9 +10,9 @@ import torch
 from tf_adapters.collectives import Collectives, ProcessGroupCollectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import attach_once
-from tf_adapters.hosts.agreement import GivenConfig, read_settings, refuse_other_schedules, same_on_all_ranks
+from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules, same_on_all_ranks
 from tf_adapters.report.observer import MetricSink
-from tf_adapters.torch_pipelining.adapter import ATTRIBUTE, TorchPipeliningAdapter, host_info
+from tf_adapters.torch_pipelining.adapter import ATTRIBUTE, HOST, TorchPipeliningAdapter
 from tf_adapters.torch_pipelining.support import check, check_split_backwards
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
@@ -59,19 +59,16 @@ def attach(
     existing: TorchPipeliningAdapter | None = getattr(schedule, ATTRIBUTE, None)
     return attach_once(
         connect=ProcessGroupCollectives,
-        host=host_info(),
+        host=HOST,
         existing=existing,
         given=config,
-        read=lambda: _settings(schedule, config, optimizers),
+        check=lambda settings: _check(schedule, optimizers, settings),
         make=make,
     )
 
 
-def _settings(schedule: Any, config: GivenConfig, optimizers: tuple[Any, ...]) -> TimelyFreezeConfig:
-    def check_schedule(settings: TimelyFreezeConfig) -> None:
-        refuse_other_schedules(settings, "with torch.distributed.pipelining the schedule is the object that you pass")
-        check(schedule, optimizers, settings)
-        if settings.splits_backwards:
-            check_split_backwards(schedule, settings.without_split)
-
-    return read_settings(config, check_schedule)
+def _check(schedule: Any, optimizers: tuple[Any, ...], settings: TimelyFreezeConfig) -> None:
+    refuse_other_schedules(settings, "with torch.distributed.pipelining the schedule is the object that you pass")
+    check(schedule, optimizers, settings)
+    if settings.splits_backwards:
+        check_split_backwards(schedule, settings.without_split)

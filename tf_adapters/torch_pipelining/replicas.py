@@ -8,7 +8,7 @@ torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,23 +30,22 @@ def inside_replica(module: torch.nn.Module) -> torch.nn.Module:
     return inside
 
 
-def frozen_replica(module: torch.nn.Module, names: Iterable[str]) -> AbstractContextManager[None]:
-    """Freeze what the module itself computes with, beside the parameters that its optimizer knows."""
-    return _unsharded_frozen(module, tuple(names)) if isinstance(module, FSDPModule) else nullcontext()
-
-
 @contextmanager
-def _unsharded_frozen(module: torch.nn.Module, names: tuple[str, ...]) -> Iterator[None]:
-    """FSDP puts unsharded parameters into the place of the sharded ones while it computes.
+def frozen_replica(module: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Freeze what the module itself computes with, beside the parameters that its optimizer knows.
 
-    It gives them the sharded ones' ``requires_grad`` when it gathers them, and the pipeline gathers them long before
-    a microbatch and keeps them for several: so they are frozen, and put back, by themselves.
+    FSDP puts unsharded parameters into the place of the sharded ones while it computes. It gives them the sharded ones'
+    ``requires_grad`` when it gathers them, and the pipeline gathers them long before a microbatch and keeps them for
+    several: so they are frozen, and put back, by themselves.
     """
-    _require_grad(module, names, False)
+    unsharded = names if isinstance(module, FSDPModule) else ()
+    for name in unsharded:
+        module.get_parameter(name).requires_grad_(False)
     try:
         yield
     finally:
-        _require_grad(module, names, True)
+        for name in unsharded:
+            module.get_parameter(name).requires_grad_(True)
 
 
 def linear_layer(stage: torch.nn.Module) -> Callable[[torch.nn.Module], TappedLayer | None]:
@@ -73,11 +72,6 @@ def reshards_after_forward(module: Any) -> bool:
             if not kept and any(group.post_forward_mesh_info for group in state._fsdp_param_groups):
                 return True
     return False
-
-
-def _require_grad(module: torch.nn.Module, names: tuple[str, ...], required: bool) -> None:
-    for name in names:
-        module.get_parameter(name).requires_grad_(required)
 
 
 @contextmanager

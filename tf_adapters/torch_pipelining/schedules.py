@@ -19,7 +19,6 @@ _KINDS = {kind.value: kind for kind in Kind}
 
 
 def stages_of(schedule: Any) -> tuple[Any, ...]:
-    """This rank's stage objects."""
     return (schedule._stage,) if isinstance(schedule, host.PipelineScheduleSingle) else tuple(schedule._stages)
 
 

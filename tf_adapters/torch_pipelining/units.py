@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tf_adapters.selection.sampling import HeldValues, Piece
 from tf_adapters.selection.units import Tie
+from tf_adapters.timing.estimates import grouped
 
 TRAINED_BY_LOSS = "timely_freeze_trained_by_loss"
 """Of a stage's module: the names of layers that the loss computes with, where the loss holds the whole module."""
@@ -19,10 +20,7 @@ TRAINED_BY_LOSS = "timely_freeze_trained_by_loss"
 
 def shared_parameters(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> tuple[Tie, ...]:
     """Parameters that several stages of this rank hold as one object, as a V-shaped schedule's ends may."""
-    places: dict[int, list[tuple[int, str]]] = {}
-    for stage, of_stage in parameters.items():
-        for name, parameter in of_stage.items():
-            places.setdefault(id(parameter), []).append((stage, name))
+    places = grouped((id(p), (stage, name)) for stage, of_stage in parameters.items() for name, p in of_stage.items())
     return tuple(tuple(held) for held in places.values() if len(held) > 1)
 
 

@@ -6,18 +6,12 @@ checkpoints and logs. A script of your own calls ``tf_adapters.torchtitan.instal
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tf_adapters.hosts.lazy import exported
 
 if TYPE_CHECKING:
     from tf_adapters.torchtitan.training import install
 
 __all__ = ["install"]
-
-
-def __getattr__(name: str) -> Any:
-    """Import the host when it is needed: that takes seconds."""
-    if name in __all__:
-        from tf_adapters.torchtitan import training
-
-        return getattr(training, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = exported("tf_adapters.torchtitan.training", __all__)

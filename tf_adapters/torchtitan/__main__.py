@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import runpy
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from tf_adapters.errors import TimelyFreezeError, UnsupportedError
-from tf_adapters.overrides import Overrides
+from tf_adapters.errors import UnsupportedError
+from tf_adapters.hosts.launcher import errors_in_one_line
 from tf_adapters.torchtitan.settings import JobSettings
 
 _USAGE = (
@@ -32,12 +30,8 @@ def main() -> None:
     module = "torchtitan.train"
     if arguments[:1] == ["-m"] and len(arguments) > 1:
         module, arguments = arguments[1], arguments[2:]
-    try:
+    with errors_in_one_line("tf_adapters.torchtitan"):
         _run(module, arguments)
-    except TimelyFreezeError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"tf_adapters.torchtitan: error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 def _run(module: str, arguments: list[str]) -> None:
@@ -59,7 +53,13 @@ def _run(module: str, arguments: list[str]) -> None:
 
     if hasattr(ConfigManager, "_maybe_load_toml"):  # before 0.3
         load = ConfigManager._maybe_load_toml
-        Overrides().set(ConfigManager, "_maybe_load_toml", _without_our_section(load, settings))
+
+        @functools.wraps(load)
+        def load_toml(self: Any, args: list[str]) -> Any:
+            values = load(self, args)
+            return values if values is None else settings.take_section(values)
+
+        ConfigManager._maybe_load_toml = load_toml
     install(settings.config)
     if module != "torchtitan.train":
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -68,15 +68,6 @@ def _run(module: str, arguments: list[str]) -> None:
 
     takes_trainer = bool(inspect.signature(script.main).parameters)
     script.main(*([trainer.Trainer] if takes_trainer else []))
-
-
-def _without_our_section(load: Callable[..., Any], settings: JobSettings) -> Callable[..., Any]:
-    @functools.wraps(load)
-    def load_toml(self: Any, args: list[str]) -> Any:
-        values = load(self, args)
-        return values if values is None else settings.take_section(values)
-
-    return load_toml
 
 
 if __name__ == "__main__":

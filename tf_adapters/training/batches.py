@@ -6,7 +6,7 @@ monitored with some numbers serves all others, and a host may change the number 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -17,6 +17,7 @@ from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.timing.estimates import grouped
 from tf_adapters.timing.transfers import Gaps
 from tf_adapters.training.plan_maker import Measured
 
@@ -63,7 +64,6 @@ class BatchPlan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BatchPlan:
-        """The inverse of ``to_json``."""
         schedule, plan = PipelineSchedule.from_text(data["schedule"]), FreezePlan.from_json(data["plan"])
         return cls(**{**data, "schedule": schedule, "plan": plan})
 
@@ -80,12 +80,8 @@ class BatchPlans:
     def __bool__(self) -> bool:
         return bool(self.of)
 
-    def get(self, microbatches: int) -> BatchPlan | None:
-        return self.of.get(microbatches)
-
     @property
     def most_used(self) -> BatchPlan | None:
-        """The plan of the number that most steps have had."""
         return max(self.of.values(), key=lambda batch: batch.steps, default=None)
 
     def has_room(self, microbatches: int, step: int, interval: int) -> bool:
@@ -102,13 +98,8 @@ class BatchPlans:
         self.of[number] = replace(batch, steps=earlier.steps if earlier else 0)
 
     def used(self, microbatches: int) -> None:
-        """A step has run a batch of this number."""
         if (batch := self.of.pop(microbatches, None)) is not None:
             self.of[microbatches] = replace(batch, steps=batch.steps + 1)
-
-    def drop(self, microbatches: int) -> None:
-        """Give the plan of a number up."""
-        self.of.pop(microbatches, None)
 
 
 class MonitoredBatches:
@@ -119,7 +110,6 @@ class MonitoredBatches:
         self._orders: dict[int, PipelineSchedule] = {}
 
     def add(self, schedule: PipelineSchedule) -> None:
-        """A step has ended that ran this."""
         self._steps[schedule.num_microbatches] += 1
         self._orders[schedule.num_microbatches] = schedule
 
@@ -129,7 +119,6 @@ class MonitoredBatches:
         return self._orders.get(number, schedule)
 
     def clear(self) -> None:
-        """Forget everything."""
         self._steps.clear()
         self._orders.clear()
 
@@ -185,7 +174,4 @@ def _group(action: Action) -> tuple[int, Kind]:
 
 
 def _medians(of: Iterable[tuple[Action, float]]) -> dict[tuple[int, Kind], float]:
-    groups: dict[tuple[int, Kind], list[float]] = defaultdict(list)
-    for action, ms in of:
-        groups[_group(action)].append(ms)
-    return {group: median(values) for group, values in groups.items()}
+    return {group: median(values) for group, values in grouped((_group(action), ms) for action, ms in of).items()}

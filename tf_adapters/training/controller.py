@@ -16,20 +16,20 @@ import torch
 from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import UnsupportedError
-from tf_adapters.masking.compiled import any_compiled
 from tf_adapters.masking.gradient_noise import GradientNoise, RowObserver
-from tf_adapters.masking.parameters import ParameterMask
+from tf_adapters.masking.parameters import ParameterMask, any_compiled
 from tf_adapters.masking.taps import StageTaps
 from tf_adapters.masking.tokens import TokenSampler
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.schedule.deferral import first_half
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.masks import Mask, StageMasks
+from tf_adapters.selection.sampling import whole_parameters
 from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.timing.layers import LayerTimer
 from tf_adapters.timing.memory import MemoryMeter
 from tf_adapters.timing.phase import Phase
-from tf_adapters.timing.timer import ActionTimer, is_capturing
+from tf_adapters.timing.timer import ActionTimer, clock_for, is_capturing
 from tf_adapters.timing.token_cost import TokenCost
 from tf_adapters.training import messages
 from tf_adapters.training.batches import same_pipeline
@@ -37,9 +37,9 @@ from tf_adapters.training.decisions import Decisions
 from tf_adapters.training.freeze_ratios import FreezeRatios
 from tf_adapters.training.observer import Observer, RunSnapshot
 from tf_adapters.training.pipeline import HostPipeline
+from tf_adapters.training.plan_maker import RunSetup
 from tf_adapters.training.state import RunState, compatible_state
-from tf_adapters.training.step_masks import Scale, StepMasks
-from tf_adapters.training.tally import MaskTally
+from tf_adapters.training.step_masks import MaskTally, Scale, StepMasks
 
 __all__ = ["Controller"]
 
@@ -48,14 +48,7 @@ _LAYER_STEPS = 4
 
 
 class Controller:
-    """Freezing for one training run on one rank.
-
-    Args:
-        config: the settings.
-        pipeline: the pipeline that the host runs.
-        collectives: the group of all ranks that train together.
-        observer: looks at the run, for reports and metrics.
-    """
+    """Freezing for one training run on one rank; ``collectives`` are of all ranks that train together."""
 
     def __init__(
         self,
@@ -73,7 +66,7 @@ class Controller:
             caps=config.freeze_caps,
             tokens=config.samples_tokens,
         )
-        clock = pipeline.timing_clock()
+        clock = pipeline.clock or clock_for(pipeline.device)
         timed = {stage: {} if any_compiled(layers) else layers for stage, layers in pipeline.layers.items()}
         self.timer, self._layers = ActionTimer(clock), LayerTimer(timed, clock)
         self.memory = MemoryMeter(pipeline.device)
@@ -84,27 +77,26 @@ class Controller:
             config,
             self.masks.units,
             stages=pipeline.parameters,
-            held=pipeline.optimizer_values(),
+            held=pipeline.held_values or whole_parameters(pipeline.parameters),
             collectives=collectives,
         )
         self._collectives, self._observer = collectives, observer
         self._ratios = FreezeRatios(config, self.schedule, self.masks)
-        self._step_masks = StepMasks(self._draw, pipeline.parameters, pipeline.ties)
+        self._step_masks = StepMasks(
+            lambda stage: self._ratios.masks(self.state, self.step, stage), pipeline.parameters, pipeline.ties
+        )
         self._tally = MaskTally()
-        self._noise = GradientNoise(self._freezable_weights() if config.is_auto else {})
+        freezable = {
+            stage: {name: of_stage[name] for name in self.masks.names(stage)}
+            for stage, of_stage in pipeline.parameters.items()
+        }
+        self._noise = GradientNoise(freezable if config.is_auto else {})
         self._executed: list[Action] = []
         self._order: PipelineSchedule | None = None
         self._waiting: frozenset[Action] = frozenset()  # weight gradients that are actions of that order
         self._step_start: Any = None
-        self._decisions = Decisions(
-            config=config,
-            masks=self.masks,
-            checks=self.stability_checks,
-            collectives=collectives,
-            pipeline=pipeline,
-            probes=self._noise.probes,
-            observer=observer,
-        )
+        setup = RunSetup(config, collectives, pipeline, self.masks, probes=self._noise.probes)
+        self._decisions = Decisions(setup, self.stability_checks, observer)
 
     # --- what the host calls in every step -------------------------------------------------------------------
 
@@ -122,7 +114,6 @@ class Controller:
 
     @property
     def in_step(self) -> bool:
-        """Whether a training step has begun and not ended."""
         return self._step_start is not None
 
     def begin_step(self) -> None:
@@ -169,12 +160,6 @@ class Controller:
         with self.running(Action(stage, Kind.WEIGHT_GRAD, microbatch)):
             pass
 
-    def finish_weight_gradients(self) -> None:
-        """Compute whatever weight gradients still wait. The host calls it before gradients are reduced."""
-        for stage, taps in self.pipeline.taps.items():
-            for microbatch in taps.pending:
-                self._compute(stage, taps, microbatch)
-
     @property
     def execution(self) -> PipelineSchedule:
         """What the ranks run in this step, the same on all of them: the host's own order, or the plan's."""
@@ -218,15 +203,6 @@ class Controller:
 
     # --- what anybody may ask --------------------------------------------------------------------------------
 
-    @property
-    def freezes(self) -> bool:
-        """Whether this run freezes anything once it has been monitored."""
-        return self._ratios.on(self.state)
-
-    def actual_freeze_ratio(self, step: int, action: Action) -> float:
-        """AFR of an action at a step, in [0, 1] (paper section 3.3); while monitoring, its mask's."""
-        return self._ratios.ratio(self.state, step, action)
-
     def frozen_parameters(self, step: int, stage: int, microbatch: int) -> tuple[str, ...]:
         """Names frozen on ``stage`` for ``microbatch`` at ``step``: the same on every replica and after a restart.
 
@@ -247,11 +223,9 @@ class Controller:
 
     @property
     def report_path(self) -> Path:
-        """Where rank 0 leaves the report."""
         return self.config.report_path
 
     def snapshot(self) -> RunSnapshot:
-        """The run as it is now."""
         return RunSnapshot(
             config=self.config,
             host=self.pipeline.host,
@@ -327,11 +301,11 @@ class Controller:
         if taps is None or not self._computed_apart(phase, action):
             yield
         elif action.kind is Kind.WEIGHT_GRAD:
-            with self.timer.timed_first_part(phase, action):
+            with self.timer.timed(phase, action, first_part=True):
                 yield
             self._compute(action.stage, taps, action.microbatch)
         elif action.kind is Kind.BACKWARD:
-            with self.timer.timed_first_part(phase, action), taps.recording(action.microbatch):
+            with self.timer.timed(phase, action, first_part=True), taps.recording(action.microbatch):
                 yield
             self.memory.look(phase, first_half(action))
             self._layers.weight_gradients()
@@ -360,21 +334,13 @@ class Controller:
             return None
         if not ratio:
             return self._noise.observer(stage)
-        cost, caps = self.state.token_costs.get(stage, TokenCost()), self.masks.caps(stage)
+        cost, caps = self.state.measured.token_costs.get(stage, TokenCost()), self.masks.caps(stage)
         key = (self.config.seed, self.step, stage, microbatch)
         return TokenSampler(key, lambda weight: cost.kept(ratio * caps.get(weight, 0.0)))
 
     def _times_layers(self) -> bool:
         last = self.state.phases.warmup_end
         return self.phase is Phase.WARMUP and last - _LAYER_STEPS < self.step <= last
-
-    def _freezable_weights(self) -> dict[int, dict[str, torch.nn.Parameter]]:
-        """This rank's parameters that may be frozen, by stage and name."""
-        names = {stage: self.masks.names(stage) for stage in self.pipeline.parameters}
-        return {stage: {name: self.pipeline.parameters[stage][name] for name in names[stage]} for stage in names}
-
-    def _draw(self, stage: int) -> tuple[Mask, ...]:
-        return self._ratios.masks(self.state, self.step, stage)
 
     def _forget_measured(self) -> None:
         """What was timed, and a plan that is being made from it, are of another run or schedule."""

@@ -4,64 +4,41 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from tf_adapters.collectives import Collectives, decide_from_all
-from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ScheduleError, TimelyFreezeError
 from tf_adapters.log import announce
 from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.frontier import describe_frontier
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.timer import ActionTimer
 from tf_adapters.training import batch_words, messages
 from tf_adapters.training.batches import MonitoredBatches
 from tf_adapters.training.observer import Observer, RunSnapshot
-from tf_adapters.training.pipeline import HostPipeline
-from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned, Probes
-from tf_adapters.training.replanning import PlanWatch, Replanning
+from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned, RunSetup
+from tf_adapters.training.replanning import Replanning
 
 __all__ = ["Decisions"]
 
 
 class Decisions:
-    """Brings a run's state up to date at step boundaries. Every method is called on all ranks at the same point.
+    """Brings a run's state up to date at step boundaries. Every method is called on all ranks at the same point."""
 
-    Args:
-        config: the settings.
-        masks: the masks of every stage.
-        checks: stability checks, where the method asks for them.
-        collectives: the group of all ranks that train together.
-        pipeline: the pipeline that the host runs.
-        probes: this rank's newest probes of its gradients' noise, by stage.
-        observer: told where there is something new to report.
-    """
-
-    def __init__(
-        self,
-        config: TimelyFreezeConfig,
-        masks: StageMasks,
-        checks: StabilityChecks,
-        collectives: Collectives,
-        pipeline: HostPipeline,
-        probes: Probes,
-        observer: Observer | None,
-    ) -> None:
-        self._config, self._masks, self._checks = config, masks, checks
-        self._collectives, self._observer = collectives, observer
+    def __init__(self, setup: RunSetup, checks: StabilityChecks, observer: Observer | None) -> None:
+        self._config, self._masks, self._collectives = setup.config, setup.masks, setup.collectives
+        self._checks, self._observer = checks, observer
         self._verified: dict[int, PipelineSchedule | None] = {}  # by number of microbatches; None: the host's own order
         self._monitored = MonitoredBatches()
         self._planning: tuple[PipelineSchedule, Measured] | None = None  # what a plan is being made of
         self._unplanned: set[int] = set()  # numbers of microbatches that no plan could be made for
-        self.plan_maker = PlanMaker(config, collectives, pipeline, masks, probes=probes)
-        watch = PlanWatch(config, collectives, pipeline, masks, probes=probes)
-        self._replanning = Replanning(watch, self.plan_maker, self.say)
+        self.plan_maker = PlanMaker(setup)
+        self._replanning = Replanning(setup, self.plan_maker, self.say)
 
     def say(self, text: str) -> None:
-        """Log a line on rank 0."""
         announce(self._collectives.rank, text)
 
     def after_step(self, run: RunSnapshot, executed: Sequence[Action]) -> None:
@@ -121,7 +98,8 @@ class Decisions:
         done, length = step - phases.warmup_end, phases.monitoring_steps
         if done % max(1, length // 4) == 0:
             run.timer.drain()
-            self.say(messages.monitoring(done, length, run.timer.step_ms(phases.phase(step))))
+            step_ms = run.timer.step_ms(phases.phase(step))
+            self.say(f"monitoring {done}/{length} steps" + ("" if step_ms is None else f", {step_ms:.1f} ms a step"))
 
     def _monitoring_ends(self, run: RunSnapshot) -> bool:
         """Whether everything is measured: at the set length, or where every step trains as soon as it is precise."""
@@ -133,7 +111,8 @@ class Decisions:
         error = self.plan_maker.precision(self._monitored.most_seen(run.schedule), run.timer)
         ends = error <= self._config.monitoring_precision
         if ends:
-            self.say(messages.precise(step - phases.warmup_end, error))
+            steps = step - phases.warmup_end
+            self.say(f"monitoring ended after {steps} steps: times and savings are known to {error:.1%}")
         return ends
 
     def _measure(self, run: RunSnapshot) -> None:
@@ -205,7 +184,8 @@ class Decisions:
 
         peaks = decide_from_all(self._collectives, local, fullest)
         if peaks is not None:
-            self.say(messages.memory(*peaks))
+            held, planned = (f"{peak / 2**20:,.1f} MiB" for peak in peaks)
+            self.say(f"memory of the fullest rank: {held} now, at most {planned} planned")
 
     def _renew_plan(self, run: RunSnapshot) -> None:
         """Make plans anew where the times they were made for are no longer the times that are measured."""
@@ -213,9 +193,10 @@ class Decisions:
             return
         renewed = self._replanning.after(run.state.completed_steps, run.timer, run.state)
         if renewed is not None:
-            run.state.measure(renewed.measured)
+            (schedule, measured), planned = renewed
+            run.state.measure(measured)
             self._unplanned.clear()
-            self._adopt(run, renewed.schedule, renewed.planned)
+            self._adopt(run, schedule, planned)
             self._report(run)
 
     def _plan_batch(self, run: RunSnapshot) -> None:
@@ -234,8 +215,8 @@ class Decisions:
         if not run.ratios.on(state) or not self._checks.due(step, start):
             return
         after = self._checks.run(before, step, start)
-        if not self._config.plans and not state.unfrozen_step_ms and any(after.stable.values()):
-            state.unfrozen_step_ms = self._slowest_unfrozen_ms(run.timer)
+        if not self._config.plans and not state.measured.unfrozen_step_ms and any(after.stable.values()):
+            state.measured = replace(state.measured, unfrozen_step_ms=self._slowest_unfrozen_ms(run.timer))
         state.stability = after
         if after.checks > before.checks:
             shares = {stage: self._masks.share(stage, units) for stage, units in after.stable.items()}

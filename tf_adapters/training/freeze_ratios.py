@@ -37,12 +37,7 @@ class FreezeRatios:
         return not state.failure and self._config.method != "none" and self._config.stage_limit > 0
 
     def _monitors_with_masks(self, state: RunState) -> bool:
-        """Whether monitoring freezes: what freezing would save can be measured in no other way."""
-        if self._config.method == "none" and not self._config.monitoring_masks:
-            return False
-        if self._config.defers and not self._config.samples_tokens:
-            return False  # where weight gradients are computed apart, backwards tell without masks what they take
-        return not state.failure and self._config.stage_limit > 0
+        return not state.failure and self._config.monitors_with_masks
 
     def probes(self, state: RunState, step: int) -> bool:
         """Whether ``step`` looks at the noise of the gradients: some of monitoring, and then one now and then.

@@ -11,11 +11,11 @@ from tf_adapters.planner.forecast import Forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.schedule.ir import Kind, PipelineSchedule
 from tf_adapters.selection.stability import StabilityState
+from tf_adapters.timing.estimates import grouped
 from tf_adapters.training.phases import PhaseSchedule
 
 
 def enabled(host: str, schedule: PipelineSchedule, config: TimelyFreezeConfig, phases: PhaseSchedule) -> str:
-    """Freezing is on: where, how much, and what will happen when."""
     size = f"{host}, {schedule.num_stages} stages x {schedule.num_microbatches} microbatches, method {config.method}"
     checks = f"stability checks every {config.stability_check_interval} steps"
     if not config.plans:
@@ -30,7 +30,6 @@ def enabled(host: str, schedule: PipelineSchedule, config: TimelyFreezeConfig, p
 
 
 def out_of_reach(target_ms: float, promised: Forecast, max_freeze_ratio: float) -> str:
-    """The settings ask for a faster step than the budget allows."""
     asked, most = promised.unfrozen_ms / target_ms, 1.0 / promised.ratio
     return (
         f"a step of {target_ms:.1f} ms ({asked:.2f}x) is out of reach within max_freeze_ratio {max_freeze_ratio:g}: "
@@ -38,40 +37,21 @@ def out_of_reach(target_ms: float, promised: Forecast, max_freeze_ratio: float) 
     )
 
 
-def unseen_gradients() -> str:
-    """The gradients of single microbatches cannot be seen."""
-    return (
-        "max_freeze_ratio auto: nothing is frozen, since the gradients of single microbatches cannot be seen here, so "
-        "that what freezing costs is not known"
-    )
-
-
-def pays_otherwise(chosen: float, better: float) -> str:
-    """Another plan pays more than the one in force."""
-    return f"the gradients' noise has changed: freezing {better:.2f} pays more than {chosen:.2f}"
-
-
 def changed(factors: Mapping[tuple[int, Kind], float]) -> str:
     """Actions no longer take as long as the plan says."""
-    stages: dict[int, list[str]] = {}
-    for (stage, kind), factor in sorted(factors.items()):
-        stages.setdefault(stage, []).append(f"{kind.value} {factor:.2f}x")
+    stages = grouped((stage, f"{kind.value} {factor:.2f}x") for (stage, kind), factor in sorted(factors.items()))
     told = ", ".join(f"stage {stage}: {' '.join(kinds)}" for stage, kinds in stages.items())
     return f"actions take other times than it was made for ({told})"
 
 
 def phase(config: TimelyFreezeConfig, phases: PhaseSchedule, step: int) -> str:
-    """What happens in the phase of ``step``."""
     if not config.plans and step > phases.warmup_end:
-        return checking(config)
+        return f"stability checks every {config.stability_check_interval} steps; {config.stability_metric} freezes"
+    if phases.phase(step).monitors and not config.monitors_with_masks:
+        return "monitoring, nothing frozen"
     if config.method == "none" and step > phases.freezing_start:
         return "planned; method none freezes nothing"
     return phases.description(step)
-
-
-def checking(config: TimelyFreezeConfig) -> str:
-    """What begins after the warm-up where nothing is planned."""
-    return f"stability checks every {config.stability_check_interval} steps; {config.stability_metric} freezes"
 
 
 def checked(state: StabilityState, config: TimelyFreezeConfig, shares: Mapping[int, float]) -> str:
@@ -83,22 +63,6 @@ def checked(state: StabilityState, config: TimelyFreezeConfig, shares: Mapping[i
         return f"{stable}; scores follow with the next"
     low, middle, high = scores.min(), np.median(scores), scores.max()
     return f"{stable}; scores from {low:.2g} to {high:.2g}, median {middle:.2g}"
-
-
-def monitoring(done: int, length: int, step_ms: float | None) -> str:
-    """Progress while monitoring."""
-    took = "" if step_ms is None else f", {step_ms:.1f} ms a step"
-    return f"monitoring {done}/{length} steps{took}"
-
-
-def precise(steps: int, error: float) -> str:
-    """Monitoring has seen enough."""
-    return f"monitoring ended after {steps} steps: times and savings are known to {error:.1%}"
-
-
-def memory(held: int, planned: int) -> str:
-    """The most bytes at the ends of a rank's actions: measured with nothing frozen, and in the plan's order."""
-    return f"memory of the fullest rank: {held / 2**20:,.1f} MiB now, at most {planned / 2**20:,.1f} MiB planned"
 
 
 def planned(plan: FreezePlan, forecast: Forecast) -> str:

@@ -16,7 +16,7 @@ from tf_adapters.timing.timer import ActionTimer
 from tf_adapters.training.freeze_ratios import FreezeRatios
 from tf_adapters.training.pipeline import HostInfo
 from tf_adapters.training.state import RunState
-from tf_adapters.training.tally import MaskTally
+from tf_adapters.training.step_masks import MaskTally
 
 __all__ = ["Observer", "RunSnapshot"]
 

@@ -40,7 +40,6 @@ class PhaseSchedule:
 
     @classmethod
     def of_lengths(cls, warmup: int, monitoring: int, progressive: int, mixed: bool = False) -> PhaseSchedule:
-        """Phases of the given lengths in steps."""
         return cls(warmup, warmup + monitoring, warmup + monitoring + progressive, mixed=mixed)
 
     @property
@@ -50,7 +49,6 @@ class PhaseSchedule:
 
     @property
     def freezing_start(self) -> int:
-        """The last step before progressive freezing."""
         return self.monitoring_end if self.plan_end is None else self.plan_end
 
     def mixed_turn(self, step: int) -> int:

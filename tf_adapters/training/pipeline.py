@@ -10,10 +10,10 @@ import torch
 
 from tf_adapters.masking.taps import StageTaps
 from tf_adapters.schedule.ir import PipelineSchedule
-from tf_adapters.selection.sampling import HeldValues, whole_parameters
+from tf_adapters.selection.sampling import HeldValues
 from tf_adapters.selection.units import FreezeUnit, Tie
 from tf_adapters.timing.layers import Layers
-from tf_adapters.timing.timer import Clock, clock_for
+from tf_adapters.timing.timer import Clock
 
 __all__ = ["HostInfo", "HostPipeline", "ParametersByStage"]
 
@@ -71,11 +71,3 @@ class HostPipeline:
         """The device of this rank's parameters; the CPU where it has none."""
         devices = (parameter.device for of_stage in self.parameters.values() for parameter in of_stage.values())
         return next(devices, torch.device("cpu"))
-
-    def timing_clock(self) -> Clock:
-        """The clock that actions are timed with."""
-        return self.clock or clock_for(self.device)
-
-    def optimizer_values(self) -> HeldValues:
-        """What stability checks read."""
-        return self.held_values or whole_parameters(self.parameters)

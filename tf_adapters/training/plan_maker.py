@@ -25,11 +25,11 @@ from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.replicas import merge_bounds, slowest_durations
 from tf_adapters.timing.timer import ActionTimer
 from tf_adapters.timing.token_cost import TokenCost, slowest_costs
-from tf_adapters.timing.transfers import Gaps, complete_steps, local_traces, measure_gaps
+from tf_adapters.timing.transfers import NO_GAPS, Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.training import messages
 from tf_adapters.training.pipeline import HostPipeline
 
-__all__ = ["Measured", "PlanMaker", "Planned", "Probes", "learning_of", "other_ms"]
+__all__ = ["NOTHING_MEASURED", "Measured", "PlanMaker", "Planned", "Probes", "RunSetup", "other_ms"]
 
 _SOLVED_AT_ONCE = 1_000
 """Actions up to which planning takes about a second, no more than starting a process for it."""
@@ -42,6 +42,32 @@ _NEARLY = 1.01
 
 
 Probes = Callable[[], Mapping[int, Sequence[Probe]]]
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """What a run's decisions are made with.
+
+    Attributes:
+        config: the settings.
+        collectives: the group of all ranks that train together.
+        pipeline: the pipeline that the host runs.
+        masks: the masks of every stage.
+        probes: this rank's newest probes of its gradients' noise, by stage.
+    """
+
+    config: TimelyFreezeConfig
+    collectives: Collectives
+    pipeline: HostPipeline
+    masks: StageMasks
+    probes: Probes
+
+    def learning(
+        self, schedule: PipelineSchedule, ranks: Sequence[Mapping[int, Sequence[Probe]]], costs: Mapping[int, TokenCost]
+    ) -> Learning | None:
+        """From the probes of all ranks; None where a stage has none. ``costs`` are by stage, where tokens are drawn."""
+        batch = schedule.num_microbatches * self.pipeline.replicas
+        return Learning.measured(ranks, batch, costs, self.pipeline.adaptive)
 
 
 @dataclass(frozen=True)
@@ -67,6 +93,9 @@ class Measured:
     def target_ms(self, config: TimelyFreezeConfig) -> float:
         """The settings' target for the step; 0 without one."""
         return config.target_ms(self.unfrozen_step_ms / self.longer) * self.longer
+
+
+NOTHING_MEASURED = Measured({}, NO_GAPS, 0.0)
 
 
 @dataclass(frozen=True)
@@ -96,28 +125,10 @@ class _Local:
 
 
 class PlanMaker:
-    """Makes the plan of a run. Every method is called on all ranks at the same point.
+    """Makes the plan of a run. Every method is called on all ranks at the same point."""
 
-    Args:
-        config: the settings.
-        collectives: the group of all ranks that train together.
-        pipeline: the pipeline that the host runs.
-        masks: the masks of every stage.
-        probes: this rank's newest probes of its gradients' noise, by stage.
-    """
-
-    def __init__(
-        self,
-        config: TimelyFreezeConfig,
-        collectives: Collectives,
-        pipeline: HostPipeline,
-        masks: StageMasks,
-        probes: Probes,
-    ) -> None:
-        self._config, self._collectives, self._probes = config, collectives, probes
-        self._traced, self._moves_forwards = pipeline.traced, pipeline.moves_forwards
-        self._learning = learning_of(pipeline)
-        self._first_stage, self._stage_0_vanishes = masks.first_training_stage, masks.can_freeze_all(0)
+    def __init__(self, run: RunSetup) -> None:
+        self._run, self._config, self._collectives = run, run.config, run.collectives
         self._worker: BackgroundPlan | None = None  # on rank 0
         self._steps: Sequence[Mapping[Action, float]] = ()  # durations, ms; on rank 0
         self._waited = 0  # steps, for the plan
@@ -145,17 +156,24 @@ class PlanMaker:
             self._steps, gaps = slowest_durations(steps, detailed, bounds), measure_gaps(schedule, steps)
             step_ms = max(rank.step_ms for rank in ranks)
             costs = slowest_costs([rank.token_costs for rank in ranks])
-            learning = self._learning(schedule, [rank.probes for rank in ranks], costs)
+            learning = self._run.learning(schedule, [rank.probes for rank in ranks], costs)
             traced = batch_times(schedule, steps, gaps)
             dag = PipelineDag.from_schedule(schedule, *gaps)
             typical = [(rank, local.typical_ms) for rank, local in enumerate(ranks)]
-            times = traced and with_replicas(traced, dag, _upper(bounds), typical)
-            fresh = Measured({}, gaps, step_ms, notes=notes, token_costs=costs, learning=learning, batch_times=times)
+            fresh = Measured(
+                {},
+                gaps,
+                step_ms,
+                notes=notes,
+                token_costs=costs,
+                learning=learning,
+                other_ms=max(0.0, step_ms - dag.makespan(_upper(bounds))),
+                batch_times=traced and with_replicas(traced, dag, _upper(bounds), typical),
+            )
             return PackedBounds.of(schedule, bounds), fresh
 
         packed, measured = decide_from_all(self._collectives, lambda: self._local(schedule, timer), merge)
-        measured = replace(measured, bounds=packed.unpack(schedule))
-        return replace(measured, other_ms=other_ms(schedule, measured))
+        return replace(measured, bounds=packed.unpack(schedule))
 
     def start(self, schedule: PipelineSchedule, measured: Measured) -> Planned | None:
         """Make the plan, or begin to: None where it is made beside training. Raises TimelyFreezeError on all ranks."""
@@ -189,7 +207,6 @@ class PlanMaker:
         return self._arrived(schedule, measured, wait_s=0.0) if due else None
 
     def close(self) -> None:
-        """Give up a plan that is being made."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -198,20 +215,21 @@ class PlanMaker:
         timer.drain(wait=True)
         times, number = self._times(schedule, timer), schedule.num_microbatches
         step_ms = timer.step_ms(Phase.MONITORING_UPPER, number) or 0.0
-        if not self._traced:
-            return _Local(step_ms, times.typical_ms(), times.token_costs, self._probes(), means=times.means())
+        if not self._run.pipeline.traced:
+            return _Local(step_ms, times.typical_ms(), times.token_costs, self._run.probes(), means=times.means())
         return _Local(
             step_ms,
             times.typical_ms(),
             times.token_costs,
-            self._probes(),
+            self._run.probes(),
             bounds=PackedBounds.of(schedule, times.bounds()),
             traces=PackedTraces.of(schedule, local_traces(timer, Phase.MONITORING_UPPER, number)),
         )
 
     def _times(self, schedule: PipelineSchedule, timer: ActionTimer) -> StageTimes:
         sampled, number = self._config.samples_tokens, schedule.num_microbatches
-        return measured_times(timer, self._first_stage, sampled=sampled, microbatches=number)
+        first = self._run.masks.first_training_stage
+        return measured_times(timer, first, sampled=sampled, microbatches=number)
 
     def _arrived(self, schedule: PipelineSchedule, measured: Measured, wait_s: float) -> Planned | None:
         def ask() -> Planned | None:
@@ -222,27 +240,26 @@ class PlanMaker:
         return on_one_rank(self._collectives, ask)
 
     def _problem(self, schedule: PipelineSchedule, measured: Measured) -> PlanProblem:
-        unfrozen_ms = _unfrozen_makespan(schedule, measured)
-        learning = measured.learning and replace(measured.learning, other_ms=other_ms(schedule, measured))
+        learning = measured.learning and replace(measured.learning, other_ms=measured.other_ms)
         return PlanProblem(
             schedule=schedule,
             times=measured.bounds,
             max_freeze_ratio=0.0 if self._config.is_auto and learning is None else self._config.stage_limit,
-            communication=measured.gaps.communication,
-            overhead=measured.gaps.overhead,
-            target_makespan_ms=self._target_makespan(measured, unfrozen_ms),
+            **measured.gaps._asdict(),
+            target_makespan_ms=self._target_makespan(schedule, measured),
             max_action_freeze_ratio=min((cost.most_frozen for cost in measured.token_costs.values()), default=1.0),
             max_microbatch_freeze_ratio=most_of_a_microbatch(self._config.stage_limit),
             defer=self._config.defers,
             extra_microbatches=self._config.extra_microbatches,
-            moves_forwards=self._moves_forwards,
+            moves_forwards=self._run.pipeline.moves_forwards,
             learning=learning,
         )
 
-    def _target_makespan(self, measured: Measured, unfrozen_ms: float) -> float:
+    def _target_makespan(self, schedule: PipelineSchedule, measured: Measured) -> float:
         """The settings' target for a step, less what is no part of the pipeline; 0 without a target."""
         target = measured.target_ms(self._config)
-        return max(0.0, unfrozen_ms - (measured.unfrozen_step_ms - target)) if target else 0.0
+        saved = measured.unfrozen_step_ms - target
+        return max(0.0, _unfrozen_makespan(schedule, measured) - saved) if target else 0.0
 
     def _promise(self, schedule: PipelineSchedule, measured: Measured, plan: FreezePlan) -> Planned:
         step_ms = measured.unfrozen_step_ms
@@ -253,7 +270,7 @@ class PlanMaker:
             unfrozen_step_ms=step_ms,
             gaps=measured.gaps,
             steps=self._steps,
-            stage_0_vanishes=self._stage_0_vanishes,
+            stage_0_vanishes=self._run.masks.can_freeze_all(0),
         )
         self._steps = ()
         return Planned(plan, promised.planned_ms, tuple(self._notes(measured, promised, plan)))
@@ -264,18 +281,10 @@ class PlanMaker:
         if target and promised.planned_ms > target * _NEARLY and not self._config.is_auto:
             yield messages.out_of_reach(target, promised, self._config.stage_limit)
         if self._config.is_auto and not plan.frontier:
-            yield messages.unseen_gradients()
-
-
-def learning_of(pipeline: HostPipeline) -> Callable[..., Learning | None]:
-    """What makes a Learning of a schedule, the probes of all ranks and the costs of drawing."""
-
-    def learning(
-        schedule: PipelineSchedule, ranks: Sequence[Mapping[int, Sequence[Probe]]], costs: Mapping[int, TokenCost]
-    ) -> Learning | None:
-        return Learning.measured(ranks, schedule.num_microbatches * pipeline.replicas, costs, pipeline.adaptive)
-
-    return learning
+            yield (
+                "max_freeze_ratio auto: nothing is frozen, since the gradients of single microbatches cannot be seen "
+                "here, so that what freezing costs is not known"
+            )
 
 
 def other_ms(schedule: PipelineSchedule, measured: Measured) -> float:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tf_adapters.collectives import Collectives, decide_from_all
-from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.collectives import decide_from_all
 from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.planner.forecast import durations_under, planned_dag, stable_durations
 from tf_adapters.planner.freeze_plan import FreezePlan
@@ -21,19 +20,17 @@ from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.selection.masks import StageMasks
 from tf_adapters.timing.compact import PackedBounds, PackedTraces
-from tf_adapters.timing.estimates import median
+from tf_adapters.timing.estimates import median, merged
 from tf_adapters.timing.freeze_response import Group
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.timer import ActionTimer, Sample, Trace
 from tf_adapters.timing.transfers import Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.training import messages
-from tf_adapters.training.pipeline import HostPipeline
-from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned, Probes, learning_of, other_ms
+from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned, RunSetup
 from tf_adapters.training.state import RunState
 
-__all__ = ["PlanWatch", "Renewed", "Replanning", "changes"]
+__all__ = ["Replanning", "changes"]
 
 _NEWEST = 64
 """Samples of an action that are looked at, at most."""
@@ -52,28 +49,16 @@ class _Local:
     probes: Mapping[int, Sequence[Probe]]
 
 
-class PlanWatch:
-    """Compares measured times with the plan's. Every method is called on all ranks at the same point.
+Fresh = tuple[PipelineSchedule, Measured]
+"""The host's order that a plan is made for, and what from."""
 
-    Args:
-        config: the settings.
-        collectives: the group of all ranks that train together.
-        pipeline: the pipeline that the host runs.
-        masks: the masks of every stage.
-        probes: this rank's newest probes of its gradients' noise, by stage.
-    """
 
-    def __init__(
-        self,
-        config: TimelyFreezeConfig,
-        collectives: Collectives,
-        pipeline: HostPipeline,
-        masks: StageMasks,
-        probes: Probes,
-    ) -> None:
-        self._config, self._collectives, self._probes = config, collectives, probes
-        self._traced, self._learning = pipeline.traced, learning_of(pipeline)
-        self._stage_0_vanishes = masks.can_freeze_all(0)
+class Replanning:
+    """Makes plans anew where they no longer hold. Every method is called on all ranks at the same point."""
+
+    def __init__(self, run: RunSetup, maker: PlanMaker, say: Callable[[str], None]) -> None:
+        self._run, self._config, self._maker, self._say = run, run.config, maker, say
+        self._fresh: Fresh | None = None  # what a plan is being made from
         self._changes_in_a_row = 0  # looks that found a change
 
     def due(self, step: int, settled: int) -> bool:
@@ -82,9 +67,38 @@ class PlanWatch:
         looks = self._config.replan_threshold > 0 or self._config.is_auto
         return looks and passed > 0 and passed % self._config.replan_interval == 0
 
+    @property
+    def busy(self) -> bool:
+        return self._fresh is not None
+
     def forget(self) -> None:
         """Begin anew: the pipeline runs something else now."""
-        self._changes_in_a_row = 0
+        self._changes_in_a_row, self._fresh = 0, None
+
+    def after(self, step: int, timer: ActionTimer, state: RunState) -> tuple[Fresh, Planned] | None:
+        """The plan that is in force from now on, where it is another than before. Raises nothing: the old one stays."""
+        try:
+            planned = self._maker.poll(*self._fresh) if self._fresh else self._begin(step, timer, state)
+        except TimelyFreezeError as error:
+            self._fresh = None
+            self._say(f"the plan stays as it is: {error}")
+            return None
+        if planned is None or self._fresh is None:
+            return None
+        fresh, self._fresh = self._fresh, None
+        return fresh, planned
+
+    def _begin(self, step: int, timer: ActionTimer, state: RunState) -> Planned | None:
+        """Look where it is due, by the number of microbatches that most steps have had, and begin a new plan."""
+        batch = state.plans.most_used
+        if batch is None or not self.due(step, state.phases.progressive_end):
+            return None
+        fresh = self.look(batch.schedule, timer, state.measured_for(batch.schedule), batch.plan)
+        if fresh is None:
+            return None
+        self._fresh = batch.schedule, fresh
+        self._say(f"step {step}: planning anew: {'; '.join(fresh.notes)}")
+        return self._maker.start(batch.schedule, fresh)
 
     def look(
         self, schedule: PipelineSchedule, timer: ActionTimer, measured: Measured, plan: FreezePlan
@@ -97,10 +111,10 @@ class PlanWatch:
         ran = plan.schedule or schedule
 
         def judge(ranks: Sequence[_Local]) -> tuple[PackedBounds, Measured] | None:
-            slowest = _slowest([rank.changes for rank in ranks])
+            slowest = merged((rank.changes for rank in ranks), max)  # a stage takes as long as its slowest replica
             away = max((max(factor, 1.0 / factor) - 1.0 for factor in slowest.values()), default=0.0)
             # Where a stage has no probe, what monitoring said stands.
-            newest = self._learning(schedule, [rank.probes for rank in ranks], measured.token_costs)
+            newest = self._run.learning(schedule, [rank.probes for rank in ranks], measured.token_costs)
             learning = newest or measured.learning
             why = [messages.changed(slowest)] if 0.0 < self._config.replan_threshold < away else []
             why += _pays_otherwise(plan, learning)
@@ -108,94 +122,45 @@ class PlanWatch:
                 return None
             gaps = _gaps(schedule, plan, [rank.traces.unpack(ran) for rank in ranks]) or measured.gaps
             bounds = {a: _times(b, slowest.get((a.stage, a.kind), 1.0)) for a, b in measured.bounds.items()}
-            step_ms = max(rank.step_ms for rank in ranks) + self._saved(schedule, plan, bounds, gaps)
-            fresh = Measured({}, gaps, step_ms, tuple(why), token_costs=measured.token_costs, learning=learning)
+            upper = {action: of_action.upper for action, of_action in bounds.items()}
+            batch_ms = PipelineDag.from_schedule(schedule, *gaps).makespan(upper)
+            saved = max(0.0, batch_ms - self._planned_ms(schedule, plan, bounds, gaps))
+            step_ms = max(rank.step_ms for rank in ranks) + saved
+            fresh = Measured(
+                {},
+                gaps,
+                step_ms,
+                tuple(why),
+                token_costs=measured.token_costs,
+                learning=learning,
+                other_ms=max(0.0, step_ms - batch_ms),
+            )
             return PackedBounds.of(schedule, bounds), fresh
 
         number = schedule.num_microbatches
-        fresh = decide_from_all(self._collectives, lambda: self._local(ran, timer, measured.bounds, number), judge)
+        fresh = decide_from_all(self._run.collectives, lambda: self._local(ran, timer, measured.bounds, number), judge)
         self._changes_in_a_row = self._changes_in_a_row + 1 if fresh else 0
         if fresh is None or self._changes_in_a_row < _IN_A_ROW:
             return None
         self._changes_in_a_row = 0
         packed, changed = fresh
-        changed = replace(changed, bounds=packed.unpack(schedule))
-        return replace(changed, other_ms=other_ms(schedule, changed))
+        return replace(changed, bounds=packed.unpack(schedule))
 
     def _local(self, ran: PipelineSchedule, timer: ActionTimer, bounds: Mapping[Action, Bounds], number: int) -> _Local:
         timer.drain()
-        traces = PackedTraces.of(ran, local_traces(timer, Phase.STABLE, number) if self._traced else ())
+        traces = PackedTraces.of(ran, local_traces(timer, Phase.STABLE, number) if self._run.pipeline.traced else ())
         newest = min(self._config.replan_interval, _NEWEST)
         step_ms = timer.step_ms(Phase.STABLE, number) or 0.0
-        return _Local(changes(timer, bounds, newest), step_ms, traces, self._probes())
+        return _Local(changes(timer, bounds, newest), step_ms, traces, self._run.probes())
 
-    def _saved(
+    def _planned_ms(
         self, schedule: PipelineSchedule, plan: FreezePlan, bounds: Mapping[Action, Bounds], gaps: Gaps
     ) -> float:
-        """What the plan in force saves of a batch with these bounds, ms."""
-        dag, upper = PipelineDag.from_schedule(schedule, *gaps), {action: b.upper for action, b in bounds.items()}
+        """A batch with these bounds under the plan in force, ms."""
         now = durations_under(plan, bounds)
-        if self._stage_0_vanishes:
+        if self._run.masks.can_freeze_all(0):
             now = stable_durations(now, plan.freeze_ratio)
-        return max(0.0, dag.makespan(upper) - planned_dag(schedule, plan, gaps).makespan(now))
-
-
-@dataclass(frozen=True)
-class Renewed:
-    """A plan that takes the place of the one in force for ``schedule``, and what it was made from."""
-
-    schedule: PipelineSchedule
-    measured: Measured
-    planned: Planned
-
-
-class Replanning:
-    """Makes plans anew where they no longer hold. Every method is called on all ranks at the same point.
-
-    Args:
-        watch: tells whether they hold: by the one that most steps have had.
-        maker: makes plans; those in force came from it.
-        say: logs a line.
-    """
-
-    def __init__(self, watch: PlanWatch, maker: PlanMaker, say: Callable[[str], None]) -> None:
-        self._watch, self._maker, self._say = watch, maker, say
-        self._fresh: tuple[PipelineSchedule, Measured] | None = None  # what a plan is being made from
-
-    @property
-    def busy(self) -> bool:
-        """Whether a plan is being made."""
-        return self._fresh is not None
-
-    def forget(self) -> None:
-        """Begin anew: the pipeline runs something else now."""
-        self._watch.forget()
-        self._fresh = None
-
-    def after(self, step: int, timer: ActionTimer, state: RunState) -> Renewed | None:
-        """The plan that is in force from now on, where it is another than before. Raises nothing: the old one stays."""
-        try:
-            planned = self._maker.poll(*self._fresh) if self._fresh else self._look(step, timer, state)
-        except TimelyFreezeError as error:
-            self._fresh = None
-            self._say(f"the plan stays as it is: {error}")
-            return None
-        if planned is None or self._fresh is None:
-            return None
-        renewed, self._fresh = Renewed(*self._fresh, planned), None
-        return renewed
-
-    def _look(self, step: int, timer: ActionTimer, state: RunState) -> Planned | None:
-        """Look where it is due, and begin a new plan where the old one no longer holds."""
-        batch = state.plans.most_used
-        if batch is None or not self._watch.due(step, state.phases.progressive_end):
-            return None
-        fresh = self._watch.look(batch.schedule, timer, state.measured_for(batch.schedule), batch.plan)
-        if fresh is None:
-            return None
-        self._fresh = batch.schedule, fresh
-        self._say(f"step {step}: planning anew: {'; '.join(fresh.notes)}")
-        return self._maker.start(batch.schedule, fresh)
+        return planned_dag(schedule, plan, gaps).makespan(now)
 
 
 def _pays_otherwise(plan: FreezePlan, learning: Learning | None) -> list[str]:
@@ -204,8 +169,10 @@ def _pays_otherwise(plan: FreezePlan, learning: Learning | None) -> list[str]:
         return []
     current = next(number for number, point in enumerate(plan.frontier) if point.chosen)
     best = best_point(plan.frontier, learning, current)
-    ratios = [point.mean_freeze_ratio for point in plan.frontier]
-    return [] if best == current else [messages.pays_otherwise(ratios[current], ratios[best])]
+    if best == current:
+        return []
+    chosen, better = (plan.frontier[number].mean_freeze_ratio for number in (current, best))
+    return [f"the gradients' noise has changed: freezing {better:.2f} pays more than {chosen:.2f}"]
 
 
 def changes(timer: ActionTimer, bounds: Mapping[Action, Bounds], newest: int) -> dict[Group, float]:
@@ -239,15 +206,6 @@ def _gaps(schedule: PipelineSchedule, plan: FreezePlan, traces: Sequence[Sequenc
         return backward_of(action) if action.kind is Kind.INPUT_GRAD and action not in host else action
 
     return measure_gaps(ran, steps).renamed(in_host, host) if steps else None
-
-
-def _slowest(ranks: Sequence[Mapping[Group, float]]) -> dict[Group, float]:
-    """A stage takes as long as its slowest replica."""
-    merged: dict[Group, float] = {}
-    for rank in ranks:
-        for group, factor in rank.items():
-            merged[group] = max(factor, merged.get(group, factor))
-    return merged
 
 
 def _times(bounds: Bounds, factor: float) -> Bounds:

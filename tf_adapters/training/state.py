@@ -19,10 +19,10 @@ from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.stability import StabilityState
 from tf_adapters.timing.batch_times import BatchTimes
 from tf_adapters.timing.token_cost import TokenCost
-from tf_adapters.timing.transfers import NO_GAPS, Gaps
+from tf_adapters.timing.transfers import Gaps
 from tf_adapters.training.batches import BatchPlan, BatchPlans, carried_over, known_microbatches, same_pipeline
 from tf_adapters.training.phases import PhaseSchedule
-from tf_adapters.training.plan_maker import Measured, Planned, other_ms
+from tf_adapters.training.plan_maker import NOTHING_MEASURED, Measured, Planned, other_ms
 
 FORMAT = 2
 _NOTES = 50  # the newest: a long run may begin or plan anew many times
@@ -33,21 +33,15 @@ class RunState:
     """The state of one run, equal on every rank.
 
     ``microbatches`` are those of the batch that runs, or runs next; ``plans`` has a plan for each number of them.
-    ``bounds``, ``gaps`` and ``unfrozen_step_ms`` are of one number, that they were measured with.
+    ``measured`` is what they are made from, of one number, after step ``measured_at``.
     """
 
     phases: PhaseSchedule
     completed_steps: int = 0
     microbatches: int = field(default=0, compare=False)
     plans: BatchPlans = field(default_factory=BatchPlans)
-    bounds: dict[Action, Bounds] = field(default_factory=dict)
-    gaps: Gaps = NO_GAPS
-    unfrozen_step_ms: float = 0.0
-    other_ms: float = 0.0
+    measured: Measured = NOTHING_MEASURED
     measured_at: int = 0
-    token_costs: Mapping[int, TokenCost] = field(default_factory=dict)
-    learning: Learning | None = None
-    batch_times: BatchTimes | None = None
     notes: tuple[str, ...] = ()
     failure: str | None = None
     stability: StabilityState = field(default_factory=StabilityState)
@@ -66,11 +60,8 @@ class RunState:
         return RunState(phases, self.completed_steps, self.microbatches, notes=(*self.notes, note)[-_NOTES:])
 
     def measure(self, measured: Measured) -> None:
-        """Keep what plans are made from."""
-        self.bounds, self.gaps, self.unfrozen_step_ms = dict(measured.bounds), measured.gaps, measured.unfrozen_step_ms
-        self.token_costs, self.learning, self.other_ms = measured.token_costs, measured.learning, measured.other_ms
-        self.measured_at = self.completed_steps
-        self.batch_times = measured.batch_times or self.batch_times  # a plan made anew has none: of nothing frozen
+        batch_times = measured.batch_times or self.measured.batch_times  # made anew it has none: of nothing frozen
+        self.measured, self.measured_at = replace(measured, notes=(), batch_times=batch_times), self.completed_steps
         self.notes = (*self.notes, *measured.notes)[-_NOTES:]
 
     def adopt(self, schedule: PipelineSchedule, planned: Planned) -> None:
@@ -89,12 +80,12 @@ class RunState:
         """The next batches have another number of microbatches."""
         self.microbatches = schedule.num_microbatches
         if self.batch is not None and self.batch.schedule != schedule:
-            self.plans.drop(self.microbatches)  # a checkpoint's, of another order
+            del self.plans.of[self.microbatches]  # a checkpoint's, of another order
 
     @property
     def batch(self) -> BatchPlan | None:
         """The plan that is in force for the batch that runs, or runs next."""
-        return self.plans.get(self.microbatches)
+        return self.plans.of.get(self.microbatches)
 
     @property
     def plan(self) -> FreezePlan | None:
@@ -113,63 +104,45 @@ class RunState:
         """What the plan promises for a whole step; None before there is a plan."""
         return None if self.batch is None else self.batch.forecast
 
-    @property
-    def measured(self) -> Measured:
-        """What plans are made from, without the notes on it."""
-        return Measured(
-            self.bounds,
-            self.gaps,
-            self.unfrozen_step_ms,
-            token_costs=self.token_costs,
-            learning=self.learning,
-            other_ms=self.other_ms,
-        )
-
     def measured_for(self, schedule: PipelineSchedule) -> Measured:
-        """The same for another number of microbatches."""
+        """What plans for a number of microbatches are made from."""
         return carried_over(self.measured, schedule)
 
     def of_batch(self, batch: BatchPlan) -> RunState:
         """The run as it is for batches of one number of microbatches."""
-        known = self.measured_for(batch.schedule)
-        return replace(
-            self,
-            microbatches=batch.schedule.num_microbatches,
-            bounds=dict(known.bounds),
-            gaps=known.gaps,
-            unfrozen_step_ms=batch.unfrozen_step_ms,
-            learning=known.learning,
-        )
+        known = replace(self.measured_for(batch.schedule), unfrozen_step_ms=batch.unfrozen_step_ms)
+        return replace(self, microbatches=batch.schedule.num_microbatches, measured=known)
 
     @property
     def awaits_plan(self) -> bool:
         """Whether everything is measured and only the first plan is missing."""
-        return not self.plans and bool(self.bounds) and not self.failure
+        return not self.plans and bool(self.measured.bounds) and not self.failure
 
     @property
     def outlived(self) -> bool:
         """Whether the batch that runs has no plan that is made from what is known."""
-        if not self.bounds or self.failure:
+        if not self.measured.bounds or self.failure:
             return False
         return self.batch is None or self.batch.planned_at < self.measured_at
 
     def to_json(self, config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: StageMasks) -> dict[str, Any]:
         """Plain values. What earlier versions read is of the number of microbatches that times were measured with."""
-        own = self.plans.get(known_microbatches(self.bounds))
+        known = self.measured
+        own = self.plans.of.get(known_microbatches(known.bounds))
         data = {
             "format": FORMAT,
             "fingerprint": fingerprint(config, own.schedule if own else schedule, masks),
             "completed_steps": self.completed_steps,
             "phases": list(astuple(self.phases)),
             "plan": own.plan.to_json() if own else None,
-            "bounds": {str(action): [b.lower, b.upper] for action, b in self.bounds.items()},
-            "gaps": self.gaps.to_json(),
-            "unfrozen_step_ms": self.unfrozen_step_ms,
-            "other_ms": self.other_ms,
+            "bounds": {str(action): [b.lower, b.upper] for action, b in known.bounds.items()},
+            "gaps": known.gaps.to_json(),
+            "unfrozen_step_ms": known.unfrozen_step_ms,
+            "other_ms": known.other_ms,
             "measured_at": self.measured_at,
-            "token_costs": {str(stage): cost.to_json() for stage, cost in self.token_costs.items()},
-            "learning": self.learning.to_json() if self.learning else None,
-            "batch_times": self.batch_times.to_json() if self.batch_times else None,
+            "token_costs": {str(stage): cost.to_json() for stage, cost in known.token_costs.items()},
+            "learning": known.learning.to_json() if known.learning else None,
+            "batch_times": known.batch_times.to_json() if known.batch_times else None,
             "planned_step_ms": own.planned_step_ms if own else 0.0,
             "batches": [batch.to_json() | ({"plan": None} if batch is own else {}) for batch in self.plans.of.values()],
             "notes": list(self.notes),
@@ -180,18 +153,21 @@ class RunState:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], schedule: PipelineSchedule) -> RunState:
         """The inverse of ``to_json``; ``schedule`` is what the host runs next, and what a plan alone is of."""
-        state = cls(
-            phases=PhaseSchedule(*data["phases"]),
-            completed_steps=data["completed_steps"],
-            microbatches=schedule.num_microbatches,
+        measured = Measured(
             bounds={Action.parse(text): Bounds(*pair) for text, pair in data["bounds"].items()},
             gaps=Gaps.from_json(data["gaps"]),
             unfrozen_step_ms=data["unfrozen_step_ms"],
             other_ms=data.get("other_ms", 0.0),
-            measured_at=data.get("measured_at", 0),
             token_costs={int(stage): TokenCost(*pair) for stage, pair in data.get("token_costs", {}).items()},
             learning=Learning.from_json(data["learning"]) if data.get("learning") else None,
             batch_times=BatchTimes.from_json(data["batch_times"]) if data.get("batch_times") else None,
+        )
+        state = cls(
+            phases=PhaseSchedule(*data["phases"]),
+            completed_steps=data["completed_steps"],
+            microbatches=schedule.num_microbatches,
+            measured=measured,
+            measured_at=data.get("measured_at", 0),
             notes=tuple(data["notes"]),
             stability=StabilityState.from_json(data.get("stability")),
         )
@@ -226,7 +202,7 @@ def compatible_state(
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TimelyFreezeError) as error:
         fresh.completed_steps = _step_count(data)
         return fresh.restarted(config, f"the checkpoint's state {' '.join(str(error).split())}")
-    measured_with = state.plans.get(known_microbatches(state.bounds))
+    measured_with = state.plans.of.get(known_microbatches(state.measured.bounds))
     order = schedule if measured_with is None else measured_with.schedule
     if data.get("fingerprint") != fingerprint(config, order, masks) or not _fits(state, order, schedule):
         return state.restarted(config, "the checkpoint's plan is for another pipeline, model or budget")
@@ -234,7 +210,7 @@ def compatible_state(
     if config.plans and unplanned and state.completed_steps > state.phases.warmup_end:
         return state.restarted(config, "a checkpoint interrupted it")
     if "other_ms" not in data:
-        state.other_ms = other_ms(order, state.measured)
+        state.measured = replace(state.measured, other_ms=other_ms(order, state.measured))
     state.turn_to(schedule)
     return state
 
@@ -244,7 +220,7 @@ def _fits(state: RunState, order: PipelineSchedule, schedule: PipelineSchedule) 
 
     Of another number it is taken for the same kind of schedule, where the ranks run the same stages.
     """
-    own = state.plans.get(schedule.num_microbatches)
+    own = state.plans.of.get(schedule.num_microbatches)
     return same_pipeline(order, schedule) and (own is None or own.schedule == schedule)
 
 

@@ -1,17 +1,21 @@
-"""The masks of the step that runs, and what they leave without any update."""
+"""The masks of the step that runs, what they leave without any update, and what masks have frozen so far."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from tf_adapters.selection.masks import NOTHING_FROZEN, Mask
 from tf_adapters.selection.units import Tie
+from tf_adapters.timing.phase import Phase
 from tf_adapters.training.pipeline import ParametersByStage
 
-__all__ = ["Scale", "StepMasks"]
+__all__ = ["MaskTally", "Scale", "StepMasks"]
+
+_MOST_STEPS = 1_024
+"""Steps whose frozen share is recorded: enough for monitoring, the ramp and what follows."""
 
 Scale = tuple[torch.nn.Parameter, float]
 """A parameter, and what its gradient is multiplied by."""
@@ -34,7 +38,6 @@ class StepMasks:
         self._drawn: dict[int, Sequence[Mask]] = {}
 
     def clear(self) -> None:
-        """Another step begins."""
         self._drawn.clear()
 
     def draw(self) -> None:
@@ -82,3 +85,35 @@ class StepMasks:
     def _frozen_by_all(self, stage: int) -> frozenset[str]:
         masks = self._of_stage(stage)
         return frozenset(masks[0].names).intersection(*(mask.names for mask in masks[1:])) if masks else frozenset()
+
+
+class MaskTally:
+    """Counts frozen shares by stage and step, and how often stable freezing froze each parameter."""
+
+    def __init__(self) -> None:
+        self._shares: dict[int, list[float]] = defaultdict(list)
+        self._frozen: dict[int, Counter[str]] = defaultdict(Counter)
+        self._microbatches: Counter[int] = Counter()
+
+    def add(self, step: int, phase: Phase, drawn: Mapping[int, Sequence[Mask]]) -> None:
+        """Count the masks of a step: by stage, one for each microbatch."""
+        for stage, masks in drawn.items():
+            if step <= _MOST_STEPS:
+                shares = self._shares[stage]
+                shares += [0.0] * (step - 1 - len(shares))  # steps before a resume
+                shares.append(sum(mask.share for mask in masks) / len(masks))
+            if phase is Phase.STABLE:
+                self._microbatches[stage] += len(masks)
+                for mask in masks:
+                    self._frozen[stage].update(mask.names)
+
+    def frozen_share(self) -> dict[int, tuple[float, ...]]:
+        """By stage, the mean over microbatches of the work frozen, as a share of the freezable, in steps 1, 2, ..."""
+        return {stage: tuple(shares) for stage, shares in self._shares.items()}
+
+    def parameter_freeze_ratio(self) -> dict[int, dict[str, float]]:
+        """By stage and name, the share of stable freezing's microbatches in which a parameter was frozen."""
+        return {
+            stage: {name: count / self._microbatches[stage] for name, count in sorted(counts.items())}
+            for stage, counts in self._frozen.items()
+        }
