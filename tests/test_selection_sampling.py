@@ -49,7 +49,7 @@ def reading_bytes(sizes: np.ndarray) -> int:
 
 
 @pytest.mark.parametrize(
-    ("numel", "size"), [(1, 1), (64, 64), (300, 64), (6400, 64), (100_000, 1000), (409_600, 4096), (10**9, 4096)]
+    ("numel", "size"), [(1, 1), (64, 64), (300, 256), (4096, 256), (100_000, 1000), (409_600, 4096), (10**9, 4096)]
 )
 def test_a_sample_is_a_percent_within_bounds(numel: int, size: int) -> None:
     assert sizes_for([numel]).tolist() == [size]
@@ -61,12 +61,12 @@ def test_a_sample_is_a_percent_within_bounds(numel: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("large", [4, 48, 500, 4000])
-def test_a_reading_fits_its_bytes_and_the_largest_samples_give_way_first(large: int) -> None:
+def test_a_reading_fits_its_bytes_and_large_samples_give_way_more_than_small_ones(large: int) -> None:
     sizes = sizes_for([10**6] * large + [1000] * 20)
     assert reading_bytes(sizes) <= READING_BYTES
     assert reading_bytes(sizes) > 0.75 * READING_BYTES
     assert len(set(sizes[:large].tolist())) == 1
-    assert sizes[0] >= sizes[-1] == min(64, sizes[0])
+    assert 1 <= sizes[-1] <= sizes[0] <= 4 * sizes[-1] + 1 or sizes[-1] == 256
 
 
 def test_a_stage_has_as_many_elements_on_one_rank_as_cut_into_shards() -> None:
@@ -142,7 +142,7 @@ def test_the_first_rank_that_holds_a_piece_reads_it_and_the_others_are_told_noth
     held = [held_by(rank, sorted({key[:2] for key in (*first, *second)})) for rank in (second, first, second, first)]
     readers, told = Readers.of(held, sorted({key[:2] for key in (*first, *second)}))
     assert [bool(sizes) for sizes in told] == [True, True, False, False]
-    assert sizes_of(told[0], 4) == [64] * 4
+    assert sizes_of(told[0], 4) == [256] * 4
     assert sizes_of(told[2], 4) == [0] * 4
     assert readers.keys == (*first, *second)
     assert readers.pieces == (4, 4, 0, 0)
@@ -166,7 +166,7 @@ def test_an_update_is_now_less_then() -> None:
     before, after = torch.zeros(4000), torch.linspace(-1, 2, 4000)
     places = {(0, "w"): 0}
     updates = Updates.between(snapshot(w=before), snapshot(w=after), places)
-    indices = sample_indices(7, (0, "w", ()), 4000, 64)
+    indices = sample_indices(7, (0, "w", ()), 4000, 256)
     assert np.array_equal(updates.delta, after.numpy()[indices].astype(np.float64))
     assert updates.mean == pytest.approx([0.5])
     assert updates.sums(np.ones(len(indices))) == pytest.approx([4000.0])

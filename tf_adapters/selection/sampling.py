@@ -18,7 +18,7 @@ READING_BYTES = 62 * 1024
 """What one rank sends of one check, and one stage's samples, at most: 64 KB with all that goes around it."""
 
 _SAMPLE = 4096  # elements of one piece, at most
-_SMALLEST = 64  # biases and norms are a small part of a model, and few of their elements say little
+_SMALLEST = 256  # biases and norms are a small part of a model, and few of their elements say little
 _ONE_IN = 100
 _TOTAL, _ELEMENT = np.dtype("<f8"), np.dtype("<f4")
 _CHUNK = 1 << 22
@@ -53,10 +53,10 @@ def whole_parameters(parameters: Mapping[int, Mapping[str, torch.Tensor]]) -> He
 def sample_sizes(stages: np.ndarray, readers: np.ndarray, numel: np.ndarray) -> np.ndarray:
     """How many elements of each piece are sampled; all arrays are int64 ``[pieces]``.
 
-    1% of a piece, at least 64 (or all there are) and at most 4,096; less where the pieces of a stage would exceed
-    ``READING_BYTES`` together, or what one rank reads would: the largest samples first, down to one element. Where a
-    rank has more pieces than that leaves room for, 5,290, it reads as many, spread over all of them, and the others'
-    samples are of size 0.
+    1% of a piece, at least 256 (or all there are) and at most 4,096; less where the samples of a stage would exceed
+    ``READING_BYTES`` together, or what one rank reads would: down to one element, large samples more than small ones.
+    Where a rank has more pieces than there is room for, 5,290, it reads as many, spread over all of them, and the
+    others' samples are of size 0.
     """
     sizes: np.ndarray = np.minimum(np.minimum(numel, _SAMPLE), np.maximum(_SMALLEST, numel // _ONE_IN))
     for of_stage in _alike(stages):
@@ -80,11 +80,15 @@ def _alike(values: np.ndarray) -> list[np.ndarray]:
 
 
 def _capped(sizes: np.ndarray, room: int) -> np.ndarray:
-    """Samples no larger than some size, the largest with which all of them have ``room``, but at least 1."""
-    ordered = np.sort(sizes)
-    shares = (room - np.cumsum(ordered) + ordered) // np.arange(len(ordered), 0, -1)  # of what the smaller ones leave
-    cut = np.nonzero(ordered > shares)[0]
-    return np.minimum(sizes, max(1, int(shares[cut[0]]))) if len(cut) else sizes
+    """These samples, or smaller ones that have ``room`` together: an element each, and more by the root of the size."""
+    order = np.argsort(sizes, kind="stable")
+    more, weights = sizes[order] - 1, np.sqrt(sizes[order])
+    left = max(0, room - len(sizes)) - np.cumsum(more) + more  # by what is smaller
+    shares = left / np.cumsum(weights[::-1])[::-1]
+    cut = np.flatnonzero(more > shares * weights)
+    if not len(cut):
+        return sizes
+    return 1 + np.minimum(sizes - 1, (shares[cut[0]] * np.sqrt(sizes)).astype(np.int64))
 
 
 def sample_indices(seed: int, key: PieceKey, numel: int, size: int) -> np.ndarray:
