@@ -88,7 +88,8 @@ def _capped(sizes: np.ndarray, room: int) -> np.ndarray:
     cut = np.flatnonzero(more > shares * weights)
     if not len(cut):
         return sizes
-    return 1 + np.minimum(sizes - 1, (shares[cut[0]] * np.sqrt(sizes)).astype(np.int64))
+    smaller: np.ndarray = 1 + np.minimum(sizes - 1, (shares[cut[0]] * np.sqrt(sizes)).astype(np.int64))
+    return smaller
 
 
 def sample_indices(seed: int, key: PieceKey, numel: int, size: int) -> np.ndarray:
