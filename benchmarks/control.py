@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from control_events import MICROBATCHES, STABILITY, OfRank, measure
+from control_events import MICROBATCHES, OfRank, measure
 from measuring import machine, put_table
 
 from tf_adapters.testing import RankPool
@@ -41,6 +41,7 @@ class Row:
     Attributes:
         of_first_replica: most bytes that a rank of the first replica sends.
         of_others: most bytes that another rank sends.
+        of_each: bytes that each rank adds to what all ranks receive.
         received_by_first: bytes that rank 0 receives.
         received: bytes that each other rank receives.
         cpu_ms: median processor time of the rank that takes most.
@@ -52,6 +53,7 @@ class Row:
     stages: int
     of_first_replica: int
     of_others: int
+    of_each: int
     received_by_first: int
     received: int
     cpu_ms: float
@@ -62,12 +64,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = {f"{size}x{stages}": (size, stages) for size, stages in CASES}
     parser.add_argument("--cases", nargs="+", choices=names, default=list(names), help="ranks x stages")
+    parser.add_argument("--checks", action="store_true", help="stability checks only; all other rows stay")
     args = parser.parse_args()
     for size, stages in map(names.__getitem__, args.cases):
         began = time.perf_counter()
         with RankPool(size, preload=PRELOAD) as pool, tempfile.TemporaryDirectory() as folder:
-            ranks = pool.run(measure, folder, stages, timeout_s=900)
-        keep(stages, [row_of(event, stages, [rank[event] for rank in ranks]) for event in ranks[0]])
+            ranks = pool.run(measure, folder, stages, not args.checks, timeout_s=900)
+        rows = [row_of(event, stages, [rank[event] for rank in ranks]) for event in ranks[0]]
+        keep(stages, rows, stay=args.checks)
         print(f"{size} ranks, {stages} stages measured in {time.perf_counter() - began:.0f} s", flush=True)
     rows = read_rows()
     events = list(dict.fromkeys(row.event for row in rows if row.ranks in LARGE))  # of which all cases are there
@@ -81,11 +85,16 @@ def read_rows() -> list[Row]:
     return [Row(**row) for row in json.loads(RESULTS.read_text())["rows"]] if RESULTS.exists() else []
 
 
-def keep(stages: int, measured: Sequence[Row]) -> None:
-    """Write one case's rows in the place of its old ones, and extrapolate anew. Rows of other events are dropped."""
-    events = [row.event for row in measured]
+def keep(stages: int, measured: Sequence[Row], stay: bool) -> None:
+    """Write one case's rows in the place of its old ones, and extrapolate anew.
+
+    Rows of other events ``stay``, or are dropped.
+    """
+    old = [row for row in read_rows() if row.ranks not in LARGE]
+    names = [row.event for row in measured]
+    events = list(dict.fromkeys([*(row.event for row in old if stay), *names]))
     case = (measured[0].ranks, stages)
-    others = [row for row in read_rows() if row.ranks not in LARGE and (row.ranks, row.stages) != case]
+    others = [row for row in old if (row.ranks, row.stages) != case or (stay and row.event not in names)]
     rows = sorted(
         (row for row in (*others, *measured) if row.event in events), key=lambda r: CASES.index((r.ranks, r.stages))
     )
@@ -107,8 +116,9 @@ def row_of(event: str, stages: int, measured: list[OfRank]) -> Row:
         stages=stages,
         of_first_replica=max(sent[:stages]),
         of_others=max(sent[stages:], default=0),
+        of_each=measured[0].gathered,
         received_by_first=gathered + sum(rank.sent for rank in measured),
-        received=gathered + measured[0].broadcasts,
+        received=gathered + measured[0].given,
         cpu_ms=max(rank.cpu_ms for rank in measured),
         wall_ms=max(rank.wall_ms for rank in measured),
     )
@@ -117,19 +127,18 @@ def row_of(event: str, stages: int, measured: list[OfRank]) -> Row:
 def extrapolated(measured: list[Row], ranks: int) -> Row:
     """Every rank adds as much as now, and each stage of the first replica; broadcasts grow with the stages."""
     largest = measured[-1]
-    if largest.event == STABILITY:
-        return of_stability(measured, ranks)
-    gathered = largest.of_others
-    own = largest.received_by_first - largest.ranks * gathered
-    long = largest.received - largest.ranks * gathered - FIRST_BROADCAST
+    other = largest.of_others
+    own = largest.received_by_first - largest.ranks * other
+    long = largest.received - largest.ranks * largest.of_each - FIRST_BROADCAST
     return Row(
         event=largest.event,
         ranks=ranks,
         stages=STAGES_OF_LARGE,
         of_first_replica=largest.of_first_replica,
-        of_others=gathered,
-        received_by_first=round(ranks * gathered + own * (STAGES_OF_LARGE - 1) / (largest.stages - 1)),
-        received=round(ranks * gathered + FIRST_BROADCAST + max(0, long) * STAGES_OF_LARGE / largest.stages),
+        of_others=other,
+        of_each=largest.of_each,
+        received_by_first=round(ranks * other + own * (STAGES_OF_LARGE - 1) / (largest.stages - 1)),
+        received=round(ranks * largest.of_each + FIRST_BROADCAST + max(0, long) * STAGES_OF_LARGE / largest.stages),
         cpu_ms=processor_ms(measured, ranks),
     )
 
@@ -139,24 +148,6 @@ def processor_ms(measured: Sequence[Row], ranks: int) -> float:
     cases = np.array([[1.0, row.ranks, row.stages] for row in measured])
     start, of_rank, of_stage = np.linalg.lstsq(cases, np.array([row.cpu_ms for row in measured]))[0].tolist()
     return float(max(measured[-1].cpu_ms, start + max(0.0, of_rank) * ranks + max(0.0, of_stage) * STAGES_OF_LARGE))
-
-
-def of_stability(measured: Sequence[Row], ranks: int) -> Row:
-    """All stages' samples go to every rank; a stage's replicas share the reading."""
-    largest = measured[-1]
-    of_stage = largest.received / largest.stages
-    own = round(of_stage * STAGES_OF_LARGE / ranks)
-    every = round(of_stage * STAGES_OF_LARGE)
-    return Row(
-        event=largest.event,
-        ranks=ranks,
-        stages=STAGES_OF_LARGE,
-        of_first_replica=own,
-        of_others=own,
-        received_by_first=every,
-        received=every,
-        cpu_ms=processor_ms(measured, ranks),
-    )
 
 
 def table_of(events: list[str], rows: list[Row]) -> str:

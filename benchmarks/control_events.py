@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +22,7 @@ from tf_adapters.report.observer import RunReporter
 from tf_adapters.schedule.ir import Kind
 from tf_adapters.schedule.orders import one_forward_one_backward
 from tf_adapters.selection.sampling import Piece
+from tf_adapters.selection.stability import StabilityState
 from tf_adapters.testing import force_plan
 from tf_adapters.testing.plans import tensor_units
 from tf_adapters.training.controller import Controller
@@ -29,6 +30,7 @@ from tf_adapters.training.decisions import verify_schedule
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 from tf_adapters.training.plan_maker import PlanMaker, RunSetup
 from tf_adapters.training.replanning import Replanning
+from tf_adapters.training.state import for_other_ranks
 
 MICROBATCHES = 64
 TENSORS, ELEMENTS = 48, 400_000
@@ -39,7 +41,6 @@ MS = {Kind.FORWARD: 10.0, Kind.BACKWARD: 20.0, Kind.INPUT_GRAD: 10.0, Kind.WEIGH
 FREEZABLE = {Kind.FORWARD: 0.0, Kind.BACKWARD: 0.5, Kind.INPUT_GRAD: 0.0, Kind.WEIGHT_GRAD: 1.0}
 PROBES = 8
 """As many as a rank keeps."""
-STABILITY = "stability check, `timely+apf`"
 WITH_LEVERS = ", deferred tokens, auto"
 HOST = HostInfo("synthetic", "0")
 
@@ -59,7 +60,11 @@ class SyntheticClock:
 
 
 class CountedCollectives(ProcessGroupCollectives):
-    """Collectives that count this rank's bytes: ``gathered`` is what each rank adds to what all ranks get."""
+    """Collectives that count this rank's bytes.
+
+    ``gathered`` is what each rank adds to what all ranks get, ``sent`` what this one sends besides, ``given`` what
+    rank 0 sends each rank.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +72,7 @@ class CountedCollectives(ProcessGroupCollectives):
         self.clear()
 
     def clear(self) -> None:
-        self.gathered = self.sent = self.broadcasts = 0
+        self.gathered = self.sent = self.given = 0
 
     def gather(self, value: Any) -> list[Any]:
         self._gathers = True
@@ -81,15 +86,22 @@ class CountedCollectives(ProcessGroupCollectives):
         return super()._gather_bytes(content, width)
 
     def _broadcast_bytes(self, content: bytes, length: int, source: int) -> bytes:
-        self.broadcasts += length
+        self.given += length
         if self._gathers and self.rank == source:
             self.sent += length
         return super()._broadcast_bytes(content, length, source)
 
-    def _send_to_first(self, content: bytes, length: int, source: int) -> bytes:
-        if source and self.rank == source:
-            self.sent += length
-        return super()._send_to_first(content, length, source)
+    def _headers_at_first(self, header: bytes) -> list[bytes]:
+        self.sent += len(header)
+        return super()._headers_at_first(header)
+
+    def _scatter_bytes(self, contents: Sequence[bytes], width: int) -> bytes:
+        self.given += width
+        return super()._scatter_bytes(contents, width)
+
+    def _send_to_first(self, message: bytes) -> None:
+        self.sent += len(message)
+        super()._send_to_first(message)
 
 
 @dataclass(frozen=True)
@@ -98,16 +110,18 @@ class OfRank:
 
     gathered: int
     sent: int
-    broadcasts: int
+    given: int
     wall_ms: float
     cpu_ms: float
 
 
-def measure(folder: str, stages: int) -> dict[str, OfRank]:
-    """Each event's cost on this rank. Called on all ranks at once."""
+def measure(folder: str, stages: int, all_events: bool = True) -> dict[str, OfRank]:
+    """Each event's cost on this rank, or that of stability checks alone. Called on all ranks at once."""
     collectives = CountedCollectives()
-    events = events_of(trained(collectives, folder, stages), collectives)
-    events |= events_with_levers(trained(collectives, folder, stages, LEVERS), collectives)
+    events = events_of_checks(untrained(collectives, folder, stages))
+    if all_events:
+        events = events_of(trained(collectives, folder, stages), collectives) | events
+        events |= events_with_levers(trained(collectives, folder, stages, LEVERS), collectives)
     return {name: cost(collectives, event) for name, event in events.items()}
 
 
@@ -122,7 +136,7 @@ def cost(collectives: CountedCollectives, event: Callable[[], Any]) -> OfRank:
         wall.append((time.perf_counter() - start) * 1e3)
         cpu.append((time.process_time() - start_cpu) * 1e3)
         if repeat == 0:
-            counted = collectives.gathered, collectives.sent, collectives.broadcasts
+            counted = collectives.gathered, collectives.sent, collectives.given
     return OfRank(*counted, wall_ms=statistics.median(wall[1:]), cpu_ms=statistics.median(cpu[1:]))
 
 
@@ -130,8 +144,24 @@ def trained(
     collectives: CountedCollectives, folder: str, stages: int, settings: Mapping[str, Any] = MappingProxyType({})
 ) -> Controller:
     """A controller in stable freezing, with monitored and stable steps behind it."""
+    controller = untrained(collectives, folder, stages, settings)
+    clock = controller.pipeline.clock
+    assert isinstance(clock, SyntheticClock)
+    random = np.random.default_rng(collectives.rank)
+    run_steps(controller, clock, random, 2 * TRACED)
+    measured = controller._decisions.plan_maker.measure(controller.schedule, controller.timer)
+    controller.state.measure(measured)
+    force_plan(controller, 0.5)
+    run_steps(controller, clock, random, TRACED)
+    return controller
+
+
+def untrained(
+    collectives: CountedCollectives, folder: str, stages: int, settings: Mapping[str, Any] = MappingProxyType({})
+) -> Controller:
+    """A controller of a rank's stage, before its first step."""
     schedule = one_forward_one_backward(stages, MICROBATCHES)
-    stage, clock = collectives.rank % stages, SyntheticClock()
+    stage = collectives.rank % stages
     names = [f"model.layers.{layer}.mlp.linear_{number}.weight" for layer in range(4) for number in range(TENSORS // 4)]
     every = {s: {name: torch.nn.Parameter(torch.ones(4)) for name in names} for s in range(stages)}
     weights = Piece(torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(stage)))
@@ -155,16 +185,9 @@ def trained(
         held_values=lambda *_: (weights,),
         replicas=dist.get_world_size() // stages,
         traced=collectives.rank < stages,
-        clock=clock,
+        clock=SyntheticClock(),
     )
-    controller = Controller(config, pipeline, collectives, RunReporter(collectives))
-    random = np.random.default_rng(collectives.rank)
-    run_steps(controller, clock, random, 2 * TRACED)
-    measured = controller._decisions.plan_maker.measure(schedule, controller.timer)
-    controller.state.measure(measured)
-    force_plan(controller, 0.5)
-    run_steps(controller, clock, random, TRACED)
-    return controller
+    return Controller(config, pipeline, collectives, RunReporter(collectives))
 
 
 def run_steps(controller: Controller, clock: SyntheticClock, random: np.random.Generator, steps: int) -> None:
@@ -201,7 +224,7 @@ def events_of(controller: Controller, collectives: CountedCollectives) -> dict[s
     assert controller.state.plan is not None
     in_force = controller.state.plan
     reporter = RunReporter(collectives)
-    saved = controller.state_dict()
+    saved = for_other_ranks(controller.state_dict())
     return {
         "attach: settings": lambda: agree_on_settings(collectives, HOST, lambda: config),
         "attach: units": lambda: gather_units(collectives, lambda: {stage: tuple(units[stage])}),
@@ -213,7 +236,16 @@ def events_of(controller: Controller, collectives: CountedCollectives) -> dict[s
         "plan": lambda: on_one_rank(collectives, lambda: plan),
         "look at the plan": lambda: watch.look(schedule, timer, measured, in_force),
         "report": lambda: reporter.report(controller.snapshot()),
-        STABILITY: controller.stability_checks.read,
+    }
+
+
+def events_of_checks(controller: Controller) -> dict[str, Callable[[], Any]]:
+    """What stability checks send: the first one, and each."""
+    checks, interval = controller.stability_checks, controller.config.stability_check_interval
+    read = checks.run(StabilityState(), 0, 0)
+    return {
+        "first stability check: who reads": checks._choose_readers,
+        "stability check, `timely+apf`": lambda: checks.run(read, interval, 0),
     }
 
 

@@ -46,7 +46,8 @@ WIDTH, BLOCKS, HEADS, CONTEXT, ROWS = 512, 4, 8, 64, 8
 INTERVAL = 4
 ALPHA = 0.9
 PAPERS_THRESHOLD, PAPERS_PERCENTILE = 0.01, 80.0  # LLaMA-3.2-1B's
-SAMPLES = (1024, 4096, 16384)
+CUTS = {"as one stage": 1, "as four stages": 4, "as many stages": 51}
+"""In how many stages of as many tensors the model is read; in the last case every tensor has all that it may have."""
 RESULT = ROOT / "benchmarks" / "results" / "selection.json"
 STAGES, MICROBATCHES = 4, 8  # of the paper's runs
 UNEVEN = [0.0, 0.35, 0.9, 1.0, 1.0, 0.62, 0.99, 0.4]
@@ -115,14 +116,16 @@ class Full:
 
 
 class Sampled:
-    """The same from samples of one size, through the package's own classes."""
+    """The same from samples, through the package's own classes; of samples as the model cut into stages has them."""
 
-    def __init__(self, size: int, parameters: Mapping[str, torch.Tensor]) -> None:
-        self._size = size
+    def __init__(self, stages: int, parameters: Mapping[str, torch.Tensor]) -> None:
         self._units = {0: tensor_units(parameters)}  # type: ignore[arg-type]
         self._places = unit_places(self._units)
         self._layers = AutoFreeze(layers_of(self._units), 80.0)
         self._memory: dict[str, dict[str, np.ndarray]] = {"tensor": {}, "elements": {}}
+        self._numel = np.array([p.numel() for p in parameters.values()])
+        cut = np.arange(len(parameters)) * stages // len(parameters)
+        self.sizes = sampling.sample_sizes(cut, cut, self._numel)
         self._then = self._snapshot(parameters)
 
     def check(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
@@ -139,26 +142,24 @@ class Sampled:
         return found
 
     def _snapshot(self, parameters: Mapping[str, torch.Tensor]) -> Snapshot:
-        usual = sampling.SAMPLE, sampling._ONE_IN
-        sampling.SAMPLE, sampling._ONE_IN = self._size, usual[1] if self._size <= usual[0] else 1
-        try:
-            return Snapshot.of(sampling.read(0, (((0, name, ()), p) for name, p in parameters.items())), 0)
-        finally:
-            sampling.SAMPLE, sampling._ONE_IN = usual
+        keys = tuple((0, name, ()) for name in parameters)
+        reading = sampling.read(0, zip(keys, parameters.values(), self.sizes.tolist(), strict=True))
+        return Snapshot(0, keys, self._numel, self.sizes, *sampling.unpacked(reading, len(keys)))
 
 
 def errors(model: nn.Module, steps: int) -> dict[str, Any]:
     """What samples tell against what all elements do.
 
-    Relative errors by statistic and sample size, over tensors (layers) and checks; the share of tensors (of the lowest
-    layers) found stable as all elements say, at the paper's settings or at the median score; the last check's scores.
+    Relative errors by statistic and by how the model is cut, over tensors (layers) and checks; the share of tensors (of
+    the lowest layers) found stable as all elements say, at the paper's settings or at the median score; the last
+    check's scores.
     """
     parameters = dict(model.named_parameters())
-    full, sampled = Full(parameters), {size: Sampled(size, parameters) for size in SAMPLES}
+    full, sampled = Full(parameters), {cut: Sampled(stages, parameters) for cut, stages in CUTS.items()}
     layers = layers_of({0: tensor_units(parameters)})
     found: dict[str, list[float]] = {}
     agreed: dict[str, list[float]] = {}
-    before: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # norms, of all elements and estimated
+    before: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # norms, of all elements and estimated
     step_ms = []
     for step, ms in enumerate(training(model, steps), start=1):
         step_ms.append(ms)
@@ -166,25 +167,24 @@ def errors(model: nn.Module, steps: int) -> dict[str, Any]:
             continue
         exact = full.check(parameters)
         norms = np.sqrt(np.bincount(layers, list(exact["squares"].values())))
-        for size, of_size in sampled.items():
-            estimate = of_size.check(parameters)
+        for cut, of_cut in sampled.items():
+            estimate = of_cut.check(parameters)
             for kind in ("tensor", "elements"):
                 true = np.array([exact[kind][name] for name in parameters])
-                found.setdefault(f"apf score, {kind}, {size}", []).extend(np.abs(estimate[kind] / true - 1))
+                found.setdefault(f"apf score, {kind}, {cut}", []).extend(np.abs(estimate[kind] / true - 1))
                 threshold = PAPERS_THRESHOLD if kind == "tensor" else np.median(true)
                 same = (estimate[kind] < threshold) == (true < threshold)
-                agreed.setdefault(f"apf, {kind}, {size}", []).extend(same)
-            found.setdefault(f"layer's update norm, {size}", []).extend(np.abs(estimate["norms"] / norms - 1))
-            if size in before:
+                agreed.setdefault(f"apf, {kind}, {cut}", []).extend(same)
+            found.setdefault(f"layer's update norm, {cut}", []).extend(np.abs(estimate["norms"] / norms - 1))
+            if cut in before:
                 true, estimated = (
-                    np.abs(then - now) / then
-                    for then, now in zip(before[size], (norms, estimate["norms"]), strict=True)
+                    np.abs(then - now) / then for then, now in zip(before[cut], (norms, estimate["norms"]), strict=True)
                 )
-                found.setdefault(f"autofreeze score (absolute), {size}", []).extend(np.abs(estimated - true))
+                found.setdefault(f"autofreeze score (absolute), {cut}", []).extend(np.abs(estimated - true))
                 lowest = int(PAPERS_PERCENTILE / 100 * len(norms))
                 same = set(np.argsort(true)[:lowest]) & set(np.argsort(estimated)[:lowest])
-                agreed.setdefault(f"autofreeze, {size}", []).append(len(same) / lowest)
-            before[size] = norms, estimate["norms"]
+                agreed.setdefault(f"autofreeze, {cut}", []).append(len(same) / lowest)
+            before[cut] = norms, estimate["norms"]
     summary = {
         name: {"median": float(np.median(of)), "p95": float(np.quantile(of, 0.95)), "max": float(np.max(of))}
         for name, of in found.items()
@@ -197,6 +197,7 @@ def errors(model: nn.Module, steps: int) -> dict[str, Any]:
         "relative_error": summary,
         "same_decision": {name: float(np.mean(of)) for name, of in agreed.items()},
         "score_min_median_max": scores,
+        "largest_sample": {cut: int(of_cut.sizes.max()) for cut, of_cut in sampled.items()},
     }
 
 
@@ -243,24 +244,18 @@ def unit(name: str, shape: tuple[int, ...]) -> FreezeUnit:
 
 
 def llama_costs(shape: LlamaShape) -> dict[str, float]:
-    """Memory of every rank (values of all stages), the checkpoint, and drawing one rank's masks of a step."""
+    """Memory of the first rank (values of all stages), the checkpoint, and drawing one rank's masks of a step."""
     units = llama_units(shape)
     elements = {u.names[0]: int(u.work) for of_stage in units.values() for u in of_stage}
-    samples = sum(map(sampling.sample_size, elements.values()))
-    rank_bytes = (
-        sum(elements.values()) / STAGES * 18
-    )  # bf16 weights and gradients' fp32 sum, fp32 master and Adam's two
-    snapshot = Snapshot(
-        0,
-        tuple((0, name, ()) for name in sorted(elements)),
-        np.array(list(elements.values())),
-        np.array([sampling.sample_size(numel) for numel in elements.values()]),
-        np.zeros(len(elements)),
-        np.zeros(samples, np.float32),
-    )
+    stages = np.array([stage for stage, of_stage in units.items() for _ in of_stage])
+    numel = np.array(list(elements.values()))
+    sizes = sampling.sample_sizes(stages, stages, numel)
+    samples = int(sizes.sum())
+    keys = tuple((0, name, ()) for name in elements)
+    snapshot = Snapshot(0, keys, numel, sizes, np.zeros(len(keys)), np.zeros(samples, np.float32))
     averages = np.zeros(samples, np.float32)
     held = {"tensor": {}, "elements": {"trend": averages, "size": averages}}
-    state = {score: StabilityState(1, {}, memory, snapshot) for score, memory in held.items()}
+    state = {score: StabilityState(1, {}, True, memory, snapshot) for score, memory in held.items()}
     masks = StageMasks(units, seed=0)
     preferred = frozenset(range(len(units[1]) // 3))
 
@@ -274,8 +269,6 @@ def llama_costs(shape: LlamaShape) -> dict[str, float]:
         "samples": samples,
         "state_mb": samples * 4 / 1e6,
         "state_mb_elements": samples * 12 / 1e6,
-        "state_share_of_rank": samples * 4 / rank_bytes,
-        "state_share_of_rank_elements": samples * 12 / rank_bytes,
         "checkpoint_mb": len(json.dumps(state["tensor"].to_json())) / 1e6,
         "checkpoint_mb_elements": len(json.dumps(state["elements"].to_json())) / 1e6,
         "masks_ms_a_step_uniform": timed(lambda: draw(frozenset()), 20),

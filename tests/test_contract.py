@@ -575,7 +575,7 @@ def updates(host: str) -> dict:
     for number in range(4):
         training.step(number)
         copies.append(training.parameters())
-        snapshots.append(training.controller.state.stability.snapshot)
+        snapshots.append(training.controller._collectives.broadcast(training.controller.state.stability.snapshot))
     training.detach()
     (then, now), (before, after) = (copies[0], copies[3]), (snapshots[0], snapshots[3])
     found, places = {}, [0, *before.sizes.cumsum().tolist()]
@@ -584,7 +584,7 @@ def updates(host: str) -> dict:
         if (stage, name) in then:
             sample = slice(places[index], places[index + 1])
             flat_then, flat_now = then[stage, name].flatten(), now[stage, name].flatten()
-            at = torch.from_numpy(sample_indices(3, key, flat_then.numel()))
+            at = torch.from_numpy(sample_indices(3, key, flat_then.numel(), int(before.sizes[index])))
             found[key] = (
                 torch.from_numpy(after.samples[sample] - before.samples[sample]),
                 flat_now[at] - flat_then[at],

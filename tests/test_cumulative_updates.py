@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tf_adapters.selection.sampling import sample_indices
+from tf_adapters.selection.stability import StabilityState
 
 pytestmark = pytest.mark.distributed
 
@@ -24,14 +25,15 @@ Reading = dict[tuple, tuple[torch.Tensor, torch.Tensor, float, float, int]]
 
 def compare(controller: Any, where: Where) -> Reading:
     """Each piece of this rank's stages: sample, the same of the copy, sum, sum of the copy, elements."""
-    snapshot = controller.stability_checks.read()
+    read = controller.stability_checks.run(StabilityState(), 0, 0)
+    snapshot = controller._collectives.broadcast(read.snapshot)
     places = [0, *snapshot.sizes.cumsum().tolist()]
     found = {}
     for index, (stage, name, part) in enumerate(snapshot.keys):
         if stage in controller.parameter_masks:
             numel = int(snapshot.numel[index])
             total = float(snapshot.totals[index])
-            at = torch.from_numpy(sample_indices(SEED, (stage, name, part), numel))
+            at = torch.from_numpy(sample_indices(SEED, (stage, name, part), numel, int(snapshot.sizes[index])))
             sample = torch.from_numpy(snapshot.samples[places[index] : places[index + 1]])
             copy = where(stage, name, part, numel)
             copied, copied_total = (sample, total) if copy is None else (copy[at], float(copy.double().sum()))

@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from snapshots import snapshot_of
 
 from tf_adapters.selection.apf import Apf
 from tf_adapters.selection.autofreeze import AutoFreeze, layers_of
-from tf_adapters.selection.sampling import read
 from tf_adapters.selection.units import FreezeUnit
-from tf_adapters.selection.updates import Snapshot, Updates
+from tf_adapters.selection.updates import Updates
 
 
 def updates_of(*deltas: torch.Tensor) -> Updates:
     """Updates of one tensor per unit."""
     places = {(0, str(i)): i for i in range(len(deltas))}
     taken = [
-        Snapshot.of(read(0, (((0, str(i), ()), tensor) for i, tensor in enumerate(tensors))), 0)
+        snapshot_of({(0, str(i), ()): tensor for i, tensor in enumerate(tensors)})
         for tensors in ([torch.zeros_like(d) for d in deltas], deltas)
     ]
     return Updates.between(*taken, places)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from tf_adapters.collectives import RemoteError, SingleProcess
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.report.observer import RunReporter
 from tf_adapters.schedule.ir import Action
-from tf_adapters.selection.sampling import Piece, read
+from tf_adapters.selection.sampling import Piece
 from tf_adapters.selection.stability import StabilityChecks, StabilityState
 from tf_adapters.testing import force_plan
 from tf_adapters.testing.plans import tensor_units
@@ -208,44 +209,9 @@ def test_monitoring_is_of_uniform_masks_and_the_first_check_after_it(tmp_path: A
 # --- reading -------------------------------------------------------------------------------------------------
 
 
-class Ranks:
-    """Two ranks in one process: the other one holds what ``other`` holds."""
-
-    def __init__(self, rank: int, other: StabilityChecks) -> None:
-        self.rank, self._other = rank, other
-
-    def gather(self, value: Any) -> list[Any]:
-        keys = value[0]
-        theirs = tuple(key for key, _ in self._other._pieces())
-        if isinstance(keys, dict):  # readings
-            theirs = read(self._other._seed, ((k, v) for k, v in self._other._pieces() if k not in keys))  # type: ignore
-        both = [value, (theirs, None)]
-        return both if self.rank == 0 else both[::-1]
-
-    def broadcast(self, value: Any) -> Any:
-        return value
-
-
 def checks_of(held: Any, collectives: Any, **settings: Any) -> StabilityChecks:
     units = {stage: tensor_units(of_stage) for stage, of_stage in weights().items()}
     return StabilityChecks(TimelyFreezeConfig(**{"method": "apf", **settings}), units, [0], held, collectives)
-
-
-def test_replicas_are_read_once_by_each_in_turn_and_shards_all() -> None:
-    parameters = weights()
-    whole, shard = (
-        checks_of(lambda stage, name, part=part: (Piece(parameters[stage][name], part),), SingleProcess())
-        for part in ((), (1,))
-    )
-    keys = [(0, f"{block}.w", ()) for block in range(4)]
-    for rank in (0, 1):
-        replica = checks_of(lambda stage, name: (Piece(parameters[stage][name]),), Ranks(rank, whole))
-        assert replica.read().keys == tuple(keys)
-        assert replica.read().matches(whole.read())
-        sharded = checks_of(lambda stage, name: (Piece(parameters[stage][name]),), Ranks(rank, shard))
-        assert sharded.read().keys == tuple(sorted([*keys, *((*key[:2], (1,)) for key in keys)]))
-    readers = {key: turn % 2 for turn, key in enumerate(keys)}
-    assert list(replica._read_local(readers)) == keys[1::2]
 
 
 def test_a_failure_while_reading_is_the_same_on_all_ranks() -> None:
@@ -268,7 +234,7 @@ def test_after_another_sharding_the_model_is_only_read_and_what_is_stable_stays(
     part: tuple[int, ...] = ()
     checks = checks_of(lambda stage, name: (Piece(parameters[stage][name], part),), SingleProcess())
     state = checks.run(StabilityState(), 0, 0)
-    state = StabilityState(3, {0: frozenset({1})}, {"trend": np.ones(8)}, state.snapshot)
+    state = replace(state, checks=3, stable={0: frozenset({1})}, memory={"trend": np.ones(8)})
     part = (5,)
     later = checks.run(state, 50, 0)
     assert (later.checks, later.stable, list(later.memory)) == (3, {0: frozenset({1})}, ["trend"])

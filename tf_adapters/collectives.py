@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import pickle
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -51,6 +51,9 @@ class Collectives(Protocol):
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
 
+    def scatter(self, values: Sequence[Any] | None) -> Any:
+        """This rank's of rank 0's values, which are one for each rank; the others give None."""
+
     def close(self) -> None:
         """Let go of what was made for them; nothing can be sent afterwards."""
 
@@ -62,8 +65,9 @@ class ProcessGroupCollectives:
     Messages wait as long as the host's, so that ranks end as soon after one is lost. Make one on all ranks of ``group``
     at the same point.
 
-    Ranks first compare digests: of equal values, as replicas have them, one is sent. Short values then go to all ranks
-    at once, padded to the longest; each long one is sent by itself in its own length, compressed.
+    Ranks first compare digests: of equal values, as replicas have them, one is sent. What all ranks get travels to all
+    of them: short values at once, padded to the longest; each long one by itself in its own length, compressed. What
+    rank 0 collects travels to it alone: nothing that another rank gets grows with their number.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -72,11 +76,36 @@ class ProcessGroupCollectives:
         self._group: Any = _gloo_group(group)
 
     def gather(self, value: Any) -> list[Any]:
-        return self._exchange(value, self._broadcast_bytes)
+        message = _packed(value)
+        header = _header(message)
+        headers = self._gather_bytes(header, len(header))
+        sources = _first_of_each(headers)
+        messages = {header: message}
+        if len(sources) > 1:
+            width = max((length for of_rank in sources if (length := _length(of_rank)) <= _SHORT), default=0)
+            short = self._gather_bytes(message if len(message) <= width else b"", width) if width else []
+            for of_rank, source in sources.items():
+                length = _length(of_rank)
+                if length <= _SHORT:
+                    messages[of_rank] = short[source][:length]
+                else:
+                    messages[of_rank] = self._broadcast_bytes(message, length, source)
+        values = {of_rank: _unpacked(content) for of_rank, content in messages.items()}
+        return [values[of_rank] for of_rank in headers]
 
     def collect(self, value: Any) -> list[Any] | None:
-        values = self._exchange(value, self._send_to_first)
-        return values if self.rank == 0 else None
+        message = _packed(value)
+        headers = self._headers_at_first(_header(message))
+        sources = _first_of_each(headers)
+        asked = [sources[header] == rank for rank, header in enumerate(headers)]
+        is_asked = self._scatter_bytes([bytes([ask]) for ask in asked], 1) == b"\1"
+        if self.rank:
+            if is_asked:
+                self._send_to_first(message)
+            return None
+        messages = self._receive({source: _length(header) for header, source in sources.items() if source})
+        values = {source: _unpacked(content) for source, content in {0: message, **messages}.items()}
+        return [values[sources[header]] for header in headers]
 
     def broadcast(self, value: Any) -> Any:
         message = _packed(value) if self.rank == 0 else b""
@@ -87,30 +116,19 @@ class ProcessGroupCollectives:
             return _unpacked(first[8 : 8 + length])
         return _unpacked(self._broadcast_bytes(message, length, source=0))
 
+    def scatter(self, values: Sequence[Any] | None) -> Any:
+        messages = [_packed(value) for value in values or ()]
+        width = max(map(len, messages), default=0)
+        sizes = [len(message).to_bytes(8, "little") + width.to_bytes(8, "little") for message in messages]
+        mine = self._scatter_bytes(sizes, 16)
+        length, width = (int.from_bytes(half, "little") for half in (mine[:8], mine[8:]))
+        return _unpacked(self._scatter_bytes(messages, width)[:length])
+
     def close(self) -> None:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             with contextlib.suppress(ValueError):  # the host has destroyed all groups but its own
                 dist.destroy_process_group(group)
-
-    def _exchange(self, value: Any, transfer: Callable[[bytes, int, int], bytes]) -> list[Any]:
-        """``transfer(message, length, source)`` brings one long message to the ranks that need it."""
-        message = _packed(value)
-        header = len(message).to_bytes(8, "little") + hashlib.blake2b(message, digest_size=16).digest()
-        headers = self._gather_bytes(header, len(header))
-        sources: dict[bytes, int] = {}
-        for rank, of_rank in enumerate(headers):
-            sources.setdefault(of_rank, rank)
-        lengths = {of_rank: int.from_bytes(of_rank[:8], "little") for of_rank in sources}
-        messages = {header: message}
-        if len(sources) > 1:
-            width = max((length for length in lengths.values() if length <= _SHORT), default=0)
-            short = self._gather_bytes(message if len(message) <= width else b"", width) if width else []
-            for of_rank, source in sources.items():
-                length = lengths[of_rank]
-                messages[of_rank] = short[source][:length] if length <= _SHORT else transfer(message, length, source)
-        values = {of_rank: _unpacked(content) for of_rank, content in messages.items() if content}
-        return [values.get(of_rank) for of_rank in headers]
 
     def _gather_bytes(self, content: bytes, width: int) -> list[bytes]:
         """Every rank's content, padded to ``width`` bytes."""
@@ -125,16 +143,35 @@ class ProcessGroupCollectives:
         dist.broadcast(tensor, src=self._global(source), group=self._group)
         return tensor.numpy().tobytes()
 
-    def _send_to_first(self, content: bytes, length: int, source: int) -> bytes:
-        """``length`` bytes of rank ``source``, on rank 0; nothing on the others."""
-        if source == 0 or self.rank not in (0, source):
-            return content if self.rank == source else b""
-        tensor = self._tensor(content if self.rank == source else b"", length)
-        if self.rank == source:
-            dist.send(tensor, dst=self._global(0), group=self._group, tag=_TAG)
-            return b""
-        dist.recv(tensor, src=self._global(source), group=self._group, tag=_TAG)
-        return tensor.numpy().tobytes()
+    def _headers_at_first(self, header: bytes) -> list[bytes]:
+        """Every rank's header on rank 0; nothing on the others."""
+        received = torch.empty(self._size if self.rank == 0 else 0, len(header), dtype=torch.uint8)
+        parts = list(received.unbind()) if self.rank == 0 else None
+        dist.gather(self._tensor(header, len(header)), parts, dst=self._global(0), group=self._group)
+        return [row.tobytes() for row in received.numpy()]
+
+    def _scatter_bytes(self, contents: Sequence[bytes], width: int) -> bytes:
+        """This rank's of rank 0's contents, padded to ``width`` bytes."""
+        received = torch.empty(width, dtype=torch.uint8)
+        parts = [self._tensor(content, width) for content in contents] if self.rank == 0 else None
+        dist.scatter(received, parts, src=self._global(0), group=self._group)
+        return received.numpy().tobytes()
+
+    def _send_to_first(self, message: bytes) -> None:
+        tensor = self._tensor(message, len(message))
+        dist.send(tensor, dst=self._global(0), group=self._group, tag=_TAG)
+
+    def _receive(self, lengths: Mapping[int, int]) -> dict[int, bytes]:
+        """What other ranks send to rank 0, by rank, in bytes of these lengths."""
+        received = {source: torch.empty(length, dtype=torch.uint8) for source, length in lengths.items()}
+        works = [
+            dist.irecv(tensor, src=self._global(source), group=self._group, tag=_TAG)
+            for source, tensor in received.items()
+        ]
+        for work in works:
+            assert work is not None
+            work.wait()
+        return {source: tensor.numpy().tobytes() for source, tensor in received.items()}
 
     def _tensor(self, content: bytes, width: int) -> torch.Tensor:
         padded = bytearray(content.ljust(width, b"\0"))
@@ -184,6 +221,9 @@ class SingleProcess:
     def broadcast(self, value: Any) -> Any:
         return value
 
+    def scatter(self, values: Sequence[Any] | None) -> Any:
+        return None if values is None else values[0]
+
     def close(self) -> None:
         """Nothing was made."""
 
@@ -201,6 +241,16 @@ def decide_from_all(collectives: Collectives, local: Callable[[], T], decide: Ca
     outcomes = collectives.collect(_attempt(local))
     decided = None if outcomes is None else _attempt(lambda: decide(_values(outcomes)))
     return _value_of(collectives.broadcast(decided))  # type: ignore[no-any-return]
+
+
+def share_from_all(collectives: Collectives, local: Callable[[], T], decide: Callable[[list[T]], Sequence[R]]) -> R:
+    """As ``decide_from_all``, but rank 0 decides something for each rank, and every rank gets its own."""
+    outcomes = collectives.collect(_attempt(local))
+    shares = None
+    if outcomes is not None:
+        decided, failure = _attempt(lambda: decide(_values(outcomes)))
+        shares = [(share, None) for share in decided] if decided is not None else [(None, failure)] * len(outcomes)
+    return _value_of(collectives.scatter(shares))  # type: ignore[no-any-return]
 
 
 def to_first_rank(collectives: Collectives, local: Callable[[], T]) -> list[T] | None:
@@ -255,6 +305,23 @@ def _together(failures: dict[int, _Failure], size: int) -> TimelyFreezeError:
     kinds = {kind for kind, _ in failures.values()}
     kind = kinds.pop() if len(kinds) == 1 else RemoteError
     return kind("; ".join(f"rank {rank}: {text}" for rank, (_, text) in failures.items()))
+
+
+def _header(message: bytes) -> bytes:
+    """Its length and its digest: what ranks compare."""
+    return len(message).to_bytes(8, "little") + hashlib.blake2b(message, digest_size=16).digest()
+
+
+def _length(header: bytes) -> int:
+    return int.from_bytes(header[:8], "little")
+
+
+def _first_of_each(headers: Sequence[bytes]) -> dict[bytes, int]:
+    """The first rank that has each of the messages."""
+    sources: dict[bytes, int] = {}
+    for rank, header in enumerate(headers):
+        sources.setdefault(header, rank)
+    return sources
 
 
 def _packed(value: Any) -> bytes:

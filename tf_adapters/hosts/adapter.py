@@ -26,6 +26,8 @@ __all__ = ["HostAdapter", "attach_once", "is_adaptive"]
 
 StepHook = Callable[[torch.optim.Optimizer], None]
 
+_PARTIAL = f"{SECTION}_of_another_rank"
+
 
 class HostAdapter(ABC):
     """Runs a Controller inside one host object. A host's adapter extends it; ``attach`` of the host makes it.
@@ -98,15 +100,17 @@ class HostAdapter(ABC):
         self.collectives.close()
 
     def state_dict(self) -> dict[str, str]:
-        """What resuming needs, the same on every rank: the Stateful protocol of torch.distributed.checkpoint.
+        """What resuming needs: the Stateful protocol of torch.distributed.checkpoint.
 
-        One text, because that package loads only the keys that a fresh run has too.
+        One text, because that package loads only the keys that a fresh run has too. Of a key that several ranks have it
+        saves any rank's value, so where only rank 0's is whole (see ``Controller.state_dict``) others have another key.
         """
-        return {SECTION: json.dumps(self.controller.state_dict())}
+        key = SECTION if self.controller.is_whole else _PARTIAL
+        return {key: json.dumps(self.controller.state_dict())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from a ``state_dict()``; an empty one starts from the beginning. Call it on all ranks."""
-        text = state_dict.get(SECTION)
+        text = state_dict.get(SECTION, state_dict.get(_PARTIAL))
         try:
             state = None if text is None else json.loads(text)
         except (TypeError, ValueError):

@@ -71,9 +71,14 @@ class ActorRun:
         self.adapter = attach(list(model), optimizer, settings, warmup_steps=warmup, metrics=self._keep)
         if self.adapter is None:
             return
-        state = on_one_rank(self.adapter.collectives, lambda: read_state(_loaded_from(args)))
-        if state is not None and not args.finetune:
-            self.adapter.controller.load_state_dict(state, warmup)
+        found: list[Any] = []  # on rank 0, whose state counts
+
+        def read() -> bool:
+            found.append(read_state(_loaded_from(args)))
+            return found[0] is not None
+
+        if on_one_rank(self.adapter.collectives, read) and not args.finetune:
+            self.adapter.controller.load_state_dict(found[0] if found else None, warmup)
         self._overrides.set(host, "save_checkpoint", self._saving(args, host.save_checkpoint))
         self._overrides.set(host.logging_utils, "log", self._logging(role, host.logging_utils.log))
 

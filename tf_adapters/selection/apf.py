@@ -70,13 +70,16 @@ class Apf:
         )
 
     def scores(self, trend: np.ndarray, size: np.ndarray, updates: Updates) -> np.ndarray:
-        """Effective perturbation of each unit, in [0, 1]: 0 for what has never moved, NaN for what is not finite."""
+        """Effective perturbation of each unit, in [0, 1]: 0 for what has never moved, NaN for what is not finite.
+
+        NaN as well, and so never stable, for a unit of which nothing was read.
+        """
         strength = np.abs(trend)
         if self.score == "elements":
             strength, size = updates.sums(strength), updates.sums(size)
         with np.errstate(invalid="ignore"):
             scores: np.ndarray = np.divide(strength, size, out=np.zeros_like(strength), where=size != 0.0)
-        return np.asarray(np.minimum(1.0, scores))
+        return np.where(updates.numel > 0, np.minimum(1.0, scores), np.nan)
 
     def resharded(self, memory: Memory) -> dict[str, np.ndarray]:
         """What still holds once other elements are sampled."""

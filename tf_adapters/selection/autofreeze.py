@@ -51,9 +51,10 @@ class AutoFreeze:
         return {"norms": norms, "prefix": np.array([prefix]), "scores": scores}, self.layers < prefix
 
     def norms(self, updates: Updates) -> np.ndarray:
-        """Estimated |Delta_K| of each layer, an L2 norm."""
+        """Estimated |Delta_K| of each layer, an L2 norm; NaN, so that it is never stable, where nothing was read."""
         count = 1 + int(self.layers.max(initial=-1))
-        norms: np.ndarray = np.sqrt(np.bincount(self.layers, updates.sums(updates.delta**2), count))
+        squares, read = (np.bincount(self.layers, of, count) for of in (updates.sums(updates.delta**2), updates.numel))
+        norms: np.ndarray = np.where(read > 0, np.sqrt(squares), np.nan)
         return norms
 
     def resharded(self, memory: Memory) -> dict[str, np.ndarray]:
@@ -72,7 +73,7 @@ class AutoFreeze:
 def _changes(before: np.ndarray, norms: np.ndarray, prefix: int) -> np.ndarray:
     """Gradient-norm change of each layer: 0 for stable ones and those at rest, infinite for one that began to move.
 
-    NaN, and so among the highest, for one whose weights are not finite.
+    NaN, and so among the highest, for one whose weights are not finite or not read.
     """
     with np.errstate(invalid="ignore"):
         moved = np.abs(before - norms)

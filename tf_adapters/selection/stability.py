@@ -1,4 +1,4 @@
-"""Stability checks: every rank's part of the model is read, gathered, and judged once for all ranks."""
+"""Stability checks: every rank's part of the model is sampled, and the first rank judges it for all."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from tf_adapters.collectives import Collectives, on_all_ranks, on_one_rank
+from tf_adapters.collectives import Collectives, decide_from_all, share_from_all
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.selection.apf import Apf
 from tf_adapters.selection.autofreeze import AutoFreeze, layers_of
 from tf_adapters.selection.encoding import decode, encode
-from tf_adapters.selection.sampling import HeldValues, PieceKey, PieceReading, read
+from tf_adapters.selection.readers import Held, Readers, sizes_of
+from tf_adapters.selection.sampling import HeldValues, PieceKey, read
 from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.selection.updates import Memory, Snapshot, Updates, by_stage, unit_places
 
@@ -33,13 +34,15 @@ class StabilityMetric(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class StabilityState:
-    """What is stable as of the last check, and what the next one needs; the same on every rank.
+    """What is stable as of the last check, and what the next one needs.
 
-    ``stable`` holds indices of units by stage, ``memory`` the metric's own arrays.
+    ``stable`` holds indices of units by stage; it, ``checks`` and ``begun``, whether the model has been read, are the
+    same on every rank. ``memory``, the metric's own arrays, and ``snapshot`` are the first rank's alone.
     """
 
     checks: int = 0
     stable: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    begun: bool = False
     memory: Mapping[str, np.ndarray] = field(default_factory=dict)
     snapshot: Snapshot | None = None
 
@@ -50,20 +53,30 @@ class StabilityState:
         return {
             "checks": self.checks,
             "stable": {str(stage): sorted(units) for stage, units in self.stable.items()},
+            "begun": self.begun,
             "memory": {name: encode(array) for name, array in self.memory.items()},
             "snapshot": self.snapshot.to_json() if self.snapshot else None,
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any] | None) -> StabilityState:
+        """The inverse of ``to_json``. Of what cannot be read only what all ranks have is an error."""
         if data is None:
             return cls()
-        return cls(
-            checks=data["checks"],
-            stable={int(stage): frozenset(units) for stage, units in data["stable"].items()},
-            memory={name: decode(array) for name, array in data["memory"].items()},
-            snapshot=Snapshot.from_json(data["snapshot"]) if data["snapshot"] else None,
-        )
+        begun = data.get("begun", data.get("snapshot") is not None)  # an earlier version has it on every rank
+        stable = {int(stage): frozenset(units) for stage, units in data["stable"].items()}
+        shared = cls(data["checks"], stable, begun)
+        try:
+            memory = {name: decode(array) for name, array in data["memory"].items()}
+            snapshot = Snapshot.from_json(data["snapshot"]) if data["snapshot"] else None
+        except (AttributeError, LookupError, TypeError, ValueError):  # the model is read anew
+            return shared
+        return replace(shared, memory=memory, snapshot=snapshot)
+
+
+def without_evidence(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What other ranks need of the first rank's ``to_json``: a few bytes of several MB."""
+    return {**data, "begun": data.get("begun", data.get("snapshot") is not None), "memory": {}, "snapshot": None}
 
 
 class StabilityChecks:
@@ -89,7 +102,11 @@ class StabilityChecks:
         self._units, self._stages, self._held = units, tuple(stages), held
         self._collectives = collectives
         self._places = unit_places(units)
+        self._order = {parameter: place for place, parameter in enumerate(self._places)}
         self._metric = metric_of(config, units)
+        self._known: Held | None = None  # what this rank held when readers were chosen; None on all ranks, or on none
+        self._sizes: list[int] = []  # of the samples of its pieces
+        self._readers: Readers | None = None  # the first rank's
 
     def due(self, step: int, start: int) -> bool:
         """Whether a check follows step ``step``, the first step that may freeze being ``start`` + 1."""
@@ -99,41 +116,77 @@ class StabilityChecks:
         """The state after the check that follows ``step``. Called on all ranks.
 
         Where freezing starts, or the sharding has changed, there is nothing to compare with: the model is only read.
+        The first rank reads what all send and decides: another processor might round its sums otherwise.
         Raises TimelyFreezeError, the same on all ranks, if it fails on one.
         """
         metric = self._metric
         if metric is None:
             return state
-        snapshot = self.read()
-        before = state.snapshot
-        if before is not None and not before.matches(snapshot):
-            return replace(state, snapshot=snapshot, memory=metric.resharded(state.memory))
-        if step == start or before is None:
-            return replace(state, snapshot=snapshot)
-        updates = Updates.between(before, snapshot, self._places)
-        # One rank decides: another processor might round its sums otherwise.
-        memory, stable = on_one_rank(self._collectives, lambda: metric.check(state.memory, updates))
-        return StabilityState(state.checks + 1, by_stage(self._units, stable), memory, snapshot)
+        judged: list[tuple[Memory, Snapshot]] = []
 
-    def read(self) -> Snapshot:
-        """The whole model as all ranks together hold it now. Called on all ranks.
+        def judge(readings: Sequence[bytes | None]) -> bytes | None:
+            """Whether each unit is stable, a bit for each; nothing where the model is only read."""
+            snapshot = self._snapshot(readings)
+            if snapshot is None:
+                return None
+            before, memory, stable = state.snapshot, state.memory, np.zeros(0, bool)
+            if before is not None and not before.matches(snapshot):
+                memory = metric.resharded(memory)
+            elif before is not None and step != start:
+                memory, stable = metric.check(memory, Updates.between(before, snapshot, self._places))
+            judged.append((memory, snapshot))
+            return np.packbits(stable).tobytes()
 
-        What several ranks hold is read by one of them, by each in turn: ranks then send about as much as each other.
-        """
-        holders: dict[PieceKey, list[int]] = {}
-        for rank, keys in enumerate(on_all_ranks(self._collectives, lambda: tuple(key for key, _ in self._pieces()))):
-            for key in keys:
-                holders.setdefault(key, []).append(rank)
-        readers = {key: holders[key][turn % len(holders[key])] for turn, key in enumerate(sorted(holders))}
-        merged: dict[PieceKey, PieceReading] = {}
-        for readings in on_all_ranks(self._collectives, lambda: self._read_local(readers)):
-            merged.update(readings)
-        return Snapshot.of(merged, self._seed)
+        for _ in range(2):  # what a rank holds may have changed since the readers were chosen, and then not again
+            if self._known is None:
+                self._choose_readers()
+            bits = decide_from_all(self._collectives, self._read, judge)
+            if bits is not None:
+                break
+            self._known = None
+        else:
+            return state
+        memory, snapshot = judged[0] if judged else ({}, None)
+        read_now = replace(state, begun=True, memory=memory, snapshot=snapshot)
+        if not bits:
+            return read_now
+        stable = by_stage(self._units, np.unpackbits(np.frombuffer(bits, np.uint8)).astype(bool))
+        return replace(read_now, checks=state.checks + 1, stable=stable)
 
-    def _read_local(self, readers: Mapping[PieceKey, int]) -> dict[PieceKey, PieceReading]:
-        """What this rank reads for all."""
-        rank = self._collectives.rank
-        return read(self._seed, ((key, values) for key, values in self._pieces() if readers[key] == rank))
+    def _choose_readers(self) -> None:
+        """Settle who reads what. Called on all ranks; each sends what it holds and is told its own part."""
+        mine: list[Held] = []
+
+        def local() -> Held:
+            mine.append(self._held_now(self._pieces()))
+            return mine[0]
+
+        def choose(held: Sequence[Held]) -> list[bytes]:
+            self._readers, told = Readers.of(held, list(self._order))
+            return told
+
+        told = share_from_all(self._collectives, local, choose)
+        self._known, self._sizes = mine[0], sizes_of(told, len(mine[0][0]))
+
+    def _read(self) -> bytes | None:
+        """What this rank reads for all; None where it no longer holds what it did."""
+        pieces = list(self._pieces())
+        if self._held_now(pieces) != self._known:
+            return None
+        sized = zip(pieces, self._sizes, strict=True)
+        return read(self._seed, ((key, values, size) for (key, values), size in sized if size))
+
+    def _snapshot(self, readings: Sequence[bytes | None]) -> Snapshot | None:
+        """The model as all ranks have read it; None where one holds something else than it did."""
+        read = [reading for reading in readings if reading is not None]
+        assert self._readers is not None
+        return self._readers.snapshot(read, self._seed) if len(read) == len(readings) else None
+
+    def _held_now(self, pieces: Iterable[tuple[PieceKey, torch.Tensor]]) -> Held:
+        """What this rank holds of its stages' units, as others are told."""
+        lines = [(self._order[stage, name], part, values.numel()) for (stage, name, part), values in pieces]
+        places, parts, numels = zip(*lines, strict=True) if lines else ((), (), ())
+        return places, parts, numels
 
     def _pieces(self) -> Iterator[tuple[PieceKey, torch.Tensor]]:
         """Everything that this rank holds of its stages' units."""
@@ -141,7 +194,8 @@ class StabilityChecks:
             for unit in self._units[stage]:
                 for name in unit.names:
                     for piece in self._held(stage, name):
-                        yield (stage, name, piece.part), piece.values
+                        if piece.values.numel():
+                            yield (stage, name, piece.part), piece.values
 
 
 def metric_of(config: TimelyFreezeConfig, units: Units) -> StabilityMetric | None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tf_adapters.selection.encoding import decode, encode
-from tf_adapters.selection.sampling import PieceKey, Readings
+from tf_adapters.selection.sampling import PieceKey
 from tf_adapters.selection.units import FreezeUnit
 
 Memory = Mapping[str, np.ndarray]
@@ -26,7 +26,7 @@ def unit_places(units: Mapping[int, Sequence[FreezeUnit]]) -> dict[tuple[int, st
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What all ranks together read of the model at one moment, one line of each array for each piece.
+    """What all ranks together read of the model at one moment, one line of each array for each piece, in order of keys.
 
     ``seed`` chose the sampled elements. ``numel`` and ``sizes`` (of the samples) are int64, ``totals`` float64,
     ``samples`` all pieces' float32 in a row.
@@ -38,19 +38,6 @@ class Snapshot:
     sizes: np.ndarray
     totals: np.ndarray
     samples: np.ndarray
-
-    @classmethod
-    def of(cls, readings: Readings, seed: int) -> Snapshot:
-        keys = tuple(sorted(readings))
-        ordered = [readings[key] for key in keys]
-        return cls(
-            seed,
-            keys,
-            numel=np.array([reading.numel for reading in ordered], np.int64),
-            sizes=np.array([len(reading.sample) for reading in ordered], np.int64),
-            totals=np.array([reading.total for reading in ordered], np.float64),
-            samples=np.concatenate([reading.sample for reading in ordered]) if ordered else np.zeros(0, np.float32),
-        )
 
     def matches(self, other: Snapshot) -> bool:
         """Whether both read the same elements; after a change of the sharding or the seed they do not."""

@@ -38,7 +38,7 @@ from tf_adapters.training.freeze_ratios import FreezeRatios
 from tf_adapters.training.observer import Observer, RunSnapshot
 from tf_adapters.training.pipeline import HostPipeline
 from tf_adapters.training.plan_maker import RunSetup
-from tf_adapters.training.state import RunState, compatible_state
+from tf_adapters.training.state import RunState, compatible_state, for_other_ranks
 from tf_adapters.training.step_masks import MaskTally, Scale, StepMasks
 
 __all__ = ["Controller"]
@@ -249,8 +249,16 @@ class Controller:
     # --- the run's life --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that resuming needs, as plain JSON values; the same on every rank."""
+        """Everything that resuming needs, as plain JSON values.
+
+        With APF and AutoFreeze save rank 0's: the others' lack what stability checks compare with (``is_whole``).
+        """
         return self.state.to_json(self.config, self.schedule, self.masks)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank's ``state_dict`` is all that resuming needs."""
+        return self._collectives.rank == 0 or not self.state.stability.begun
 
     def load_state_dict(self, data: Mapping[str, Any] | None, auto_warmup: int | None = None) -> None:
         """Resume. Called on all ranks; rank 0's data counts. A plan that does not fit this run is made anew.
@@ -258,7 +266,9 @@ class Controller:
         ``auto_warmup`` is what ``warmup_steps: "auto"`` stands for now; by default what the pipeline says.
         """
         warmup = self.pipeline.warmup_steps if auto_warmup is None else auto_warmup
-        chosen = self._collectives.broadcast(data)
+        is_first = self._collectives.rank == 0
+        told = self._collectives.broadcast(for_other_ranks(data) if is_first else None)
+        chosen = data if is_first else told
         self.state = compatible_state(chosen, self.config, schedule=self.schedule, masks=self.masks, auto_warmup=warmup)
         self._forget_measured()
         description = messages.phase(self.config, self.state.phases, self.step)

@@ -55,10 +55,13 @@ def phase(config: TimelyFreezeConfig, phases: PhaseSchedule, step: int) -> str:
 
 
 def checked(state: StabilityState, config: TimelyFreezeConfig, shares: Mapping[int, float]) -> str:
-    """The outcome of a stability check: the share of each stage's work that is stable, and where the scores lie."""
+    """The outcome of a stability check: the share of each stage's work that is stable, and where the scores lie.
+
+    Those only the first rank has.
+    """
     stages = ", ".join(f"stage {stage}: {share:.2f}" for stage, share in sorted(shares.items()))
     stable = f"stability check {state.checks}: {config.stability_metric} finds stable, by work, {stages}"
-    scores = state.memory["scores"]
+    scores = state.memory.get("scores", np.zeros(0))
     if not len(scores):
         return f"{stable}; scores follow with the next"
     low, middle, high = scores.min(), np.median(scores), scores.max()

@@ -16,7 +16,7 @@ from tf_adapters.planner.learning import Learning
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
-from tf_adapters.selection.stability import StabilityState
+from tf_adapters.selection.stability import StabilityState, without_evidence
 from tf_adapters.timing.batch_times import BatchTimes
 from tf_adapters.timing.token_cost import TokenCost
 from tf_adapters.timing.transfers import Gaps
@@ -30,7 +30,7 @@ _NOTES = 50  # the newest: a long run may begin or plan anew many times
 
 @dataclass
 class RunState:
-    """The state of one run, equal on every rank.
+    """The state of one run, equal on every rank but for what stability checks compare with, which the first rank has.
 
     ``microbatches`` are those of the batch that runs, or runs next; ``plans`` has a plan for each number of them.
     ``measured`` is what they are made from, of one number, after step ``measured_at``.
@@ -180,6 +180,19 @@ class RunState:
         return state
 
 
+def for_other_ranks(data: Any) -> Any:
+    """What the first rank tells others of its saved state: all that decides whether and how they go on with it.
+
+    What stability checks compare with, several MB in a large pipeline, is left out.
+    """
+    stability = data.get("stability") if isinstance(data, Mapping) else None
+    if not isinstance(stability, Mapping) or not _is_intact(data):
+        return data
+    lean = {key: value for key, value in data.items() if key != "checksum"}
+    lean["stability"] = without_evidence(stability)
+    return {**lean, "checksum": _digest(lean)} if "checksum" in data else lean
+
+
 def compatible_state(
     data: Mapping[str, Any] | None,
     config: TimelyFreezeConfig,
@@ -230,13 +243,23 @@ def _read(data: Any, schedule: PipelineSchedule) -> RunState:
         raise ValueError(f"is no object: {data!r:.40}")
     if data.get("format") != FORMAT:
         raise ValueError(f"is of format {data.get('format')!r}, this version reads {FORMAT}")
-    content = {key: value for key, value in data.items() if key != "checksum"}
-    if "checksum" in data and data["checksum"] != _digest(content):
+    if not _is_intact(data):
         raise ValueError("was changed after it was saved")
     try:
         return RunState.from_json(data, schedule)
     except KeyError as error:
         raise ValueError(f"lacks {error}") from None
+
+
+def _is_intact(data: Mapping[str, Any]) -> bool:
+    """Whether it is what was saved; of an early version, which had no checksum, nobody can tell."""
+    if "checksum" not in data:
+        return True
+    content = {key: value for key, value in data.items() if key != "checksum"}
+    try:
+        return bool(data["checksum"] == _digest(content))
+    except (RecursionError, TypeError, ValueError):  # values that JSON has not
+        return False
 
 
 def _step_count(data: Any) -> int:

@@ -1,0 +1,84 @@
+"""Which rank reads which part of the model, and how much of it: settled once, until what the ranks hold changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tf_adapters.selection.sampling import PieceKey, sample_sizes, unpacked
+from tf_adapters.selection.updates import Snapshot
+
+Held = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[int, ...]]
+"""What one rank holds, a line for each piece: the parameter, as its place among all, the part of it, its elements."""
+
+_SIZE = np.dtype("<u2")
+
+
+@dataclass(frozen=True, eq=False)
+class Readers:
+    """What is read of the model, and in which order it arrives.
+
+    ``numel`` and ``sizes`` (of the samples) are those of ``keys``, and ``arrival`` is each one's place among all that
+    the ranks send; ``pieces`` is how many each rank sends.
+    """
+
+    keys: tuple[PieceKey, ...]
+    numel: np.ndarray
+    sizes: np.ndarray
+    arrival: np.ndarray
+    pieces: tuple[int, ...]
+
+    @classmethod
+    def of(cls, held: Sequence[Held], parameters: Sequence[tuple[int, str]]) -> tuple[Readers, list[bytes]]:
+        """Let the first rank that holds a piece read it: a replica's other ranks then send nothing.
+
+        ``held`` is every rank's, ``parameters`` are all stages' (stage, name), in order. Returns what each rank is told
+        besides: the sizes of its own pieces' samples, 0 for what it does not read; nothing where it reads nothing.
+        """
+        found: dict[PieceKey, tuple[int, int]] = {}
+        keys = [[(*parameters[place], part) for place, part, _ in zip(*of_rank, strict=True)] for of_rank in held]
+        for rank, of_rank in enumerate(keys):
+            for key, numel in zip(of_rank, held[rank][2], strict=True):
+                found.setdefault(key, (rank, numel))
+        readers, numels = np.array(list(found.values()), np.int64).reshape(-1, 2).T
+        sizes = sample_sizes(np.array([stage for stage, _, _ in found], np.int64), readers, numels)
+        read = [key for key, size in zip(found, sizes, strict=True) if size]
+        arrival = np.array(sorted(range(len(read)), key=read.__getitem__), np.int64)
+        of_key = dict(zip(found, zip(readers.tolist(), sizes.tolist(), strict=True), strict=True))
+        told = [_told(rank, [of_key[key] for key in of_rank]) for rank, of_rank in enumerate(keys)]
+        chosen = cls(
+            keys=tuple(read[place] for place in arrival),
+            numel=numels[sizes > 0][arrival],
+            sizes=sizes[sizes > 0][arrival],
+            arrival=arrival,
+            pieces=tuple(np.bincount(readers[sizes > 0], minlength=len(held)).tolist()),
+        )
+        return chosen, told
+
+    def snapshot(self, readings: Sequence[bytes], seed: int) -> Snapshot:
+        """The whole model, from what each rank has read."""
+        totals, samples = zip(*map(unpacked, readings, self.pieces), strict=True)
+        arrived = np.empty_like(self.sizes)
+        arrived[self.arrival] = self.sizes
+        each = np.split(np.concatenate(samples), np.cumsum(arrived)[:-1])
+        return Snapshot(
+            seed,
+            self.keys,
+            numel=self.numel,
+            sizes=self.sizes,
+            totals=np.concatenate(totals)[self.arrival],
+            samples=np.concatenate([np.zeros(0, np.float32), *(each[place] for place in self.arrival)]),
+        )
+
+
+def _told(rank: int, pieces: Sequence[tuple[int, int]]) -> bytes:
+    """Sizes of the samples, of pieces with their readers, that ``rank`` takes."""
+    sizes = [size if reader == rank else 0 for reader, size in pieces]
+    return np.array(sizes, _SIZE).tobytes() if any(sizes) else b""
+
+
+def sizes_of(told: bytes, pieces: int) -> list[int]:
+    """The size of the sample of each of a rank's pieces, from what it was told."""
+    return np.frombuffer(told, _SIZE).tolist() if told else [0] * pieces
