@@ -64,7 +64,7 @@ DOORS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("ms-swift", "4.6.0"): (
         "test_swift.py",
         (
-            *(*_OF_HUGGING_FACE, "modelscope", "modelscope_hub", "cryptography", "cffi", "addict", "attrdict"),
+            *(*_OF_HUGGING_FACE, "aiohttp", "aiosignal", "aiohappyeyeballs", "frozenlist", "propcache", "multidict", "yarl", "attrs", "modelscope", "modelscope_hub", "cryptography", "cffi", "addict", "attrdict"),
             *("binpacking", "dacite", "json-repair", "oss2", "rouge", "simplejson", "nltk", "trl<1.0"),
         ),
     ),

@@ -9,28 +9,33 @@ from __future__ import annotations
 
 import importlib
 import sys
-import traceback
 import types
-from argparse import Namespace
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import forked_jobs
 import megatron_ranks as ranks
 import torch
-from forked_jobs import StandIn
+from forked_jobs import FREEZING, StandIn, Told, digest
 
-FREEZING = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2, "report_every": 1, "on_error": "raise"}
 CASE = ranks.Case(pp=2, model={"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16})
+JOBS: dict[str, dict[str, Any]] = {
+    "alone": {"where": "alone"},
+    "nothing frozen": {"where": "nothing", "section": {**FREEZING, "max_freeze_ratio": 0.0}},
+    "whole": {"where": "run", "section": FREEZING},
+    "resumed": {"where": "resumed", "section": FREEZING, "mcore_model": "run/checkpoint-8"},
+    "wrong setting": {"where": "wrong", "section": {"max_freeze_ratio": 6}},
+}
 
 
-class Arguments(Namespace):
-    """ms-swift has hundreds: those that are not set are off, and Megatron-Core's configs keep their own defaults."""
+class Arguments(forked_jobs.Arguments):
+    """Megatron-Core's configs keep their own defaults."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in _of_configs():
+        if name in _of_configs():
             raise AttributeError(name)
-        return None
+        return super().__getattr__(name)
 
 
 def _of_configs() -> set[str]:
@@ -56,31 +61,16 @@ def prepare() -> None:
     import tf_adapters.megatron.swift  # noqa: F401
 
 
-def run(rank: int, folder: Path) -> dict[str, Any]:
-    torch.distributed.init_process_group("gloo")
-    jobs: dict[str, tuple[str, dict[str, Any]]] = {
-        "alone": ("alone", {}),
-        "nothing frozen": ("nothing", {"section": {**FREEZING, "max_freeze_ratio": 0.0}}),
-        "whole": ("run", {"section": FREEZING}),
-        "resumed": ("resumed", {"section": FREEZING, "mcore_model": str(folder / "run" / "checkpoint-8")}),
-        "wrong setting": ("wrong", {"section": {"max_freeze_ratio": 6}}),
-    }
-    return {name: _run_job(folder / where, **settings) for name, (where, settings) in jobs.items()}
-
-
-def _run_job(folder: Path, section: dict[str, Any] | None = None, mcore_model: str | None = None) -> dict[str, Any]:
-    told: dict[str, Any] = {"error": "", "logged": {}, "detached": None}
-    folder.mkdir(exist_ok=True)
-    try:
-        trainer = _trainer(folder, section, mcore_model)
-        trainer.train(_samples(), None)
-        ours = [callback for callback in trainer.callbacks if type(callback).__name__ == "TimelyFreezeCallback"]
-        told["detached"] = all(callback.adapter is None for callback in ours)
-        told["logged"] = trainer.logged
-    except Exception as error:
-        told["error"] = f"{type(error).__name__}: {error}"
-        traceback.print_exc()
-    return told
+def run(job: dict[str, Any], folder: Path, told: Told) -> None:
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    loaded = str(folder / job["mcore_model"]) if "mcore_model" in job else None
+    (folder / job["where"]).mkdir(exist_ok=True)
+    trainer = _trainer(folder / job["where"], job.get("section"), loaded, told)
+    trainer.train(_samples(), None)
+    ours = [callback for callback in trainer.callbacks if type(callback).__name__ == "TimelyFreezeCallback"]
+    told.more["detached"] = all(callback.adapter is None for callback in ours)
+    told.parameters = digest(parameter for model in trainer.unwrapped_models for parameter in model.parameters())
 
 
 def _samples() -> Any:
@@ -89,7 +79,7 @@ def _samples() -> Any:
     return [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
 
 
-def _trainer(folder: Path, section: dict[str, Any] | None, mcore_model: str | None) -> Any:
+def _trainer(folder: Path, section: dict[str, Any] | None, loaded: str | None, told: Told) -> Any:
     from swift.megatron.trainers import MegatronTrainer
     from swift.megatron.utils import wrap_model
 
@@ -101,7 +91,6 @@ def _trainer(folder: Path, section: dict[str, Any] | None, mcore_model: str | No
             self.unwrapped_models = self.peft_models = list(chunks)
             self.config, self.bridge = self.unwrapped_models[0].config, None
             self.wrapped_models = wrap_model(self.args, self.unwrapped_models)
-            self.logged: dict[int, Any] = {}
 
         def get_batch(self, data_iterator: Any, vp_stage: Any = None) -> Any:
             tokens = next(data_iterator)
@@ -111,10 +100,11 @@ def _trainer(folder: Path, section: dict[str, Any] | None, mcore_model: str | No
 
         def on_log(self, logs: Any, prefix: str = "") -> None:
             super().on_log(logs, prefix)
-            self.logged[self.state.iteration] = {k: v for k, v in logs.items() if k == "loss" or "timely" in k}
+            told.losses[self.state.iteration] = logs["loss"]
+            told.figures[self.state.iteration] = {k: v for k, v in logs.items() if "timely" in k}
 
     ranks.initialize(CASE)
-    args = _arguments(folder, mcore_model)
+    args = _arguments(folder, loaded)
     if section is not None:  # what the plugin file does
         from tf_adapters.megatron.swift import register
 
@@ -150,6 +140,7 @@ def _arguments(folder: Path, mcore_model: str | None) -> Any:
         context_parallel_size=1,
         dataloader_num_workers=0,
         bf16=True,
+        fp16=False,
         optimizer="adam",
         lr=1e-2,
         min_lr=1e-2,
