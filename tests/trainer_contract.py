@@ -26,14 +26,16 @@ class TrainerContract:
     report: ClassVar[str] = "run/timely_freeze/report.json"
 
     @pytest.fixture(scope="class")
-    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return tmp_path_factory.mktemp(self.module)
+    @classmethod
+    def folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return tmp_path_factory.mktemp(cls.module)
 
     @pytest.fixture(scope="class")
-    def jobs(self, folder: Path) -> dict[str, list[Told]]:
-        outcomes = outcomes_of(self.module, folder)
+    @classmethod
+    def jobs(cls, folder: Path) -> dict[str, list[Told]]:
+        outcomes = outcomes_of(cls.module, folder)
         failed = {name for name, ranks in outcomes.items() if any(told.error for told in ranks)}
-        expected = {"wrong setting", *self.refused}
+        expected = {"wrong setting", *cls.refused}
         assert failed == expected, [outcomes[name][rank].said[-3000:] for name in failed ^ expected for rank in (0, 1)]
         return outcomes
 
