@@ -19,7 +19,8 @@ import megatron_ranks as ranks
 import torch
 from forked_jobs import FREEZING, StandIn, Told, digest
 
-CASE = ranks.Case(pp=2, model={"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16})
+HALF = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+CASE = ranks.Case(pp=2, model={**HALF, "variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"})
 PLUGIN = "from tf_adapters.megatron.swift import register\n\nregister({settings})\n"
 JOBS: dict[str, dict[str, Any]] = {
     "alone": {"where": "alone"},
@@ -30,13 +31,24 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 WORDS = [f"w{number}" for number in range(ranks.VOCABULARY - 4)]
 ARGUMENTS = (
-    *("--model_type", "llama", "--tuner_type", "full", "--torch_dtype", "bfloat16", "--padding_free", "false"),
+    *(
+        "--model_type",
+        "llama",
+        "--template",
+        "dummy",
+        "--tuner_type",
+        "full",
+        "--torch_dtype",
+        "bfloat16",
+        "--padding_free",
+        "false",
+    ),
     *("--pipeline_model_parallel_size", "2", "--micro_batch_size", "2", "--global_batch_size", "8"),
     *("--train_iters", "12", "--save_steps", "8", "--logging_steps", "1", "--eval_iters", "0"),
     *("--lr", "1e-2", "--min_lr", "1e-2", "--lr_warmup_iters", "0", "--lr_decay_style", "constant"),
     *("--split_dataset_ratio", "0", "--dataset_num_proc", "1", "--dataloader_num_workers", "0"),
     *("--max_length", str(ranks.CONTEXT), "--add_version", "false", "--check_model", "false"),
-    *("--ddp_backend", "gloo", "--attention_backend", "local", "--save_safetensors", "false", "--report_to", "none"),
+    *("--ddp_backend", "gloo", "--attention_backend", "local", "--save_safetensors", "false"),
     *("--use_distributed_optimizer", "false", "--gradient_accumulation_fusion", "false"),
 )
 
@@ -62,7 +74,7 @@ def prepare() -> None:
     base = importlib.import_module("swift.megatron.trainers.base")
     vars(base)["warmup_jit_function"] = lambda config, args: None
     vars(base)["get_mcore_model"] = _model
-    vars(torch.cuda)["max_memory_reserved"] = lambda: 0
+    vars(torch.cuda).update(device_count=lambda: 2, max_memory_reserved=lambda: 0)
     importlib.import_module("swift.megatron.pipelines.train.sft")
     import tf_adapters.megatron.swift  # noqa: F401
 
@@ -82,7 +94,9 @@ def _model(args: Any, hf_config: Any) -> list[Any]:
 
 
 def _taking_what_is_known(forward: Any) -> Any:
-    def plain(input_ids: Any, position_ids: Any, attention_mask: Any = None, labels: Any = None, **_: Any) -> Any:
+    def plain(
+        input_ids: Any = None, position_ids: Any = None, attention_mask: Any = None, labels: Any = None, **_: Any
+    ) -> Any:
         return forward(input_ids, position_ids, attention_mask, labels=labels)
 
     return plain
@@ -101,7 +115,8 @@ def run(job: dict[str, Any], folder: Path, told: Told) -> None:
 
         def on_log(self, logs: Any, prefix: str = "") -> None:
             super().on_log(logs, prefix)
-            told.losses[self.state.iteration] = logs["loss"]
+            if "loss" in logs:  # on the rank of the last stage
+                told.losses[self.state.iteration] = logs["loss"]
             told.figures[self.state.iteration] = {k: v for k, v in logs.items() if "timely" in k}
 
     rank = int(__import__("os").environ["RANK"])
@@ -117,7 +132,7 @@ def run(job: dict[str, Any], folder: Path, told: Told) -> None:
         str(folder / job["where"]),
     ]
     if "section" in job:
-        plugin = made / "plugin.py"
+        plugin = made / f"plugin_of_{job['where']}.py"
         plugin.write_text(PLUGIN.format(settings=job["section"]))
         given += ["--external_plugins", str(plugin), "--callbacks", "timely_freeze"]
     if "from" in job:
@@ -130,7 +145,6 @@ def run(job: dict[str, Any], folder: Path, told: Told) -> None:
         told.more["detached"] = all(callback.adapter is None for callback in ours)
     finally:
         sft.MegatronTrainer = before
-        sys.modules.pop("plugin", None)
         if parallel_state.is_initialized():
             parallel_state.destroy_model_parallel()
         if torch.distributed.is_initialized():
@@ -165,7 +179,7 @@ def _write_model(folder: Path) -> None:
             "messages": [
                 {
                     "role": "assistant",
-                    "content": " ".join(WORDS[(7 * n + k * (n % 5 + 1)) % len(WORDS)] for k in range(6)),
+                    "content": " ".join(WORDS[(7 * n + k * (n % 5 + 1)) % len(WORDS)] for k in range(4 + n % 3)),
                 }
             ]
         }
