@@ -18,7 +18,6 @@ import subprocess
 import sys
 import traceback
 import types
-from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,15 +61,6 @@ class StandIn(types.ModuleType):
         made = type(name, (), {"__init__": lambda self, *args, **kwargs: None})
         setattr(self, name, made)
         return made
-
-
-class Arguments(Namespace):
-    """Of a trainer that has hundreds: those that are not set are off."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
 
 
 def digest(parameters: Iterable[Any]) -> str:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import megatron_ranks as ranks
 import torch
-from forked_jobs import FREEZING, Arguments, StandIn, Told, digest
+from forked_jobs import FREEZING, StandIn, Told, digest
 
 HOOK = "tf_adapters.megatron.slime.before_train_step"
 CASE = ranks.Case(pp=2)
@@ -27,6 +28,15 @@ JOBS: dict[str, dict[str, Any]] = {
     "critic": {"where": "critic", "timely_freeze": FREEZING, "role": "critic", "rollouts": 1},
     "wrong setting": {"where": "wrong", "timely_freeze": {"max_freeze_ratio": 6}},
 }
+
+
+class Arguments(Namespace):
+    """slime has hundreds: those that are not set are off."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
 
 
 def prepare() -> None:
