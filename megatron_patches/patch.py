@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tf_adapters.errors import UnsupportedError
@@ -16,9 +16,12 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 def argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
     """Return a getter of one argument of calls to ``function``, by position or by name, or else its default.
 
-    Cheaper than binding the signature in every call: these functions are called for every microbatch.
+    Cheaper than binding the signature in every call: these functions are called for every microbatch. A wrapper that
+    takes any name (ms-swift's ``_batched_p2p_ops(**kwargs)``) is called with names.
     """
     parameters = inspect.signature(function).parameters
+    if name not in parameters:
+        return lambda args, kwargs: kwargs.get(name)
     position, default = list(parameters).index(name), parameters[name].default
     default = None if default is inspect.Parameter.empty else default
     return lambda args, kwargs: args[position] if position < len(args) else kwargs.get(name, default)
@@ -84,7 +87,7 @@ class Patch:
         problem = None
         if not callable(function):
             problem = f"this Megatron has no {self.path}"
-        elif missing := [name for name in self.arguments if name not in inspect.signature(function).parameters]:
+        elif missing := _not_taken(function, self.arguments):
             problem = f"this Megatron's {self.path} has no argument {missing[0]}"
         if problem:
             raise UnsupportedError(
@@ -138,3 +141,10 @@ def revert_all(patches: Iterable[Patch]) -> None:
     """Put all originals back. Raises UnsupportedError as ``check_revert``."""
     for patch in patches:
         patch.revert()
+
+
+def _not_taken(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return []
+    return [name for name in names if name not in parameters]

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
-import json
 import os
 import sys
-import time
-import traceback
 from pathlib import Path
 from typing import Any
 
 import yaml
-
-from tf_adapters.testing.ranks import free_port
+from forked_jobs import FREEZING, Told, digest
 
 JOB: dict[str, Any] = {
     "step_scheduler": {
@@ -24,6 +18,7 @@ JOB: dict[str, Any] = {
         "ckpt_every_steps": 10,
         "val_every_steps": 1000,
         "num_epochs": 1,
+        "max_steps": 14,
     },
     "dist_env": {"backend": "gloo", "timeout_minutes": 3},
     "seed": 7,
@@ -70,7 +65,23 @@ JOB: dict[str, Any] = {
     "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1.0e-3},
     "lr_scheduler": {"lr_decay_style": "constant", "lr_warmup_steps": 2, "min_lr": 1.0e-3},
 }
-FREEZING = {"monitoring_steps": 4, "progressive_steps": 2, "report_every": 1, "on_error": "raise"}
+BY_ITS_WARMUP = {**FREEZING, "warmup_steps": "auto"}
+SAVED = {"enabled": True, "model_save_format": "torch_save", "save_consolidated": False}
+CHUNKED = {"_target_": "nemo_automodel.components.loss.chunked_ce.ChunkedCrossEntropy", "compile": False}
+JOBS: dict[str, dict[str, Any]] = {
+    "alone": {"where": "alone"},
+    "nothing frozen": {"where": "nothing", "timely_freeze": {**BY_ITS_WARMUP, "max_freeze_ratio": 0.0}},
+    "deferred": {"where": "deferred", "timely_freeze": {**BY_ITS_WARMUP, "weight_gradients": "deferred"}},
+    "whole": {"where": "run", "timely_freeze": BY_ITS_WARMUP, "checkpoint": SAVED},
+    "resumed": {
+        "where": "resumed",
+        "timely_freeze": BY_ITS_WARMUP,
+        "checkpoint": {**SAVED, "restore_from": "run/epoch_0_step_9"},
+    },
+    "linear loss": {"where": "linear", "timely_freeze": BY_ITS_WARMUP, "loss_fn": CHUNKED},
+    "no section": {"where": "none"},
+    "wrong setting": {"where": "wrong", "timely_freeze": {"max_freeze_ratio": 6}},
+}
 
 
 def prepare() -> None:
@@ -80,92 +91,43 @@ def prepare() -> None:
     import tf_adapters.torch_pipelining.automodel  # noqa: F401
 
 
-def run(rank: int, folder: Path) -> dict[str, Any]:
-    os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="disabled", HF_DATASETS_CACHE=f"{folder}/cache{rank}")
-    whole = str(folder / "run" / "epoch_0_step_9")
-    saved = {"enabled": True, "model_save_format": "torch_save", "save_consolidated": False}
-    jobs: dict[str, tuple[str, int, dict[str, Any]]] = {
-        "alone": ("alone", 9, {}),
-        "nothing frozen": ("nothing", 9, {"timely_freeze": {**FREEZING, "max_freeze_ratio": 0.0}}),
-        "deferred": (
-            "deferred",
-            9,
-            {"timely_freeze": {**FREEZING, "max_freeze_ratio": 0.0, "weight_gradients": "deferred"}},
-        ),
-        "whole": ("run", 14, {"timely_freeze": FREEZING, "checkpoint": saved}),
-        "resumed": ("resumed", 14, {"timely_freeze": FREEZING, "checkpoint": {**saved, "restore_from": whole}}),
-        "linear loss": (
-            "linear",
-            9,
-            {
-                "timely_freeze": FREEZING,
-                "loss_fn": {
-                    "_target_": "nemo_automodel.components.loss.chunked_ce.ChunkedCrossEntropy",
-                    "compile": False,
-                },
-            },
-        ),
-        "no section": ("none", 2, {}),
-        "wrong setting": ("wrong", 2, {"timely_freeze": {"max_freeze_ratio": 6}}),
-    }
-    return {
-        name: _run_job(name, folder / where, {"max_steps": steps, **JOB["step_scheduler"]}, changes)
-        for name, (where, steps, changes) in jobs.items()
-    }
-
-
-def _run_job(name: str, folder: Path, scheduler: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def run(job: dict[str, Any], folder: Path, told: Told) -> None:
     import torch.distributed as dist
     from nemo_automodel.recipes.llm import train_ft
 
     from tf_adapters.torch_pipelining import automodel
 
-    job = {**copy.deepcopy(JOB), "step_scheduler": scheduler, **copy.deepcopy(changes)}
-    job["checkpoint"] = {"enabled": False, **job.get("checkpoint", {}), "checkpoint_dir": str(folder)}
     rank = os.environ["RANK"]
-    file = folder.parent / f"{folder.name}-{rank}.yaml"
-    file.write_text(yaml.safe_dump(job))
-    sys.argv = ["job", "-c", str(file)]
-    os.environ["MASTER_PORT"] = str(_port(folder.parent, name))
-    frozen: dict[str, Any] = {}
-    log = train_ft.TrainFinetuneRecipeForNextTokenPrediction.log_train_metrics
-    losses, figures, status = {}, {}, 0
+    os.environ.update(WANDB_MODE="disabled", HF_DATASETS_CACHE=f"{folder}/cache{rank}")
+    recipe = train_ft.TrainFinetuneRecipeForNextTokenPrediction
+    log = recipe.log_train_metrics
 
     def logged(self: Any, data: Any) -> None:
-        losses[data.step] = data.metrics["loss"]
-        figures[data.step] = {k: v for k, v in data.metrics.items() if k.startswith("timely_freeze")}
+        told.losses[data.step] = data.metrics["loss"]
+        told.figures[data.step] = {k: v for k, v in data.metrics.items() if k.startswith("timely_freeze")}
         adapter = getattr(getattr(self, "timely_freeze", None), "adapter", None)
         if adapter is not None:
             units = adapter.controller.pipeline.units
-            frozen["units"] = {stage: [n for unit in of for n in unit.names] for stage, of in units.items()}
+            told.more["units"] = {stage: [n for unit in of for n in unit.names] for stage, of in units.items()}
+        told.parameters = digest(parameter for model in self.model_parts for parameter in model.parameters())
         log(self, data)
 
-    train_ft.TrainFinetuneRecipeForNextTokenPrediction.log_train_metrics = logged
-    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
-        try:
-            (train_ft.main if name == "alone" else automodel.main)(str(file))
-        except SystemExit as end:
-            status = int(end.code or 0)
-        except BaseException:
-            status = 1
-            traceback.print_exc(file=said)
-        finally:
-            train_ft.TrainFinetuneRecipeForNextTokenPrediction.log_train_metrics = log
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    Path(f"{file}.log").write_text(said.getvalue())
-    told = said.getvalue()
-    lines = [line for line in told.splitlines() if "timely_freeze" in line or "error:" in line]
-    return {"status": status, "losses": losses, "figures": figures, "lines": lines, "end": told[-3000:], **frozen}
+    file = _config(job, folder)
+    sys.argv = ["job", "-c", str(file)]
+    recipe.log_train_metrics = logged
+    try:
+        (train_ft.main if job["where"] == "alone" else automodel.main)(str(file))
+    finally:
+        recipe.log_train_metrics = log
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def _port(folder: Path, name: str) -> int:
-    """One port for a job: rank 0 finds it, the other reads it."""
-    file = folder / f"port-{name.replace(' ', '-')}"
-    if os.environ["RANK"] == "0":
-        draft = file.with_suffix(".new")
-        draft.write_text(str(free_port()))
-        draft.rename(file)
-    while not file.exists():
-        time.sleep(0.01)
-    return int(json.loads(file.read_text()))
+def _config(job: dict[str, Any], folder: Path) -> Path:
+    changes = copy.deepcopy({name: value for name, value in job.items() if name != "where"})
+    checkpoint = {"enabled": False, **changes.pop("checkpoint", {}), "checkpoint_dir": str(folder / job["where"])}
+    if "restore_from" in checkpoint:
+        checkpoint["restore_from"] = str(folder / checkpoint["restore_from"])
+    file = folder / f"{job['where']}-{os.environ['RANK']}.yaml"
+    file.write_text(yaml.safe_dump({**copy.deepcopy(JOB), **changes, "checkpoint": checkpoint}))
+    return file

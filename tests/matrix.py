@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -25,23 +24,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from measuring import machine, put_table
 
-from tf_adapters.cli.doctor import HOSTS, Host
+from tf_adapters.cli.doctor import HOSTS, TRAINERS
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "matrix"
 RESULTS = ROOT / "benchmarks" / "results" / "matrix.json"
 PAGE = ROOT / "docs" / "compatibility.md"
-ON_MEGATRON = Host("megatron-bridge", "megatron-bridge", "megatron-bridge", oldest="0.3.1", newest="0.3.1")
-"""Not installed for the other tests: it declares what needs a GPU to be built."""
-PACKAGES = {host.package: host for host in (*HOSTS, ON_MEGATRON)}
+PACKAGES = {host.package: host for host in (*HOSTS, *TRAINERS)}
 HOST_TESTS = {
     "deepspeed": "deepspeed",
-    "megatron-bridge": "bridge",
     "megatron-core": "megatron and not bridge",
     "torch": "torch and not titan",
     "torchtitan": "titan",
 }
-CONTRACT = ("test_contract.py", "test_torchtitan.py", "test_megatron_bridge.py")
+CONTRACT = ("test_contract.py", "test_torchtitan.py")
+OF_TRAINERS = {
+    "megatron-bridge": "test_megatron_bridge.py",
+    "ms-swift": "test_swift.py",
+    "slime": "test_slime.py",
+    "nemo-automodel": "test_automodel.py",
+}
+"""Each runs its trainings once, in two processes of its own: all that the trainer's contract asks."""
+CHECKOUTS = {"slime": ("SLIME_SOURCE", "MEGATRON_LM_SOURCE")}
+"""What no package index has, by the variables that name its folders."""
 BUILD_SHM = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 # Megatron-Core's newer wheels ask for Python 3.12; their code runs on 3.11.
 DOWNLOAD = ("--no-deps", "--no-build-isolation", "--ignore-requires-python")
@@ -49,41 +54,32 @@ DOWNLOAD = ("--no-deps", "--no-build-isolation", "--ignore-requires-python")
 
 BESIDE = {("torchtitan", "0.3.0"): ("torch", "2.15"), ("megatron-bridge", "0.6.2"): ("megatron-core", "0.19.2")}
 """What a version needs that is not installed, too."""
+_OF_HUGGING_FACE = ("transformers==5.18.0", "accelerate", "tiktoken", "peft==0.20.0")
 REQUIRED = {
     "torchtitan": ("spmd_types==0.2.3", "torch_checkpointing>=0.1"),
     "megatron-bridge": ("omegaconf==2.3.0", "hydra-core==1.3.2", "antlr4-python3-runtime==4.9.3", "six"),
-}
-
-
-_OF_HUGGING_FACE = ("transformers==5.18.0", "accelerate", "tiktoken", "peft==0.20.0")
-DOORS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
-    ("nemo-automodel", "0.7.0"): (
-        "test_automodel.py",
-        (*_OF_HUGGING_FACE, "torchao", "flashoptim", "megatron-fsdp==0.5.0", "mistral-common"),
-    ),
-    ("ms-swift", "4.6.0"): (
-        "test_swift.py",
-        (
-            *(*_OF_HUGGING_FACE, "modelscope", "modelscope_hub", "cryptography", "cffi", "addict", "attrdict"),
-            *("binpacking", "dacite", "json-repair", "oss2", "rouge", "simplejson", "nltk", "trl<1.0"),
-        ),
+    "nemo-automodel": (*_OF_HUGGING_FACE, "torchao", "flashoptim", "megatron-fsdp==0.5.0", "mistral-common"),
+    "ms-swift": (
+        *(*_OF_HUGGING_FACE, "modelscope", "modelscope_hub", "cryptography", "cffi", "addict", "attrdict", "trl<1.0"),
+        *("binpacking", "dacite", "json-repair", "oss2", "rouge", "simplejson", "nltk", "aiohttp", "aiosignal"),
+        *("aiohappyeyeballs", "frozenlist", "propcache", "multidict", "yarl", "attrs"),
     ),
 }
-"""Trainers on top of a host: the test of our way in, and what they import that is not installed. No outcome is kept."""
+"""What is imported and not installed; pip takes no more along, and no torch."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ", ".join([*PACKAGES, *(name for name, _ in DOORS)])
-    parser.add_argument("versions", nargs="*", metavar="PACKAGE==VERSION", help=f"of {names}")
+    parser.add_argument("versions", nargs="*", metavar="PACKAGE==VERSION", help=f"of {', '.join(PACKAGES)}")
     parser.add_argument("--whole", action="store_true", help="the host's own distributed tests too")
     args = parser.parse_args()
-    chosen = [tuple(text.split("==")) for text in args.versions] or [*tested(), *newer(), *DOORS]
+    chosen = [tuple(text.split("==")) for text in args.versions] or [*tested(), *newer()]
     failed = False
     for package, version in chosen:
         print(f"{package} {version} ...", flush=True)
-        if (package, version) in DOORS:
-            failed |= not passes_door(package, version)
+        absent = [name for name in CHECKOUTS.get(package, ()) if name not in os.environ]
+        if absent:
+            print(f"left out: {absent[0]} names no checkout")
             continue
         row = run(package, version, args.whole)
         print(json.dumps(row), flush=True)
@@ -101,6 +97,8 @@ def newer() -> list[tuple[str, str]]:
     """What the package index has above the newest tested version, pre-releases too."""
     found = []
     for package, host in PACKAGES.items():
+        if package in CHECKOUTS:
+            continue
         command = [sys.executable, "-m", "pip", "index", "versions", "--pre", "--ignore-requires-python", package]
         listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         newest = re.search(r"Available versions: ([^,\s]+)", listed)
@@ -113,20 +111,10 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, [*re.findall(r"\d+", version), "0", "0"][:3]))
 
 
-def passes_door(package: str, version: str) -> bool:
-    """Whether the test of a trainer's way in passes with it; pip takes no torch along."""
-    test, required = DOORS[package, version]
-    overlay = unpacked(package, version, required)
-    before = os.pathsep.join([str(overlay), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "pytest", str(ROOT / "tests" / test), "-q", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "PYTHONPATH": before, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, check=False, cwd=ROOT).returncode == 0
-
-
 def run(package: str, version: str, whole: bool) -> dict[str, object]:
     """The outcome of the tests of a host's adapter under one version of it."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    if not (installed(package) or "").startswith(version):
+    if package not in CHECKOUTS and not (installed(package) or "").startswith(version):
         wanted = [(package, version), *([BESIDE[package, version]] if (package, version) in BESIDE else [])]
         overlays = [str(unpacked(*one)) for one in wanted]
         before = [*overlays, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -135,31 +123,16 @@ def run(package: str, version: str, whole: bool) -> dict[str, object]:
         subprocess.run([sys.executable, "-c", BUILD_SHM], env=environment, check=True, capture_output=True)
     report = FOLDER / f"{package}-{version}.xml"
     FOLDER.mkdir(parents=True, exist_ok=True)
-    files = [ROOT / "tests"] if whole else [ROOT / "tests" / name for name in CONTRACT]
-    options = [
-        "-k",
-        HOST_TESTS[package],
-        "-m",
-        "distributed",
-        "-n",
-        "2",
-        "--dist",
-        "worksteal",
-        "--maxfail",
-        "1000",
-        "-q",
-    ]
+    if package in OF_TRAINERS:
+        files, options = [OF_TRAINERS[package]], []
+    else:
+        files, options = (
+            ["."] if whole else list(CONTRACT),
+            ["-k", HOST_TESTS[package], "-n", "2", "--dist", "worksteal"],
+        )
+    options += ["-m", "distributed", "--maxfail", "1000", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
     began = time.monotonic()
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        *map(str, files),
-        *options,
-        "-p",
-        "no:cacheprovider",
-        f"--junitxml={report}",
-    ]
+    command = [sys.executable, "-m", "pytest", *(str(ROOT / "tests" / name) for name in files), *options]
     subprocess.run(command, env=environment, check=False, cwd=ROOT)
     suite = ElementTree.parse(report).getroot()[0].attrib
     counts = {name: int(suite[name]) for name in ("tests", "failures", "errors", "skipped")}
@@ -167,7 +140,7 @@ def run(package: str, version: str, whole: bool) -> dict[str, object]:
     return {
         "package": package,
         "version": version,
-        "tests": "contract and the host's own" if whole else "contract",
+        "tests": "trainings" if package in OF_TRAINERS else "contract and the host's own" if whole else "contract",
         "passed": counts["tests"] - failed - counts["skipped"],
         "failed": failed,
         "skipped": counts["skipped"],
@@ -182,13 +155,13 @@ def installed(package: str) -> str | None:
         return None
 
 
-def unpacked(package: str, version: str, required: Sequence[str] = ()) -> Path:
+def unpacked(package: str, version: str) -> Path:
     """A folder that holds one version of a package; torch with all that it brings."""
     overlay = FOLDER / f"{package}-{version}"
     if not (overlay / "ready").exists():
         options = [] if package == "torch" else DOWNLOAD
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", *options]
-        wanted = (f"{package}=={version}", *REQUIRED.get(package, ()), *required)
+        wanted = (f"{package}=={version}", *REQUIRED.get(package, ()))
         subprocess.run([*pip, "--upgrade", "--target", str(overlay), *wanted], check=True)
         (overlay / "ready").touch()
     return overlay

@@ -1,32 +1,20 @@
-"""Trainings by Megatron-Bridge's own ``pretrain`` on two ranks, in processes that end whatever happens.
+"""Trainings by Megatron-Bridge's own ``pretrain`` on its mock data, in two pipeline stages; see ``forked_jobs``.
 
-Bridge is imported once, in a process of its own, whose two forks then run one job after another:
-``python tests/megatron_bridge_jobs.py JOBS`` reads a list of Job, and writes what each rank tells of each beside it.
+Real: all of Megatron-Bridge, and Megatron-Core's schedule, DDP, optimizer and checkpoints. Stand-ins: CUDA, ModelOpt,
+NVIDIA's resiliency extension, Transformer Engine and Triton, whose names are empty.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
-import logging
-import multiprocessing
-import os
-import pickle
-import subprocess
-import sys
-import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from forked_jobs import FREEZING, Told, digest
 
-from tf_adapters.testing.ranks import free_port
-
-ROOT = Path(__file__).resolve().parents[1]
-FREEZING = {"monitoring_steps": 4, "progressive_steps": 2, "on_error": "raise"}
+BY_ITS_WARMUP = {**FREEZING, "warmup_steps": "auto"}
 SAVED = 6
 """Checkpoints are saved after every so many iterations."""
 
@@ -45,71 +33,35 @@ class Job:
     skip_train: bool = False
 
 
-@dataclass
-class Outcome:
-    """What one rank tells of one job."""
-
-    losses: dict[int, float] = field(default_factory=dict)  # by iteration, on the rank of the last stage
-    events: list[str] = field(default_factory=list)
-    parameters: float = 0.0  # the sum of all, at the end
-    said: str = ""
-    error: str = ""
+def _freezing(output_dir: str, **settings: Any) -> dict[str, Any]:
+    return {**BY_ITS_WARMUP, "output_dir": output_dir, **settings}
 
 
-def run_jobs(folder: Path, jobs: Sequence[Job], timeout_s: float = 280.0) -> list[list[Outcome]]:
-    """Run the jobs in turn on two ranks, in ``folder``; by job and rank."""
-    file = folder / "jobs.pickle"
-    file.write_bytes(pickle.dumps((list(jobs), [free_port() for _ in jobs])))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    process = subprocess.Popen(
-        [sys.executable, __file__, str(file)],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, _ = process.communicate(timeout=timeout_s)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)  # its ranks too
-        process.wait()
-    assert process.returncode == 0, said
-    of_ranks = [pickle.loads(file.with_suffix(f".{rank}").read_bytes()) for rank in range(2)]
-    return [list(of_job) for of_job in zip(*of_ranks, strict=True)]
+AT_SAVED = {"ckpt_step": SAVED}
+OVERLAPS = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+JOBS = {
+    "alone": Job(save="alone"),
+    "nothing frozen": Job(section=_freezing("nothing", max_freeze_ratio=0.0)),
+    "disabled": Job(section={"enabled": False}, iterations=2),
+    "whole": Job(section=_freezing("run"), save="run"),
+    "resumed": Job(section=_freezing("resumed"), load="run", checkpoint=AT_SAVED),
+    "without us": Job(load="run", checkpoint=AT_SAVED),
+    "without a state": Job(section=_freezing("anew"), load="alone", checkpoint=AT_SAVED),
+    "no pipeline": Job(section=_freezing("no_pipeline"), stages=1, ddp=OVERLAPS),
+    "evaluated only": Job(section=_freezing("evaluated"), skip_train=True),
+    "refused": Job(section=_freezing("refused", schedule="gpipe"), iterations=2),
+    "wrong setting": Job(section={"max_freeze_ratio": 6}),
+}
 
 
-def main() -> None:
-    file = Path(sys.argv[1])
-    jobs, ports = pickle.loads(file.read_bytes())
+def prepare() -> None:
     from tf_adapters.testing import megatron_bridge_on_cpu
 
     megatron_bridge_on_cpu.install()
     importlib.import_module("megatron.bridge.training.pretrain")
-    torch.set_num_threads(1)
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_run_rank, args=(rank, file, jobs, ports)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    sys.exit(max(abs(rank.exitcode or 0) for rank in ranks))
 
 
-def _run_rank(rank: int, file: Path, jobs: Sequence[Job], ports: Sequence[int]) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    outcomes = []
-    for job, port in zip(jobs, ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
-        outcomes.append(_run(job))
-        file.with_suffix(f".{rank}").write_bytes(pickle.dumps(outcomes))
-
-
-def _run(job: Job) -> Outcome:
+def run(job: Job, folder: Path, told: Told) -> None:
     import torch.distributed as dist
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.initialize import destroy_global_state
@@ -119,42 +71,37 @@ def _run(job: Job) -> Outcome:
     from tf_adapters.megatron.bridge import TimelyFreezeCallback
 
     read_train_state.cache_clear()  # one process trains once: a later run would get the first one's
-    outcome = Outcome()
-    lines = logging.StreamHandler(io.StringIO())
-    logging.getLogger("tf_adapters").addHandler(lines)
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        try:
-            ours = [] if job.section is None else [TimelyFreezeCallback(job.section)]
-            pretrain(configured(job), forward_step, callbacks=[*ours, Recorder(outcome)])
-        except Exception as error:
-            outcome.error = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-            destroy_global_state()  # as Bridge does at the end of a run
-    logging.getLogger("tf_adapters").removeHandler(lines)
-    outcome.said = lines.stream.getvalue()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return outcome
+    told.more["events"] = []
+    try:
+        ours = [] if job.section is None else [TimelyFreezeCallback(job.section)]
+        pretrain(configured(job), forward_step, callbacks=[*ours, Recorder(told)])
+    except Exception:
+        destroy_global_state()  # as Bridge does at the end of a run
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 class Recorder:
     """A callback that writes down what happens."""
 
-    def __init__(self, outcome: Outcome) -> None:
-        self._outcome = outcome
+    def __init__(self, told: Told) -> None:
+        self._told = told
 
     def on_train_start(self, context: Any) -> None:
-        self._outcome.events.append("train")
+        self._told.more["events"].append("train")
 
     def on_train_step_end(self, context: Any) -> None:
         for value in (context.loss_dict or {}).values():
-            self._outcome.losses[context.state.train_state.step + 1] = float(value)
+            self._told.losses[context.state.train_state.step + 1] = float(value)
 
     def on_eval_end(self, context: Any) -> None:
-        self._outcome.events.append("evaluation")
+        self._told.more["events"].append("evaluation")
 
     def on_train_end(self, context: Any) -> None:
-        self._outcome.parameters = sum(float(p.double().sum()) for chunk in context.model for p in chunk.parameters())
-        self._outcome.events.append("end")
+        self._told.parameters = digest(p for chunk in context.model for p in chunk.parameters())
+        self._told.more["events"].append("end")
 
 
 def configured(job: Job) -> Any:
@@ -208,9 +155,3 @@ def configured(job: Job) -> Any:
         rng=names.RNGConfig(seed=3),
         **more,
     )
-
-
-if __name__ == "__main__":
-    from megatron_bridge_jobs import main as main_of_module  # what it writes is read by the module's name
-
-    main_of_module()

@@ -10,18 +10,24 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import traceback
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import megatron_ranks as ranks
 import torch
-from forked_jobs import StandIn
+from forked_jobs import FREEZING, StandIn, Told, digest
 
 HOOK = "tf_adapters.megatron.slime.before_train_step"
-FREEZING = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2, "report_every": 1, "on_error": "raise"}
 CASE = ranks.Case(pp=2)
+JOBS: dict[str, dict[str, Any]] = {
+    "alone": {"where": "alone"},
+    "nothing frozen": {"where": "nothing", "timely_freeze": {**FREEZING, "max_freeze_ratio": 0.0}},
+    "whole": {"where": "run", "timely_freeze": FREEZING, "save_at": 2},
+    "resumed": {"where": "run", "timely_freeze": FREEZING, "begin_at": 3},
+    "critic": {"where": "critic", "timely_freeze": FREEZING, "role": "critic", "rollouts": 1},
+    "wrong setting": {"where": "wrong", "timely_freeze": {"max_freeze_ratio": 6}},
+}
 
 
 class Arguments(Namespace):
@@ -50,59 +56,44 @@ def prepare() -> None:
     import tf_adapters.megatron.slime  # noqa: F401
 
 
-def run(rank: int, folder: Path) -> dict[str, Any]:
-    torch.distributed.init_process_group("gloo")
-    jobs: dict[str, tuple[str, dict[str, Any]]] = {
-        "alone": ("alone", {}),
-        "nothing frozen": ("nothing", {"timely_freeze": {**FREEZING, "max_freeze_ratio": 0.0}}),
-        "whole": ("run", {"timely_freeze": FREEZING, "save_at": 2}),
-        "resumed": ("run", {"timely_freeze": FREEZING, "begin_at": 3}),
-        "critic": ("critic", {"timely_freeze": FREEZING, "role": "critic", "rollouts": 1}),
-        "wrong setting": ("wrong", {"timely_freeze": {"max_freeze_ratio": 6}}),
-    }
-    return {name: _run_job(rank, folder / where, **settings) for name, (where, settings) in jobs.items()}
-
-
-def _run_job(rank: int, folder: Path, **settings: Any) -> dict[str, Any]:
+def run(job: dict[str, Any], folder: Path, told: Told) -> None:
     from slime.backends.megatron_utils import model as host
 
     from tf_adapters.megatron import slime as door
 
-    told: dict[str, Any] = {"losses": {}, "figures": {}, "error": ""}
-
     def log(args: Any, metrics: dict[str, Any], step_key: str) -> None:
         step = metrics[step_key]
-        told["losses"][step] = next(value for name, value in metrics.items() if name.endswith("loss"))
-        told["figures"][step] = {name: value for name, value in metrics.items() if "timely_freeze" in name}
+        told.losses[step] = next(value for name, value in metrics.items() if name.endswith("loss"))
+        told.figures[step] = {name: value for name, value in metrics.items() if "timely_freeze" in name}
 
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
     before = host.logging_utils.log, host.save_checkpoint
     host.logging_utils.log, host.save_checkpoint = log, _save
     try:
-        _train(host, folder, **settings)
-    except Exception as error:
-        told["error"] = f"{type(error).__name__}: {error}"
-        traceback.print_exc()
-    door.detach()
-    told["restored"] = (host.logging_utils.log, host.save_checkpoint) == (log, _save)
-    host.logging_utils.log, host.save_checkpoint = before
-    return told
+        told.parameters = _train(host, folder, **job)
+    finally:
+        door.detach()
+        told.more["restored"] = (host.logging_utils.log, host.save_checkpoint) == (log, _save)
+        host.logging_utils.log, host.save_checkpoint = before
 
 
 def _train(
     host: Any,
     folder: Path,
+    where: str,
     timely_freeze: dict[str, Any] | None = None,
     role: str = "actor",
     rollouts: int = 4,
     begin_at: int = 0,
     save_at: int | None = None,
-) -> None:
+) -> str:
     from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.training import global_vars
 
     ranks.initialize(CASE)
-    args = _arguments(folder, timely_freeze)
+    args = _arguments(folder / where, timely_freeze)
     global_vars.unset_global_variables()
     global_vars.set_args(args)
     sizes = {"global_batch_size": 4, "micro_batch_size": 1, "data_parallel_size": 1}
@@ -120,6 +111,7 @@ def _train(
         host.train(rollout, chunks, optimizer, scheduler, data, counts, counts)
         if rollout == save_at:
             host.save(rollout, chunks, optimizer, scheduler)
+    return digest(parameter for chunk in chunks for parameter in chunk.parameters())
 
 
 def _arguments(folder: Path, section: dict[str, Any] | None) -> Any:

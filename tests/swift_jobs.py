@@ -1,45 +1,56 @@
-"""ms-swift's own Megatron trainer on a tiny GPT in two pipeline stages; see ``forked_jobs``.
+"""ms-swift's own ``megatron sft`` on a tiny GPT in two pipeline stages; see ``forked_jobs``.
 
-Real: ``MegatronTrainer`` with its loop, step, loss, samplers, callbacks, logs and Megatron checkpoints, Megatron-Core's
-schedule, DDP and optimizer. Stand-ins: the building of the model from Hugging Face weights (``mcore_bridge``, which
-needs Transformer Engine), the template that makes batches, the warm-up of fused kernels.
+Real: the command's own function with its arguments, plugin file, tokenizer, template and data; ``MegatronTrainer`` with
+its loop, step, loss, samplers, callbacks, logs and Megatron checkpoints; Megatron-Core's schedule, DDP and optimizer.
+Stand-ins: ``mcore_bridge``, which builds the model from Hugging Face weights and needs Transformer Engine (here a GPT
+of Megatron-Core's own layers); the warm-up of fused kernels.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import sys
-import traceback
 import types
-from argparse import Namespace
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import megatron_ranks as ranks
 import torch
-from forked_jobs import StandIn
+from forked_jobs import FREEZING, StandIn, Told, digest
 
-FREEZING = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2, "report_every": 1, "on_error": "raise"}
-CASE = ranks.Case(pp=2, model={"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16})
-
-
-class Arguments(Namespace):
-    """ms-swift has hundreds: those that are not set are off, and Megatron-Core's configs keep their own defaults."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in _of_configs():
-            raise AttributeError(name)
-        return None
-
-
-def _of_configs() -> set[str]:
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import AdamOptimizerConfig
-
-    asked = {"use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "align_param_gather"}
-    configs = (AdamOptimizerConfig, DistributedDataParallelConfig)
-    return {field.name for config in configs for field in fields(config)} - asked
+HALF = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+CASE = ranks.Case(pp=2, model={**HALF, "variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"})
+PLUGIN = "from tf_adapters.megatron.swift import register\n\nregister({settings})\n"
+JOBS: dict[str, dict[str, Any]] = {
+    "alone": {"where": "alone"},
+    "nothing frozen": {"where": "nothing", "section": {**FREEZING, "max_freeze_ratio": 0.0}},
+    "whole": {"where": "run", "section": FREEZING},
+    "resumed": {"where": "resumed", "section": FREEZING, "from": "run/checkpoint-8"},
+    "wrong setting": {"where": "wrong", "section": {"max_freeze_ratio": 6}},
+}
+WORDS = [f"w{number}" for number in range(ranks.VOCABULARY - 4)]
+ARGUMENTS = (
+    *(
+        "--model_type",
+        "llama",
+        "--template",
+        "dummy",
+        "--tuner_type",
+        "full",
+        "--torch_dtype",
+        "bfloat16",
+        "--padding_free",
+        "false",
+    ),
+    *("--pipeline_model_parallel_size", "2", "--micro_batch_size", "2", "--global_batch_size", "8"),
+    *("--train_iters", "12", "--save_steps", "8", "--logging_steps", "1", "--eval_iters", "0"),
+    *("--lr", "1e-2", "--min_lr", "1e-2", "--lr_warmup_iters", "0", "--lr_decay_style", "constant"),
+    *("--split_dataset_ratio", "0", "--dataset_num_proc", "1", "--dataloader_num_workers", "0"),
+    *("--max_length", str(ranks.CONTEXT), "--add_version", "false", "--check_model", "false"),
+    *("--ddp_backend", "gloo", "--attention_backend", "local", "--save_safetensors", "false"),
+    *("--use_distributed_optimizer", "false", "--gradient_accumulation_fusion", "false"),
+)
 
 
 def prepare() -> None:
@@ -50,117 +61,128 @@ def prepare() -> None:
     megatron_on_cpu.install()
     for name in ("mcore_bridge", "mcore_bridge.utils", "mcore_bridge.model", "mcore_bridge.config"):
         sys.modules[name] = StandIn(name)
+    meta = types.SimpleNamespace(model_type="gpt", is_multimodal=False)
+    vars(sys.modules["mcore_bridge.model"]).update(
+        get_mcore_model_type=lambda name: "gpt", get_model_meta=lambda name: meta
+    )
+    from megatron.core.utils import unwrap_model
+
+    vars(sys.modules["mcore_bridge"]).update(set_random_seed=lambda seed, *_: None, unwrap_model=unwrap_model)
+    from swift.megatron.arguments import MegatronSftArguments
+
+    MegatronSftArguments._check_bridge_backend = lambda self: None
     base = importlib.import_module("swift.megatron.trainers.base")
     vars(base)["warmup_jit_function"] = lambda config, args: None
-    vars(torch.cuda)["max_memory_reserved"] = lambda: 0
+    vars(base)["get_mcore_model"] = _model
+    vars(torch.cuda).update(device_count=lambda: 2, max_memory_reserved=lambda: 0)
+    importlib.import_module("swift.megatron.pipelines.train.sft")
     import tf_adapters.megatron.swift  # noqa: F401
 
 
-def run(rank: int, folder: Path) -> dict[str, Any]:
-    torch.distributed.init_process_group("gloo")
-    jobs: dict[str, tuple[str, dict[str, Any]]] = {
-        "alone": ("alone", {}),
-        "nothing frozen": ("nothing", {"section": {**FREEZING, "max_freeze_ratio": 0.0}}),
-        "whole": ("run", {"section": FREEZING}),
-        "resumed": ("resumed", {"section": FREEZING, "mcore_model": str(folder / "run" / "checkpoint-8")}),
-        "wrong setting": ("wrong", {"section": {"max_freeze_ratio": 6}}),
-    }
-    return {name: _run_job(folder / where, **settings) for name, (where, settings) in jobs.items()}
+def _model(args: Any, hf_config: Any) -> list[Any]:
+    """In the place of the one that mcore_bridge builds and fills."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(7)
+    model_parallel_cuda_manual_seed(7)
+    chunks = [ranks.innermost(chunk) for chunk in ranks.build_chunks(CASE, wrap=False)]
+    for chunk in chunks:
+        chunk.config.bridge = StandIn("bridge")
+        vars(chunk.config.bridge).update(load_weights=lambda *_, **__: None)
+        vars(chunk)["forward"] = _taking_what_is_known(chunk.forward)
+    return chunks
 
 
-def _run_job(folder: Path, section: dict[str, Any] | None = None, mcore_model: str | None = None) -> dict[str, Any]:
-    told: dict[str, Any] = {"error": "", "logged": {}, "detached": None}
-    folder.mkdir(exist_ok=True)
-    try:
-        trainer = _trainer(folder, section, mcore_model)
-        trainer.train(_samples(), None)
-        ours = [callback for callback in trainer.callbacks if type(callback).__name__ == "TimelyFreezeCallback"]
-        told["detached"] = all(callback.adapter is None for callback in ours)
-        told["logged"] = trainer.logged
-    except Exception as error:
-        told["error"] = f"{type(error).__name__}: {error}"
-        traceback.print_exc()
-    return told
+def _taking_what_is_known(forward: Any) -> Any:
+    def plain(
+        input_ids: Any = None, position_ids: Any = None, attention_mask: Any = None, labels: Any = None, **_: Any
+    ) -> Any:
+        return forward(input_ids, position_ids, attention_mask, labels=labels)
+
+    return plain
 
 
-def _samples() -> Any:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(ranks.VOCABULARY, (64, ranks.CONTEXT + 1), generator=generator)
-    return [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
+def run(job: dict[str, Any], folder: Path, told: Told) -> None:
+    from megatron.core import parallel_state
+    from swift.megatron.pipelines.train import sft
 
+    trainers: list[Any] = []
 
-def _trainer(folder: Path, section: dict[str, Any] | None, mcore_model: str | None) -> Any:
-    from swift.megatron.trainers import MegatronTrainer
-    from swift.megatron.utils import wrap_model
-
-    class Trainer(MegatronTrainer):  # type: ignore[misc]
-        """With a model of ours, and batches that it takes."""
-
-        def prepare_model(self) -> None:
-            chunks = map(ranks.innermost, ranks.build_chunks(CASE, wrap=False))
-            self.unwrapped_models = self.peft_models = list(chunks)
-            self.config, self.bridge = self.unwrapped_models[0].config, None
-            self.wrapped_models = wrap_model(self.args, self.unwrapped_models)
-            self.logged: dict[int, Any] = {}
-
-        def get_batch(self, data_iterator: Any, vp_stage: Any = None) -> Any:
-            tokens = next(data_iterator)
-            causal = torch.triu(torch.ones(1, 1, ranks.CONTEXT, ranks.CONTEXT, dtype=torch.bool), diagonal=1)
-            positions = torch.arange(ranks.CONTEXT).expand_as(tokens["input_ids"])
-            return {**tokens, "position_ids": positions, "attention_mask": causal}
+    class Trainer(sft.MegatronTrainer):
+        def __init__(self, args: Any, template: Any) -> None:
+            trainers.append(self)
+            super().__init__(args, template)
 
         def on_log(self, logs: Any, prefix: str = "") -> None:
             super().on_log(logs, prefix)
-            self.logged[self.state.iteration] = {k: v for k, v in logs.items() if k == "loss" or "timely" in k}
+            if "loss" in logs:  # on the rank of the last stage
+                told.losses[self.state.iteration] = logs["loss"]
+            told.figures[self.state.iteration] = {k: v for k, v in logs.items() if "timely" in k}
 
-    ranks.initialize(CASE)
-    args = _arguments(folder, mcore_model)
-    if section is not None:  # what the plugin file does
-        from tf_adapters.megatron.swift import register
+    rank = int(__import__("os").environ["RANK"])
+    made = folder / f"made-{rank}"
+    _write_model(made)
+    given = [
+        *ARGUMENTS,
+        "--model",
+        str(made),
+        "--dataset",
+        str(made / "data.jsonl"),
+        "--output_dir",
+        str(folder / job["where"]),
+    ]
+    if "section" in job:
+        plugin = made / f"plugin_of_{job['where']}.py"
+        plugin.write_text(PLUGIN.format(settings=job["section"]))
+        given += ["--external_plugins", str(plugin), "--callbacks", "timely_freeze"]
+    if "from" in job:
+        given += ["--mcore_model", str(folder / job["from"]), "--finetune", "false"]
+    before, sft.MegatronTrainer = sft.MegatronTrainer, Trainer
+    try:
+        sft.megatron_sft_main(given)
+        told.parameters = digest(p for model in trainers[0].unwrapped_models for p in model.parameters())
+        ours = [callback for callback in trainers[0].callbacks if type(callback).__name__ == "TimelyFreezeCallback"]
+        told.more["detached"] = all(callback.adapter is None for callback in ours)
+    finally:
+        sft.MegatronTrainer = before
+        if parallel_state.is_initialized():
+            parallel_state.destroy_model_parallel()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
-        register(section)
-        args.callbacks = ["timely_freeze", *args.callbacks]
-    template = types.SimpleNamespace(padding_free=None, config=None, data_collator=_collate, use_chat_template=True)
-    return Trainer(args, template)
 
+def _write_model(folder: Path) -> None:
+    """A Hugging Face folder of a tiny model, without weights, and its data: each sentence has a few of its words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
-def _collate(rows: list[dict[str, Any]], padding_to: Any = None) -> dict[str, Any]:
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def _arguments(folder: Path, mcore_model: str | None) -> Any:
-    return Arguments(
-        output_dir=str(folder),
-        mcore_model=mcore_model,
-        model_dir=str(folder),
-        tuner_type="full",
-        task_type="causal_lm",
-        router_replay_mode="disabled",
-        callbacks=["print", "default_flow"],
-        train_iters=12,
-        eval_iters=0,
-        save_steps=8,
-        logging_steps=1,
-        num_microbatches=4,
-        micro_batch_size=2,
-        global_batch_size=8,
-        seq_length=ranks.CONTEXT,
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=2,
-        context_parallel_size=1,
-        dataloader_num_workers=0,
-        bf16=True,
-        optimizer="adam",
-        lr=1e-2,
-        min_lr=1e-2,
-        lr_warmup_init=0.0,
-        lr_warmup_iters=0,
-        lr_decay_style="constant",
-        start_weight_decay=0.1,
-        end_weight_decay=0.1,
-        weight_decay=0.1,
-        weight_decay_incr_style="constant",
-        clip_grad=1.0,
-        params_dtype=torch.bfloat16,
-        accumulate_allreduce_grads_in_fp32=True,
+    if folder.exists():
+        return
+    folder.mkdir()
+    names = ["<unk>", "<s>", "</s>", "<pad>", *WORDS]
+    tokenizer = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**special, "tokenizer_class": "PreTrainedTokenizerFast"}))
+    sizes = {
+        "hidden_size": ranks.WIDTH,
+        "num_hidden_layers": 4,
+        "num_attention_heads": ranks.HEADS,
+        "intermediate_size": 64,
+    }
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": ranks.VOCABULARY, **sizes}
+    (folder / "config.json").write_text(
+        json.dumps({**config, "max_position_embeddings": ranks.CONTEXT, "torch_dtype": "bfloat16"})
     )
+    rows = [
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "content": " ".join(WORDS[(7 * n + k * (n % 5 + 1)) % len(WORDS)] for k in range(4 + n % 3)),
+                }
+            ]
+        }
+        for n in range(64)
+    ]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))

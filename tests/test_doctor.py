@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tf_adapters.cli import doctor
-from tf_adapters.cli.doctor import HOSTS, diagnose, interrupted_builds, render
+from tf_adapters.cli.doctor import HOSTS, TRAINERS, diagnose, interrupted_builds, render
 
 TORCH = "torch.distributed.pipelining"
 GOOD: dict[str, str | None] = {
@@ -129,6 +129,21 @@ def test_every_host_that_is_installed_is_ready() -> None:
     assert "0.15.3 is too old (0.16.1 to 0.19.2 tested)" in text(megatron_core="0.15.3")
 
 
+def test_trainers_are_judged_with_the_host_below_them() -> None:
+    ready = diagnose({**GOOD, "megatron-core": "0.16.1", "ms-swift": "4.6.0", "nemo-automodel": "0.7.0"}).ready
+    assert ready[-2:] == ("ms-swift", "NeMo AutoModel")
+    without = diagnose({**GOOD, "ms-swift": "4.6.0"})
+    assert "ms-swift" not in without.ready
+    line = "ms-swift: 4.6.0, in the tested range (4.6.0 tested); it needs megatron-core, see above"
+    assert line in text(ms_swift="4.6.0")
+    assert "Megatron-Bridge: 0.2.0 is too old (0.3.1 tested)" in text(megatron_bridge="0.2.0")
+
+
+def test_a_trainer_that_is_not_installed_is_nothing_to_mend() -> None:
+    lines = text().splitlines()
+    assert lines[lines.index("  Megatron-Bridge: not installed") + 1] == "  ms-swift: not installed"
+
+
 @pytest.mark.parametrize(("torch", "code"), [("2.13.0", 0), ("2.12.1", 1)])
 def test_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], torch: str, code: int) -> None:
     monkeypatch.setattr(doctor, "installed_versions", lambda: {**GOOD, "deepspeed": None, "torch": torch})
@@ -143,4 +158,4 @@ def test_looking_for_versions_imports_no_host(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     versions = doctor.installed_versions()
     assert versions["torch"] is not None
-    assert {host.package for host in HOSTS} <= versions.keys()
+    assert {host.package for host in (*HOSTS, *TRAINERS)} <= versions.keys()

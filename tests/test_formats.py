@@ -11,7 +11,7 @@ import pytest
 from schedules import one_f_one_b
 
 from tf_adapters.cli import main
-from tf_adapters.cli.doctor import HOSTS
+from tf_adapters.cli.doctor import HOSTS, TRAINERS
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
 from tf_adapters.report import Report
@@ -56,8 +56,8 @@ def test_a_state_of_an_older_format_keeps_its_step_and_is_monitored_anew() -> No
 
 def test_the_table_of_hosts_is_what_doctor_compares_with() -> None:
     page = (ROOT / "docs" / "compatibility.md").read_text()
-    rows = re.findall(r"^\| ([\w.-]+) \| `([\w-]+)` \| ([\d.]+) \| .* \| (\d+) \| \d+ \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| ([\w. -]+) \| `([\w-]+)` \| ([\d.]+) \| .* \| (\d+) \| \d+ \|$", page, re.MULTILINE)
     ran = {(name, package, version) for name, package, version, _ in rows}
-    for host in HOSTS:
+    for host in (*HOSTS, *TRAINERS):
         assert {(host.name, host.package, host.oldest), (host.name, host.package, host.newest)} <= ran
     assert {failed for *_, failed in rows} == {"0"}

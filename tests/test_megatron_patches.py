@@ -365,10 +365,17 @@ def test_all_patches_can_be_taken_back_at_once() -> None:
     assert {*UNCHANGED, communication, train_state} == set(megatron_patches.ALL)
 
 
-def test_transfers_tell_what_they_receive(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "transfer",
+    [
+        lambda *, tensor_recv_prev, tensor_recv_next, group: [group],
+        lambda **named: [named["group"]],  # ms-swift's own wrapper of them
+    ],
+)
+def test_transfers_tell_what_they_receive(transfer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     p2p = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
     for name in ("_batched_p2p_ops", "_p2p_ops"):
-        monkeypatch.setattr(p2p, name, lambda *, tensor_recv_prev, tensor_recv_next, group: [group])
+        monkeypatch.setattr(p2p, name, transfer)
     seen: list[Any] = []
 
     def handler(run: Callable[[], Any], previous: Any, following: Any) -> Any:

@@ -106,19 +106,39 @@ def test_the_result_is_logged_once_in_stable_freezing_and_at_the_end(
     assert report_of(tmp_path).step == 25
 
 
-def test_a_process_that_ends_without_closing_leaves_the_last_step(tmp_path: Path) -> None:
-    code = f"""
+def ended(folder: Path, code: str) -> str:
+    """What a process says that trains with controllers of this module and ends."""
+    before = f"""
     import sys
     sys.path[:0] = {[str(Path(__file__).parent)]!r}
     from pathlib import Path
     from test_run_reports import controller_of, train
-    train(controller_of(Path({str(tmp_path)!r})), 23)
+    folder = Path({str(folder)!r})
     """
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
+    command = [sys.executable, "-c", textwrap.dedent(before) + code]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    return process.stderr
+
+
+def test_a_process_that_ends_without_closing_leaves_the_last_step(tmp_path: Path) -> None:
+    said = ended(tmp_path, "train(controller_of(folder), 23)")
     report = report_of(tmp_path)
     assert (report.status, report.step) == ("stable", 23)
-    assert ended.stderr.rstrip().splitlines()[-1].find("stable freezing: ") > 0
+    assert said.rstrip().splitlines()[-1].find("stable freezing: ") > 0
+
+
+@pytest.mark.parametrize("end", ["", "; second.close()"])
+def test_a_run_that_failed_leaves_the_report_to_the_one_that_the_process_began_after_it(
+    tmp_path: Path, end: str
+) -> None:
+    ended(tmp_path, f"train(controller_of(folder), 23); second = controller_of(folder); train(second, 3){end}")
+    assert (report_of(tmp_path).status, report_of(tmp_path).step) == ("monitoring", 3)
+
+
+def test_a_run_that_began_no_step_leaves_the_report_to_the_one_before_it(tmp_path: Path) -> None:
+    ended(tmp_path, "train(controller_of(folder), 23); controller_of(folder)")
+    assert report_of(tmp_path).step == 23
 
 
 def test_a_report_has_what_the_masks_really_froze(tmp_path: Path) -> None:

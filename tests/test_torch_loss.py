@@ -12,7 +12,7 @@ from torch import nn
 from torch_ranks import Case, Layers, batch, build, force_plan, loss_fn, pool, values
 
 from tf_adapters.testing import relative_error
-from tf_adapters.torch_pipelining.units import trained_by_loss
+from tf_adapters.torch_pipelining.units import TRAINED_BY_LOSS, trained_by_loss
 
 
 class Inside:
@@ -56,6 +56,12 @@ MODEL = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
 )
 def test_what_a_loss_trains_is_told_from_what_it_holds(loss: Any, expected: set[str]) -> None:
     assert trained_by_loss(loss, MODEL) == expected
+
+
+def test_of_a_loss_that_holds_the_whole_model_a_mark_tells() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
+    vars(model)[TRAINED_BY_LOSS] = ("1",)
+    assert trained_by_loss(Inside(model), model) == {"1.weight", "1.bias"}
 
 
 @pytest.mark.distributed

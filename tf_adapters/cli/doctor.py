@@ -12,11 +12,21 @@ import os
 import platform
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-__all__ = ["HOSTS", "Host", "add_parser", "diagnose", "installed_versions", "interrupted_builds", "render", "run"]
+__all__ = [
+    "HOSTS",
+    "TRAINERS",
+    "Host",
+    "add_parser",
+    "diagnose",
+    "installed_versions",
+    "interrupted_builds",
+    "render",
+    "run",
+]
 
 _CORE = {"torch": "2.5", "numpy": "1.26", "ortools": "9.10", "pydantic": "2.6", "scipy": "1.12"}
 _EXTRAS = {"matplotlib": ("plot", "Gantt charts"), "rich": ("cli", "coloured tables")}
@@ -29,7 +39,8 @@ Versions = Mapping[str, str | None]
 class Host:
     """A host that has an adapter: what pip is given, the oldest and newest version that the adapter's tests pass with.
 
-    What works on it is in the README's support table.
+    What works on it is in the README's support table. A trainer on top of another host names that ``on``; it is
+    nothing to install for our sake.
     """
 
     name: str
@@ -37,6 +48,7 @@ class Host:
     install: str
     oldest: str
     newest: str
+    on: str = ""
 
 
 HOSTS = (
@@ -45,7 +57,14 @@ HOSTS = (
     Host("torch.distributed.pipelining", "torch", "torch>=2.13", oldest="2.13", newest="2.15"),
     Host("torchtitan", "torchtitan", "tf-adapters[torchtitan]", oldest="0.2.2", newest="0.3.0"),
 )
-_PACKAGES = tuple(dict.fromkeys((*_CORE, *(host.package for host in HOSTS), *_EXTRAS)))
+TRAINERS = (
+    Host("Megatron-Bridge", "megatron-bridge", "", oldest="0.3.1", newest="0.3.1", on="megatron-core"),
+    Host("ms-swift", "ms-swift", "", oldest="4.6.0", newest="4.6.0", on="megatron-core"),
+    Host("slime", "slime", "", oldest="0.3.1", newest="0.3.1", on="megatron-core"),
+    Host("NeMo AutoModel", "nemo-automodel", "", oldest="0.7.0", newest="0.7.0", on="torch.distributed.pipelining"),
+)
+"""Trainers that have a way in of their own."""
+_PACKAGES = tuple(dict.fromkeys((*_CORE, *(host.package for host in (*HOSTS, *TRAINERS)), *_EXTRAS)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +83,14 @@ class Diagnosis:
 
     versions: dict[str, str | None]
     hosts: tuple[HostCheck, ...]
+    trainers: tuple[HostCheck, ...]
     problems: tuple[str, ...]
     hints: tuple[str, ...]
 
     @property
     def ready(self) -> tuple[str, ...]:
-        """The hosts that can be used as things are."""
-        return () if self.problems else tuple(host.name for host in self.hosts if host.usable)
+        """The hosts and trainers that can be used as things are."""
+        return () if self.problems else tuple(one.name for one in (*self.hosts, *self.trainers) if one.usable)
 
 
 def installed_versions() -> dict[str, str | None]:
@@ -106,9 +126,11 @@ def diagnose(versions: Versions, locks: Sequence[Path] = ()) -> Diagnosis:
         if versions.get(package) is None
     )
     hosts = tuple(_check_host(host, versions.get(host.package)) for host in HOSTS)
+    usable = {host.name for host in hosts if host.usable}
+    trainers = tuple(_check_trainer(trainer, versions.get(trainer.package), usable) for trainer in TRAINERS)
     killed = "a build of {} was killed, and training would wait for it forever: rm {}".format
     problems = (*_core_problems(versions), *(killed(lock.parent.name, lock) for lock in locks))
-    return Diagnosis(dict(versions), hosts, problems, hints)
+    return Diagnosis(dict(versions), hosts, trainers, problems, hints)
 
 
 def devices() -> str:
@@ -128,10 +150,12 @@ def render(diagnosis: Diagnosis, seen: str) -> str:
     width = max(len(name) for name in diagnosis.versions)
     lines = ["Versions"]
     lines += [f"  {name:<{width}}  {version or '-'}" for name, version in diagnosis.versions.items()]
-    lines += ["", "Devices", f"  {seen}", "", "Hosts"]
-    for host in diagnosis.hosts:
-        lines.append(f"  {host.name}: {host.finding}")
-        lines += [f"    mend it: {host.remedy}"] if host.remedy else []
+    lines += ["", "Devices", f"  {seen}"]
+    for title, checks in (("Hosts", diagnosis.hosts), ("Trainers on top of them", diagnosis.trainers)):
+        lines += ["", title]
+        for check in checks:
+            lines.append(f"  {check.name}: {check.finding}")
+            lines += [f"    mend it: {check.remedy}"] if check.remedy else []
     for title, notes in (("Problems", diagnosis.problems), ("Optional", diagnosis.hints)):
         if notes:
             lines += ["", title, *(f"  {note}" for note in notes)]
@@ -178,6 +202,16 @@ def _check_host(host: Host, version: str | None) -> HostCheck:
         mend = f'pip install "{host.package}=={host.newest}"'
         finding = f"{version} is newer than what was tested ({tested}); if it fails: {mend}"
     return HostCheck(host.name, True, finding)
+
+
+def _check_trainer(trainer: Host, version: str | None, hosts: Collection[str]) -> HostCheck:
+    """As a host, but for nobody is one missing; it works where the host below it does."""
+    check = _check_host(trainer, version)
+    if version is None:
+        return replace(check, remedy="")
+    if check.usable and trainer.on not in hosts:
+        return replace(check, usable=False, finding=f"{check.finding}; it needs {trainer.on}, see above")
+    return check
 
 
 def _closing_line(diagnosis: Diagnosis) -> str:

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from tf_adapters.collectives import Collectives, to_first_rank
 from tf_adapters.log import announce
@@ -43,7 +44,7 @@ class RunReporter:
 
     def step_ended(self, run: RunSnapshot, step: int, phase: Phase) -> None:
         """Give the figures of a step that has ended to whoever asked for them."""
-        self._writer.run = run
+        self._writer.see(run)
         if self._metrics is None or not getattr(self._metrics, "due", lambda: True)():
             return
         ratios: dict[int, list[float]] = {stage: [] for stage in run.masks.stages}
@@ -62,7 +63,7 @@ class RunReporter:
 
         A disk that is full is no reason to stop freezing.
         """
-        self._writer.run = run
+        self._writer.see(run)
         try:
             ranks = to_first_rank(self._collectives, lambda: local_measurements(run))
             if ranks is not None:
@@ -77,6 +78,9 @@ class RunReporter:
         atexit.unregister(self._writer.write_last)
 
 
+_newest: dict[Path, _Writer] = {}  # by the report's path: whose run has trained last in this process
+
+
 class _Writer:
     """Writes the reports of one run, on rank 0. The process keeps it to its end, so it holds no model and no group."""
 
@@ -86,6 +90,11 @@ class _Writer:
         self._said_failure = False
         self._process = os.getpid()
         self._gathered: Sequence[LocalMeasurements] = ()
+
+    def see(self, run: RunSnapshot) -> None:
+        """A run that is started anew in the same process leaves no word to the one that has failed."""
+        self.run = run
+        _newest[run.config.report_path] = self
 
     def write(self, run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> None:
         self._gathered = ranks
@@ -100,10 +109,11 @@ class _Writer:
     def write_last(self) -> None:
         """The process ends without ``close``: other ranks may be gone, so their newest known figures stand.
 
-        A process that was forked from it, to load data say, ends sooner and has nothing to report.
+        A process that was forked from it, to load data say, ends sooner and has nothing to report; nor has a run
+        after which another one has trained here, as when Megatron-Bridge restarts in the process.
         """
         run = self.run
-        if run is None or os.getpid() != self._process:
+        if run is None or os.getpid() != self._process or _newest[run.config.report_path] is not self:
             return
         try:
             self.said_result = False

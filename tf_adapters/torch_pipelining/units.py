@@ -28,11 +28,13 @@ def trained_by_loss(loss: Any, model: torch.nn.Module) -> frozenset[str]:
     """The parameters of a stage's module that its loss computes with: by layers of it that the loss holds.
 
     TorchTitan's ChunkedLossWrapper, for one, runs the output layer forward and backward inside the loss: no mask of
-    ours is on there, and no time of ours holds it. A loss that knows the whole model says nothing.
+    ours is on there, and no time of ours holds it. A loss that knows the whole model says nothing: there the module
+    may be marked (``TRAINED_BY_LOSS``).
     """
     layers = {id(part) for part in model.modules() if part is not model}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = [thing for thing in _held_by(loss) if isinstance(thing, torch.nn.Module) and id(thing) in layers]
+    held += [model.get_submodule(name) for name in getattr(model, TRAINED_BY_LOSS, ())]
     return frozenset(names[id(p)] for layer in held for p in layer.parameters() if id(p) in names)
 
 
