@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_torch_oracle import check_oracle
 from torch import nn
+from torch_oracle import check_oracle
 from torch_ranks import Case, attached, pool, train
 
 from tf_adapters.config import TimelyFreezeConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_torch_oracle import PLANS, REPLICATED, check_oracle
+from torch_oracle import PLANS, REPLICATED, check_oracle
 from torch_ranks import Case, attached, pool, train
 
 from tf_adapters.testing.ranks import RanksFailed

@@ -111,7 +111,7 @@ def test_a_process_that_ends_without_closing_leaves_the_last_step(tmp_path: Path
     import sys
     sys.path[:0] = {[str(Path(__file__).parent)]!r}
     from pathlib import Path
-    from test_run_reports import controller_of, train
+    from {__name__} import controller_of, train
     train(controller_of(Path({str(tmp_path)!r})), 23)
     """
     ended = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_gantt import report
+from sample_reports import report
 
 from tf_adapters.cli import simulate as cli
 from tf_adapters.errors import SolverError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_torch_oracle import PLANS, REPLICATED, check_oracle
+from torch_oracle import PLANS, REPLICATED, check_oracle
 from torch_ranks import Case, pool, train
 
 from tf_adapters.testing.ranks import RanksFailed

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_torch_schedules import made
-from torch_ranks import SCHEDULES, Case, Run, attached, build, losses_of, optimizer_state, pool, train, values
+from torch_ranks import SCHEDULES, Case, Run, attached, build, losses_of, made, optimizer_state, pool, train, values
 
 pytestmark = pytest.mark.distributed
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hosts
 import pytest
 from jobs import Tell, start
-from launching import BIN, ROOT
 from torch_ranks import Case, build
-from two_nodes import PORT, Node, TwoNodes, node_folder, why_not
+from two_nodes import EXAMPLE, TINY, Node, freezing, node_folder, torchrun_on
 
 from tf_adapters.report import Report
 from tf_adapters.schedule.ir import Action, PipelineSchedule
@@ -30,22 +27,11 @@ HOSTS = [name for name in hosts.HOSTS if name != "deepspeed gpipe"]
 SECTION = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2, "report_every": 1}
 SAVED_AT, STEPS = 17, 20  # the report says "stable" from the tenth stable step on
 
-EXAMPLE = ROOT / "examples" / "torch_llama" / "train.py"
-TINY = ("--layers", 4, "--width", 16, "--heads", 2, "--context", 8, "--microbatches", 4, "--steps", 18)
-FREEZE = {"warmup-steps": 1, "monitoring-steps": 4, "progressive-steps": 2, "on-error": "raise", "report-every": 1}
 
 BETWEEN_RANKS, BETWEEN_NODES = Link(latency_ms=12.0), Link(latency_ms=25.0, bytes_per_s=1e5)
 MESSAGE_BYTES = 2 * 5 * 12 * 4  # rows, tokens, width
 LATE_S = 0.1
 """By how much the second node begins every step later."""
-
-
-@pytest.fixture
-def nodes() -> Iterator[Nodes]:
-    if reason := why_not():
-        pytest.skip(f"two nodes: {reason}")
-    with TwoNodes() as two:
-        yield two
 
 
 # --- a run, and another that goes on -------------------------------------------------------------------------------
@@ -96,7 +82,7 @@ def train(tell: Tell, host: str, saved: str, resume: bool) -> None:
 
 def test_torchrun_starts_the_example_on_two_nodes(nodes: Nodes, tmp_path: Path) -> None:
     """As its README does, with ``--nnodes 2``: every node has its own agent, folder and output."""
-    agents = [torchrun(node, EXAMPLE, *TINY, *freezing(), folder=tmp_path) for node in nodes]
+    agents = [torchrun_on(node, EXAMPLE, *TINY, *freezing(), folder=tmp_path) for node in nodes]
     try:
         said = [agent.communicate(timeout=150)[0] for agent in agents]
     finally:
@@ -108,27 +94,6 @@ def test_torchrun_starts_the_example_on_two_nodes(nodes: Nodes, tmp_path: Path) 
     report = Report.read(node_folder(tmp_path, 0) / "out" / "timely_freeze" / "report.json")
     assert report.status == "stable"
     assert not list(node_folder(tmp_path, 1).rglob("report.json"))
-
-
-def freezing() -> list[str]:
-    return [
-        "--timely-freeze",
-        "--timely-freeze-output-dir=out",
-        *(f"--timely-freeze-{k}={v}" for k, v in FREEZE.items()),
-    ]
-
-
-def torchrun(node: Node, *command: object, folder: Path) -> subprocess.Popen[str]:
-    """One node's agent, with one rank."""
-    meeting = ("--nnodes", 2, "--node-rank", node.number, "--master-addr", "192.0.2.1", "--master-port", PORT)
-    own = node_folder(folder, node.number)
-    variables = [f"{name}={value}" for name, value in {**node.environment(), "OMP_NUM_THREADS": "1"}.items()]
-    return subprocess.Popen(
-        node.command("env", *variables, BIN / "torchrun", "--nproc-per-node", 1, *meeting, *command, folder=own),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
 # --- transfers between clocks --------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -297,6 +298,23 @@ def make_schedule(case: Case, stages: list[Any]) -> Any:
     if case.csv:
         schedule._load_csv(case.csv, format="compute_comms" if "comms" in case.csv else "compute_only")
     return schedule
+
+
+def stages_of(kind: type, ranks: int) -> Any:
+    """Stages enough to make a schedule object without any process."""
+    from torch.distributed.pipelining import schedules as host
+
+    single = issubclass(kind, host.PipelineScheduleSingle)
+    stage = SimpleNamespace(group_rank=0, group_size=ranks, submod=None, num_stages=ranks * (1 if single else 2))
+    return stage if single else [stage, stage]
+
+
+def made(name: str, ranks: int, microbatches: int) -> Any:
+    """A schedule object of torch's, by name, without any process."""
+    from torch.distributed.pipelining import schedules as host
+
+    kind = getattr(host, name)
+    return kind(stages_of(kind, ranks), microbatches)
 
 
 def attached(case: Case) -> Run:

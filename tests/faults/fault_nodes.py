@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_processes import BESIDE, HOSTS, report_of, train
+from disturbed_runs import BESIDE, each_host, report_of, train
 from jobs import GRACE_S, start
-from test_two_nodes import EXAMPLE, TINY, freezing, torchrun
-from two_nodes import Node, TwoNodes, why_not
+from two_nodes import EXAMPLE, TINY, Node, freezing, torchrun_on
 
 pytestmark = pytest.mark.timeout(400)
-each_host = pytest.mark.parametrize("host", HOSTS)
 SILENT_AFTER_S = 5.0
 """The host's own timeout where a node falls silent."""
-
-
-@pytest.fixture
-def nodes() -> Iterator[tuple[Node, Node]]:
-    if reason := why_not():
-        pytest.skip(f"two nodes: {reason}")
-    with TwoNodes() as two:
-        yield two
 
 
 @each_host
@@ -65,7 +54,7 @@ def fault_a_node_falls_silent(nodes: tuple[Node, Node], tmp_path: Path) -> None:
 def fault_torchruns_node_dies(nodes: tuple[Node, Node], tmp_path: Path) -> None:
     """Agent and rank of the second node are killed: the first node's agent ends by itself, with an error."""
     more = ("--steps", 1_000_000, "--log-every", 1)
-    agents = [torchrun(node, EXAMPLE, *TINY, *more, *freezing(), folder=tmp_path) for node in nodes]
+    agents = [torchrun_on(node, EXAMPLE, *TINY, *more, *freezing(), folder=tmp_path) for node in nodes]
     try:
         said = ""
         while "stable freezing" not in said:
