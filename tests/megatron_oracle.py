@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from megatron_ranks import Case
 
@@ -24,7 +26,13 @@ MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False, "mo
 STAGE_0 = {"0B1": 1.0, "0B2": 0.5, "1B0": 0.7, "1B3": 1.0}
 LAST_MICROBATCH = {"0B3": 1.0, "1B3": 1.0, "0B1": 0.5}
 ALL_STEP = {**{f"0B{m}": 1.0 for m in range(4)}, **{f"1B{m}": 0.9 for m in range(4)}}
-# Two steps show what there is to see; with overlap the first one only counts what the others then wait for.
+
+
+def shortened(case: Case) -> Case:
+    """Two steps show what there is to see; with overlap the first one only counts what the others then wait for."""
+    return replace(case, steps=3 if case.ddp.get("overlap_grad_reduce") else 2)
+
+
 TWO_RANKS = {
     "1f1b": Case(ratios=0.5),
     "no pipelining": Case(pp=1, layers=2, ratios=0.5),
@@ -84,6 +92,7 @@ TWO_RANKS = {
     "expert parallel": Case(pp=1, ep=2, layers=2, ratios=0.6, model=MOE),
     "expert parallel, overlap": Case(pp=1, ep=2, layers=2, ratios=0.6, model=MOE, ddp=OVERLAP),
 }
+TWO_RANKS = {name: shortened(case) for name, case in TWO_RANKS.items()}
 FOUR_RANKS = {
     "pipeline 4": Case(pp=4, microbatches=6, ratios=0.6, steps=2),
     "pipeline 4, interleaved": Case(pp=4, vp=2, layers=8, microbatches=8, ratios=0.6, steps=2),

@@ -17,6 +17,7 @@ from deepspeed_oracle import (
     REENTRANT,
     REPLICATED,
     SKIP_STAGE_0,
+    STEPS,
     ZERO1,
     check_oracle,
 )
@@ -58,7 +59,7 @@ PARTLY_FROZEN = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_masked_gradients_reach_the_optimizer(pools, name):
-    case = replace(CASES[name], steps=3)
+    case = CASES[name]
     if "pipeline" in case.config and not CHECKPOINTS_ON_CPU:
         pytest.skip("activation checkpointing needs a device in this DeepSpeed, with or without us")
     check_oracle(case, pools(case.stages).run(train, case))
@@ -67,14 +68,14 @@ def test_masked_gradients_reach_the_optimizer(pools, name):
 @pytest.mark.skipif(not HAS_DUALPIPEV, reason="this DeepSpeed has no DualPipeV engine")
 @pytest.mark.parametrize("name", DUALPIPEV)
 def test_masked_gradients_reach_the_optimizer_in_dualpipev(pools, name):
-    case = replace(DUALPIPEV[name], steps=3)
+    case = replace(DUALPIPEV[name], steps=STEPS)
     check_oracle(case, pools(2).run(train, case))
 
 
 @pytest.mark.skipif(not HAS_DUALPIPEV, reason="this DeepSpeed has no DualPipeV engine")
 @pytest.mark.parametrize("config", [{}, ZERO1], ids=["fp32", "zero1"])
 def test_masked_gradients_reach_the_optimizer_in_dualpipev_with_replicas(pools, config):
-    case = Case(dualpipev=True, config=config, ratios=0.6, steps=3)
+    case = Case(dualpipev=True, config=config, ratios=0.6, steps=STEPS)
     check_oracle(case, pools(4).run(train, case))
 
 
@@ -90,26 +91,26 @@ def test_masked_gradients_reach_the_optimizer_with_replicas(pools, name):
 
 @pytest.mark.parametrize("name", PARTLY_FROZEN)
 def test_what_the_user_froze_stays_and_adapters_train(pools, name):
-    case = replace(PARTLY_FROZEN[name], steps=6 if PARTLY_FROZEN[name].ratios is None else 3)
+    case = replace(PARTLY_FROZEN[name], steps=6 if PARTLY_FROZEN[name].ratios is None else STEPS)
     if "pipeline" in case.config and not CHECKPOINTS_ON_CPU:
         pytest.skip("activation checkpointing needs a device in this DeepSpeed, with or without us")
     check_partly_frozen(case, pools(2).run(train, case))
 
 
 def test_every_other_stage_may_train_nothing(pools):
-    case = Case(stages=4, adapted=range(1, 5, 3), ratios=0.6, steps=3)
+    case = Case(stages=4, adapted=range(1, 5, 3), ratios=0.6, steps=STEPS)
     check_partly_frozen(case, pools(4).run(train, case))
 
 
 def test_what_the_user_froze_stays_and_adapters_train_on_replicas(pools):
-    case = Case(adapted=BLOCKS, config=ZERO1, ratios=0.8, steps=3)
+    case = Case(adapted=BLOCKS, config=ZERO1, ratios=0.8, steps=STEPS)
     check_partly_frozen(case, pools(4).run(train, case))
 
 
 @pytest.mark.skipif(not HAS_DUALPIPEV, reason="this DeepSpeed has no DualPipeV engine")
 @pytest.mark.parametrize("adapted", [BLOCKS, range(2, 5)], ids=["everywhere", "not on stage 0"])
 def test_what_the_user_froze_stays_and_adapters_train_in_dualpipev(pools, adapted):
-    case = Case(dualpipev=True, adapted=adapted, ratios=0.5)
+    case = Case(dualpipev=True, adapted=adapted, ratios=0.5, steps=STEPS)
     check_partly_frozen(case, pools(2).run(train, case))
 
 
@@ -128,7 +129,7 @@ def check_partly_frozen(case: Case, ranks: list[dict]) -> None:
 
 
 def test_four_stages(pools):
-    case = Case(stages=4, config={"gradient_accumulation_steps": 6}, ratios=0.6, steps=3)
+    case = Case(stages=4, config={"gradient_accumulation_steps": 6}, ratios=0.6, steps=STEPS)
     check_oracle(case, pools(4).run(train, case))
 
 
@@ -149,7 +150,7 @@ def test_gradients_that_are_means_over_what_was_computed(pools, name):
     size, case = SCALED[name]
     if case.dualpipev and not HAS_DUALPIPEV:
         pytest.skip("this DeepSpeed has it not")
-    case = replace(case, section=MEANS, ratios=0.6, steps=3)
+    case = replace(case, section=MEANS, ratios=0.6, steps=STEPS)
     check_oracle(case, pools(size).run(train, case))
 
 

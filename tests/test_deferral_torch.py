@@ -50,7 +50,7 @@ def test_nothing_frozen_is_the_host_to_the_bit(name: str) -> None:
 
 def test_a_run_is_monitored_without_masks_and_then_planned(tmp_path: Path) -> None:
     section = {**DEFERRED, "monitoring_steps": 10, "max_freeze_ratio": 0.4, "report_every": 1}
-    case = Case(ranks=4, section=section, steps=24, output_dir=str(tmp_path))
+    case = Case(ranks=4, microbatches=8, section=section, steps=24, output_dir=str(tmp_path))
     ranks = pool(4).run(train, case)
     check_oracle(case, ranks)
     for rank in ranks:

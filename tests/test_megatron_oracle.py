@@ -25,6 +25,7 @@ from megatron_oracle import (
     STAGE_0,
     TWO_RANKS,
     check_oracle,
+    shortened,
 )
 from megatron_ranks import Case, Trained, train
 
@@ -81,7 +82,7 @@ PARTLY_FROZEN = {
 
 @pytest.mark.parametrize("name", PARTLY_FROZEN)
 def test_what_the_user_froze_stays_and_adapters_train(megatron, name):
-    case = replace(PARTLY_FROZEN[name], steps=3 if PARTLY_FROZEN[name].ddp else 2)
+    case = shortened(PARTLY_FROZEN[name])
     check_partly_frozen(case, megatron(2).run(train, case))
 
 
@@ -123,13 +124,12 @@ def check_partly_frozen(case: Case, ranks: list[dict]) -> None:
 
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_masked_gradients_reach_the_optimizer(megatron, name):
-    case = replace(TWO_RANKS[name], steps=3 if TWO_RANKS[name].ddp else 2)
-    check_oracle(case, megatron(2).run(train, case))
+    check_oracle(TWO_RANKS[name], megatron(2).run(train, TWO_RANKS[name]))
 
 
 @pytest.mark.parametrize("name", FURTHER_TOKENS)
 def test_masked_gradients_of_a_model_that_predicts_further_tokens(megatron, name):
-    case = replace(FURTHER_TOKENS[name], steps=3 if FURTHER_TOKENS[name].ddp else 2)
+    case = shortened(FURTHER_TOKENS[name])
     check_oracle(case, megatron(2).run(train, case))
 
 
@@ -157,7 +157,7 @@ SCALED = {
 
 @pytest.mark.parametrize("name", SCALED)
 def test_gradients_that_are_means_over_what_was_computed(megatron, name):
-    case = replace(SCALED[name], section=MEANS, steps=3 if SCALED[name].ddp else 2)
+    case = replace(shortened(SCALED[name]), section=MEANS)
     check_oracle(case, megatron(2).run(train, case))
 
 

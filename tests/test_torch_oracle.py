@@ -41,7 +41,7 @@ EVALUATED = {
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(schedule: str, ranks: int) -> None:
-    case = Case(schedule=schedule, ranks=ranks, ratios=PLANS, steps=len(PLANS))
+    case = Case(schedule=schedule, ranks=ranks, microbatches=2 * ranks, ratios=PLANS, steps=len(PLANS))
     check_oracle(case, pool(ranks).run(train, case))
 
 

@@ -50,7 +50,7 @@ def test_a_run_goes_through_all_phases_and_leaves_a_report(schedule: str, tmp_pa
 @pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
 def test_a_schedule_from_a_file_runs_the_same_way(form: Any, tmp_path: Any) -> None:
     file = tmp_path / f"{form}.csv"
-    made("ScheduleZBVZeroBubble", 2, 8)._dump_csv(file, format=form)
+    made("ScheduleZBVZeroBubble", 2, Case().microbatches)._dump_csv(file, format=form)
     case = life(tmp_path, schedule="ScheduleZBVZeroBubble", csv=str(file))
     check_life(case, pool(2).run(train, case), tmp_path)
 

@@ -11,8 +11,7 @@ from torch_ranks import Case, Layers, batch, loss_fn, plain
 from tf_adapters.testing import masked_gradients, relative_error
 
 PLANS = (
-    0.5,
-    {"0.1": 1.0, "0.2": 1.0, "1": 0.5, "2": 0.7, "3": 0.5},  # stage 0 frozen whole for two microbatches
+    {"0": 0.5, "0.1": 1.0, "0.2": 1.0, "1": 0.5, "2": 0.7, "3": 0.5},  # stage 0 frozen whole for two microbatches
     {"0": 1.0, "1": 0.8},  # stage 0 frozen all step
     {"0": 0.5, "1": 1.0, "2": 0.3, "3": 1.0},  # the last stage of two or of four frozen all step
     1.0,

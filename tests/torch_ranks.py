@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from low_rank import freeze_all_but_adapters
-from rank_pools import destroy_groups, rank_pool
+from rank_pools import destroy_groups, rank_pool, seed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -38,7 +38,7 @@ class Case:
 
     schedule: str = "Schedule1F1B"
     ranks: int = 2  # of one pipeline
-    microbatches: int = 8
+    microbatches: int = 4  # V-shaped schedules need twice the ranks
     section: dict[str, Any] | None = field(default_factory=dict)  # None: the host alone
     ratios: Plan | tuple[Plan, ...] | None = None  # plans in force, in turn, instead of a measured one
     steps: int = 3
@@ -102,7 +102,7 @@ class Layers(nn.Module):
 
 
 def _layer(index: int) -> nn.Module:
-    torch.manual_seed(index)
+    seed(index)
     if index == 0:
         return nn.Embedding(VOCABULARY, WIDTH)
     return Block() if index <= BLOCKS else nn.Linear(WIDTH, VOCABULARY)

@@ -17,11 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from launching import BIN, ROOT
-
-EXAMPLE = ROOT / "examples" / "torch_llama" / "train.py"
-TINY = ("--layers", 4, "--width", 16, "--heads", 2, "--context", 8, "--microbatches", 4, "--steps", 18)
-FREEZE = {"warmup-steps": 1, "monitoring-steps": 4, "progressive-steps": 2, "on-error": "raise", "report-every": 1}
 CLOCK_AHEAD_S = 86_400
 PORT = 29_400  # nothing else listens on a new node
 _LINK = "link0"
@@ -151,25 +146,3 @@ def node_folder(folder: Path, number: int) -> Path:
     own = folder / f"node{number}"
     own.mkdir(parents=True, exist_ok=True)
     return own
-
-
-def freezing() -> list[str]:
-    """The example's options that freeze to the end of ``TINY`` steps."""
-    return [
-        "--timely-freeze",
-        "--timely-freeze-output-dir=out",
-        *(f"--timely-freeze-{k}={v}" for k, v in FREEZE.items()),
-    ]
-
-
-def torchrun_on(node: Node, *command: object, folder: Path) -> subprocess.Popen[str]:
-    """Start one node's agent of torchrun, with one rank."""
-    meeting = ("--nnodes", 2, "--node-rank", node.number, "--master-addr", "192.0.2.1", "--master-port", PORT)
-    own = node_folder(folder, node.number)
-    variables = [f"{name}={value}" for name, value in {**node.environment(), "OMP_NUM_THREADS": "1"}.items()]
-    return subprocess.Popen(
-        node.command("env", *variables, BIN / "torchrun", "--nproc-per-node", 1, *meeting, *command, folder=own),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
