@@ -247,12 +247,12 @@ def test_a_schedule_that_runs_otherwise_is_found_in_the_first_monitored_step() -
     ran, expected = (" ".join(text.split()) for text in texts[0].split("The schedule is:"))
     assert ran.startswith("ScheduleError: the ranks did not run the schedule")
     assert "1F0 1B0 1F1 1B1 1F2 1B2" in ran
-    assert "1F0 1F1 1F2 1F3 1F4 1F5 1F6 1F7 1B0" in expected
+    assert "1F0 1F1 1F2 1F3 1B0" in expected
 
 
 def test_torchs_own_wrong_order_never_gets_as_far_as_training() -> None:
     texts = pool(2).run(with_another_schedule, Case(), "pipeline_order")
-    assert texts == ["ScheduleError: 0F8 is missing: stage 0 never runs microbatch 8"] * 2
+    assert texts == ["ScheduleError: 0F4 is missing: stage 0 never runs microbatch 4"] * 2
 
 
 def with_another_schedule(case: Case, instead: str) -> str:
