@@ -6,10 +6,11 @@ What ``paper_tables.py`` measures on emulated devices, here with layers of LLaMA
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 import torch
 from gpu_parts import WAYS, Check, Options, Part, no_gpu
-from gpu_pipeline import SCHEDULES, Training
+from gpu_pipeline import LLAMA_1B, SCHEDULES, TINY, Training
 
 from tf_adapters.testing.paired import in_rotation
 
@@ -33,13 +34,14 @@ def run(options: Options) -> list[Check]:
 
 
 def of_schedule(options: Options, schedule: str) -> list[Check]:
-    phases = {"warmup_steps": 3, "monitoring_steps": 8 if options.tiny else 40, "progressive_steps": 0}
-    trainings = {name: Training(options, schedule=schedule) for name in (ALONE, *WAYS)}
+    phases = {"warmup_steps": 3, "monitoring_steps": 4 if options.tiny else 40, "progressive_steps": 0}
+    size = replace(TINY, layers=2) if options.tiny else LLAMA_1B
+    trainings = {name: Training(options, size, schedule=schedule) for name in (ALONE, *WAYS)}
     for name, settings in WAYS.items():
         trainings[name].attach(**phases, output_dir=f"{options.folder}/several/{schedule}/{name}", **settings)
     before = sum(phases.values())
     rounds = []
-    for number in range(before + (4 if options.tiny else 30)):
+    for number in range(before + (3 if options.tiny else 30)):
         times = in_rotation({name: training.step for name, training in trainings.items()}, number)
         if number > before:
             rounds.append(times)

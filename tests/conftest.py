@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 from rank_pools import GetPool, rank_pool
+from two_nodes import Node, TwoNodes, why_not
 
+# What these assert is shown as in a test module.
+pytest.register_assert_rewrite("deepspeed_oracle", "megatron_oracle", "torch_oracle", "disturbed_runs", "jobs")
 BUFFERS = pytest.StashKey[set[Path]]()
 
 
@@ -20,6 +24,14 @@ def pools() -> GetPool:
 def megatron() -> GetPool:
     """Megatron-Core's ranks, by how many."""
     return partial(rank_pool, "megatron")
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[Node, Node]]:
+    if reason := why_not():
+        pytest.skip(f"two nodes: {reason}")
+    with TwoNodes() as two:
+        yield two
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from low_rank import freeze_all_but_adapters
-from rank_pools import destroy_groups
+from rank_pools import destroy_groups, seed
 from torch import nn
 
 from tf_adapters.testing import force_plan
@@ -135,7 +135,7 @@ def build_engine(case: Case) -> Any:
     import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
-    torch.manual_seed(7)
+    seed(7)
     if case.tied:
         first = TiedLayerSpec("embed", Embed)
         last = TiedLayerSpec("embed", Embed, forward_fn=project)
@@ -147,6 +147,7 @@ def build_engine(case: Case) -> Any:
         loss_fn=loss_fn,
         partition_method="uniform",
         seed_layers=True,
+        seed_fn=seed,
         checkpointable_layers=["Block"],
     )
     if case.adapted is not None:

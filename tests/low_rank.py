@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
+from rank_pools import seed
 from torch import nn
 
 RANK = 3
@@ -28,7 +29,7 @@ def freeze_all_but_adapters(layers: Iterable[tuple[str, nn.Module]], adapted: Co
     """Freeze layers, by number, and give the linear layers inside those that are ``adapted`` adapters."""
     for name, layer in layers:
         layer.requires_grad_(False)
-        torch.manual_seed(int(name))
+        seed(int(name))
         for child_name, child in list(layer.named_children()) if int(name) in adapted else []:
             if isinstance(child, nn.Linear):
                 setattr(layer, child_name, LowRankLinear(child))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from rank_pools import seed
 from torch import nn
 
 RANK = 3
@@ -33,7 +34,7 @@ class LowRankParallelLinear(nn.Module):
 
 def with_adapters(layer: Any) -> None:
     """Put adapters beside all linear layers of a transformer layer."""
-    torch.manual_seed(layer.layer_number)
+    seed(layer.layer_number)
     for owner, name in (
         (layer.self_attention, "linear_qkv"),
         (layer.self_attention, "linear_proj"),

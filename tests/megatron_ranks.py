@@ -381,28 +381,33 @@ def train_step(
     return [float(entry["loss"]) for entry in losses]
 
 
-def full_gradients(
-    case: Case, chunks: list[Any], step: int, scales: list[list[Scales]] | None = None
-) -> list[dict[tuple[int, str], torch.Tensor]]:
-    """Full gradients of each microbatch, from an ordinary copy of the chunks that nothing masks.
+def plain(case: Case) -> Case:
+    """A case of the same parallel sizes with none of what is under test.
 
-    Tokens count as ``scales`` says: by microbatch and chunk; without them each counts once.
-
-    The copy has the same parallel sizes and none of what is under test: no adapter, recompute, overlap, fused gradients
-    or tied weights (each place of a tied weight has a gradient of its own here).
+    No adapter, recompute, overlap, fused gradients or tied weights: each place of such a weight has its own gradient.
     """
+    model = {k: v for k, v in case.model.items() if not k.startswith(("recompute_", "gradient_accumulation_"))}
+    return replace(case, tied=False, ddp={}, model=model)
+
+
+def plain_copies(case: Case) -> list[Any]:
+    """An ordinary copy of the chunks that nothing masks, for ``full_gradients``."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.utils import get_model_config
 
-    finalizing = sys.modules["megatron.core.distributed.finalize_model_grads"]
-    plain = replace(
-        case,
-        tied=False,
-        ddp={},
-        model={k: v for k, v in case.model.items() if not k.startswith(("recompute_", "gradient_accumulation_"))},
-    )
-    copies = build_chunks(plain)
+    copies = build_chunks(plain(case))
     get_model_config(copies[0]).finalize_model_grads_func = finalize_model_grads
+    return copies
+
+
+def full_gradients(
+    case: Case, chunks: list[Any], copies: list[Any], step: int, scales: list[list[Scales]] | None = None
+) -> list[dict[tuple[int, str], torch.Tensor]]:
+    """Full gradients of each microbatch, from ``plain_copies`` that get the weights of the chunks.
+
+    Tokens count as ``scales`` says: by microbatch and chunk; without them each counts once.
+    """
+    finalizing = sys.modules["megatron.core.distributed.finalize_model_grads"]
     for copy, chunk in zip(copies, chunks, strict=True):
         own = dict(innermost(chunk).named_parameters())
         embedding = own.get("embedding.word_embeddings.weight")
@@ -420,8 +425,8 @@ def full_gradients(
         with ExitStack() as scaled, patch.object(finalizing, "_allreduce_word_embedding_grads"):
             for copy, of_chunk in zip(copies, scales[microbatch] if scales else (), strict=bool(scales)):
                 scaled.enter_context(scaled_parallel_layers(innermost(copy), of_chunk))
-            run_batch(plain, copies, step, [microbatch] * at_least)
-        found.append(by_name(plain, copies, main_gradient))
+            run_batch(plain(case), copies, step, [microbatch] * at_least)
+        found.append(by_name(case, copies, main_gradient))
     return found
 
 
@@ -464,6 +469,7 @@ def _train(case: Case, draws: Draws, oracle: bool, evaluate: bool) -> dict[str, 
     from megatron.core import parallel_state
 
     chunks, optimizer, adapter = start(case)
+    copies = plain_copies(case) if adapter is not None and oracle else []
     steps = []
     for number in range(case.steps):
         phase = adapter and adapter.controller.phase.value
@@ -474,9 +480,9 @@ def _train(case: Case, draws: Draws, oracle: bool, evaluate: bool) -> dict[str, 
         # Only now: an overlapped all-gather of the parameters ends in the forward.
         before = by_name(case, chunks, values)
         full = []
-        if adapter is not None and oracle:
+        if copies:
             scales = drawn_scales(case, chunks, draws, number, adapter.controller.step)
-            full = full_gradients(case, chunks, number, scales)
+            full = full_gradients(case, chunks, copies, number, scales)
         state_before = optimizer_state(chunks, optimizer)
         optimizer.step()
         steps.append(

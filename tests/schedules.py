@@ -1,8 +1,15 @@
-"""Schedules for tests, made by pure generators; a dot in a diagram is an idle slot."""
+"""Schedules for tests, made by pure generators; a dot in a diagram is an idle slot. And steps of them, on paper."""
 
 from __future__ import annotations
 
+import numpy as np
+
+from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.timing.timer import Interval, Trace
+from tf_adapters.timing.transfers import Gaps
+
+DURATION = {Kind.FORWARD: 10.0, Kind.BACKWARD: 20.0}
 
 
 def gpipe(stages: int, microbatches: int) -> PipelineSchedule:
@@ -58,6 +65,20 @@ def v_shape(ranks: int, microbatches: int) -> PipelineSchedule:
         backwards = [Action(stage, Kind.BACKWARD, m) for stage in (up, down) for m in range(microbatches)]
         rows.append((*forwards, *backwards))
     return PipelineSchedule(tuple(rows))
+
+
+def traced(schedule: PipelineSchedule, gaps: Gaps, ahead: tuple[float, ...], seed: int = 0) -> list[Trace]:
+    """One step as each rank's own clock sees it, which is ``ahead`` since the rank began its step by as much earlier.
+
+    Durations vary by a few percent.
+    """
+    random = np.random.default_rng(seed)
+    durations = {action: DURATION[action.kind] * random.uniform(0.95, 1.05) for action in schedule.actions}
+    starts = PipelineDag.from_schedule(schedule, *gaps).start_times(durations)
+    return [
+        {action: Interval(starts[action] + clock, starts[action] + durations[action] + clock) for action in rank}
+        for rank, clock in zip(schedule.ranks, ahead, strict=True)
+    ]
 
 
 def _one_f_one_b_rank(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:

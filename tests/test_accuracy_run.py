@@ -1,38 +1,44 @@
-"""The accuracy study as it is started: two real runs on two ranks, its table, and going on where it stopped."""
+"""The accuracy study: two real runs on two ranks, its table, and going on where it stopped."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from rank_pools import PRELOAD
+
+from tf_adapters.testing import RankPool
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.distributed
 
 
-def study(folder: Path, *arguments: str) -> str:
-    """Run the study's quick form on ConvNeXt with its results in ``folder``; what it prints."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "accuracy.py"), "--quick", "--tasks", "convnext", "--methods"]
-    done = subprocess.run(
-        [*command, "none", "timely", "--results", str(folder / "accuracy.jsonl"), *arguments],
-        cwd=folder,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_a_study_runs_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+@pytest.fixture
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
+    """Runs the study's quick form on ConvNeXt, on forked ranks, with its results in ``tmp_path``; what it prints."""
     pytest.importorskip("sklearn")
     pytest.importorskip("deepspeed")
-    printed = study(tmp_path, "--no-pictures")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import accuracy
+
+    command = ["accuracy.py", "--quick", "--tasks", "convnext", "--methods", "none", "timely", "--no-pictures"]
+    monkeypatch.setattr(sys, "argv", [*command, "--results", str(tmp_path / "accuracy.jsonl")])
+    monkeypatch.setattr(accuracy, "RankPool", partial(RankPool, preload=PRELOAD))
+    monkeypatch.chdir(tmp_path)
+
+    def run() -> str:
+        accuracy.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_a_study_runs_and_goes_on_where_it_stopped(study: Callable[[], str], tmp_path: Path) -> None:
+    printed = study()
     assert "0 of 2 runs are finished" in printed
     records = [json.loads(line) for line in (tmp_path / "accuracy.jsonl").read_text().splitlines()]
     assert [record["cell"]["method"] for record in records] == ["none", "timely"]
@@ -42,6 +48,6 @@ def test_a_study_runs_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert freezing["stages"][1]["frozen_share"][-1] > 0
     assert records[0]["curve"][0] == freezing["curve"][0]  # the same weights and data
 
-    printed = study(tmp_path, "--no-pictures")
+    printed = study()
     assert "2 of 2 runs are finished" in printed
     assert len((tmp_path / "accuracy.jsonl").read_text().splitlines()) == 2

@@ -99,6 +99,11 @@ def test_the_planner_imports_no_torch(room: str) -> None:
         assert not [name for name in imports(path) if name.split(".")[0] in ("torch", *HOSTS)]
 
 
+def test_no_test_module_imports_another() -> None:
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        assert not [name for name in imports(path) if name.startswith(("test_", "fault_"))], path
+
+
 def test_no_two_modules_import_each_other_in_a_circle() -> None:
     modules = {module_of(path): path for path in FILES}
     arrows = {

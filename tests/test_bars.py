@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
-from test_gantt import report
+from sample_reports import report
 
 from tf_adapters.report.bars import ASCII, BLOCKS, bars, glyphs_for, legend
 from tf_adapters.report.layout import panels_of

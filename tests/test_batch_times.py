@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_gaps import traced
+from schedules import traced
 
 from tf_adapters.cli import main
 from tf_adapters.errors import ConfigError

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from clocks import FakeClock
 from schedules import gpipe, one_f_one_b
-from test_timing import FakeClock
 
 import tf_adapters.training.plan_maker as planning
 from tf_adapters.collectives import SingleProcess

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_torch_oracle import check_oracle
 from torch import nn
+from torch_oracle import check_oracle
 from torch_ranks import Case, attached, pool, train
 
 from tf_adapters.config import TimelyFreezeConfig
@@ -19,6 +19,8 @@ from tf_adapters.selection.units import FreezeUnit
 
 BLOCKS = {"granularity": "block"}
 WARMUP, STEPS = 3, 12
+MICROBATCHES = 8
+"""Enough for all states of the layers of a stage: one step of the warm-up shows them."""
 PLANS = (0.5, {"0": 1.0, "1": 0.8}, {"0.1": 1.0, "1": 0.4}, 1.0)
 distributed = pytest.mark.distributed
 
@@ -38,7 +40,7 @@ def test_the_gradients_are_those_of_the_masks(schedule: str) -> None:
 def test_nothing_is_compiled_after_the_warm_up(schedule: str) -> None:
     """Every layer has been in every state by then: frozen or not, behind layers that need gradients or not."""
     section = {**BLOCKS, "warmup_steps": WARMUP, "monitoring_steps": 4, "progressive_steps": 2}
-    case = Case(schedule=schedule, section=section, compiled=True)
+    case = Case(schedule=schedule, microbatches=MICROBATCHES, section=section, compiled=True)
     for compiled, masked, failure in pool(2).run(compilations, case):
         assert failure is None
         assert compiled[0] > 0
@@ -51,7 +53,9 @@ def test_nothing_is_compiled_after_the_warm_up(schedule: str) -> None:
 @distributed
 def test_without_freezing_the_warm_up_freezes_nothing_either() -> None:
     section = {**BLOCKS, "warmup_steps": WARMUP, "monitoring_steps": 4, "progressive_steps": 2, "max_freeze_ratio": 0.0}
-    for _, masked, failure in pool(2).run(compilations, Case(section=section, compiled=True)):
+    for _, masked, failure in pool(2).run(
+        compilations, Case(microbatches=MICROBATCHES, section=section, compiled=True)
+    ):
         assert failure is None
         assert not any(masked)
 

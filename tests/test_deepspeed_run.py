@@ -10,8 +10,8 @@ from typing import Any
 import deepspeed.pipe
 import pytest
 import torch
+from deepspeed_oracle import check_oracle
 from deepspeed_ranks import CONTEXT, Case, batch, build_engine, force_plan, optimizer_state, parameters_of, train
-from test_deepspeed_oracle import check_oracle
 
 pytestmark = pytest.mark.distributed
 

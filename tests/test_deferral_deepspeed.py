@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from deepspeed_oracle import CASES, CHECKPOINTS_ON_CPU, REPLICATED, check_oracle
 from deepspeed_ranks import train
-from test_deepspeed_oracle import CASES, CHECKPOINTS_ON_CPU, REPLICATED, check_oracle
 
 pytestmark = pytest.mark.distributed
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_oracle import FOUR_RANKS, TWO_RANKS, check_oracle
 from megatron_ranks import Case, by_name, run_batch, start, train, train_step, values
-from test_megatron_oracle import FOUR_RANKS, TWO_RANKS, check_oracle
 
 from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_torch_oracle import PLANS, REPLICATED, check_oracle
+from torch_oracle import PLANS, REPLICATED, check_oracle
 from torch_ranks import Case, attached, pool, train
 
 from tf_adapters.testing.ranks import RanksFailed
@@ -50,7 +50,7 @@ def test_nothing_frozen_is_the_host_to_the_bit(name: str) -> None:
 
 def test_a_run_is_monitored_without_masks_and_then_planned(tmp_path: Path) -> None:
     section = {**DEFERRED, "monitoring_steps": 10, "max_freeze_ratio": 0.4, "report_every": 1}
-    case = Case(ranks=4, section=section, steps=24, output_dir=str(tmp_path))
+    case = Case(ranks=4, section=section, steps=16, output_dir=str(tmp_path))
     ranks = pool(4).run(train, case)
     check_oracle(case, ranks)
     for rank in ranks:
@@ -66,7 +66,11 @@ def test_a_run_is_monitored_without_masks_and_then_planned(tmp_path: Path) -> No
     assert plan["mean_freeze_ratio"] <= 0.4
 
 
-@pytest.mark.parametrize("name", [name for name in REPLICATED if name.startswith(("fsdp", "tp"))])
+# The oracle's tests have tensor parallelism under every schedule, those above deferral under every schedule.
+WITH_REPLICAS = [*(name for name in REPLICATED if name.startswith("fsdp")), "tp", "tp zbv", "tp interleaved"]
+
+
+@pytest.mark.parametrize("name", WITH_REPLICAS)
 def test_masks_and_deferral_together_with_replicas(name: str) -> None:
     case = replace(REPLICATED[name], section=DEFERRED, ratios=PLANS, steps=len(PLANS))
     ranks = pool(4).run(train, case)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
-from test_torch_oracle import check_oracle
+from clocks import Time
+from torch_oracle import check_oracle
 from torch_ranks import Case, pool, train
 
 from tf_adapters.errors import ConfigError
@@ -21,27 +21,6 @@ from tf_adapters.testing.emulated_device import EmulatedDevice, main
 from tf_adapters.timing.device import device_name
 
 CPU = torch.device("cpu")
-
-
-@dataclass
-class Time:
-    """A clock that only sleeping moves, and by how much longer than asked each sleep lasts."""
-
-    now: float = 0.0
-    oversleep: float = 0.0
-    computed: float = 0.0
-    slept: list[float] = field(default_factory=list)
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.now += seconds + self.oversleep
-
-    def compute(self, seconds: float) -> None:
-        self.now += seconds
-        self.computed += seconds
-
-    def device(self, rate: float, **more: object) -> EmulatedDevice:
-        return EmulatedDevice(rate, clock=lambda: self.now, sleep=self.sleep, busy=lambda: self.computed, **more)
 
 
 def test_products_last_as_long_as_their_flops_forward_and_backward():

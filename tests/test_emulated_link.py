@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_emulated_device import Time
-from test_torch_oracle import check_oracle
+from clocks import Time
+from torch_oracle import check_oracle
 from torch_ranks import Case, pool, train
 
 from tf_adapters.errors import ConfigError

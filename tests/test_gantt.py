@@ -8,47 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sample_reports import PLAN, RANKS, TIMES, report
 from schedules import one_f_one_b, split_one_f_one_b, v_shape
 
 from tf_adapters.errors import ConfigError, UnsupportedError
-from tf_adapters.report import Report
 from tf_adapters.report.gantt import draw_panels
 from tf_adapters.report.layout import Block, Panel, after, before, measured, panels_of, timeline
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Action, PipelineSchedule
-
-RANKS = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
-# 1F1B over two ranks, ms: 0F0 0-10, 1F0 10-20, 1B0 20-40, 1F1 40-50, 1B1 50-70, 0B0 40-60, 0B1 70-90.
-TIMES = {text: [10.0, 10.0] if "F" in text else [10.0, 20.0] for texts in RANKS for text in texts}
-PLAN = {
-    "makespan_ms": {"unfrozen": 90.0, "planned": 65.0, "fully_frozen": 60.0},
-    "freeze_ratio": {"0B0": 0.0, "0B1": 1.0, "1B0": 1.0, "1B1": 0.5},
-    "start_ms": {
-        **{"0F0": 0.0, "0F1": 10.0, "0B0": 30.0, "0B1": 55.0},
-        **{"1F0": 10.0, "1B0": 20.0, "1F1": 30.0, "1B1": 40.0},
-    },
-    "duration_ms": {
-        **{"0F0": 10.0, "0F1": 10.0, "0B0": 20.0, "0B1": 10.0},
-        **{"1F0": 10.0, "1B0": 10.0, "1F1": 10.0, "1B1": 15.0},
-    },
-    "mean_freeze_ratio": 0.625,
-    "stage_freeze_ratio": {"0": 0.5, "1": 0.75},
-    "critical_path": ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"],
-    "solver": {"name": "GLOP", "status": "OPTIMAL", "seconds": 0.01, "optimality_gap": 0.0},
-}
-
-
-def report(**changes: Any) -> Report:
-    data = {
-        "format": 1,
-        "host": {"name": "deepspeed", "version": "0.19.8"},
-        "schedule": {"ranks": RANKS},
-        "status": "stable",
-        "step": 400,
-        "times": TIMES,
-        "plan": PLAN,
-    }
-    return Report.from_json({**data, **changes})
 
 
 def spans(panel: Panel) -> dict[str, tuple[float, float]]:
@@ -189,7 +156,7 @@ def texts(path: Path) -> list[str]:
 def test_the_svg_says_what_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "batch.svg"
-    draw_panels(panels_of(report()), "One batch", path)
+    draw_panels(panels_of(report()), "One batch on deepspeed", path)
     found = texts(path)
     for words in (
         "One batch on deepspeed: 2 pipeline ranks, 2 microbatches",

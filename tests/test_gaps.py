@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-import numpy as np
 import pytest
-from schedules import gpipe, one_f_one_b, v_shape
+from schedules import DURATION, gpipe, one_f_one_b, traced, v_shape
 
 from tf_adapters.planner.solve import plan
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.timing.timer import ActionTimer, Interval, Trace
 from tf_adapters.timing.transfers import Gaps, complete_steps, local_traces, measure_gaps
-
-DURATION = {Kind.FORWARD: 10.0, Kind.BACKWARD: 20.0}
 
 
 def gaps_of(schedule: PipelineSchedule, forward: float, backward: float, overhead: float) -> Gaps:
@@ -27,20 +24,6 @@ def gaps_of(schedule: PipelineSchedule, forward: float, backward: float, overhea
         if rank[source] != rank[target]
     }
     return Gaps(edges, {action: overhead for row in schedule.ranks for _, action in pairwise(row)})
-
-
-def traced(schedule: PipelineSchedule, gaps: Gaps, ahead: tuple[float, ...], seed: int = 0) -> list[Trace]:
-    """One step as each rank's own clock sees it, which is ``ahead`` since the rank began its step by as much earlier.
-
-    Durations vary by a few percent.
-    """
-    random = np.random.default_rng(seed)
-    durations = {action: DURATION[action.kind] * random.uniform(0.95, 1.05) for action in schedule.actions}
-    starts = PipelineDag.from_schedule(schedule, *gaps).start_times(durations)
-    return [
-        {action: Interval(starts[action] + clock, starts[action] + durations[action] + clock) for action in rank}
-        for rank, clock in zip(schedule.ranks, ahead, strict=True)
-    ]
 
 
 def numbered(ranks: Iterable[Sequence[Trace]]) -> list[list[tuple[int, Trace]]]:

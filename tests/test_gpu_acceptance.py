@@ -8,18 +8,24 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_pools import PRELOAD
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import gpu
 from gpu_parts import Check, Options, Part
 
+from tf_adapters.testing import RankPool
+
 ROOT = gpu.ROOT
+STARTED = "recompilations"
+"""The part that is started as a script; the others' ranks are forked from a process that has imported everything."""
 PAGE = "before\n<!-- gpu: python benchmarks/gpu.py -->\nold\n<!-- end of gpu -->\nafter\n"
 WITHOUT_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -165,13 +171,26 @@ def test_a_support_table_says_what_was_tested_read_or_refused(page: str) -> None
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", gpu.MODULES)
-def test_a_part_runs_on_cpus(name: str, files: list[str], tmp_path: Path) -> None:
-    """In a process of its own, as a user starts it."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--tiny", "--part", name, *files]
+@pytest.mark.parametrize("name", [name for name in gpu.MODULES if name != STARTED])
+def test_a_part_runs_on_cpus(name: str, files: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu, "RankPool", partial(RankPool, preload=PRELOAD))
+    assert gpu.main(["--device", "cpu", "--tiny", "--part", name, *files]) == 0
+    check_passed(files, name)
+
+
+@pytest.mark.distributed
+def test_a_part_runs_on_cpus_as_a_user_starts_it(files: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--tiny", "--part", STARTED]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [*command, *files], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stdout + done.stderr
+    check_passed(files, STARTED)
+
+
+def check_passed(files: list[str], name: str) -> None:
     record = results(files)["cpu, tiny"][name]
     assert record["status"] == "passed"
     assert record["checks"]

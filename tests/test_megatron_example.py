@@ -1,4 +1,4 @@
-"""The Megatron-Core example: ``torchrun`` on two ranks, with freezing and without, and what its arguments refuse."""
+"""The Megatron-Core example on two ranks, with freezing and without, and what its arguments refuse."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, forked, torchrun
+from launching import ROOT, forked
 from rank_pools import fork_ranks
 
 from tf_adapters.testing import RankPool
@@ -31,8 +31,8 @@ PHASES = [
 ]
 
 
-def train(*arguments: object, start: Any = forked) -> tuple[int, str]:
-    return start("examples/megatron_gpt/train.py", *TINY, *arguments)
+def train(*arguments: object) -> tuple[int, str]:
+    return forked("examples/megatron_gpt/train.py", *TINY, *arguments)
 
 
 def freezing(tmp_path: Path, **more: object) -> list[str]:
@@ -65,7 +65,7 @@ def test_it_trains_through_all_phases_and_resumes_with_the_same_losses(tmp_path:
     assert set(report["measured"]["mean_afr"]) == {"0", "1", "2", "3"}
     assert sorted(losses(output)) == list(range(1, STEPS + 1))
 
-    code, resumed = train(*arguments, "--load-dir", tmp_path / f"step_{SAVED_AT}", start=torchrun)
+    code, resumed = train(*arguments, "--load-dir", tmp_path / f"step_{SAVED_AT}")
     assert code == 0, resumed
     assert f"resumed after step {SAVED_AT}: stable freezing" in said(resumed)
     assert losses(resumed) == {step: loss for step, loss in losses(output).items() if step > SAVED_AT}

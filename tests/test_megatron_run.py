@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from logged import Lines
+from megatron_oracle import check_oracle
 from megatron_ranks import (
     CONTEXT,
     Case,
@@ -25,7 +26,6 @@ from megatron_ranks import (
     values,
     zero_gradients,
 )
-from test_megatron_oracle import check_oracle
 
 from tf_adapters.testing import RanksFailed
 

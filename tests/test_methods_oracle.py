@@ -8,16 +8,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import deepspeed_oracle
 import deepspeed_ranks
+import megatron_oracle
 import megatron_ranks
 import pytest
-import test_deepspeed_oracle
-import test_megatron_oracle
-import test_torch_oracle
+import torch_oracle
 import torch_ranks
-from test_deepspeed_oracle import BF16, HAS_DUALPIPEV, REENTRANT, ZERO1
-from test_megatron_oracle import BF16 as BF16_MODEL
-from test_megatron_oracle import BF16_OPTIMIZER, FULL, GATHER, GATHER_OPTIMIZER, MOE, OVERLAP, SHARDED
+from deepspeed_oracle import BF16, HAS_DUALPIPEV, REENTRANT, ZERO1
+from megatron_oracle import BF16 as BF16_MODEL
+from megatron_oracle import BF16_OPTIMIZER, FULL, GATHER, GATHER_OPTIMIZER, MOE, OVERLAP, SHARDED
 
 pytestmark = pytest.mark.distributed
 
@@ -61,7 +61,7 @@ def test_torch(name: str) -> None:
     template, method = TORCH[name]
     case = replace(template, section=section(method), **plan_of(method))
     ranks = torch_ranks.pool(4 if case.replicas else 2).run(torch_ranks.train, case)
-    test_torch_oracle.check_oracle(case, ranks)
+    torch_oracle.check_oracle(case, ranks)
     check_masks(ranks)
 
 
@@ -84,12 +84,12 @@ def test_deepspeed(pools: Any, name: str) -> None:
     settings, method = DEEPSPEED[name]
     if "dualpipev" in name and not HAS_DUALPIPEV:
         pytest.skip("this DeepSpeed has no DualPipeV engine")
-    if "pipeline" in settings.get("config", {}) and not test_deepspeed_oracle.CHECKPOINTS_ON_CPU:
+    if "pipeline" in settings.get("config", {}) and not deepspeed_oracle.CHECKPOINTS_ON_CPU:
         pytest.skip("activation checkpointing needs a device in this DeepSpeed, with or without us")
     chosen = section(method, schedule="gpipe" if name == "gpipe" else "host")
     case = deepspeed_ranks.Case(**settings, section=chosen, **plan_of(method))
     ranks = pools(2).run(deepspeed_ranks.train, case)
-    test_deepspeed_oracle.check_oracle(case, ranks)
+    deepspeed_oracle.check_oracle(case, ranks)
     check_masks(ranks)
 
 
@@ -116,5 +116,5 @@ def test_megatron(megatron: Any, name: str) -> None:
     settings, method = MEGATRON[name]
     case = megatron_ranks.Case(**settings, section=section(method), **plan_of(method))
     ranks = megatron(2).run(megatron_ranks.train, case)
-    test_megatron_oracle.check_oracle(case, ranks)
+    megatron_oracle.check_oracle(case, ranks)
     check_masks(ranks)

@@ -142,7 +142,7 @@ def test_a_teardown_that_fails_is_a_failure_of_the_call() -> None:
 
 def test_ranks_end_with_a_parent_that_is_killed_while_they_wait() -> None:
     script = (
-        "import test_ranks as t\n"
+        f"import {__name__} as t\n"
         "if __name__ == '__main__':\n"
         "    with t.RankPool(2) as pool:\n"
         "        print(*(pid for pid, _ in pool.run(t.total, 1.0)), flush=True)\n"

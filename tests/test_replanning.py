@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from clocks import Filled
 from schedules import gpipe
-from test_response import Filled
 
 from tf_adapters.collectives import SingleProcess
 from tf_adapters.config import TimelyFreezeConfig

@@ -10,32 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_gantt import PLAN, TIMES, report
+from sample_reports import MEASURED, PLAN, TIMES, report
 
 from tf_adapters.cli import main
 from tf_adapters.errors import ConfigError
 from tf_adapters.report import Report
 from tf_adapters.report.page import print_page
 from tf_adapters.report.terminal import page, summary
-
-MEASURED = {
-    "step_ms_unfrozen": 812.0,
-    "step_ms_stable": 601.0,
-    "step_ratio": 601.0 / 812.0,
-    "forward_pace": 1.02,
-    "planned_step_ms": 592.7,
-    "planned_ratio": 592.7 / 812.0,
-    "mean_afr": {"0": 0.49, "1": 0.76},
-    "backward_ms": [
-        {"action": "0B0", "afr": 0.0, "ms": 20.0, "phase": None},
-        {"action": "0B1", "afr": 0.0, "ms": 20.0, "phase": None},
-        {"action": "0B1", "afr": 1.0, "ms": 10.0, "phase": None},
-        {"action": "0B0", "afr": 0.0, "ms": 21.0, "phase": None},
-        {"action": "0B1", "afr": 0.99, "ms": 12.0, "phase": None},
-        {"action": "0B1", "afr": 1.0, "ms": 11.0, "phase": None},
-    ],
-    "peak_memory_bytes": {"unfrozen": [3 * 2**30, 2**30], "planned": [3 * 2**30, 2**31], "stable": [2 * 2**30, 2**30]},
-}
 
 
 def test_json_round_trip_keeps_everything() -> None:

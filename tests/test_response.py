@@ -6,38 +6,17 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from clocks import BACKWARD, Filled
 from schedules import gpipe
-from test_timing import FakeClock
 
 from tf_adapters.planner.solve import plan
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind
-from tf_adapters.timing.freeze_response import StageTimes, measured_times
 from tf_adapters.timing.phase import Phase
-from tf_adapters.timing.timer import ActionTimer
 from tf_adapters.training.freeze_ratios import mixed_ratio
 
 UPPER, LOWER, MIXED = Phase.MONITORING_UPPER, Phase.MONITORING_LOWER, Phase.MONITORING_MIXED
-FORWARD, BACKWARD = Action.parse("1F0"), Action.parse("1B0")
-
-
-class Filled:
-    """A timer with samples of our choice."""
-
-    def __init__(self) -> None:
-        self.clock = FakeClock()
-        self.timer = ActionTimer(self.clock)
-
-    def add(self, phase: Phase, action: Action, share: float, ms: float) -> None:
-        with self.timer.timed(phase, action, share):
-            self.clock.now += ms
-        self.timer.drain()
-
-    def times(self) -> StageTimes:
-        return measured_times(self.timer, first_stage=0)
-
-    def bounds(self, action: Action = BACKWARD) -> Bounds:
-        return self.times().bounds()[action]
+FORWARD = Action.parse("1F0")
 
 
 def filled(*samples: tuple[Phase, Action, float, float]) -> Filled:

@@ -112,7 +112,7 @@ def ended(folder: Path, code: str) -> str:
     import sys
     sys.path[:0] = {[str(Path(__file__).parent)]!r}
     from pathlib import Path
-    from test_run_reports import controller_of, train
+    from {__name__} import controller_of, train
     folder = Path({str(folder)!r})
     """
     command = [sys.executable, "-c", textwrap.dedent(before) + code]

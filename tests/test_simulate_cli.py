@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_gantt import report
+from sample_reports import report
 
 from tf_adapters.cli import main
 from tf_adapters.errors import SolverError

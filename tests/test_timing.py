@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from clocks import FakeClock
 
 from tf_adapters.schedule.ir import Action
 from tf_adapters.timing.estimates import median
@@ -14,25 +15,6 @@ from tf_adapters.timing.timer import ActionTimer, HostClock, Sample, clock_for, 
 
 FORWARD, BACKWARD = Action.parse("0F0"), Action.parse("0B0")
 UPPER, LOWER = Phase.MONITORING_UPPER, Phase.MONITORING_LOWER
-
-
-class FakeClock:
-    """Time stands still until the test moves it; the device has passed the marks up to ``reached``."""
-
-    def __init__(self, reached: float = float("inf")) -> None:
-        self.now = 0.0
-        self.reached = reached
-        self.waits = 0
-
-    def mark(self) -> float:
-        return self.now
-
-    def elapsed_ms(self, start: Any, stop: Any) -> float | None:
-        return stop - start if stop <= self.reached else None
-
-    def synchronize(self) -> None:
-        self.waits += 1
-        self.reached = float("inf")
 
 
 def run(timer: ActionTimer, clock: FakeClock, ms: float, action: Action = BACKWARD, share: float = 0.0) -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from megatron_oracle import FOUR_RANKS, TWO_RANKS, check_oracle
 from megatron_ranks import Case, train
-from test_megatron_oracle import FOUR_RANKS, TWO_RANKS, check_oracle
 
 pytestmark = pytest.mark.distributed
 

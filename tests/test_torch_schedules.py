@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from schedules import gpipe, one_f_one_b
 from torch.distributed.pipelining import schedules as host
-from torch_ranks import SCHEDULES, SINGLE
+from torch_ranks import SCHEDULES, SINGLE, made, stages_of
 
 from tf_adapters.errors import ScheduleError, UnsupportedError
 from tf_adapters.schedule.orders import one_forward_one_backward
@@ -39,18 +38,6 @@ LISTS = {
     ],
 }
 SIZES = [(ranks, microbatches) for ranks in (1, 2, 3, 4, 6) for microbatches in range(1, 13)]
-
-
-def stages(kind: type, ranks: int) -> Any:
-    """Stages enough to make a schedule object without any process."""
-    single = issubclass(kind, host.PipelineScheduleSingle)
-    stage = SimpleNamespace(group_rank=0, group_size=ranks, submod=None, num_stages=ranks * (1 if single else 2))
-    return stage if single else [stage, stage]
-
-
-def made(name: str, ranks: int, microbatches: int) -> Any:
-    kind = getattr(host, name)
-    return kind(stages(kind, ranks), microbatches)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -99,7 +86,7 @@ def test_idle_slots_and_actions_that_compute_nothing_are_left_out(name: str) -> 
 @pytest.mark.parametrize("name", ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"])
 def test_schedules_from_a_file(name: str, form: Any, tmp_path: Any) -> None:
     made(name, 2, 4)._dump_csv(tmp_path / "schedule.csv", format=form)
-    loaded = host._PipelineScheduleRuntime(stages(host._PipelineScheduleRuntime, 2), 4)
+    loaded = host._PipelineScheduleRuntime(stages_of(host._PipelineScheduleRuntime, 2), 4)
     loaded._load_csv(tmp_path / "schedule.csv", format=form)
     assert [" ".join(rank) for rank in translate(loaded).to_text()] == LISTS[name]
 
@@ -114,7 +101,7 @@ class OwnSchedule(host.PipelineScheduleSingle):
 )
 def test_a_schedule_that_does_not_say_what_it_runs_is_refused(kind: Any, name: str) -> None:
     with pytest.raises(UnsupportedError) as raised:
-        translate(kind(stages(kind, 2), 4))
+        translate(kind(stages_of(kind, 2), 4))
     assert str(raised.value) == (
         f"timely_freeze cannot run here: this {kind.__name__} does not say what its ranks run (it has no {name}); "
         "load its actions before attaching, or use one of torch's own schedules"

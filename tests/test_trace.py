@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_gantt import RANKS, report
-from test_report import MEASURED
+from sample_reports import MEASURED, RANKS, report
 
 from tf_adapters.report.layout import panels_of
 from tf_adapters.report.trace import trace_events, write_trace

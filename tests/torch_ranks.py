@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from low_rank import freeze_all_but_adapters
-from rank_pools import destroy_groups, rank_pool
+from rank_pools import destroy_groups, rank_pool, seed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,7 +38,7 @@ class Case:
 
     schedule: str = "Schedule1F1B"
     ranks: int = 2  # of one pipeline
-    microbatches: int = 8
+    microbatches: int = 4  # V-shaped schedules need twice the ranks
     section: dict[str, Any] | None = field(default_factory=dict)  # None: the host alone
     ratios: Plan | tuple[Plan, ...] | None = None  # plans in force, in turn, instead of a measured one
     steps: int = 3
@@ -101,7 +102,7 @@ class Layers(nn.Module):
 
 
 def _layer(index: int) -> nn.Module:
-    torch.manual_seed(index)
+    seed(index)
     if index == 0:
         return nn.Embedding(VOCABULARY, WIDTH)
     return Block() if index <= BLOCKS else nn.Linear(WIDTH, VOCABULARY)
@@ -297,6 +298,23 @@ def make_schedule(case: Case, stages: list[Any]) -> Any:
     if case.csv:
         schedule._load_csv(case.csv, format="compute_comms" if "comms" in case.csv else "compute_only")
     return schedule
+
+
+def stages_of(kind: type, ranks: int) -> Any:
+    """Stages enough to make a schedule object without any process."""
+    from torch.distributed.pipelining import schedules as host
+
+    single = issubclass(kind, host.PipelineScheduleSingle)
+    stage = SimpleNamespace(group_rank=0, group_size=ranks, submod=None, num_stages=ranks * (1 if single else 2))
+    return stage if single else [stage, stage]
+
+
+def made(name: str, ranks: int, microbatches: int) -> Any:
+    """A schedule object of torch's, by name, without any process."""
+    from torch.distributed.pipelining import schedules as host
+
+    kind = getattr(host, name)
+    return kind(stages_of(kind, ranks), microbatches)
 
 
 def attached(case: Case) -> Run:

@@ -15,7 +15,7 @@ from typing import Any
 
 import hosts
 import pytest
-from fault_processes import HOSTS, each_host, report_of
+from disturbed_runs import HOSTS, each_host, report_of
 from jobs import Tell, start
 
 pytestmark = pytest.mark.timeout(400)

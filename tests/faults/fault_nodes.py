@@ -1,30 +1,27 @@
-"""Two nodes, one of which dies, falls silent or is started again; see ``two_nodes`` for what a node is here."""
+"""Two nodes: torchrun starts them, their clocks differ, one dies or falls silent; ``two_nodes`` says what a node is."""
 
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_processes import BESIDE, HOSTS, report_of, train
+from disturbed_runs import BESIDE, each_host, report_of, train
 from jobs import GRACE_S, start
-from test_two_nodes import EXAMPLE, TINY, freezing, torchrun
-from two_nodes import Node, TwoNodes, why_not
+from launching import BIN, ROOT
+from node_links import timed_run, way_ms
+from two_nodes import PORT, Node, node_folder
+
+from tf_adapters.report import Report
 
 pytestmark = pytest.mark.timeout(400)
-each_host = pytest.mark.parametrize("host", HOSTS)
 SILENT_AFTER_S = 5.0
 """The host's own timeout where a node falls silent."""
-
-
-@pytest.fixture
-def nodes() -> Iterator[tuple[Node, Node]]:
-    if reason := why_not():
-        pytest.skip(f"two nodes: {reason}")
-    with TwoNodes() as two:
-        yield two
+EXAMPLE = ROOT / "examples" / "torch_llama" / "train.py"
+TINY = ("--layers", 4, "--width", 16, "--heads", 2, "--context", 8, "--microbatches", 4, "--steps", 18)
+FREEZE = {"warmup-steps": 1, "monitoring-steps": 4, "progressive-steps": 2, "on-error": "raise", "report-every": 1}
 
 
 @each_host
@@ -62,10 +59,26 @@ def fault_a_node_falls_silent(nodes: tuple[Node, Node], tmp_path: Path) -> None:
         assert nodes[0].processes() == nodes[1].processes() == []
 
 
+def fault_torchrun_starts_the_example_on_two_nodes(nodes: tuple[Node, Node], tmp_path: Path) -> None:
+    """As its README does, with ``--nnodes 2``: every node has its own agent, folder and output."""
+    agents = [torchrun_on(node, EXAMPLE, *TINY, *freezing(), folder=tmp_path) for node in nodes]
+    try:
+        said = [agent.communicate(timeout=150)[0] for agent in agents]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
+    assert "stable freezing" in said[0]
+    assert "loss" in said[1]  # the last stage is there
+    report = Report.read(node_folder(tmp_path, 0) / "out" / "timely_freeze" / "report.json")
+    assert report.status == "stable"
+    assert not list(node_folder(tmp_path, 1).rglob("report.json"))
+
+
 def fault_torchruns_node_dies(nodes: tuple[Node, Node], tmp_path: Path) -> None:
     """Agent and rank of the second node are killed: the first node's agent ends by itself, with an error."""
     more = ("--steps", 1_000_000, "--log-every", 1)
-    agents = [torchrun(node, EXAMPLE, *TINY, *more, *freezing(), folder=tmp_path) for node in nodes]
+    agents = [torchrun_on(node, EXAMPLE, *TINY, *more, *freezing(), folder=tmp_path) for node in nodes]
     try:
         said = ""
         while "stable freezing" not in said:
@@ -84,3 +97,31 @@ def fault_torchruns_node_dies(nodes: tuple[Node, Node], tmp_path: Path) -> None:
         for node, agent in zip(nodes, agents, strict=True):
             node.kill()
             agent.wait()
+
+
+def freezing() -> list[str]:
+    """The example's options that freeze to the end of ``TINY`` steps."""
+    return [
+        "--timely-freeze",
+        "--timely-freeze-output-dir=out",
+        *(f"--timely-freeze-{k}={v}" for k, v in FREEZE.items()),
+    ]
+
+
+def torchrun_on(node: Node, *command: object, folder: Path) -> subprocess.Popen[str]:
+    """Start one node's agent of torchrun, with one rank."""
+    meeting = ("--nnodes", 2, "--node-rank", node.number, "--master-addr", "192.0.2.1", "--master-port", PORT)
+    own = node_folder(folder, node.number)
+    variables = [f"{name}={value}" for name, value in {**node.environment(), "OMP_NUM_THREADS": "1"}.items()]
+    return subprocess.Popen(
+        node.command("env", *variables, BIN / "torchrun", "--nproc-per-node", 1, *meeting, *command, folder=own),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def fault_nothing_but_clocks_that_differ(nodes: tuple[Node, Node], tmp_path: Path) -> None:
+    """Every measured transfer is its link's. On a machine that others use as well this may fail."""
+    for (source, target), ms in timed_run(nodes, tmp_path).transfers.items():
+        assert ms == pytest.approx(way_ms(source.stage, target.stage), rel=0.15, abs=0.5), (source, target)

@@ -11,16 +11,11 @@ from typing import Any
 import hosts
 import pytest
 import torch
-from fault_processes import each_host, report_of
+from disturbed_runs import AT, SHORT_LIFE, each_host, report_of
 from jobs import Tell, start
 
 pytestmark = pytest.mark.timeout(400)
 
-SECTION = {
-    **{"warmup_steps": 4, "monitoring_steps": 10, "progressive_steps": 4, "monitoring_precision": 1e-6},
-    **{"report_every": 2, "on_error": "warn"},
-}
-AT = {"warmup": 2, "monitoring": 8, "progressive": 16, "stable": 22}
 LEVERS: dict[str, dict[str, Any]] = {
     "tensors": {},
     "deferred tokens": {"weight_gradients": "deferred", "granularity": "token"},
@@ -33,7 +28,7 @@ def parameters_of(training: Any) -> list[torch.nn.Parameter]:
 
 def poisoned(tell: Tell, host: str, value: float, at: int, lever: str) -> None:
     """Train; from a step on the weights of rank 1 hold a value that is no number, as after a loss that was none."""
-    training = hosts.start(host, {**SECTION, **LEVERS[lever]}, output_dir="out")
+    training = hosts.start(host, {**SHORT_LIFE, **LEVERS[lever]}, output_dir="out")
     losses: list[float] = []
     for number in range(30):
         if number == at and int(os.environ["RANK"]) == 1:
@@ -69,7 +64,7 @@ def fault_losses_are_no_numbers(host: str, value: float, phase: str, lever: str,
 
 def jumped(tell: Tell, host: str, seconds: float, at: int) -> None:
     """Train; in the midst of a step, and from there on, the clocks of rank 1 are another time."""
-    training = hosts.start(host, SECTION, output_dir="out")
+    training = hosts.start(host, SHORT_LIFE, output_dir="out")
     for number in range(30):
         if number == at and int(os.environ["RANK"]) == 1:
             module = modules_holding(training, parameters_of(training)[0])[0]
@@ -110,7 +105,7 @@ class ErrorOfTheUser(Exception):
 
 def interrupted(tell: Tell, host: str, at: int, lever: str) -> None:
     """Train; in the midst of a step both ranks' models raise; then the run ends, as after a user's error."""
-    training = hosts.start(host, {**SECTION, **LEVERS[lever]}, output_dir="out")
+    training = hosts.start(host, {**SHORT_LIFE, **LEVERS[lever]}, output_dir="out")
     modules = {m for p in parameters_of(training)[:1] for m in modules_holding(training, p)}
     assert modules
     raised = False

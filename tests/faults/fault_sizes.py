@@ -13,8 +13,7 @@ from typing import Any
 import hosts
 import pytest
 import torch
-from fault_numbers import AT, SECTION
-from fault_processes import each_host
+from disturbed_runs import AT, SHORT_LIFE, each_host
 from jobs import Tell, start
 
 pytestmark = pytest.mark.timeout(400)
@@ -145,7 +144,7 @@ def overflow(tell: Tell, host: str, phase: str) -> None:
     half = {"fp16": True, "params_dtype": torch.float16}
     dynamic = {**half, "initial_loss_scale": 64.0, "min_loss_scale": 1.0, "loss_scale_window": 1000, "hysteresis": 1}
     module.Case = partial(module.Case, model={**half, "pipeline_dtype": torch.float16}, optimizer=dynamic)
-    training = hosts.start(host, SECTION, output_dir="out")
+    training = hosts.start(host, SHORT_LIFE, output_dir="out")
     still = False
     for number in range(30):
         zero_gradients(training.chunks, training.optimizer)

@@ -15,6 +15,7 @@ from megatron_ranks import (
     full_gradients,
     initialize,
     main_gradient,
+    plain_copies,
     run_batch,
     setup,
     teardown,
@@ -58,7 +59,7 @@ class MegatronTraining:
         return self._gradients
 
     def full_gradients(self, number: int) -> list[Tensors]:
-        return full_gradients(self.case, self.chunks, number)
+        return full_gradients(self.case, self.chunks, plain_copies(self.case), number)
 
     def save(self, folder: str) -> None:
         state = {

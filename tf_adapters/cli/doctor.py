@@ -130,7 +130,7 @@ def diagnose(versions: Versions, locks: Sequence[Path] = ()) -> Diagnosis:
     trainers = tuple(_check_trainer(trainer, versions.get(trainer.package), usable) for trainer in TRAINERS)
     killed = "a build of {} was killed, and training would wait for it forever: rm {}".format
     problems = (*_core_problems(versions), *(killed(lock.parent.name, lock) for lock in locks))
-    return Diagnosis(dict(versions), hosts, trainers, problems, hints)
+    return Diagnosis(dict(versions), hosts, trainers=trainers, problems=problems, hints=hints)
 
 
 def devices() -> str:
