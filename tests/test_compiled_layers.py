@@ -41,13 +41,14 @@ def test_nothing_is_compiled_after_the_warm_up(schedule: str) -> None:
     """Every layer has been in every state by then: frozen or not, behind layers that need gradients or not."""
     section = {**BLOCKS, "warmup_steps": WARMUP, "monitoring_steps": 4, "progressive_steps": 2}
     case = Case(schedule=schedule, microbatches=MICROBATCHES, section=section, compiled=True)
-    for compiled, masked, failure in pool(2).run(compilations, case):
+    of_ranks = pool(2).run(compilations, case)
+    assert any(masked[-1] for _, masked, _ in of_ranks)  # where, the measured times decide
+    for compiled, masked, failure in of_ranks:
         assert failure is None
         assert compiled[0] > 0
         assert compiled[WARMUP - 1 :] == [compiled[-1]] * (STEPS - WARMUP + 1)
         assert masked[: WARMUP - 1] == [False] * (WARMUP - 1)
         assert masked[WARMUP - 1]
-        assert masked[-1]
 
 
 @distributed
