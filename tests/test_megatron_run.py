@@ -240,6 +240,7 @@ def test_every_bucket_is_reduced_as_soon_as_its_last_gradient_is_there(megatron,
     pipeline = {"pp": 2, "vp": virtual} if virtual or deferred else {"pp": 1, "layers": 2}
     ratios = {f"{stage}B{m}": 0.5 for stage in range(4 if virtual else pipeline["pp"]) for m in range(4)}
     case = Case(ddp=OVERLAP, section=section, ratios=ratios, steps=4, **pipeline)
+    waited = False  # on some rank: where nothing needs to wait, the host's own backward computes everything
     for steps in megatron(4 if case.pp == 2 else 2).run(reductions, case):
         late = [names for step in steps[1:] for names in step]  # in the first one DDP counts
         assert late
@@ -249,7 +250,8 @@ def test_every_bucket_is_reduced_as_soon_as_its_last_gradient_is_there(megatron,
                 assert "frozen" not in names[names.index("waited") :] if "waited" in names else True, names
             elif set(names) > {"frozen"}:
                 assert names[-1] == "trained", names
-        assert any("waited" in names for names in late) == deferred
+        waited = waited or any("waited" in names for names in late)
+    assert waited == deferred
 
 
 def reductions(case: Case) -> list[list[list[str]]]:
