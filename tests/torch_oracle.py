@@ -18,7 +18,8 @@ PLANS = (
 )
 REPLICATED = {
     "ddp": Case(replicas="ddp"),
-    "ddp interleaved": Case(replicas="ddp", schedule="ScheduleInterleaved1F1B"),
+    # DDP itself fails where all of a stage's forwards come before its first backward, as with four microbatches.
+    "ddp interleaved": Case(replicas="ddp", microbatches=8, schedule="ScheduleInterleaved1F1B"),
     "ddp gradients as views": Case(replicas="ddp view"),
     "tp": Case(replicas="tp"),
     "tp zbv": Case(replicas="tp", schedule="ScheduleZBVZeroBubble"),
