@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,16 @@ def test_the_planner_imports_no_torch(room: str) -> None:
 def test_no_test_module_imports_another() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         assert not [name for name in imports(path) if name.startswith(("test_", "fault_"))], path
+
+
+@pytest.mark.parametrize("folder", ["examples", "benchmarks"])
+def test_what_scripts_import_from_the_package_exists(folder: str) -> None:
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tf_adapters"):
+                module = importlib.import_module(str(node.module))
+                for name in node.names:
+                    assert hasattr(module, name.name) or find_spec(f"{node.module}.{name.name}"), f"{path}: {name.name}"
 
 
 def test_no_two_modules_import_each_other_in_a_circle() -> None:

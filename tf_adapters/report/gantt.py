@@ -21,12 +21,21 @@ from tf_adapters.report.gantt_marks import (
     paint_blocks,
     rank_label,
 )
-from tf_adapters.report.layout import Panel
+from tf_adapters.report.layout import Panel, panels_of
+from tf_adapters.report.schema import Report
 
-__all__ = ["draw_panels"]
+__all__ = ["draw", "draw_panels"]
 
 _NARROW = 9.0  # points: the middle block's width below which a frame around it leaves too little of its colour
 _FRAMED_END = 1.1  # inches right of the longest batch for the text at its end
+
+
+def draw(report: Report, path: str | os.PathLike[str], fmt: Literal["png", "svg"] | None = None) -> None:
+    """Draw the report's batch into ``path``: with nothing frozen, as planned, and as measured as far as it was.
+
+    Raises what ``draw_panels`` raises, and ConfigError when the report has nothing to draw.
+    """
+    draw_panels(panels_of(report), f"One batch on {report.host.name}", path, fmt)
 
 
 def draw_panels(
