@@ -92,8 +92,6 @@ class Controller:
         }
         self._noise = GradientNoise(freezable if config.is_auto else {})
         self._executed: list[Action] = []
-        self._order: PipelineSchedule | None = None
-        self._waiting: frozenset[Action] = frozenset()  # weight gradients that are actions of that order
         self._step_start: Any = None
         setup = RunSetup(config, collectives, pipeline, self.masks, probes=self._noise.probes)
         self._decisions = Decisions(setup, self.stability_checks, observer)
@@ -126,9 +124,6 @@ class Controller:
         self._executed.clear()
         self.memory.start_step()
         self._step_masks.clear()
-        if self._order is not (order := self.execution):
-            self._order = order
-            self._waiting = frozenset(action for action in order.actions if action.kind is Kind.WEIGHT_GRAD)
         self._layers.on() if self._times_layers() else self._layers.off()
         for taps in self.pipeline.taps.values():
             taps.clear()
@@ -308,7 +303,7 @@ class Controller:
     def _tapped(self, phase: Phase, action: Action) -> Iterator[None]:
         """The part of an action between its mask and its host, on a stage whose weight gradients can wait."""
         taps = self.pipeline.taps.get(action.stage)
-        if taps is None or not self._computed_apart(phase, action):
+        if taps is None or not self._computed_apart(action):
             yield
         elif action.kind is Kind.WEIGHT_GRAD:
             with self.timer.timed(phase, action, first_part=True):
@@ -324,15 +319,16 @@ class Controller:
             with taps.recording(action.microbatch):
                 yield
 
-    def _computed_apart(self, phase: Phase, action: Action) -> bool:
+    def _computed_apart(self, action: Action) -> bool:
         """Whether the weight gradients of an action's microbatch are computed apart from its backward.
 
         Until a plan is there, to time them; then where they are sampled or wait. The host's own backward computes them
         a little faster: what it reads is still in the processor's caches.
         """
-        if self.config.samples_tokens or phase.monitors or phase is Phase.WARMUP:
+        plan = self.state.plan
+        if plan is None or self.config.samples_tokens:
             return True
-        return Action(action.stage, Kind.WEIGHT_GRAD, action.microbatch) in self._waiting
+        return Action(action.stage, Kind.WEIGHT_GRAD, action.microbatch) in plan.freeze_ratio
 
     def _compute(self, stage: int, taps: StageTaps, microbatch: int) -> None:
         with self.pipeline.accumulating():
