@@ -45,7 +45,8 @@ MEASURED = {
 }
 
 
-def report(**changes: Any) -> Report:
+def report_data(**changes: Any) -> dict[str, Any]:
+    """A report as its file has it."""
     data = {
         "format": 1,
         "host": {"name": "deepspeed", "version": "0.19.8"},
@@ -55,4 +56,8 @@ def report(**changes: Any) -> Report:
         "times": TIMES,
         "plan": PLAN,
     }
-    return Report.from_json({**data, **changes})
+    return {**data, **changes}
+
+
+def report(**changes: Any) -> Report:
+    return Report.from_json(report_data(**changes))

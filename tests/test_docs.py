@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from sample_reports import RANKS, report_data
 from torch.distributed.run import get_args_parser
 
 import tf_adapters.cli
@@ -38,7 +39,6 @@ PAGES = [
 ]
 USERS_OWN = {"train.py", "pretrain_gpt.py", "ds_config.json"}
 """Files of the reader's, which README and docs name as examples; an example's own page must name files that exist."""
-RANKS = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
 TIMES = {action: [9.0, 9.0] if "F" in action else [9.0, 20.0] for rank in RANKS for action in rank}
 PLAN_INPUT = {"ranks": RANKS, "times": TIMES, "max_freeze_ratio": 0.8}
 
@@ -191,15 +191,10 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("input.json").write_text(json.dumps(PLAN_INPUT))
     Path("order.csv").write_text("\n".join(",".join(rank) for rank in RANKS))
     assert tf_adapters.cli.main(["plan", "input.json", "--out", "plan.json"]) == 0
-    report = {
-        "format": 1,
-        "host": {"name": "deepspeed", "version": "0.19.8"},
-        "schedule": {"ranks": RANKS},
-        "status": "stable",
-        "step": 400,
-        "times": TIMES,
-        "plan": json.loads(Path("plan.json").read_text()),
-        "layers": {
+    report = report_data(
+        times=TIMES,
+        plan=json.loads(Path("plan.json").read_text()),
+        layers={
             stage: {
                 "layers": [{"name": name, "forward_ms": 1.0, "backward_ms": 2.0, "parameters": 9} for name in "ab"],
                 "rest_forward_ms": 0.0,
@@ -207,14 +202,14 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             }
             for stage in "01"
         },
-        "measured": {
+        measured={
             "backward_ms": [
                 {"action": action, "afr": afr, "ms": 20.0 - 11 * afr, "phase": None}
                 for action in ("0B0", "1B0")
                 for afr in (0.0, 0.5, 1.0)
             ]
         },
-    }
+    )
     for name in ("timely_freeze/report.json", "runs/timely_freeze/report.json", "REPORT.json"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(json.dumps(report))
