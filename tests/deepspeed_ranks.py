@@ -41,6 +41,7 @@ class Case:
 
     stages: int = 2  # ranks of the pipeline; DualPipeV has two stages on each
     dualpipev: bool = False
+    dynamic_shape: bool = False  # microbatches of several lengths in a batch
     config: dict[str, Any] = field(default_factory=dict)
     section: dict[str, Any] | None = field(default_factory=dict)
     tied: bool = False
@@ -149,6 +150,7 @@ def build_engine(case: Case) -> Any:
         seed_layers=True,
         seed_fn=seed,
         checkpointable_layers=["Block"],
+        **({"dynamic_shape": True} if case.dynamic_shape else {}),
     )
     if case.adapted is not None:
         numbered = [(name, layer) for name, layer in module.named_children() if name.isdigit()]

@@ -7,7 +7,8 @@ Source: deepspeed/runtime/pipe/engine.py.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,12 +20,13 @@ from deepspeed.runtime.pipe import schedule as host
 from tf_adapters.collectives import Collectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.deepspeed.execution import (
+    BeginReceive,
     FinishSends,
     InputGradients,
     OrderedSchedule,
-    Sends,
+    Transfers,
     WeightGradients,
-    another_buffer,
+    apart,
 )
 from tf_adapters.deepspeed.optimizers import (
     HeldParameters,
@@ -44,6 +46,7 @@ from tf_adapters.deepspeed.stages import (
 )
 from tf_adapters.deepspeed.support import refuse_compiled
 from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
+from tf_adapters.hosts.waiting import WaitingWeights
 from tf_adapters.masking.taps import StageTaps, plain_layer
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
@@ -56,6 +59,7 @@ from tf_adapters.training.pipeline import HostInfo, HostPipeline
 HOST = HostInfo("deepspeed", deepspeed.__version__)
 ATTRIBUTE = "timely_freeze"  # of the engine: its adapter
 CHECKPOINT_KEY = "timely_freeze"
+_TRANSFERS = (host.SendActivation, host.RecvActivation, host.SendGrad, host.RecvGrad)
 _WARMUP_ATTRIBUTES = ("warmup_num_steps", "num_warmup_steps", "warmup_steps")
 
 
@@ -77,7 +81,9 @@ class DeepSpeedAdapter(HostAdapter):
         self._tracker = MicrobatchTracker()
         self._losses: dict[int, Any] = {}
         self._running: tuple[int, int] | None = None
-        self._sends, self._reordered = Sends(), False
+        self._transfers: Transfers | None = None  # of the batch that runs, where it runs in a plan's order
+        self._waiting: WaitingWeights | None = None  # the same, where only weight gradients stand elsewhere
+        self._shapes_known = False
         self._given_warmup, self._given_metrics = warmup_steps, metrics
         # Before 0.19.8 the engine had no method to ask for what it runs by itself.
         own = type(engine._train_schedule()) if hasattr(engine, "_train_schedule") else host.TrainSchedule
@@ -99,7 +105,7 @@ class DeepSpeedAdapter(HostAdapter):
             held_values=held_values(engine, parameters),
             taps={engine.stage_id: StageTaps(engine.module, plain_layer)} if self.config.splits_backwards else {},
             accumulating=lambda: accumulating(engine),
-            moves_forwards=True,
+            moves_forwards=not engine.dynamic_shape,  # of which receives cannot begin early
             traced=holds_first_rank(engine.grid.get_pipe_parallel_group()),
             replicas=engine.grid.get_data_parallel_world_size(),
             adaptive=is_adaptive([engine.basic_optimizer]),
@@ -131,10 +137,9 @@ class DeepSpeedAdapter(HostAdapter):
             wrapped |= {
                 InputGradients: partial(self._backward, Kind.INPUT_GRAD),
                 WeightGradients: lambda _, microbatch: controller.compute_weight_gradients(self._stages[0], microbatch),
-                FinishSends: lambda engine: self._sends.finish(),
+                **{kind: partial(self._transfer, kind) for kind in (*_TRANSFERS, BeginReceive, FinishSends)},
             }
-            wrapped[host.RecvGrad] = self._receive_gradients
-            wrapped |= {kind: self._sending(kind) for kind in (host.SendActivation, host.SendGrad)}
+            overrides.set(engine, "reset_activation_shape", self._resetting(engine.reset_activation_shape))
         overrides.set(engine, "_INSTRUCTION_MAP", {**self._host_instructions, **wrapped})
         overrides.set(engine, "_exec_schedule", self._exec_schedule)
         overrides.set(engine, "save_checkpoint", self._saving(engine.save_checkpoint))
@@ -150,22 +155,32 @@ class DeepSpeedAdapter(HostAdapter):
         evaluates = isinstance(schedule, host.InferenceSchedule) or getattr(schedule, "forward_only", False)
         if evaluates:  # the second is DualPipeV's
             self._host_exec_schedule(schedule)
-        else:
+            return
+        try:
             self._host_exec_schedule(self._begin_step())
+        finally:
+            self._transfers = self._waiting = None
+        self._shapes_known = True
 
     def _begin_step(self) -> host.PipeSchedule:
         """Start a training step; the schedule that the engine is to run in it."""
-        engine = self.engine
+        engine, controller = self.engine, self.controller
         refuse_compiled(engine)  # it may have been compiled after attaching
-        if engine.micro_batches != self.controller.state.microbatches:
-            self.controller.reschedule(self._orders(engine.micro_batches))
+        if engine.micro_batches != controller.state.microbatches:
+            controller.reschedule(self._orders(engine.micro_batches))
         self._tracker = MicrobatchTracker()
         self._losses.clear()
-        self.controller.begin_step()
+        controller.begin_step(in_host_order=not self._shapes_known)
         size = {"micro_batches": engine.micro_batches, "stages": engine.num_stages, "stage_id": engine.stage_id}
-        order = self.controller.execution
-        self._reordered = order is not self.controller.schedule
-        return OrderedSchedule(order.ranks[engine.stage_id], **size) if self._reordered else self._schedule_type(**size)
+        order = controller.execution
+        if order is controller.schedule:
+            return self._schedule_type(**size)
+        row = order.ranks[engine.stage_id]
+        if controller.pipeline.moves_forwards:
+            self._transfers = Transfers(engine)
+            return OrderedSchedule(row, **size, receives=self.receive_points(order))
+        self._waiting = WaitingWeights(row, lambda a, _: controller.compute_weight_gradients(a.stage, a.microbatch))
+        return self._schedule_type(**size)
 
     def _forward(self, engine: Any, buffer_id: int, **kwargs: Any) -> None:
         run = self._host_instructions[host.ForwardPass]
@@ -182,30 +197,46 @@ class DeepSpeedAdapter(HostAdapter):
         stage, microbatch = self._stages[kwargs.get("phase", 0)], self._tracker.backward(buffer_id)
         if self._keeps_losses:
             engine.loss = self._losses.pop(buffer_id)
+        if self._waiting is not None:
+            kind = self._waiting.backward_kind(stage, microbatch)
         with self._action(stage, kind, microbatch):
             if stage == 0 and self.controller.mask(stage, microbatch).complete:
                 self._skip_backward(buffer_id)
             else:
                 self._host_instructions[host.BackwardPass](engine, buffer_id, **kwargs)
 
-    def _sending(self, kind: type) -> Callable[..., None]:
-        """An instruction that sends: in a rewritten order it is started only."""
-        run = self._host_instructions[kind]
-        started = self._sends.wrap(run)
+    def _transfer(self, kind: type, engine: Any, *args: Any, **kwargs: Any) -> None:
+        """An instruction that sends or receives: in a rewritten order none keeps its rank waiting."""
+        if self._transfers is None:
+            self._host_instructions[kind](engine, *args, **kwargs)
+            if kind is host.RecvGrad and self._waiting is not None:
+                engine.grad_layer = apart(engine.grad_layer)
+        elif kind is BeginReceive:
+            self._transfers.begin_receive(*args, **kwargs)
+        elif kind is FinishSends:
+            self._transfers.finish()
+        else:
+            with self._transfers.of(kind):
+                self._host_instructions[kind](engine, *args, **kwargs)
 
-        def send(engine: Any, *args: Any, **kwargs: Any) -> None:
-            (started if self._reordered else run)(engine, *args, **kwargs)
+    def _resetting(self, reset: Callable[[], None]) -> Callable[[], None]:
+        """The engine's shapes are to change, on all ranks: the next batch runs in its own order to exchange them."""
 
-        return send
+        def reset_activation_shape() -> None:
+            self._shapes_known = False
+            reset()
 
-    def _receive_gradients(self, engine: Any, buffer_id: int) -> None:
-        if self._reordered and engine.grad_layer is not None:
-            engine.grad_layer = another_buffer(engine.grad_layer)
-        self._host_instructions[host.RecvGrad](engine, buffer_id)
+        return reset_activation_shape
 
-    def _action(self, stage: int, kind: Kind, microbatch: int) -> Any:
+    @contextmanager
+    def _action(self, stage: int, kind: Kind, microbatch: int) -> Iterator[None]:
         self._running = (stage, microbatch)
-        return self.controller.running(Action(stage, kind, microbatch))
+        action = Action(stage, kind, microbatch)
+        with self.controller.running(action):
+            yield
+        if self._waiting is not None:
+            self._waiting.passed(action)
+            self._waiting.run()
 
     def _skip_backward(self, buffer_id: int) -> None:
         """Nothing of the first stage needs a gradient: only free what the host's backward would have freed."""

@@ -1,13 +1,16 @@
 """A batch in an order that a plan has rewritten, as an instruction stream for DeepSpeed's engine.
 
 The engine's sends wait for their receiver. Any order can then stop for ever where both neighbours send, so here sends
-are started and waited for at the end of the batch; receives come right before their action.
+are begun after their action and waited for at the end of the batch, and receives are begun when ``schedule.messages``
+says: NCCL runs the transfers between two ranks one after the other, in the order in which each has begun them.
 Source: deepspeed/runtime/pipe/engine.py, schedule.py and p2p.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,12 +23,13 @@ from tf_adapters.schedule.ir import Action, Kind
 
 __all__ = [
     "BATCH_ENDING",
+    "BeginReceive",
     "FinishSends",
     "InputGradients",
     "OrderedSchedule",
-    "Sends",
+    "Transfers",
     "WeightGradients",
-    "another_buffer",
+    "apart",
 ]
 
 
@@ -37,6 +41,10 @@ class WeightGradients(host.PipeInstruction):  # type: ignore[misc]
     """The weight gradients that a microbatch (``microbatch``) has left."""
 
 
+class BeginReceive(host.PipeInstruction):  # type: ignore[misc]
+    """Begin to receive the input of an action (``action``)."""
+
+
 class FinishSends(host.PipeInstruction):  # type: ignore[misc]
     """Wait until everything that was sent has arrived."""
 
@@ -45,17 +53,30 @@ BATCH_ENDING = (host.ReduceTiedGrads, host.ReduceGrads, host.OptimizerStep)
 
 
 class OrderedSchedule(host.PipeSchedule):  # type: ignore[misc]
-    """The instructions of one stage for its row of an order, in which sends are started only."""
+    """The instructions of one stage for its row of an order.
+
+    ``receives`` are, by the action before which they begin, the actions whose inputs are received.
+    """
 
     ending: tuple[type[host.PipeInstruction], ...] = (FinishSends, *BATCH_ENDING)
 
-    def __init__(self, row: tuple[Action, ...], micro_batches: int, stages: int, stage_id: int) -> None:
+    def __init__(
+        self,
+        row: tuple[Action, ...],
+        micro_batches: int,
+        stages: int,
+        stage_id: int,
+        *,
+        receives: Mapping[Action, tuple[Action, ...]] | None = None,
+    ) -> None:
         super().__init__(micro_batches=micro_batches, stages=stages, stage_id=stage_id)
-        self._row, self._buffers = row, _buffers(row)
+        self._row, self._buffers, self._receives = row, _buffers(row), receives or {}
 
     def steps(self) -> Iterator[list[host.PipeInstruction]]:
         """Yield the instructions of each action, then those that end the batch."""
         for action in self._row:
+            if action in self._receives:
+                yield [BeginReceive(action=target) for target in self._receives[action]]
             if action.kind is Kind.WEIGHT_GRAD:
                 yield [WeightGradients(microbatch=action.microbatch)]
             else:
@@ -99,47 +120,71 @@ def _buffers(row: tuple[Action, ...]) -> dict[int, int]:
     return buffers
 
 
-def another_buffer(received: Any) -> Any:
-    """A buffer like the one that gradients were received in: weight gradients may still be made from that one."""
-    if isinstance(received, torch.Tensor):
-        return torch.empty_like(received)
-    return [torch.empty_like(tensor) for tensor in received]
+def apart(received: Any) -> Any:
+    """A copy of gradients that came: the engine receives the next into the same buffer, and these are still needed."""
+    return received.clone() if torch.is_tensor(received) else [tensor.clone() for tensor in received]
 
 
-class Sends:
-    """Sends that do not wait for their receivers; what is sent is kept until it has arrived."""
+_BUFFER = {host.RecvActivation: "pipe_recv_buf", host.RecvGrad: "grad_layer"}
+"""Where the engine keeps what it receives into."""
 
-    def __init__(self) -> None:
-        self._under_way: list[tuple[Any, torch.Tensor]] = []
 
-    def wrap(self, instruction: Callable[..., None]) -> Callable[..., None]:
-        """An instruction of the engine whose sends are started only."""
+class Transfers:
+    """One batch's transfers, none of which keeps its rank waiting when it begins.
 
-        def run(engine: Any, *args: Any, **kwargs: Any) -> None:
-            with Overrides() as overrides:
-                overrides.set(p2p, "send", self._send)
-                instruction(engine, *args, **kwargs)
+    What is sent is kept until it has arrived. The engine must know the shapes of what it receives.
+    """
 
-        return run
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._sent: list[tuple[Any, torch.Tensor]] = []
+        self._coming: defaultdict[type, deque[tuple[Any, list[Any]]]] = defaultdict(deque)
+
+    def begin_receive(self, action: Action) -> None:
+        """Begin to receive the input of an action, in the order in which its neighbour sends."""
+        engine, forward = self._engine, action.kind is Kind.FORWARD
+        instruction = host.RecvActivation if forward else host.RecvGrad
+        source = p2p._grid.stage_to_global(stage_id=engine.prev_stage if forward else engine.next_stage)
+        # Buffers of its own: weight gradients may still be made from what came before.
+        like = getattr(engine, _BUFFER[instruction])
+        buffers = torch.empty_like(like) if torch.is_tensor(like) else type(like)(map(torch.empty_like, like))
+        works = [dist.irecv(buffer, source) for buffer in ([buffers] if torch.is_tensor(buffers) else buffers)]
+        self._coming[instruction].append((buffers, works))
+
+    @contextmanager
+    def of(self, instruction: type) -> Iterator[None]:
+        """Around an instruction of the engine that sends, which it then begins, or that receives what is coming."""
+        works: list[Any] = []
+
+        def receive(tensor: torch.Tensor, src_stage: int, async_op: bool = False) -> None:
+            works.pop(0).wait()  # on a device what follows on its stream waits, not the rank
+
+        if instruction in _BUFFER:
+            buffers, works = self._coming[instruction].popleft()
+            setattr(self._engine, _BUFFER[instruction], buffers)
+        with Overrides() as overrides:
+            overrides.set(p2p, "send", self._send)
+            overrides.set(p2p, "recv", receive)
+            yield
 
     def finish(self) -> None:
-        """Wait until everything has arrived."""
-        for work, _ in self._under_way:
+        """Wait until everything that was sent has arrived."""
+        for work, _ in self._sent:
             work.wait()
-        self._under_way.clear()
+        self._sent.clear()
 
     def _let_go(self) -> None:
         """What has arrived is no longer kept; what failed raises."""
-        under_way, self._under_way = self._under_way, []
-        for work, tensor in under_way:
+        sent, self._sent = self._sent, []
+        for work, tensor in sent:
             if work.is_completed():
                 work.wait()
             else:
-                self._under_way.append((work, tensor))
+                self._sent.append((work, tensor))
 
     def _send(self, tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> None:
         p2p._is_valid_send_recv(p2p._grid.get_stage_id(), dest_stage)
         self._let_go()
         # Not by deepspeed.comm.isend, which waits for its receiver in releases before 0.19.8.
         work = dist.isend(tensor, p2p._grid.stage_to_global(stage_id=dest_stage))
-        self._under_way.append((work, tensor))
+        self._sent.append((work, tensor))

@@ -7,6 +7,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -15,7 +16,11 @@ from tf_adapters.deepspeed.stages import is_dualpipev, layers_by_stage
 from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, missing_name, refuse
 from tf_adapters.masking.parameters import COMPILED
 
-ENGINE_NAMES = ("_INSTRUCTION_MAP", "_config", "_exec_schedule", "pipe_buffers", "save_checkpoint", "load_checkpoint")
+ENGINE_NAMES = (
+    *("_INSTRUCTION_MAP", "_config", "_exec_schedule", "pipe_buffers", "save_checkpoint", "load_checkpoint"),
+    *("dynamic_shape", "reset_activation_shape", "pipe_recv_buf", "grad_layer"),
+)
+TRANSFER_NAMES = ("send", "recv", "_grid", "_is_valid_send_recv")
 MODULE_NAMES = ("_layer_specs", "_local_start", "_local_stop")
 ZERO_NAMES = ("single_partition_of_fp32_groups", "bit16_groups", "use_grad_accum_attribute")
 BF16_NAMES = ("fp32_groups_flat_partition", "fp32_groups_gradients", "fp32_groups_has_gradients", "bf16_groups")
@@ -33,6 +38,7 @@ def check(engine: Any, settings: TimelyFreezeConfig | None = None) -> None:
             "which deepspeed.initialize returns for a PipelineModule"
         )
     refuse(missing_name(engine, ENGINE_NAMES, called="PipelineEngine"))
+    refuse(missing_name(p2p, TRANSFER_NAMES, called="deepspeed.runtime.pipe.p2p"))
     module_names = (*MODULE_NAMES, "phase_bounds") if is_dualpipev(engine) else MODULE_NAMES
     refuse(missing_name(engine.module, module_names, called="PipelineModule"))
     refuse_compiled(engine)

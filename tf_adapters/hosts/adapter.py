@@ -18,6 +18,8 @@ from tf_adapters.hosts.agreement import GivenConfig, agree_on_settings, gather_u
 from tf_adapters.hosts.layers import blocks
 from tf_adapters.overrides import Overrides
 from tf_adapters.report.observer import MetricSink, RunReporter
+from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.schedule.messages import receive_points
 from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.training.controller import Controller
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
@@ -53,6 +55,7 @@ class HostAdapter(ABC):
         self.config, self.collectives = config, collectives
         self.overrides = Overrides()
         self._on_detach: list[Callable[[], None]] = []
+        self._receive_points: tuple[PipelineSchedule, Mapping[Action, tuple[Action, ...]]] | None = None
         described: list[HostPipeline] = []
 
         def local_units() -> Mapping[int, Any]:
@@ -77,6 +80,15 @@ class HostAdapter(ABC):
     def ties(self, pipeline: HostPipeline) -> tuple[Any, ...]:
         """Weights that several stages hold, told from all stages' units. Called on all ranks."""
         return ()
+
+    def receive_points(self, order: PipelineSchedule) -> Mapping[Action, tuple[Action, ...]]:
+        """Before which actions this rank begins to receive, where batches run in a plan's ``order``; see there."""
+        if self._receive_points is None or self._receive_points[0] is not order:
+            plan = self.controller.state.plan
+            assert plan is not None
+            ends = {action: start + plan.duration_ms[action] for action, start in plan.start_ms.items()}
+            self._receive_points = order, receive_points(order, ends)
+        return self._receive_points[1]
 
     def around_steps(self, optimizer: torch.optim.Optimizer, before: StepHook, after: StepHook) -> None:
         """Call ``before`` and ``after`` with the optimizer around each of its steps, until detached."""

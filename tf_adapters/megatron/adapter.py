@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
@@ -22,18 +22,18 @@ from tf_adapters.collectives import Collectives, holds_first_rank, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.layers import layers_of
+from tf_adapters.hosts.waiting import WaitingWeights
 from tf_adapters.log import announce
 from tf_adapters.masking.taps import StageTaps
 from tf_adapters.megatron.chunks import Chunk, device_of
-from tf_adapters.megatron.execution import WaitingWeights, before_reduction
+from tf_adapters.megatron.execution import before_reduction
 from tf_adapters.megatron.linear import tapped_layer
 from tf_adapters.megatron.optimizers import HeldParameters, held_values, scale_gradients
 from tf_adapters.megatron.ordered import Links, OrderedBatch, is_replaceable
 from tf_adapters.megatron.schedules import PipelinePosition, translate
 from tf_adapters.megatron.units import chunk_units, tied_places
 from tf_adapters.report.observer import MetricSink
-from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.schedule.messages import receive_points
+from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.selection.units import Tie
 from tf_adapters.timing.timer import clock_for
 from tf_adapters.training.batches import MOST_NUMBERS
@@ -83,7 +83,6 @@ class MegatronAdapter(HostAdapter):
         self._batch_seen = False
         self._waiting: WaitingWeights | None = None
         self._ordered: OrderedBatch | None = None
-        self._receives: tuple[PipelineSchedule, Mapping[Action, tuple[Action, ...]]] | None = None  # of the last order
         self._unscaled: set[int] = set()  # stages whose gradients of this step are still to be scaled
         self.collectives = collectives
         self._orders = functools.lru_cache(MOST_NUMBERS)(self._translate)
@@ -218,7 +217,7 @@ class MegatronAdapter(HostAdapter):
             (chunk,) = by_stage.values()
             self._ordered = OrderedBatch(
                 row,
-                receives=self._receive_points(order),
+                receives=self.receive_points(order),
                 links=self._links,
                 device=device_of(self._model.chunks),
                 run=functools.partial(self._run, chunk=chunk),
@@ -226,14 +225,6 @@ class MegatronAdapter(HostAdapter):
             )
         else:
             self._waiting = WaitingWeights(row, compute)
-
-    def _receive_points(self, order: PipelineSchedule) -> Mapping[Action, tuple[Action, ...]]:
-        if self._receives is None or self._receives[0] is not order:
-            plan = self.controller.state.plan
-            assert plan is not None
-            ends = {action: start + plan.duration_ms[action] for action, start in plan.start_ms.items()}
-            self._receives = order, receive_points(order, ends)
-        return self._receives[1]
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step, and with it the end of ours."""

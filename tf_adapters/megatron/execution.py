@@ -1,7 +1,5 @@
-"""Weight gradients that wait, in Megatron's schedules: computed where a rank would wait for a receive.
+"""Weight gradients that wait, in Megatron's schedules: they are computed before their gradients are reduced.
 
-The schedules run forwards and backwards in their own order. What a plan puts between two of them runs after the next
-receive has begun, and before the second of the two at the latest.
 Source: megatron/core/pipeline_parallel/schedules.py.
 """
 
@@ -12,55 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from tf_adapters.overrides import Overrides
-from tf_adapters.schedule.ir import Action, Kind
 
-__all__ = ["WaitingWeights", "before_reduction"]
-
-
-class WaitingWeights:
-    """The weight-gradient actions of one rank's row, each due once the action before it has run.
-
-    Args:
-        row: what the rank runs in a batch, in order.
-        compute: runs a WEIGHT_GRAD action; told whether it is the last one of its stage.
-    """
-
-    def __init__(self, row: tuple[Action, ...], compute: Callable[[Action, bool], None]) -> None:
-        self._row, self._compute = row, compute
-        self._weights = [action for action in row if action.kind is Kind.WEIGHT_GRAD]
-        self._last = {action.stage: action for action in self._weights}
-        self._passed: set[Action] = set()
-
-    def backward_kind(self, stage: int, microbatch: int) -> Kind:
-        """What the host's backward of a microbatch is: BACKWARD, or INPUT_GRAD where its weight gradients wait."""
-        split = Action(stage, Kind.WEIGHT_GRAD, microbatch) in self._weights
-        return Kind.INPUT_GRAD if split else Kind.BACKWARD
-
-    def passed(self, action: Action) -> None:
-        """A forward or backward has run."""
-        self._passed.add(action)
-
-    def run(self) -> None:
-        """Compute what stands in the row before the next forward or backward."""
-        for action in self._row:
-            if action.kind is Kind.WEIGHT_GRAD:
-                self._run_once(action)
-            elif action not in self._passed:
-                return
-
-    def finish(self, stage: int | None = None) -> None:
-        """Compute everything, of one stage or of all, whose input gradient has run."""
-        for action in self._weights:
-            if (
-                stage in (None, action.stage)
-                and Action(action.stage, Kind.INPUT_GRAD, action.microbatch) in self._passed
-            ):
-                self._run_once(action)
-
-    def _run_once(self, action: Action) -> None:
-        if action not in self._passed:
-            self._passed.add(action)
-            self._compute(action, action == self._last[action.stage])
+__all__ = ["before_reduction"]
 
 
 @contextmanager

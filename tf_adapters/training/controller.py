@@ -114,13 +114,17 @@ class Controller:
     def in_step(self) -> bool:
         return self._step_start is not None
 
-    def begin_step(self) -> None:
-        """The host starts a training step. Raises UnsupportedError where a graph captures it."""
+    def begin_step(self, in_host_order: bool = False) -> None:
+        """The host starts a training step, on request in its own order; equal on all ranks.
+
+        Raises UnsupportedError where a graph captures it.
+        """
         if is_capturing(self.pipeline.device):
             raise UnsupportedError(
                 "timely_freeze cannot run here: a CUDA graph captures this step and would replay one mask for ever; "
                 "train without CUDA graphs"
             )
+        self.state.host_order_step = self.step if in_host_order else None
         self._executed.clear()
         self.memory.start_step()
         self._step_masks.clear()

@@ -33,7 +33,8 @@ class RunState:
     """The state of one run, equal on every rank but for what stability checks compare with, which the first rank has.
 
     ``microbatches`` are those of the batch that runs, or runs next; ``plans`` has a plan for each number of them.
-    ``measured`` is what they are made from, of one number, after step ``measured_at``.
+    ``measured`` is what they are made from, of one number, after step ``measured_at``. In ``host_order_step`` the host
+    runs its own order, whatever the plan says.
     """
 
     phases: PhaseSchedule
@@ -45,6 +46,7 @@ class RunState:
     notes: tuple[str, ...] = ()
     failure: str | None = None
     stability: StabilityState = field(default_factory=StabilityState)
+    host_order_step: int | None = field(default=None, compare=False)
 
     @classmethod
     def fresh(cls, config: TimelyFreezeConfig, auto_warmup: int) -> RunState:
@@ -94,7 +96,7 @@ class RunState:
 
     def execution(self, host_order: PipelineSchedule, step: int) -> PipelineSchedule:
         """What the ranks run in ``step``: the order of a plan that defers, once one is in force; else the host's."""
-        if self.plan is None or self.failure or step <= self.phases.freezing_start:
+        if self.plan is None or self.failure or step <= self.phases.freezing_start or step == self.host_order_step:
             return host_order
         rewritten = self.plan.schedule
         return host_order if rewritten is None or rewritten == host_order else rewritten
