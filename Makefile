@@ -17,17 +17,21 @@ else
 SHOW := --quiet
 endif
 
-.PHONY: demo test check fuzz faults soak docs bench gpu study test-matrix clean
+.PHONY: demo test test-programs check fuzz faults soak docs bench gpu study test-matrix clean
 
 demo: $(VENV)/ready
 	@$(RUN) examples/deepspeed_gpt/demo.py
 
 # Ranks wait for each other a third of their time: two tests at once keep two cores busy.
-DISTRIBUTED := -m distributed -n 2 --dist worksteal
+IN_PAIRS := -n 2 --dist worksteal
 
 test: $(VENV)/ready
-	$(RUN) -m pytest -m "not distributed" -n auto
-	$(RUN) -m pytest $(DISTRIBUTED)
+	$(RUN) -m pytest -m "not distributed and not programs" -n auto
+	$(RUN) -m pytest -m distributed $(IN_PAIRS)
+
+# Launchers, examples, benchmarks, trainers on a host, an installed wheel, two nodes.
+test-programs: $(VENV)/ready
+	$(RUN) -m pytest -m programs $(IN_PAIRS)
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -40,7 +44,7 @@ fuzz: $(VENV)/ready
 
 # Killed and stopped ranks, full disks, damaged checkpoints, NaN, clocks that jump, random events: every host.
 faults: $(VENV)/ready
-	$(RUN) -m pytest tests/faults -o python_files='fault_*.py' -o python_functions='fault_*' -n 2 --dist worksteal --maxfail=100
+	$(RUN) -m pytest tests/faults -o python_files='fault_*.py' -o python_functions='fault_*' $(IN_PAIRS) --maxfail=100
 
 # 20,000 steps on each host: memory, threads, file handles and times stay flat.
 soak: $(VENV)/ready

@@ -130,7 +130,8 @@ def run(package: str, version: str, whole: bool) -> dict[str, object]:
             ["."] if whole else list(CONTRACT),
             ["-k", HOST_TESTS[package], "-n", "2", "--dist", "worksteal"],
         )
-    options += ["-m", "distributed", "--maxfail", "1000", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    options += ["-m", "distributed or programs", "--maxfail", "1000", "-q", "-p", "no:cacheprovider"]
+    options.append(f"--junitxml={report}")
     began = time.monotonic()
     command = [sys.executable, "-m", "pytest", *(str(ROOT / "tests" / name) for name in files), *options]
     subprocess.run(command, env=environment, check=False, cwd=ROOT)

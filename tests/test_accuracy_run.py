@@ -14,7 +14,7 @@ from rank_pools import PRELOAD
 from tf_adapters.testing import RankPool
 
 ROOT = Path(__file__).resolve().parents[1]
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.programs
 
 
 @pytest.fixture

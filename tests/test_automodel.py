@@ -10,7 +10,7 @@ from trainer_contract import TrainerContract
 
 
 @pytest.mark.skipif(find_spec("nemo_automodel") is None, reason="nemo-automodel is not installed")
-@pytest.mark.distributed
+@pytest.mark.programs
 class TestAutoModel(TrainerContract):
     module = "automodel_jobs"
     refused = ("deferred",)

@@ -42,7 +42,7 @@ def steps_run(output: str) -> int:
 # --- the launcher --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.distributed
+@pytest.mark.programs
 def test_an_unmodified_script_trains_through_all_phases(tmp_path: Path) -> None:
     code, output = launch(tmp_path, start=deepspeed, timely_freeze={**SECTION, "output_dir": str(tmp_path)})
     assert code == 0, output
@@ -65,7 +65,7 @@ def test_an_unmodified_script_trains_through_all_phases(tmp_path: Path) -> None:
     assert "deepspeed" in shown.stdout
 
 
-@pytest.mark.distributed
+@pytest.mark.programs
 def test_without_a_section_the_script_trains_as_ever(tmp_path: Path) -> None:
     code, output = launch(tmp_path)
     assert code == 0, output
@@ -73,7 +73,7 @@ def test_without_a_section_the_script_trains_as_ever(tmp_path: Path) -> None:
     assert steps_run(output) == STEPS
 
 
-@pytest.mark.distributed
+@pytest.mark.programs
 @pytest.mark.parametrize(
     ("start", "config", "text"),
     [
@@ -102,7 +102,7 @@ def test_a_wrong_config_ends_the_job_before_it_trains(
     assert said(output) == []
 
 
-@pytest.mark.distributed
+@pytest.mark.programs
 def test_a_script_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
     code, output = launch(tmp_path, script="examples/no_such_script.py")
     assert code not in (0, -signal.SIGKILL)

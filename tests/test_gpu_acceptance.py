@@ -170,7 +170,7 @@ def test_a_support_table_says_what_was_tested_read_or_refused(page: str) -> None
 # --- the parts -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.distributed
+@pytest.mark.programs
 @pytest.mark.parametrize("name", [name for name in gpu.MODULES if name != STARTED])
 def test_a_part_runs_on_cpus(name: str, files: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
@@ -179,7 +179,7 @@ def test_a_part_runs_on_cpus(name: str, files: list[str], monkeypatch: pytest.Mo
     check_passed(files, name)
 
 
-@pytest.mark.distributed
+@pytest.mark.programs
 def test_a_part_runs_on_cpus_as_a_user_starts_it(files: list[str], tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--tiny", "--part", STARTED]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -22,7 +22,7 @@ from tf_adapters.errors import ConfigError, UnsupportedError
 @pytest.mark.skipif(
     find_spec("megatron") is None or find_spec("megatron.bridge") is None, reason="megatron-bridge is not installed"
 )
-@pytest.mark.distributed
+@pytest.mark.programs
 class TestTrainings(TrainerContract):
     module = "megatron_bridge_jobs"
     refused = ("refused",)

@@ -19,7 +19,7 @@ from rank_pools import fork_ranks
 from tf_adapters.testing import RankPool
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.programs
 
 TINY = ("--layers", "4", "--hidden", "16", "--context", "8", "--microbatches", "4", "--log-every", "1")
 FREEZE = {"warmup-steps": 1, "monitoring-steps": 4, "progressive-steps": 2, "on-error": "raise", "report-every": 1}

@@ -148,7 +148,7 @@ def train(cell: Cell, ratio: float) -> dict[str, Any]:
     return {"order": order, "failure": failure, "masks": masks, "operations": device.operations}
 
 
-@pytest.mark.distributed
+@pytest.mark.programs
 @pytest.mark.parametrize(
     "cell",
     [

@@ -83,7 +83,7 @@ def _install(wheel: Path, packages: Path) -> None:
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
 
-@pytest.mark.distributed
+@pytest.mark.programs
 def test_the_wheel_holds_the_packages_and_the_configs(installed: Installed) -> None:
     names = zipfile.ZipFile(installed.wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {
@@ -97,7 +97,7 @@ def test_the_wheel_holds_the_packages_and_the_configs(installed: Installed) -> N
     assert tf_adapters.__version__ in installed.wheel.name
 
 
-@pytest.mark.distributed
+@pytest.mark.programs
 def test_the_sdist_holds_what_a_checkout_holds(installed: Installed) -> None:
     with tarfile.open(installed.sdist) as sdist:
         names = {name.split("/", 1)[1] for name in sdist.getnames() if "/" in name}
@@ -105,7 +105,7 @@ def test_the_sdist_holds_what_a_checkout_holds(installed: Installed) -> None:
     assert {*tracked, "examples/deepspeed_gpt/demo.py", "docs/settings.md", "deepspeed_configs/plain.json"} <= names
 
 
-@pytest.mark.distributed
+@pytest.mark.programs
 def test_the_installed_commands_work_without_a_checkout(installed: Installed, tmp_path: Path) -> None:
     where = installed.run("python", "-c", "import tf_adapters; print(tf_adapters.__file__)", cwd=tmp_path)
     assert Path(where.stdout.strip()).is_relative_to(installed.packages), where.stdout + where.stderr
@@ -120,7 +120,7 @@ def test_the_installed_commands_work_without_a_checkout(installed: Installed, tm
     assert json.loads(plan.stdout)["makespan_ms"]["planned"] < 58.0
 
 
-@pytest.mark.distributed
+@pytest.mark.programs
 def test_the_demos_example_trains_on_two_ranks_from_the_wheel(installed: Installed, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     with tarfile.open(installed.sdist) as sdist:

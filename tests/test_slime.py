@@ -14,7 +14,7 @@ from trainer_contract import TrainerContract
     not {"SLIME_SOURCE", "MEGATRON_LM_SOURCE"} <= os.environ.keys(),
     reason="SLIME_SOURCE and MEGATRON_LM_SOURCE name no checkouts of slime and Megatron-LM",
 )
-@pytest.mark.distributed
+@pytest.mark.programs
 class TestSlime(TrainerContract):
     module = "slime_jobs"
     steps, resumed = range(12), range(9, 12)

@@ -12,7 +12,7 @@ from trainer_contract import TrainerContract
 @pytest.mark.skipif(
     find_spec("swift") is None or find_spec("swift.megatron") is None, reason="ms-swift is not installed"
 )
-@pytest.mark.distributed
+@pytest.mark.programs
 class TestSwift(TrainerContract):
     module = "swift_jobs"
 

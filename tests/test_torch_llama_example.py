@@ -131,7 +131,7 @@ def test_batches_depend_on_seed_and_number_only() -> None:
 # --- the script under torchrun, as its README starts it ------------------------------------------------------
 
 
-@pytest.mark.distributed
+@pytest.mark.programs
 def test_it_learns_through_all_phases_and_its_model_can_be_loaded_again(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     more = ("--steps", STEPS, "--lr", 0.02, "--eval-every", 7, "--save", folder)
@@ -201,7 +201,7 @@ def prepare_rank() -> None:
     sys.path[:0] = [str(ROOT / "examples"), str(EXAMPLE)]
 
 
-@pytest.mark.distributed
+@pytest.mark.programs
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_trains_as_one_process_does(ranks: RankPool, schedule: str) -> None:
     """Also the held-out losses, which torch's own ``eval()`` does not compute for V-shaped schedules."""
@@ -248,7 +248,7 @@ def trainer_of(args: Any) -> Any:
     return Trainer(args.layout, models.build(args.config), torch.device("cpu"), args.lr, args.bf16)
 
 
-@pytest.mark.distributed
+@pytest.mark.programs
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_gradients_under_masks(ranks: RankPool, tmp_path: Path, schedule: str, precision: str) -> None:
@@ -286,7 +286,7 @@ def worst_error(arguments: list[str], folder: Path) -> float:
     )
 
 
-@pytest.mark.distributed
+@pytest.mark.programs
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_resumed_run_has_the_losses_of_one_that_went_on(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
     arguments = ("--schedule", schedule, "--steps", STEPS, *freezing(tmp_path))
@@ -298,7 +298,7 @@ def test_a_resumed_run_has_the_losses_of_one_that_went_on(ranks: RankPool, tmp_p
     assert held_out(resumed) == held_out(straight)
 
 
-@pytest.mark.distributed
+@pytest.mark.programs
 def test_a_run_goes_on_under_another_schedule_and_its_model_trains_on(ranks: RankPool, tmp_path: Path) -> None:
     state, model = tmp_path / "state", tmp_path / "model"
     first = output_of(ranks, *TINY, "--schedule", "1f1b", "--steps", 3, "--save-state", state, "--save", model)
@@ -344,7 +344,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.distributed
+@pytest.mark.programs
 def test_each_bad_argument_is_one_line(ranks: RankPool, tmp_path: Path) -> None:
     for refused in ranks.run(refusals, list(REFUSED)):
         assert refused == [(2, f"train.py: error: {line}\n") for line in REFUSED.values()]
@@ -364,7 +364,7 @@ def refusals(lines: list[str]) -> list[tuple[Any, str]]:
     return found
 
 
-@pytest.mark.distributed
+@pytest.mark.programs
 def test_a_state_that_is_not_there_or_of_another_model_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     for missing, other in ranks.run(wrong_states, tmp_path):
         assert missing == f"no saved training in {tmp_path / 'nowhere'}"

@@ -149,7 +149,7 @@ def report_of(jobs: dict[str, list[Outcome]], name: str) -> Report:
 
 
 @with_torchtitan
-@pytest.mark.distributed
+@pytest.mark.programs
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_freeze_to_the_end(jobs: dict[str, list[Outcome]], name: str) -> None:
     report = report_of(jobs, name)
@@ -162,7 +162,7 @@ def test_schedules_freeze_to_the_end(jobs: dict[str, list[Outcome]], name: str) 
 
 
 @with_torchtitan
-@pytest.mark.distributed
+@pytest.mark.programs
 def test_with_nothing_frozen_it_trains_as_torchtitan_alone(jobs: dict[str, list[Outcome]]) -> None:
     for ours, alone in zip(jobs["nothing frozen"], jobs["alone"], strict=True):
         assert ours.losses == alone.losses
@@ -170,7 +170,7 @@ def test_with_nothing_frozen_it_trains_as_torchtitan_alone(jobs: dict[str, list[
 
 
 @with_torchtitan
-@pytest.mark.distributed
+@pytest.mark.programs
 def test_deferred_tokens_run(jobs: dict[str, list[Outcome]]) -> None:
     report = report_of(jobs, "deferred")
     assert report.status == "stable"
@@ -178,7 +178,7 @@ def test_deferred_tokens_run(jobs: dict[str, list[Outcome]]) -> None:
 
 
 @with_torchtitan
-@pytest.mark.distributed
+@pytest.mark.programs
 def test_a_resumed_job_repeats_the_uninterrupted_one(jobs: dict[str, list[Outcome]]) -> None:
     for whole, resumed in zip(jobs["whole"], jobs["resumed"], strict=True):
         assert sorted(resumed.losses) == [15, 16, 17, 18]
@@ -186,7 +186,7 @@ def test_a_resumed_job_repeats_the_uninterrupted_one(jobs: dict[str, list[Outcom
 
 
 @with_torchtitan
-@pytest.mark.distributed
+@pytest.mark.programs
 def test_a_checkpoint_without_freezing_begins_it_anew(jobs: dict[str, list[Outcome]]) -> None:
     assert sorted(jobs["begun later"][0].losses) == list(range(15, 27))
     assert report_of(jobs, "other").status == "stable"
@@ -194,13 +194,13 @@ def test_a_checkpoint_without_freezing_begins_it_anew(jobs: dict[str, list[Outco
 
 @with_torchtitan
 @with_job_files
-@pytest.mark.distributed
+@pytest.mark.programs
 def test_a_toml_file_has_settings(jobs: dict[str, list[Outcome]]) -> None:
     assert report_of(jobs, "from toml").config["max_freeze_ratio"] == 0.6
 
 
 @with_torchtitan
-@pytest.mark.distributed
+@pytest.mark.programs
 def test_what_cannot_be_is_one_line(jobs: dict[str, list[Outcome]]) -> None:
     for name, line in (
         (
@@ -219,7 +219,7 @@ def test_what_cannot_be_is_one_line(jobs: dict[str, list[Outcome]]) -> None:
 
 @with_torchtitan
 @with_job_files
-@pytest.mark.distributed
+@pytest.mark.programs
 def test_the_papers_job_files_are_its_models_and_settings() -> None:
     paper = ROOT / "deepspeed_configs" / "paper"
     sizes = sizes_of(sorted((ROOT / "examples" / "torchtitan").glob("*.toml")))

@@ -14,7 +14,7 @@ from tf_adapters.report import Report
 from tf_adapters.timing import transfers
 from tf_adapters.timing.transfers import measure_gaps
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.programs, pytest.mark.timeout(200)]
 
 Nodes = tuple[Node, Node]
 HOSTS = [name for name in hosts.HOSTS if name != "deepspeed gpipe"]

@@ -299,7 +299,7 @@ def launch(tmp_path: Path, *arguments: str) -> tuple[int, str]:
     return forked_deepspeed(VISION / "train.py", settings, "--steps", STEPS, *arguments)
 
 
-@pytest.mark.distributed
+@pytest.mark.programs
 @pytest.mark.parametrize(
     ("model", "heuristic", "sizes"),
     [
