@@ -45,17 +45,19 @@ class Round:
     ways: dict[str, dict[str, Any]]
 
 
+EXACT = {**DEFERRED, "max_freeze_ratio": 0.0}
 ROUNDS = (
     Round(
         Size(microbatches=8, width=384, layers=4),
         {
-            "deferred, exact": {**DEFERRED, "max_freeze_ratio": 0.0},
+            "deferred, exact": EXACT,
             "tensors frozen, in place": {},
             "tokens sampled, in place": TOKENS,
             "tokens sampled, deferred": {**DEFERRED, **TOKENS, "max_freeze_ratio": 0.5},
         },
     ),
-    Round(Size(microbatches=4, width=384, layers=4), {"deferred, exact": {**DEFERRED, "max_freeze_ratio": 0.0}}),
+    Round(Size(microbatches=8, width=1024, layers=2), {"deferred, exact": EXACT}),
+    Round(Size(microbatches=4, width=1024, layers=2), {"deferred, exact": EXACT}),
 )
 
 
@@ -134,6 +136,7 @@ def row(name: str, training: Training, size: Size, rounds: Sequence[dict[str, fl
     return {
         "way": name,
         "microbatches": size.microbatches,
+        "width": size.width,
         "speedup": statistics.median(times[ALONE] / times[name] for times in rounds),
         "planned": forecast.unfrozen_ms / forecast.planned_ms,
         "mean_freeze_ratio": plan.mean_freeze_ratio,
@@ -146,7 +149,9 @@ def table(hosts: dict[str, list[dict[str, Any]]]) -> str:
     """Ways down, hosts across."""
     lines = [["", *(HOSTS[host] for host in hosts)], ["---"] * (len(hosts) + 1)]
     for of_way in zip(*hosts.values(), strict=True):
-        lines.append([f"2 x {of_way[0]['microbatches']}, {of_way[0]['way']}", *map(cell, of_way)])
+        first = of_way[0]
+        name = f"2 x {first['microbatches']}, {first['width']:,} wide, {first['way']}"
+        lines.append([name, *map(cell, of_way)])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace("|  |", "| |")
 
 
