@@ -75,6 +75,7 @@ def order(rows: list[list[str]]) -> list[list[str]]:
     ("event", "case", "ran_host_order"),
     [
         ("blocking", MOVED, [True, False, False, False]),
+        ("blocking", replace(MOVED, section={"schedule": "gpipe"}), [True, False, False, False]),
         ("new shapes", MOVED, [True, False, True, False]),
         ("evaluation", MOVED, [True, False, False, False]),
         ("lengths", replace(MOVED, dynamic_shape=True), [True, False, False, False]),

@@ -88,6 +88,7 @@ class DeepSpeedAdapter(HostAdapter):
         # Before 0.19.8 the engine had no method to ask for what it runs by itself.
         own = type(engine._train_schedule()) if hasattr(engine, "_train_schedule") else host.TrainSchedule
         self._schedule_type = SCHEDULES.get(config.schedule) or own
+        self._is_gpipe = config.schedule == "gpipe"  # which is ours: its transfers keep no rank waiting, either
         self._orders = lru_cache(MOST_NUMBERS)(partial(translate, self._schedule_type, stages=engine.num_stages))
         self._host_exec_schedule: Callable[[host.PipeSchedule], None] = engine._exec_schedule
         super().__init__(config, collectives, self._describe, self._metrics())
@@ -133,7 +134,7 @@ class DeepSpeedAdapter(HostAdapter):
             host.ReduceGrads: self._reduce_gradients,
             host.OptimizerStep: self._optimizer_step,
         }
-        if self.config.defers:
+        if self.config.defers or self._is_gpipe:
             wrapped |= {
                 InputGradients: partial(self._backward, Kind.INPUT_GRAD),
                 WeightGradients: lambda _, microbatch: controller.compute_weight_gradients(self._stages[0], microbatch),
@@ -173,13 +174,12 @@ class DeepSpeedAdapter(HostAdapter):
         controller.begin_step(in_host_order=not self._shapes_known)
         size = {"micro_batches": engine.micro_batches, "stages": engine.num_stages, "stage_id": engine.stage_id}
         order = controller.execution
-        if order is controller.schedule:
-            return self._schedule_type(**size)
-        row = order.ranks[engine.stage_id]
-        if controller.pipeline.moves_forwards:
+        row, rewritten = order.ranks[engine.stage_id], order is not controller.schedule
+        if (rewritten or self._is_gpipe) and self._shapes_known and controller.pipeline.moves_forwards:
             self._transfers = Transfers(engine)
             return OrderedSchedule(row, **size, receives=self.receive_points(order))
-        self._waiting = WaitingWeights(row, lambda a, _: controller.compute_weight_gradients(a.stage, a.microbatch))
+        if rewritten:
+            self._waiting = WaitingWeights(row, lambda a, _: controller.compute_weight_gradients(a.stage, a.microbatch))
         return self._schedule_type(**size)
 
     def _forward(self, engine: Any, buffer_id: int, **kwargs: Any) -> None:

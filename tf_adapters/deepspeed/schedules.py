@@ -63,7 +63,8 @@ class GPipeSchedule(OrderedSchedule):
         stage 1      F0 F1 F2 B0 B1 B2
 
     Every microbatch keeps a buffer of its own until its backward, so activations cost as many microbatches as the
-    batch has. The engine must keep the loss of each microbatch until then too; the adapter sees to it.
+    batch has. The engine must keep the loss of each microbatch until then too; the adapter sees to it. Here each send
+    waits for its receiver; once shapes are known the adapter runs the same row with transfers that are begun ahead.
     """
 
     ending = BATCH_ENDING
