@@ -7,12 +7,12 @@ import os
 import random
 import signal
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+import one_rank
 import pytest
-import torch
-from clocks import FakeClock
+from one_rank import train
 from schedules import gpipe
 
 import tf_adapters.training.plan_maker as planning
@@ -20,19 +20,16 @@ from tf_adapters.collectives import SingleProcess
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import SolverError
 from tf_adapters.planner.worker import BackgroundPlan
-from tf_adapters.report.observer import RunReporter
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.units import FreezeUnit
-from tf_adapters.testing.plans import tensor_units
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.transfers import NO_GAPS
-from tf_adapters.training.controller import Controller
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
 SCHEDULE = gpipe(1, 3)
 LAST_MONITORED = 5
-CLOCK = FakeClock()  # only train() moves it: no other load of the machine is in the times
+controller_of = partial(one_rank.controller_of, SCHEDULE, plan_wait=False)
 
 
 @pytest.fixture
@@ -69,33 +66,6 @@ class LaggingClock:
     def synchronize(self) -> None:
         self.waits += 1
         self.passed = self.now
-
-
-def controller_of(folder: Path, clock: Any = CLOCK, **settings: Any) -> Controller:
-    parameters = {0: {f"{name}.w": torch.nn.Parameter(torch.ones(8, 8)) for name in "abcd"}}
-    config = TimelyFreezeConfig(
-        **{
-            "warmup_steps": 1,
-            "monitoring_steps": 4,
-            "progressive_steps": 2,
-            "plan_wait": False,
-            "output_dir": str(folder),
-            **settings,
-        }
-    )
-    pipeline = HostPipeline(HostInfo("test", "0"), SCHEDULE, {0: tensor_units(parameters[0])}, parameters, clock=clock)
-    collectives = SingleProcess()
-    return Controller(config, pipeline, collectives, RunReporter(collectives))
-
-
-def train(controller: Controller, steps: int) -> None:
-    for _ in range(steps):
-        controller.begin_step()
-        for action in SCHEDULE.ranks[0]:
-            with controller.running(action):
-                share = controller.mask(0, action.microbatch).share if action.freezable else 0.0
-                CLOCK.now += 2.0 * (1 - 0.5 * share)
-        controller.end_step()
 
 
 def go_on(worker: BackgroundPlan) -> None:

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import one_rank
 import pytest
-import torch
-from clocks import FakeClock
+from one_rank import HOST, train
 from schedules import gpipe
 
 from tf_adapters.collectives import SingleProcess
@@ -21,38 +22,10 @@ from tf_adapters.errors import ConfigError, UnsupportedError
 from tf_adapters.hosts.agreement import agree_on_settings
 from tf_adapters.report import Report
 from tf_adapters.report.observer import RunReporter
-from tf_adapters.testing.plans import tensor_units
 from tf_adapters.training import plan_maker
-from tf_adapters.training.controller import Controller
 from tf_adapters.training.freeze_ratios import FreezeRatios
-from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
-SCHEDULE = gpipe(1, 4)
-SETTINGS = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2, "monitoring": "halves"}
-HOST = HostInfo("test", "0")
-CLOCK = FakeClock()  # only train() moves it: no other load of the machine is in the times
-
-
-def controller_of(folder: Path, **settings: Any) -> Controller:
-    parameters = {0: {f"{name}.w": torch.nn.Parameter(torch.ones(8, 8)) for name in "abcd"}}
-    config = TimelyFreezeConfig(**{**SETTINGS, "output_dir": str(folder), **settings})
-    pipeline = HostPipeline(HOST, SCHEDULE, {0: tensor_units(parameters[0])}, parameters, clock=CLOCK)
-    collectives = SingleProcess()
-    return Controller(config, pipeline, collectives, RunReporter(collectives))
-
-
-def train(controller: Controller, steps: int) -> list[float]:
-    """Train; returns each step's mean frozen share."""
-    shares = []
-    for _ in range(steps):
-        controller.begin_step()
-        for action in SCHEDULE.ranks[0]:
-            with controller.running(action):
-                share = controller.mask(0, action.microbatch).share if action.freezable else 0.0
-                CLOCK.now += 2.0 * (1 - 0.5 * share)
-        shares.append(sum(controller.mask(0, m).share for m in range(4)) / 4)
-        controller.end_step()
-    return shares
+controller_of = partial(one_rank.controller_of, gpipe(1, 4), monitoring="halves")
 
 
 def report_of(folder: Path) -> Report:
