@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from rank_pools import destroy_groups, fork_ranks
 
 from tf_adapters.testing import RankPool
-from tf_adapters.testing.ranks import RanksFailed
+from tf_adapters.testing.ranks import RanksFailed, free_port
 
 pytestmark = pytest.mark.distributed
 
@@ -166,3 +167,14 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_a_free_port_is_none_that_an_outgoing_connection_is_given():
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if lowest <= 11_000:
+        pytest.skip("this system gives nearly all ports to outgoing connections")
+    ports = [free_port() for _ in range(50)]
+    assert max(ports) < lowest
+    assert len(set(ports)) > 45
+    with socket.create_server(("", ports[0])):
+        assert all(free_port() != ports[0] for _ in range(50))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import random
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 _GRACE_S = 3.0  # for the ranks that still run when one has failed
@@ -114,10 +116,24 @@ class RankPool:
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A TCP port of this machine that nothing listens on, below those that the system gives to outgoing connections.
+
+    A job listens seconds after its port is chosen: until then a connection of another job would take one of those.
+    """
+    below = min(_first_outgoing_port(), 29_000)  # 29500 is where jobs without a port of their own meet
+    for _ in range(1000):
+        port = random.SystemRandom().randrange(10_000, below) if below > 11_000 else 0
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("", port))
+            return int(sock.getsockname()[1])
+    raise OSError(f"no free TCP port from 10000 to {below}")
+
+
+def _first_outgoing_port() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        return 32_768  # Linux's default; other systems begin higher
 
 
 def _serve(
