@@ -3,7 +3,8 @@
 1F1B on every host, the examples' models, one thread a rank, nothing emulated. All trainings of a host run step by step
 in turn in the same processes; speedups are medians over rounds, each to the host alone in the same round. Losses are
 held-out ones after equal steps, from scratch. Freed memory stays with the process, as with the allocators of GPUs.
-How much slower the cores are where all compute at once is measured, too (``cores_together``).
+How much slower the cores are where all compute at once is measured, too (``cores_together``), and what an adapter costs
+that neither defers nor freezes (``--only-overhead``: nothing else): on steps so short that milliseconds show.
 
 Writes results/levers.json beside this file, host by host, and the table into docs/deferral.md.
 """
@@ -27,7 +28,7 @@ from measuring import machine, put_table
 from trainings import HOSTS, RANKS, ROOT, Size, Training, setup, start
 
 from tf_adapters.testing import RankPool
-from tf_adapters.testing.paired import Freezing, in_rotation
+from tf_adapters.testing.paired import Freezing, in_rotation, timed_step
 
 RESULTS = Path(__file__).with_name("results") / "levers.json"
 PAGE = ROOT / "docs" / "deferral.md"
@@ -59,23 +60,30 @@ ROUNDS = (
     Round(Size(microbatches=8, width=1024, layers=2), {"deferred, exact": EXACT}),
     Round(Size(microbatches=4, width=1024, layers=2), {"deferred, exact": EXACT}),
 )
+WIDE, SHORT = ROUNDS[1].size, Size(microbatches=8, width=64, layers=2, context=16, micro_batch=1)
+SHORT_STEPS, WIDE_STEPS = 300, 6
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
+    parser.add_argument("--only-overhead", action="store_true")
     args = parser.parse_args()
     for host in args.hosts:
         with RankPool(RANKS, functools.partial(join, host)) as ranks:
-            rows = [row for each in ROUNDS for row in ranks.run(in_turn, host, each, timeout_s=1800)[0]]
-        keep(host, rows)
-        print(table(json.loads(RESULTS.read_text())["hosts"]), flush=True)
-    put_table(PAGE, "levers", table(json.loads(RESULTS.read_text())["hosts"]))
-    with RankPool(RANKS) as ranks:
-        record = json.loads(RESULTS.read_text())
-        record["cores_together"] = statistics.fmean(ranks.run(cores_together))
+            if not args.only_overhead:
+                keep(
+                    "hosts", host, [row for each in ROUNDS for row in ranks.run(in_turn, host, each, timeout_s=1800)[0]]
+                )
+            keep("overhead", host, ranks.run(overhead, host, timeout_s=1800)[0])
+        print(table(json.loads(RESULTS.read_text())), flush=True)
+    record = json.loads(RESULTS.read_text())
+    put_table(PAGE, "levers", table(record))
+    if not args.only_overhead:
+        with RankPool(RANKS) as ranks:
+            record["cores_together"] = statistics.fmean(ranks.run(cores_together))
         RESULTS.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"a product takes {record['cores_together']:.3f} times as long where all cores compute")
+        print(f"a product takes {record['cores_together']:.3f} times as long where all cores compute")
 
 
 def cores_together() -> float:
@@ -101,11 +109,12 @@ def join(host: str) -> None:
     setup(host)
 
 
-def keep(host: str, rows: list[dict[str, Any]]) -> None:
-    """Write a host's rows in the place of its old ones."""
-    old = json.loads(RESULTS.read_text())["hosts"] if RESULTS.exists() else {}
-    hosts = {name: {**old, host: rows}[name] for name in HOSTS if name in {**old, host: rows}}
-    record = {"machine": machine(*HOSTS), "freezing": FREEZING, "hosts": hosts}
+def keep(part: str, host: str, figures: Any) -> None:
+    """Write a host's figures in the place of its old ones."""
+    record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"hosts": {}, "overhead": {}}
+    found = {**record[part], host: figures}
+    record[part] = {name: found[name] for name in HOSTS if name in found}
+    record |= {"machine": machine(*HOSTS), "freezing": FREEZING}
     RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -130,6 +139,25 @@ def in_turn(host: str, each: Round) -> list[dict[str, Any]]:
     return rows
 
 
+def overhead(host: str) -> dict[str, float]:
+    """What attaching costs a step once the plan is in force and says 0 everywhere. Called on all ranks at once."""
+    freezing = Freezing(**FREEZING, output_dir=f"runs/bench/levers/{host}/nothing", settings={"max_freeze_ratio": 0.0})
+    trainings = {
+        ALONE: start(host, freezing, alone=True, size=SHORT),
+        "attached": start(host, freezing, size=SHORT),
+    }
+    steps = {name: training.step for name, training in trainings.items()}
+    times = [in_rotation(steps, number) for number in range(freezing.steps + SHORT_STEPS)][freezing.steps :]
+    more = [of["attached"] - of[ALONE] for of in times]
+    trainings["attached"].detach()
+    wide = start(host, freezing, alone=True, size=WIDE)
+    return {
+        "ms": statistics.median(more),
+        "error_ms": statistics.stdev(more) / len(more) ** 0.5,
+        "wide_step_ms": statistics.median(timed_step(wide.step) for _ in range(WIDE_STEPS)),
+    }
+
+
 def row(name: str, training: Training, size: Size, rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
     controller = training.adapter.controller
     forecast, plan = controller.forecast, controller.state.plan
@@ -145,14 +173,29 @@ def row(name: str, training: Training, size: Size, rounds: Sequence[dict[str, fl
     }
 
 
-def table(hosts: dict[str, list[dict[str, Any]]]) -> str:
+def table(record: dict[str, Any]) -> str:
     """Ways down, hosts across."""
+    hosts = record["hosts"]
     lines = [["", *(HOSTS[host] for host in hosts)], ["---"] * (len(hosts) + 1)]
     for of_way in zip(*hosts.values(), strict=True):
         first = of_way[0]
         name = f"2 x {first['microbatches']}, {first['width']:,} wide, {first['way']}"
         lines.append([name, *map(cell, of_way)])
+    if missing := record["overhead"].keys() ^ hosts.keys():
+        print(f"overhead is not measured on {', '.join(missing)}")
+    else:
+        lines.append(
+            [
+                f"2 x 8, {WIDE.width:,} wide, nothing deferred or frozen",
+                *map(overhead_cell, record["overhead"].values()),
+            ]
+        )
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace("|  |", "| |")
+
+
+def overhead_cell(of: dict[str, float]) -> str:
+    share = f"{of['ms'] / of['wide_step_ms']:.2%}"
+    return f"{of['ms']:.1f} ± {of['error_ms']:.1f} ms more in a step of {of['wide_step_ms']:,.0f} ms: {share}"
 
 
 def cell(of: dict[str, Any]) -> str:
