@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -60,16 +61,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20_000)
     args = parser.parse_args()
     for host in args.hosts:
-        section = {**SETTINGS, "weight_gradients": "deferred" if host in DEFERS else "in_place"}
-        row = {"steps": args.steps, **run(host, section, args.steps)}
+        row = {"steps": args.steps, **run(host, args.steps)}
         keep(host, row)
         print(host, json.dumps(row["slopes"], indent=1), flush=True)
     put_table(PAGE, "soak", table(json.loads(RESULTS.read_text())["hosts"]))
 
 
-def run(host: str, section: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Both runs side by side: the looks of rank 0, their slopes, and those of what lies between the two."""
-    each = steps // LOOKS
+def run(host: str, steps: int, looks_at: int = LOOKS) -> dict[str, Any]:
+    """Both runs side by side: looks of rank 0, ``looks_at`` of each, their slopes, and those of what lies between."""
+    section = {**SETTINGS, "weight_gradients": "deferred" if host in DEFERS else "in_place"}
+    each = steps // looks_at
     sides = {"attached": section, "alone": None}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(sides)) as threads:
         pools = {side: fork_ranks(RANKS, partial(prepare, host)) for side in sides}
@@ -103,7 +104,8 @@ def train(host: str, section: Any, steps: int, each: int, folder: str, side: str
             assert state.failure is None, state.failure
             plans, newest = plans + (state.plan is not newest), state.plan
             if number % 250 == 125 and training.controller.phase.value == "stable":
-                state.bounds = {a: Bounds(b.lower / 3, b.upper / 3) for a, b in state.bounds.items()}
+                thirds = {a: Bounds(b.lower / 3, b.upper / 3) for a, b in state.measured.bounds.items()}
+                state.measured = replace(state.measured, bounds=thirds)
         if (number + 1) % each == 0:
             pause(training, f"{folder}/{side}", load=len(looks) % 4 == 3)
             looks.append(look(times))
