@@ -43,6 +43,7 @@ PLAN_INPUT = {
     "times": TIMES,
     "communication": {"0F0->1F0": 0.4},
     "overhead": {"0B0": 0.1},
+    "waits": {"1F0->0F1": 0.2},
     "max_freeze_ratio": 0.8,
 }
 CSV = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"

@@ -115,6 +115,18 @@ def test_communication_must_join_stages():
         PipelineDag.from_schedule(gpipe(2, 2), {(act("0F0"), act("0F1")): 1.0})
 
 
+def test_a_wait_is_one_more_edge_and_joins_known_actions():
+    schedule = gpipe(2, 2)
+    dag = PipelineDag.from_schedule(schedule, waits={(act("1F1"), act("0B0")): 3.0})
+    durations = dict.fromkeys(schedule.actions, 1.0)
+    plain = PipelineDag.from_schedule(schedule).start_times(durations)
+    assert dag.start_times(durations)[act("0B0")] == max(plain[act("0B0")], plain[act("1F1")] + 4.0)
+    with pytest.raises(ScheduleError, match="1F1->0B7 is a wait between actions that this schedule does not have"):
+        PipelineDag.from_schedule(schedule, waits={(act("1F1"), act("0B7")): 3.0})
+    with pytest.raises(ScheduleError):
+        PipelineDag.from_schedule(schedule, waits={(act("0B1"), act("0F0")): 0.0})
+
+
 def test_a_deadlock_is_refused():
     with pytest.raises(ScheduleError, match="deadlock"):
         PipelineDag.from_schedule(

@@ -10,7 +10,7 @@ from schedules import DURATION, gpipe, one_f_one_b, traced, v_shape
 
 from tf_adapters.planner.solve import plan
 from tf_adapters.schedule.dag import PipelineDag
-from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule, SendWait
 from tf_adapters.timing.timer import ActionTimer, Interval, Trace
 from tf_adapters.timing.transfers import Gaps, complete_steps, local_traces, measure_gaps
 
@@ -145,3 +145,32 @@ def test_a_plan_that_ignores_slow_links_is_worse():
         return dag.makespan(plan(schedule, times, 0.5, communication).duration_ms)
 
     assert really(slow) < 0.99 * really({})
+
+
+def test_a_send_that_waits_for_its_receiver_is_an_edge_of_its_own_and_no_overhead():
+    """0F2 runs once stage 1 has taken 0F1's result, which it does when it has run 1F0: stage 1 takes longer."""
+    order = gpipe(2, 3)
+    sent = Action(0, Kind.FORWARD, 1), Action(1, Kind.FORWARD, 1)
+    wait = SendWait(Action(1, Kind.FORWARD, 0), Action(0, Kind.FORWARD, 2), sent)
+    schedule = PipelineSchedule(order.ranks, (wait,))
+    durations = {action: DURATION[action.kind] * (1 + 3 * action.stage) for action in order.actions}
+    gaps = gaps_of(order, forward=0.5, backward=0.5, overhead=0.0)
+    edges = {(wait.posted, wait.blocked): 0.5}
+    starts = PipelineDag.from_schedule(order, gaps.communication, gaps.overhead, edges).start_times(durations)
+    step = {action: Interval(starts[action], starts[action] + durations[action]) for action in order.actions}
+    found = measure_gaps(schedule, [step])
+    assert found.waits == pytest.approx(edges)
+    assert found.overhead[Action(0, Kind.FORWARD, 2)] == pytest.approx(0.0, abs=1e-9)
+    assert PipelineDag.from_schedule(schedule, *found).start_times(durations) == pytest.approx(starts)
+    assert Gaps.from_json(found.to_json()) == found
+
+
+def test_a_wait_that_steps_refute_is_none():
+    """The host sends without waiting: 0F2 runs before 1F0 has ended."""
+    order = gpipe(2, 3)
+    sent = Action(0, Kind.FORWARD, 1), Action(1, Kind.FORWARD, 1)
+    wait = SendWait(Action(1, Kind.FORWARD, 0), Action(0, Kind.FORWARD, 2), sent)
+    durations = {action: DURATION[action.kind] * (1 + 3 * action.stage) for action in order.actions}
+    starts = PipelineDag.from_schedule(order).start_times(durations)
+    step = {action: Interval(starts[action], starts[action] + durations[action]) for action in order.actions}
+    assert measure_gaps(PipelineSchedule(order.ranks, (wait,)), [step]).waits == {}

@@ -824,9 +824,9 @@ def test_megatrons_schedule_tables_are_asked_with_its_own_arguments(
     for path in [path for path in PARAMETERS if name_of(path) in results]:
         monkeypatch.setattr(our_schedules, name_of(path), answering(path))
     monkeypatch.setattr(our_schedules, "P2PCommunicator", lambda pp_group, config: (pp_group, config))
-    config = types.SimpleNamespace(microbatch_group_size_per_vp_stage=3)
+    config = types.SimpleNamespace(microbatch_group_size_per_vp_stage=3, overlap_p2p_comm=True)
     position = our_schedules.PipelinePosition(rank=1, size=2, chunks=2)
-    actions = our_schedules.local_actions(position, config, "group", 4)
+    actions = our_schedules.local_row(position, config, "group", 4).actions
     assert [str(action) for action in actions] == ["1F0", "3B0"]
     assert received == {
         "get_pp_rank_microbatches": {

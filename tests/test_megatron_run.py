@@ -73,6 +73,8 @@ def test_a_run_goes_through_all_phases_and_leaves_a_report(megatron, tmp_path, v
     assert report["host"]["name"] == "megatron-core"
     assert report["plan"] == ranks[0]["plan"]
     assert set(report["times"]) == {action for rank in report["schedule"]["ranks"] for action in rank}
+    # Only the interleaved schedule's ranks wait for their receivers elsewhere than for their own next input.
+    assert bool(report["waits"]) == bool(virtual)
     stages = range(2 * (virtual or 1))
     assert set(report["measured"]["mean_afr"]) == {str(stage) for stage in stages}
 

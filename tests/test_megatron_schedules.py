@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from schedules import one_f_one_b
 
 from tf_adapters.errors import ScheduleError
-from tf_adapters.megatron.schedules import PipelinePosition, actions_of_order, local_actions, translate
+from tf_adapters.megatron.schedules import PipelinePosition, actions_of_order, local_row, translate
+from tf_adapters.megatron.send_waits import Row, send_waits
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
 
@@ -34,20 +36,27 @@ def _no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_global_rank", lambda group, rank: rank)
 
 
-def settings(chunks: int, group_size: int | None = None) -> Any:
+def settings(chunks: int, group_size: int | None = None, overlaps: bool = True) -> Any:
     """The part of a model's config that the schedule follows from."""
     return SimpleNamespace(
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         microbatch_group_size_per_vp_stage=group_size,
+        overlap_p2p_comm=overlaps,
     )
+
+
+def row_of(
+    rank: int, size: int, microbatches: int, chunks: int = 1, group_size: int | None = None, overlaps: bool = True
+) -> Row:
+    position = PipelinePosition(rank, size, chunks)
+    config = settings(chunks, group_size or size, overlaps)
+    return local_row(position, config, Group(rank, size), microbatches)
 
 
 def of_rank(
     rank: int, size: int, microbatches: int, chunks: int = 1, group_size: int | None = None
 ) -> tuple[Action, ...]:
-    position = PipelinePosition(rank, size, chunks)
-    config = settings(chunks, group_size or size)
-    return local_actions(position, config, Group(rank, size), microbatches)
+    return row_of(rank, size, microbatches, chunks, group_size).actions
 
 
 def all_ranks(size: int, microbatches: int, chunks: int = 1, group_size: int | None = None) -> PipelineSchedule:
@@ -203,7 +212,7 @@ def test_the_last_rank_goes_back_as_soon_as_it_has_the_loss(chunks: int) -> None
 class Ranks:
     """Collectives that answer with what the other ranks are told to have sent."""
 
-    def __init__(self, rank: int, rows: Sequence[tuple[int, tuple[Action, ...]]]) -> None:
+    def __init__(self, rank: int, rows: Sequence[tuple[int, Row]]) -> None:
         self.rank = rank
         self._rows = rows
 
@@ -225,14 +234,14 @@ def translated(rank: int, size: int, rows: Sequence[Any], chunks: int = 1, micro
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_every_rank_gets_the_schedule_of_all(replicas: int, chunks: int) -> None:
-    rows = [(rank, of_rank(rank, 2, 4, chunks, 2)) for rank in range(2)] * replicas
+    rows = [(rank, row_of(rank, 2, 4, chunks, 2)) for rank in range(2)] * replicas
     for rank in range(2 * replicas):
         assert translated(rank, 2, rows, chunks) == all_ranks(2, 4, chunks, 2)
 
 
 def test_ranks_may_come_in_any_order() -> None:
     """Where tensor or data parallelism comes before the pipeline: global ranks 0 and 1 are both its rank 0."""
-    first, second = ((rank, of_rank(rank, 2, 4)) for rank in range(2))
+    first, second = ((rank, row_of(rank, 2, 4)) for rank in range(2))
     position = PipelinePosition(0, 2, 1)
     schedule = translate(Ranks(1, [first, first, second, second]), position, settings(1), Group(0, 2), 4)
     assert schedule == all_ranks(2, 4)
@@ -240,8 +249,8 @@ def test_ranks_may_come_in_any_order() -> None:
 
 @pytest.mark.parametrize("rank", range(4))
 def test_replicas_that_disagree_are_refused_on_all_ranks_and_shown(rank: int) -> None:
-    rows = [(r, of_rank(r, 2, 4)) for r in range(2)] * 2
-    rows[3] = (1, of_rank(1, 2, 4)[:-2])
+    rows = [(r, row_of(r, 2, 4)) for r in range(2)] * 2
+    rows[3] = (1, replace(row_of(1, 2, 4), actions=of_rank(1, 2, 4)[:-2]))
     if rank == 3:  # this one makes its own row: the others are told to differ from it
         rows[1], rows[3] = rows[3], rows[1]
     with pytest.raises(ScheduleError) as caught:
@@ -253,6 +262,52 @@ def test_replicas_that_disagree_are_refused_on_all_ranks_and_shown(rank: int) ->
 
 
 def test_pipeline_ranks_that_do_not_fit_together_are_refused() -> None:
-    rows = [(0, of_rank(0, 2, 4)), (1, of_rank(1, 2, 3))]
+    rows = [(0, row_of(0, 2, 4)), (1, row_of(1, 2, 3))]
     with pytest.raises(ScheduleError, match="stage 1 never runs microbatch 3"):
         translated(0, 2, rows)
+
+
+# --- sends that wait for their receivers -----------------------------------------------------------------------
+
+
+def waits_of(size: int, microbatches: int, overlaps: bool) -> set[str]:
+    rows = [row_of(rank, size, microbatches, 2, size, overlaps) for rank in range(size)]
+    return {f"{wait.posted}<{wait.blocked}" for wait in send_waits(rows)}
+
+
+def test_outside_the_steady_phase_a_rank_waits_until_its_receiver_is_free() -> None:
+    """Rank 0 has no steady phase; rank 1 runs 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1."""
+    waits = waits_of(2, 2, overlaps=True)
+    assert "1F0<2F0" in waits  # 0F1's result is received once 1F0 has run, and 2F0 comes after that send
+    assert "3B1<2B1" in waits  # 2B0's gradient is received once 3B1 has run
+
+
+def test_with_overlap_a_steady_send_is_waited_for_once_the_next_action_of_its_kind_has_run() -> None:
+    """Rank 0: 0F0 0F1 2F0 2F1, steady 0F2 2B0 0F3 2B1; rank 1: 1F0 1F1, steady 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2."""
+    waits = waits_of(2, 4, overlaps=True)
+    assert (
+        "2B1<3F2" in waits
+    )  # 1B0's gradient: received from 2B1's end on; after 1B1 rank 1 waits for it, then runs 3F2
+    assert "1B0<2F2" not in waits
+
+
+def test_without_overlap_a_forward_and_a_backward_are_exchanged_together() -> None:
+    waits = waits_of(2, 4, overlaps=False)
+    assert "3B0<0F2" in waits  # 0F2 is of a pair with 2B0, whose input is 3B0's gradient
+    assert "2B0<1F2" in waits  # 0F2's result is sent once 2B0 has run
+    assert "1B0<2F2" in waits  # 2B1's gradient is received once the pair of 1F2 and 1B0 has run
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_ranks_that_wait_for_their_receivers_come_to_an_end(
+    chunks: int, size: int, rounds: int, overlaps: bool
+) -> None:
+    rows = [row_of(rank, size, rounds * size, chunks, size, overlaps) for rank in range(size)]
+    waits = send_waits(rows)
+    assert waits  # none says that they would wait for ever
+    schedule = PipelineSchedule(tuple(row.actions for row in rows), waits)
+    at = {action: number for number, action in enumerate(schedule.execution_order((w[0], w[1]) for w in waits))}
+    assert all(at[wait.posted] < at[wait.blocked] for wait in waits)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tf_adapters.planner import glop
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.planner.program import SolverStatus
-from tf_adapters.planner.solve import plan, plan_from_json
+from tf_adapters.planner.solve import plan, plan_from_json, solve
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
@@ -202,6 +203,33 @@ def test_python_and_json_give_one_plan():
     assert plan_from_json(data).freeze_ratio == made.freeze_ratio
 
 
+def test_an_action_that_waits_for_anothers_end_is_planned_with():
+    """Rank 0's second forward waits until rank 1 is free to take the first one's result: 1B0 delays 0F1."""
+    data = payload()
+    schedule, times = PipelineSchedule.from_text(data["ranks"]), {act(t): tuple(p) for t, p in data["times"].items()}
+    wait = (act("1B0"), act("0B0"))
+    free = plan(schedule, times, 0.0)
+    held = plan(schedule, times, 0.0, waits={wait: 50.0})
+    assert held.start_ms[wait[1]] == pytest.approx(held.start_ms[wait[0]] + times[wait[0]][1] + 50.0)
+    assert held.makespan_ms.planned > free.makespan_ms.planned
+    problem = PlanProblem.from_json(payload(waits={"1B0->0B0": 50.0}))
+    assert problem.waits == {wait: 50.0}
+    assert PlanProblem.from_json(problem.to_json()) == problem
+    assert "waits" not in PlanProblem.from_json(data).to_json()
+
+
+def test_waits_hold_in_a_deferred_order_that_moves_no_forward_and_are_left_out_of_one_that_does():
+    schedule = one_f_one_b(2, 6)
+    waits = {(act("1F1"), act("0F3")): 9.0}  # rank 0's fourth forward waits for rank 1's second
+    times = {a: (10.0, 10.0) if a.kind is Kind.FORWARD else (10.0, 20.0) for a in schedule.actions}
+    problem = PlanProblem(schedule, times, 0.0, waits=waits, defer=True, moves_forwards=False)
+    kept = solve(problem)
+    assert kept.start_ms[act("0F3")] >= kept.start_ms[act("1F1")] + 19.0
+    moved = solve(replace(problem, moves_forwards=True, extra_microbatches=4))
+    assert moved.makespan_ms.planned <= kept.makespan_ms.planned
+    assert moved.schedule.validate()
+
+
 def changed_times(**changes):
     return {"times": payload()["times"] | changes}
 
@@ -271,6 +299,9 @@ WRONG = {
     ),
     "edge backwards": (payload(communication={"1F0->0F0": 1}), "communication: '1F0->0F0' is not an edge"),
     "communication negative": (payload(communication={"0F0->1F0": -1}), "communication['0F0->1F0']: -1"),
+    "wait no edge text": (payload(waits={"0F0": 1}), "waits: '0F0' is not an edge such as"),
+    "wait unknown": (payload(waits={"0F0->7B7": 1}), "waits: '7B7' is not an action of the schedule"),
+    "wait negative": (payload(waits={"1B0->0B1": -1}), "waits['1B0->0B1']: -1"),
     "communication nan": (payload(communication={"0F0->1F0": math.nan}), "communication['0F0->1F0']: nan"),
 }
 

@@ -17,6 +17,7 @@ from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_orde
 
 from tf_adapters.collectives import Collectives, on_all_ranks
 from tf_adapters.errors import ScheduleError
+from tf_adapters.megatron.send_waits import Row, send_waits
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
 
@@ -40,18 +41,21 @@ def translate(
     ``config`` is the model's. Called on all ranks. Raises ScheduleError on all if replicas disagree.
     """
 
-    def row() -> tuple[int, tuple[Action, ...]]:
-        return position.rank, local_actions(position, config, pp_group, num_microbatches)
+    def local() -> tuple[int, Row]:
+        return position.rank, local_row(position, config, pp_group, num_microbatches)
 
-    rows: dict[int, tuple[Action, ...]] = {}
-    for rank, actions in on_all_ranks(collectives, row):
-        if rows.setdefault(rank, actions) != actions:
-            both = PipelineSchedule((rows[rank], actions)).grid()
+    rows: dict[int, Row] = {}
+    for rank, row in on_all_ranks(collectives, local):
+        if rows.setdefault(rank, row).actions != row.actions:
+            both = PipelineSchedule((rows[rank].actions, row.actions)).grid()
             raise ScheduleError(f"two replicas of pipeline rank {rank} run different schedules:\n{both}")
-    return PipelineSchedule(tuple(rows[rank] for rank in sorted(rows))).validate()
+    in_order = [rows[rank] for rank in sorted(rows)]
+    waits = position.chunks > 1 and not getattr(config, "overlap_p2p_comm_warmup_flush", False)
+    schedule = PipelineSchedule(tuple(row.actions for row in in_order), send_waits(in_order) if waits else ())
+    return schedule.validate()
 
 
-def local_actions(position: PipelinePosition, config: Any, pp_group: Any, num_microbatches: int) -> tuple[Action, ...]:
+def local_row(position: PipelinePosition, config: Any, pp_group: Any, num_microbatches: int) -> Row:
     """What this rank runs in one batch, in order."""
     interleaved = position.chunks > 1
     group_size = config.microbatch_group_size_per_vp_stage if interleaved else num_microbatches
@@ -59,7 +63,8 @@ def local_actions(position: PipelinePosition, config: Any, pp_group: Any, num_mi
         num_microbatches, position.chunks, group_size, p2p_communicator=P2PCommunicator(pp_group, config)
     )[2]
     table = get_schedule_table(num_microbatches, position.chunks, group_size)
-    return actions_of_order(convert_schedule_table_to_order(warmup, position.chunks, table), position)
+    actions = actions_of_order(convert_schedule_table_to_order(warmup, position.chunks, table), position)
+    return Row(actions, warmup, bool(config.overlap_p2p_comm))
 
 
 def actions_of_order(order: Sequence[int], position: PipelinePosition) -> tuple[Action, ...]:

@@ -14,6 +14,7 @@ from tf_adapters.schedule.deferral import (
     defer,
     first_half,
     joined,
+    keeps_order,
     most_in_flight,
     second_half,
 )
@@ -40,7 +41,7 @@ def plan_deferred(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePla
     order, so order and ratios are made in turn. ``solve`` plans for one order. In the plan ``schedule`` is the order,
     ``makespan_ms.host`` is the host's order with nothing frozen, ``deferrable_share`` is set.
     """
-    host = PipelineDag.from_schedule(problem.schedule, problem.communication, problem.overhead).makespan(
+    host = PipelineDag.from_schedule(problem.schedule, problem.communication, problem.overhead, problem.waits).makespan(
         {action: bounds.upper for action, bounds in problem.times.items()}
     )
     times, few = _times(problem), len(problem.times) < _ONE_ROUND_FROM
@@ -133,6 +134,9 @@ def _rewritten(problem: PlanProblem, times: dict[Action, Bounds], last: FreezePl
         schedule=order,
         times={action: times[action] for action in order.actions},
         communication={(in_order(s), in_order(t)): ms for (s, t), ms in communication.items()},
+        waits={(in_order(first_half(b)), in_order(first_half(a))): ms for (b, a), ms in problem.waits.items()}
+        if keeps_order(problem.schedule, order)
+        else {},
         overhead={in_order(action): ms for action, ms in overhead.items()},
         defer=False,
         extra_microbatches=0,

@@ -9,7 +9,7 @@ import numpy as np
 
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.schedule.dag import PipelineDag
-from tf_adapters.schedule.deferral import backward_of, first_half
+from tf_adapters.schedule.deferral import backward_of, first_half, keeps_order
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.timing.transfers import NO_GAPS, Gaps
@@ -68,7 +68,10 @@ def planned_dag(schedule: PipelineSchedule, plan: FreezePlan, gaps: Gaps = NO_GA
     def in_plan(action: Action) -> Action:
         return action if action in actions else first_half(action)
 
-    return PipelineDag.from_schedule(plan.schedule, *gaps.renamed(in_plan, actions))
+    renamed = gaps.renamed(in_plan, actions)
+    if not keeps_order(schedule, plan.schedule):
+        renamed = renamed._replace(waits={})
+    return PipelineDag.from_schedule(plan.schedule, *renamed)
 
 
 def durations_under(plan: FreezePlan, bounds: Mapping[Action, Bounds]) -> dict[Action, float]:

@@ -14,6 +14,7 @@ from tf_adapters.errors import PlanInputError, ScheduleError
 from tf_adapters.planner.learning import Learning
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.timing.transfers import Gaps
 
 __all__ = ["PlanProblem", "most_of_a_microbatch"]
 
@@ -23,7 +24,7 @@ _REQUIRED = ("ranks", "times", "max_freeze_ratio")
 _DEFERRAL = ("defer", "extra_microbatches", "moves_forwards")
 _RATIOS = ("max_freeze_ratio", "max_action_freeze_ratio", "max_microbatch_freeze_ratio")
 _LIMITS = ("target_makespan_ms", *_RATIOS[1:])
-_FIELDS = (*_REQUIRED, "communication", "overhead", *_LIMITS, *_DEFERRAL, "learning")
+_FIELDS = (*_REQUIRED, "communication", "overhead", "waits", *_LIMITS, *_DEFERRAL, "learning")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class PlanProblem:
         max_freeze_ratio: the largest mean freeze ratio of a stage's B and W actions, in [0, 1].
         communication: ms on edges between stages; 0 where absent.
         overhead: ms that an action's rank spends before it, besides waiting for its input; 0 where absent.
+        waits: ms from the end of an action to the start of one of another rank that waits for it otherwise than for its
+            input: a send that its receiver has not begun to take, say.
         target_makespan_ms: a batch that ends by then is early enough; 0 asks for the earliest end.
         max_action_freeze_ratio: the largest freeze ratio of any one B or W action, in [0, 1].
         max_microbatch_freeze_ratio: the largest mean freeze ratio of a microbatch over the stages, in [0, 1].
@@ -51,6 +54,7 @@ class PlanProblem:
     max_freeze_ratio: float
     communication: Mapping[tuple[Action, Action], float] = field(default_factory=dict)
     overhead: Mapping[Action, float] = field(default_factory=dict)
+    waits: Mapping[tuple[Action, Action], float] = field(default_factory=dict)
     target_makespan_ms: float = 0.0
     max_action_freeze_ratio: float = 1.0
     max_microbatch_freeze_ratio: float = 1.0
@@ -72,6 +76,7 @@ class PlanProblem:
             **{name: _check_ratio(getattr(self, name), name) for name in _RATIOS},
             communication=_check_communication(self.schedule, self.communication),
             overhead=_check_overhead(actions, self.overhead),
+            waits=_check_waits(self.schedule, actions, self.waits),
             target_makespan_ms=_check_time(self.target_makespan_ms, "target_makespan_ms"),
             defer=_check_flag(self.defer, "defer"),
             extra_microbatches=_check_count(self.extra_microbatches, "extra_microbatches"),
@@ -84,8 +89,7 @@ class PlanProblem:
         return {
             "ranks": self.schedule.to_text(),
             "times": {str(action): [bounds.lower, bounds.upper] for action, bounds in self.times.items()},
-            "communication": {f"{source}->{target}": ms for (source, target), ms in self.communication.items()},
-            "overhead": {str(action): ms for action, ms in self.overhead.items()},
+            **Gaps(self.communication, self.overhead, self.waits).to_json(),
             **{
                 name: getattr(self, name) for name in ("max_freeze_ratio", *_LIMITS, *(_DEFERRAL if self.defer else ()))
             },
@@ -109,7 +113,8 @@ class PlanProblem:
             schedule=_read_ranks(data["ranks"]),
             times={_read_action(key, "times"): value for key, value in _object(data, "times").items()},
             max_freeze_ratio=data["max_freeze_ratio"],
-            communication={_read_edge(key): value for key, value in _object(data, "communication").items()},
+            communication={_read_edge(key, "communication"): ms for key, ms in _object(data, "communication").items()},
+            waits={_read_edge(key, "waits"): value for key, value in _object(data, "waits").items()},
             overhead={_read_action(key, "overhead"): value for key, value in _object(data, "overhead").items()},
             **{name: data[name] for name in (*_LIMITS, *_DEFERRAL) if name in data},
             learning=Learning.from_json(data["learning"]) if data.get("learning") else None,
@@ -157,6 +162,18 @@ def _check_communication(
 def _check_overhead(actions: frozenset[Action], overhead: Mapping[Action, Any]) -> dict[Action, float]:
     _check_actions(actions, overhead, "overhead")
     return {action: _check_time(value, f"overhead['{action}']") for action, value in overhead.items()}
+
+
+def _check_waits(
+    schedule: PipelineSchedule, actions: frozenset[Action], waits: Mapping[tuple[Action, Action], Any]
+) -> dict[tuple[Action, Action], float]:
+    for edge in waits:
+        _check_actions(actions, dict.fromkeys(edge), "waits")
+    if waits:
+        schedule.execution_order(waits)
+    return {
+        (before, after): _check_time(value, f"waits['{before}->{after}']") for (before, after), value in waits.items()
+    }
 
 
 def _check_actions(actions: frozenset[Action], named: Mapping[Action, Any], field: str) -> None:
@@ -239,11 +256,11 @@ def _read_action(text: Any, field: str) -> Action:
         ) from error
 
 
-def _read_edge(text: Any) -> tuple[Action, Action]:
+def _read_edge(text: Any, field: str) -> tuple[Action, Action]:
     ends = text.split("->") if isinstance(text, str) else []
     if len(ends) != 2:
-        raise PlanInputError(f"communication: {_show(text)} is not an edge such as '0F0->1F0'")
-    source, target = (_read_action(end, f"communication[{_show(text)}]") for end in ends)
+        raise PlanInputError(f"{field}: {_show(text)} is not an edge such as '0F0->1F0'")
+    source, target = (_read_action(end, f"{field}[{_show(text)}]") for end in ends)
     return source, target
 
 

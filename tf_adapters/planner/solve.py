@@ -44,6 +44,7 @@ def plan(
     time_limit_s: float | None = None,
     overhead: Mapping[Action, float] | None = None,
     target_makespan_ms: float = 0.0,
+    waits: Mapping[tuple[Action, Action], float] | None = None,
 ) -> FreezePlan:
     """``solve`` of a PlanProblem with these fields; ``times`` may have pairs (all frozen, nothing frozen) in ms."""
     problem = PlanProblem(
@@ -53,6 +54,7 @@ def plan(
         communication=communication or {},
         overhead=overhead or {},
         target_makespan_ms=target_makespan_ms,
+        waits=waits or {},
     )
     return solve(problem, time_limit_s)
 

@@ -107,6 +107,7 @@ def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report
         ),
         communication=gaps["communication"],
         overhead=gaps["overhead"],
+        waits=gaps.get("waits", {}),
         times={str(action): (bounds.lower, bounds.upper) for action, bounds in state.measured.bounds.items()},
         plan=state.plan,
         measured=_measured(run, ranks),

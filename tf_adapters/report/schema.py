@@ -151,6 +151,7 @@ class Report(_Model):
     times: dict[str, tuple[Milliseconds, Milliseconds]] = Field(default_factory=dict)
     communication: dict[str, Milliseconds] = Field(default_factory=dict)
     overhead: dict[str, Milliseconds] = Field(default_factory=dict)
+    waits: dict[str, Milliseconds] = Field(default_factory=dict)
     plan: Plan | None = None
     measured: Measured = Measured()
     frozen_share: dict[str, tuple[Quotient, ...]] = Field(default_factory=dict)
@@ -183,6 +184,9 @@ class Report(_Model):
         for text in report.overhead:
             if text not in actions:
                 raise ConfigError(f"overhead.{text} is not an action of the schedule")
+        for edge in report.waits:
+            if not actions.issuperset(edge.split("->")) or edge.count("->") != 1:
+                raise ConfigError(f"waits.{edge} is not between two actions of the schedule")
         return report
 
     def bounds(self) -> dict[Action, Bounds]:
@@ -198,8 +202,8 @@ class Report(_Model):
         return float(ratio) if isinstance(ratio, (int, float)) and 0.0 <= ratio <= 1.0 else None
 
     def gaps(self) -> Gaps:
-        """``communication`` and ``overhead`` by their actions, ms."""
-        return Gaps.from_json({"communication": self.communication, "overhead": self.overhead})
+        """``communication``, ``overhead`` and ``waits`` by their actions, ms."""
+        return Gaps.from_json({name: getattr(self, name) for name in Gaps._fields})
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write to ``path``, making its folders. A reader sees the old report or the new one."""

@@ -48,13 +48,15 @@ class PipelineDag:
         schedule: PipelineSchedule,
         communication: Mapping[tuple[Action, Action], float] | None = None,
         overhead: Mapping[Action, float] | None = None,
+        waits: Mapping[tuple[Action, Action], float] | None = None,
     ) -> PipelineDag:
         """Build the DAG of ``schedule``; ``communication`` gives ms for edges between stages, 0 where absent.
 
         ``overhead`` is ms that a rank spends before an action besides waiting for its input: receiving, launching.
+        ``waits`` are further edges: the second of a pair starts so many ms after the first's end, or later.
 
-        Raises ScheduleError when the schedule cannot run, or when ``communication`` names a pair that is
-        not an edge between stages.
+        Raises ScheduleError when the schedule cannot run, when ``communication`` names a pair that is not an edge
+        between stages, or ``waits`` an action that there is not.
         """
         schedule.validate()
         delays = dict.fromkeys(schedule.transfers(), 0.0)
@@ -67,7 +69,12 @@ class PipelineDag:
             for before, action in pairwise(rank):
                 own = float((overhead or {}).get(action, 0.0))
                 delays[before, action] = max(own, delays.get((before, action), 0.0))
-        actions = schedule.execution_order()
+        known = set(schedule.actions) if waits else set()
+        for edge, delay in (waits or {}).items():
+            if not known.issuperset(edge):
+                raise ScheduleError(f"{edge[0]}->{edge[1]} is a wait between actions that this schedule does not have")
+            delays[edge] = max(float(delay), delays.get(edge, 0.0))
+        actions = schedule.execution_order(waits or ())
         index = {action: position for position, action in enumerate(actions)}
         return cls(actions, index, _sorted_edges(delays, index))
 

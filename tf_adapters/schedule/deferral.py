@@ -23,6 +23,7 @@ __all__ = [
     "defer",
     "first_half",
     "joined",
+    "keeps_order",
     "most_held",
     "most_in_flight",
     "second_half",
@@ -62,6 +63,15 @@ def second_half(action: Action) -> Action:
 def split(schedule: PipelineSchedule) -> PipelineSchedule:
     """Every B as an I with its W right after it."""
     return PipelineSchedule(tuple(tuple(half for a in rank for half in _halves(a)) for rank in schedule.ranks))
+
+
+def keeps_order(host: PipelineSchedule, rewritten: PipelineSchedule) -> bool:
+    """Whether a rewritten order has the host's order of forwards and backwards: only weight gradients have moved."""
+
+    def without_weights(schedule: PipelineSchedule) -> list[list[Action]]:
+        return [[backward_of(a) for a in rank if a.kind is not Kind.WEIGHT_GRAD] for rank in schedule.ranks]
+
+    return without_weights(host) == without_weights(rewritten)
 
 
 def most_in_flight(schedule: PipelineSchedule) -> int:

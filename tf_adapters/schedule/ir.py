@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain, pairwise
+from typing import NamedTuple
 
 from tf_adapters.errors import ScheduleError
 
-__all__ = ["Action", "Kind", "PipelineSchedule"]
+__all__ = ["Action", "Kind", "PipelineSchedule", "SendWait"]
 
 
 class Kind(str, Enum):
@@ -60,14 +61,28 @@ class Action:
         return self.kind.freezable
 
 
+class SendWait(NamedTuple):
+    """An action that waits for one of another rank otherwise than for its input: ``blocked`` for the end of ``posted``.
+
+    Most often ``blocked`` comes after a send, and its receiver begins to receive when ``posted`` ends. ``sent`` is the
+    action whose result is sent, and the one whose input it is.
+    """
+
+    posted: Action
+    blocked: Action
+    sent: tuple[Action, Action]
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineSchedule:
     """What each pipeline rank runs in one batch, in order.
 
     A stage lives on one rank; a rank may hold several stages (interleaved and V-shaped schedules) or none.
+    ``send_waits`` are where the host's ranks wait for their receivers; they are no part of the order.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
+    send_waits: tuple[SendWait, ...] = field(default=(), compare=False)
 
     @classmethod
     def from_text(cls, ranks: Sequence[Sequence[str]]) -> PipelineSchedule:
@@ -115,14 +130,15 @@ class PipelineSchedule:
             if source is not None:
                 yield source, target
 
-    def execution_order(self) -> tuple[Action, ...]:
+    def execution_order(self, also: Iterable[tuple[Action, Action]] = ()) -> tuple[Action, ...]:
         """All actions in an order in which each comes after everything it waits for (Kahn, linear time).
 
-        Raises ScheduleError when ranks wait for one another for ever.
+        Of each pair in ``also`` the second waits for the first. Raises ScheduleError when ranks wait for one another
+        for ever.
         """
         waiting = dict.fromkeys(self.actions, 0)
         released: dict[Action, list[Action]] = {action: [] for action in waiting}
-        for source, target in chain(*map(pairwise, self.ranks), self.transfers()):
+        for source, target in chain(*map(pairwise, self.ranks), self.transfers(), also):
             waiting[target] += 1
             released[source].append(target)
         ready = deque(action for action, count in waiting.items() if count == 0)

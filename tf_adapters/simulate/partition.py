@@ -50,7 +50,7 @@ class CutPipeline:
         rest: Sequence[Piece],
         halves: Sequence[float],
     ) -> None:
-        self._dag = PipelineDag.from_schedule(schedule, gaps.communication, gaps.overhead)
+        self._dag = PipelineDag.from_schedule(schedule, *gaps)
         self._forward = [0.0, *accumulate(piece.forward_ms for piece in pieces)]
         self._backward = [0.0, *accumulate(piece.backward_ms for piece in pieces)]
         self._rest, self._last = rest, len(pieces)

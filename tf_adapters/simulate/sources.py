@@ -108,7 +108,7 @@ def _recorded_extra(report: Report) -> int | None:
 def _from_input(path: str, data: Any) -> Request:
     problem = PlanProblem.from_json(data)
     source = "given on standard input" if path == "-" else f"given in {path}"
-    gaps = Gaps(problem.communication, problem.overhead)
+    gaps = Gaps(problem.communication, problem.overhead, problem.waits)
     return Request(
         (Pipeline("as given", problem.schedule, problem.times, gaps),),
         problem.max_freeze_ratio,

@@ -13,7 +13,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule, SendWait
 from tf_adapters.timing.estimates import median
 from tf_adapters.timing.timer import ActionTimer, Interval, Trace
 
@@ -26,37 +26,51 @@ _MOST_INTERVALS = 4_096
 class Gaps(NamedTuple):
     """Milliseconds. ``communication``: on edges between stages, from the source's end to the receive's.
 
-    ``overhead``: before an action that waits for nobody, from the end of the one before it on its rank.
+    ``overhead``: before an action that waits for nobody, from the end of the one before it on its rank. ``waits``: from
+    the end of an action to one of another rank that waits until what it sent is received (``SendWait``).
     """
 
     communication: Mapping[tuple[Action, Action], float] = MappingProxyType({})
     overhead: Mapping[Action, float] = MappingProxyType({})
+    waits: Mapping[tuple[Action, Action], float] = MappingProxyType({})
 
     def to_json(self) -> dict[str, dict[str, float]]:
-        """``communication`` and ``overhead`` as the planner's INPUT object has them."""
+        """As the planner's INPUT object has them; ``waits`` only where there are any."""
         return {
-            "communication": {f"{source}->{target}": ms for (source, target), ms in self.communication.items()},
+            "communication": _edges_to_json(self.communication),
             "overhead": {str(action): ms for action, ms in self.overhead.items()},
+            **({"waits": _edges_to_json(self.waits)} if self.waits else {}),
         }
 
     def renamed(self, rename: Callable[[Action], Action], actions: Container[Action]) -> Gaps:
         """The same for an order whose actions have other names; what is not among its ``actions`` is left out."""
-        edges = {(rename(source), rename(target)): ms for (source, target), ms in self.communication.items()}
-        return Gaps(
-            {(s, t): ms for (s, t), ms in edges.items() if s in actions and t in actions},
-            {rename(action): ms for action, ms in self.overhead.items() if rename(action) in actions},
-        )
+
+        def renamed_edges(of: Mapping[tuple[Action, Action], float]) -> dict[tuple[Action, Action], float]:
+            edges = {(rename(source), rename(target)): ms for (source, target), ms in of.items()}
+            return {(s, t): ms for (s, t), ms in edges.items() if s in actions and t in actions}
+
+        overhead = {rename(action): ms for action, ms in self.overhead.items() if rename(action) in actions}
+        return Gaps(renamed_edges(self.communication), overhead, renamed_edges(self.waits))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Mapping[str, float]]) -> Gaps:
-        edges = {tuple(text.split("->")): ms for text, ms in data["communication"].items()}
         return cls(
-            {(Action.parse(source), Action.parse(target)): ms for (source, target), ms in edges.items()},
+            _edges_from_json(data["communication"]),
             {Action.parse(text): ms for text, ms in data["overhead"].items()},
+            _edges_from_json(data.get("waits", {})),
         )
 
 
 NO_GAPS = Gaps()
+
+
+def _edges_to_json(edges: Mapping[tuple[Action, Action], float]) -> dict[str, float]:
+    return {f"{source}->{target}": ms for (source, target), ms in edges.items()}
+
+
+def _edges_from_json(data: Mapping[str, float]) -> dict[tuple[Action, Action], float]:
+    pairs = {tuple(text.split("->")): ms for text, ms in data.items()}
+    return {(Action.parse(source), Action.parse(target)): ms for (source, target), ms in pairs.items()}
 
 
 def local_traces(timer: ActionTimer, phase: str, microbatches: int) -> tuple[tuple[int, Trace], ...]:
@@ -87,12 +101,17 @@ def measure_gaps(schedule: PipelineSchedule, steps: Sequence[Trace]) -> Gaps:
     before = {action: previous for rank in schedule.ranks for previous, action in pairwise(rank)}
     source = {target: source for source, target in schedule.transfers()}
     rank_of = _rank_of(schedule)
+    of_steps = [aligned(schedule, step) for step in steps]
+    waits = [wait for wait in schedule.send_waits if _holds(wait, [on_one_clock for on_one_clock, _ in of_steps])]
+    posted: dict[Action, list[Action]] = {}
+    for wait in waits:
+        posted.setdefault(wait.blocked, []).append(wait.posted)
     lags: dict[tuple[int, Kind], list[_Lag]] = {}
-    for step in steps:
-        on_one_clock, began = aligned(schedule, step)
+    for on_one_clock, began in of_steps:
         for action, interval in on_one_clock.items():
             free = on_one_clock[before[action]].end_ms if action in before else began[rank_of[action]]
-            ready = on_one_clock[source[action]].end_ms if action in source else -math.inf
+            needed = posted.get(action, []) + ([source[action]] if action in source else [])
+            ready = max((on_one_clock[other].end_ms for other in needed), default=-math.inf)
             if action in before or ready > free:  # else it waited for its rank to begin the step
                 lag = _Lag(max(0.0, interval.start_ms - max(free, ready)), ready - free)
                 lags.setdefault((action.stage, action.kind), []).append(lag)
@@ -101,7 +120,14 @@ def measure_gaps(schedule: PipelineSchedule, steps: Sequence[Trace]) -> Gaps:
     return Gaps(
         {(source[a], a): transfer[a.stage, a.kind] for a in schedule.actions if a in source and lags},
         {a: own[a.stage, a.kind] for a in schedule.actions if a in before and lags},
+        {(w.posted, w.blocked): transfer[w.sent[1].stage, w.sent[1].kind] for w in waits},
     )
+
+
+def _holds(wait: SendWait, steps: Sequence[Mapping[Action, Interval]]) -> bool:
+    """Whether steps on one clock show it: a small message may be on its way before its receiver takes it."""
+    late = median(step[wait.blocked].start_ms - step[wait.posted].end_ms for step in steps)
+    return late is not None and late >= 0.0
 
 
 class _Lag(NamedTuple):

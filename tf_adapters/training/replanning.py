@@ -120,7 +120,7 @@ class Replanning:
             why += _pays_otherwise(plan, learning)
             if not why:
                 return None
-            gaps = _gaps(schedule, plan, [rank.traces.unpack(ran) for rank in ranks]) or measured.gaps
+            gaps = _gaps(schedule, plan, [rank.traces.unpack(ran) for rank in ranks], measured.gaps)
             bounds = {a: _times(b, slowest.get((a.stage, a.kind), 1.0)) for a, b in measured.bounds.items()}
             upper = {action: of_action.upper for action, of_action in bounds.items()}
             batch_ms = PipelineDag.from_schedule(schedule, *gaps).makespan(upper)
@@ -197,15 +197,23 @@ def _stable_samples(timer: ActionTimer, action: Action) -> Sequence[Sample]:
     return halves or timer.samples(Phase.STABLE, action)
 
 
-def _gaps(schedule: PipelineSchedule, plan: FreezePlan, traces: Sequence[Sequence[tuple[int, Trace]]]) -> Gaps | None:
-    """The gaps between the host's actions, from steps that ran the plan's; None without any complete step."""
+def _gaps(
+    schedule: PipelineSchedule, plan: FreezePlan, traces: Sequence[Sequence[tuple[int, Trace]]], known: Gaps
+) -> Gaps:
+    """The gaps between the host's actions, from steps that ran the plan's; the known ones without any complete step.
+
+    The plan's order says nothing of where the host's waits for its receivers.
+    """
     ran, host = plan.schedule or schedule, frozenset(schedule.actions)
     steps = complete_steps(ran, traces)
 
     def in_host(action: Action) -> Action:
         return backward_of(action) if action.kind is Kind.INPUT_GRAD and action not in host else action
 
-    return measure_gaps(ran, steps).renamed(in_host, host) if steps else None
+    if not steps:
+        return known
+    gaps = measure_gaps(ran, steps).renamed(in_host, host)
+    return gaps if ran is schedule else gaps._replace(waits=known.waits)
 
 
 def _times(bounds: Bounds, factor: float) -> Bounds:
