@@ -72,9 +72,8 @@ def main() -> None:
     for host in args.hosts:
         with RankPool(RANKS, functools.partial(join, host)) as ranks:
             if not args.only_overhead:
-                keep(
-                    "hosts", host, [row for each in ROUNDS for row in ranks.run(in_turn, host, each, timeout_s=1800)[0]]
-                )
+                of_rounds = [ranks.run(in_turn, host, each, timeout_s=1800)[0] for each in ROUNDS]
+                keep("hosts", host, [row for rows in of_rounds for row in rows])
             keep("overhead", host, ranks.run(overhead, host, timeout_s=1800)[0])
         print(table(json.loads(RESULTS.read_text())), flush=True)
     record = json.loads(RESULTS.read_text())

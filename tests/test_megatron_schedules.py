@@ -285,9 +285,8 @@ def test_outside_the_steady_phase_a_rank_waits_until_its_receiver_is_free() -> N
 def test_with_overlap_a_steady_send_is_waited_for_once_the_next_action_of_its_kind_has_run() -> None:
     """Rank 0: 0F0 0F1 2F0 2F1, steady 0F2 2B0 0F3 2B1; rank 1: 1F0 1F1, steady 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2."""
     waits = waits_of(2, 4, overlaps=True)
-    assert (
-        "2B1<3F2" in waits
-    )  # 1B0's gradient: received from 2B1's end on; after 1B1 rank 1 waits for it, then runs 3F2
+    # 1B0's gradient is received from 2B1's end on; after 1B1 rank 1 waits for that, then runs 3F2.
+    assert "2B1<3F2" in waits
     assert "1B0<2F2" not in waits
 
 

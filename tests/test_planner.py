@@ -204,7 +204,7 @@ def test_python_and_json_give_one_plan():
 
 
 def test_an_action_that_waits_for_anothers_end_is_planned_with():
-    """Rank 0's second forward waits until rank 1 is free to take the first one's result: 1B0 delays 0F1."""
+    """Rank 0's first backward waits 50 ms from the end of rank 1's."""
     data = payload()
     schedule, times = PipelineSchedule.from_text(data["ranks"]), {act(t): tuple(p) for t, p in data["times"].items()}
     wait = (act("1B0"), act("0B0"))

@@ -34,27 +34,26 @@ class Row:
         """Forwards and backwards in turn."""
         return range(self.warmup, len(self.actions) - self.warmup)
 
-    def _second(self, position: int) -> int:
-        """1 where an action is the backward of a pair that is exchanged together, else 0."""
-        return 0 if self.overlaps or position not in self._steady else (position - self.warmup) % 2
-
-    def _first(self, position: int) -> int:
-        """1 where an action is the forward of such a pair, else 0."""
-        return 0 if self.overlaps or position not in self._steady else 1 - self._second(position)
+    def _together(self, position: int) -> tuple[int, int]:
+        """First and last of what runs between two exchanges: a steady forward and its backward, else one action."""
+        if self.overlaps or position not in self._steady:
+            return position, position
+        first = position - (position - self.warmup) % 2
+        return first, first + 1
 
     def receives_after(self, position: int) -> int:
         """What ends right before the receive of an action's input begins; below 0: nothing."""
         if self.overlaps and position in self._steady:
             return max(position - 2, self.warmup - 1)
-        return position - 1 - self._second(position)
+        return self.needs_at(position) - 1
 
     def needs_at(self, position: int) -> int:
         """What does not begin before an action's input has come."""
-        return position - self._second(position)
+        return self._together(position)[0]
 
     def sends_after(self, position: int) -> int:
         """What ends right before an action's result is sent."""
-        return position + self._first(position)
+        return self._together(position)[1]
 
     def holds_up(self, position: int) -> int | None:
         """What does not begin before an action's result is received; None where nothing of the batch waits for that."""
@@ -65,7 +64,7 @@ class Row:
 
 
 def send_waits(rows: Sequence[Row]) -> tuple[SendWait, ...]:
-    """Of all ranks. None if ranks would then wait for one another for ever: the host is not as it is read here."""
+    """Of all ranks. Empty if ranks would then wait for one another for ever: the host is not as it is read here."""
     schedule = PipelineSchedule(tuple(row.actions for row in rows))
     at = {action: (row, position) for row in rows for position, action in enumerate(row.actions)}
     waits = []

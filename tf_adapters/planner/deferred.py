@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from tf_adapters.planner.forecast import gaps_in
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.deferral import (
     DeferralTimes,
-    backward_of,
     defer,
     first_half,
     joined,
-    keeps_order,
     most_in_flight,
     second_half,
 )
@@ -41,7 +40,7 @@ def plan_deferred(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePla
     order, so order and ratios are made in turn. ``solve`` plans for one order. In the plan ``schedule`` is the order,
     ``makespan_ms.host`` is the host's order with nothing frozen, ``deferrable_share`` is set.
     """
-    host = PipelineDag.from_schedule(problem.schedule, problem.communication, problem.overhead, problem.waits).makespan(
+    host = PipelineDag.from_schedule(problem.schedule, *problem.gaps).makespan(
         {action: bounds.upper for action, bounds in problem.times.items()}
     )
     times, few = _times(problem), len(problem.times) < _ONE_ROUND_FROM
@@ -124,20 +123,11 @@ def _rewritten(problem: PlanProblem, times: dict[Action, Bounds], last: FreezePl
         ),
         problem.times,
     )
-    actions = frozenset(order.actions)
-
-    def in_order(action: Action) -> Action:
-        return action if action in actions else backward_of(action)
-
     return replace(
         problem,
         schedule=order,
         times={action: times[action] for action in order.actions},
-        communication={(in_order(s), in_order(t)): ms for (s, t), ms in communication.items()},
-        waits={(in_order(first_half(b)), in_order(first_half(a))): ms for (b, a), ms in problem.waits.items()}
-        if keeps_order(problem.schedule, order)
-        else {},
-        overhead={in_order(action): ms for action, ms in overhead.items()},
+        **gaps_in(order, problem.schedule, problem.gaps)._asdict(),
         defer=False,
         extra_microbatches=0,
     )

@@ -63,15 +63,18 @@ def planned_dag(schedule: PipelineSchedule, plan: FreezePlan, gaps: Gaps = NO_GA
     """The DAG of what a plan runs: the host's ``schedule``, or the plan's own where weight gradients wait."""
     if plan.schedule is None:
         return PipelineDag.from_schedule(schedule, *gaps)
-    actions = frozenset(plan.schedule.actions)
+    return PipelineDag.from_schedule(plan.schedule, *gaps_in(plan.schedule, schedule, gaps))
 
-    def in_plan(action: Action) -> Action:
+
+def gaps_in(rewritten: PipelineSchedule, host: PipelineSchedule, gaps: Gaps) -> Gaps:
+    """The host's gaps in a rewritten order; ``waits`` hold only where forwards and backwards keep their order."""
+    actions = frozenset(rewritten.actions)
+
+    def in_rewritten(action: Action) -> Action:
         return action if action in actions else first_half(action)
 
-    renamed = gaps.renamed(in_plan, actions)
-    if not keeps_order(schedule, plan.schedule):
-        renamed = renamed._replace(waits={})
-    return PipelineDag.from_schedule(plan.schedule, *renamed)
+    renamed = gaps.renamed(in_rewritten, actions)
+    return renamed if keeps_order(host, rewritten) else renamed._replace(waits={})
 
 
 def durations_under(plan: FreezePlan, bounds: Mapping[Action, Bounds]) -> dict[Action, float]:

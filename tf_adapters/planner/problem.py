@@ -84,12 +84,17 @@ class PlanProblem:
             learning=_check_learning(self.schedule, self.learning),
         )
 
+    @property
+    def gaps(self) -> Gaps:
+        """``communication``, ``overhead`` and ``waits``."""
+        return Gaps(self.communication, self.overhead, self.waits)
+
     def to_json(self) -> dict[str, Any]:
         """The INPUT object of ``tf-adapters plan``; actions and edges become text keys."""
         return {
             "ranks": self.schedule.to_text(),
             "times": {str(action): [bounds.lower, bounds.upper] for action, bounds in self.times.items()},
-            **Gaps(self.communication, self.overhead, self.waits).to_json(),
+            **self.gaps.to_json(),
             **{
                 name: getattr(self, name) for name in ("max_freeze_ratio", *_LIMITS, *(_DEFERRAL if self.defer else ()))
             },

@@ -59,7 +59,7 @@ class FreezeProgram:
     @classmethod
     def of(cls, problem: PlanProblem) -> FreezeProgram:
         """The program of a valid problem, in ms. Raises PlanInputError for times whose sum no float holds."""
-        dag = PipelineDag.from_schedule(problem.schedule, problem.communication, problem.overhead, problem.waits)
+        dag = PipelineDag.from_schedule(problem.schedule, *problem.gaps)
         upper = np.array([problem.times[action].upper for action in dag.actions])
         lower = np.array([problem.times[a].lower if a.freezable else problem.times[a].upper for a in dag.actions])
         if not math.isfinite(dag.end(upper)):

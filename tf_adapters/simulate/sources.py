@@ -108,9 +108,8 @@ def _recorded_extra(report: Report) -> int | None:
 def _from_input(path: str, data: Any) -> Request:
     problem = PlanProblem.from_json(data)
     source = "given on standard input" if path == "-" else f"given in {path}"
-    gaps = Gaps(problem.communication, problem.overhead, problem.waits)
     return Request(
-        (Pipeline("as given", problem.schedule, problem.times, gaps),),
+        (Pipeline("as given", problem.schedule, problem.times, problem.gaps),),
         problem.max_freeze_ratio,
         source=source,
         extra_microbatches=problem.extra_microbatches if problem.defer else None,

@@ -155,7 +155,10 @@ def carried_over(measured: Measured, schedule: PipelineSchedule) -> Measured:
     gaps = Gaps(
         {(s, t): transfer[_group(t)] for s, t in schedule.transfers() if _group(t) in transfer},
         {action: overhead[_group(action)] for action in schedule.actions if _group(action) in overhead},
-        {(w.posted, w.blocked): transfer[_group(w.sent[1])] for w in schedule.send_waits if measured.gaps.waits},
+        {
+            (w.posted, w.blocked): transfer[_group(w.sent[1])]
+            for w in (schedule.send_waits if measured.gaps.waits else ())
+        },
     )
     batch_ms = PipelineDag.from_schedule(schedule, *gaps).makespan({a: b.upper for a, b in bounds.items()})
     step_ms = batch_ms + measured.other_ms
