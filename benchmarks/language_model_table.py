@@ -33,6 +33,7 @@ _CONTRASTS = (
     Contrast("computed mean against skipped as zero", "tensors, computed mean", "tensors"),
     Contrast("the same, deferred", "deferred, tensors, computed mean", "deferred, tensors"),
     Contrast("tokens against tensors, both 1.25x", "tokens", "tensors"),
+    Contrast("the same, both 1.16x", "tokens at 1.16x", "tensors at 1.16x"),
     Contrast("the same, deferred, both 1.36x", "deferred, tokens", "deferred, tensors"),
     Contrast("tokens by norm against drawn evenly", "tokens", "tokens drawn evenly"),
     Contrast("the same, deferred", "deferred, tokens", "deferred, tokens drawn evenly"),

@@ -12,7 +12,6 @@ Writes results/levers.json beside this file, host by host, and the table into do
 from __future__ import annotations
 
 import argparse
-import ctypes
 import functools
 import json
 import statistics
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import machine, put_table
+from measuring import keep_freed_memory, machine, put_table
 from trainings import HOSTS, RANKS, ROOT, Size, Training, setup, start
 
 from tf_adapters.testing import RankPool
@@ -50,14 +49,17 @@ EXACT = {**DEFERRED, "max_freeze_ratio": 0.0}
 ROUNDS = (
     Round(
         Size(microbatches=8, width=384, layers=4),
+        {"deferred, exact": EXACT, "tensors frozen, in place": {}, "tokens sampled, in place": TOKENS},
+    ),
+    Round(
+        Size(microbatches=8, width=1024, layers=2),
         {
             "deferred, exact": EXACT,
-            "tensors frozen, in place": {},
+            "tensors frozen, deferred": {**DEFERRED, "max_freeze_ratio": 0.5},
             "tokens sampled, in place": TOKENS,
             "tokens sampled, deferred": {**DEFERRED, **TOKENS, "max_freeze_ratio": 0.5},
         },
     ),
-    Round(Size(microbatches=8, width=1024, layers=2), {"deferred, exact": EXACT}),
     Round(Size(microbatches=4, width=1024, layers=2), {"deferred, exact": EXACT}),
 )
 WIDE, SHORT = ROUNDS[1].size, Size(microbatches=8, width=64, layers=2, context=16, micro_batch=1)
@@ -100,11 +102,8 @@ def cores_together() -> float:
 
 
 def join(host: str) -> None:
-    """Join the ranks, and keep what is freed: glibc returns large blocks, and their pages cost more than a tap."""
-    trim_threshold, mmap_max = -1, -4  # malloc.h
-    malloc = ctypes.CDLL(None)
-    malloc.mallopt(trim_threshold, 2**31 - 1)
-    malloc.mallopt(mmap_max, 0)
+    """Join the ranks, and keep what is freed."""
+    keep_freed_memory()
     setup(host)
 
 

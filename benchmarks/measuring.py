@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -42,6 +43,14 @@ def machine(*packages: str) -> dict[str, Any]:
         **{package: metadata.version(package) for package in ("torch", *packages)},
         "python": platform.python_version(),
     }
+
+
+def keep_freed_memory() -> None:
+    """In this process, as the allocators of GPUs do: glibc returns large blocks, and new pages cost more than a tap."""
+    trim_threshold, mmap_max = -1, -4  # malloc.h
+    malloc = ctypes.CDLL(None)
+    malloc.mallopt(trim_threshold, 2**31 - 1)
+    malloc.mallopt(mmap_max, 0)
 
 
 def peak_memory(stages: int, setup: Callable[[], None], of_rank: Callable[..., int], *args: Any) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 from deepspeed_ranks import Case, Ordinary, batch, loss_fn
 
 from tf_adapters.testing import masked_gradients, relative_error
+from tf_adapters.testing.oracle import Sampled
 
 CHECKPOINTS_ON_CPU = tuple(map(int, metadata.version("deepspeed").split(".")[:3])) >= (0, 19, 8)
 ZERO1 = {"zero_optimization": {"stage": 1}}
@@ -108,7 +109,7 @@ def expected_gradients(case: Case, ranks: list[dict], number: int) -> dict[str, 
     def frozen(microbatch: int) -> set[str]:
         return {ordinary.rename(n, s) for (s, m), names in masks.items() if m == microbatch for n in names}
 
-    def scales(replica: int, microbatch: int) -> dict[str, torch.Tensor]:
+    def samples(replica: int, microbatch: int) -> dict[str, Sampled]:
         step = ranks[0]["steps"][number]["number"]
         return {
             ordinary.rename(name, stage): of_weight
@@ -128,7 +129,7 @@ def expected_gradients(case: Case, ranks: list[dict], number: int) -> dict[str, 
             loss_fn,
             frozen,
             gradient_scale=scale,
-            scales=partial(scales, replica),
+            samples=partial(samples, replica),
         )
         for replica in replicas
     ]

@@ -16,7 +16,7 @@ from rank_pools import destroy_groups
 
 from tf_adapters.overrides import Overrides
 from tf_adapters.testing import force_plan
-from tf_adapters.testing.oracle import Draws, Scales, product_with_scaled_tokens, recorded_draws
+from tf_adapters.testing.oracle import Draws, Sampled, Samples, of_other_gradient, recorded_draws
 
 VOCABULARY, WIDTH, HEADS, CONTEXT, BATCH = 32, 16, 4, 8, 2
 SECTION: dict[str, Any] = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 2, "on_error": "raise"}
@@ -401,11 +401,11 @@ def plain_copies(case: Case) -> list[Any]:
 
 
 def full_gradients(
-    case: Case, chunks: list[Any], copies: list[Any], step: int, scales: list[list[Scales]] | None = None
+    case: Case, chunks: list[Any], copies: list[Any], step: int, samples: list[list[Samples]] | None = None
 ) -> list[dict[tuple[int, str], torch.Tensor]]:
     """Full gradients of each microbatch, from ``plain_copies`` that get the weights of the chunks.
 
-    Tokens count as ``scales`` says: by microbatch and chunk; without them each counts once.
+    Tokens count as ``samples`` says: by microbatch and chunk; without them each counts once.
     """
     finalizing = sys.modules["megatron.core.distributed.finalize_model_grads"]
     for copy, chunk in zip(copies, chunks, strict=True):
@@ -422,37 +422,40 @@ def full_gradients(
     for microbatch in range(case.microbatches_in(step)):
         for copy in copies:
             copy.zero_grad_buffer()
-        with ExitStack() as scaled, patch.object(finalizing, "_allreduce_word_embedding_grads"):
-            for copy, of_chunk in zip(copies, scales[microbatch] if scales else (), strict=bool(scales)):
-                scaled.enter_context(scaled_parallel_layers(innermost(copy), of_chunk))
+        with ExitStack() as sampled, patch.object(finalizing, "_allreduce_word_embedding_grads"):
+            for copy, of_chunk in zip(copies, samples[microbatch] if samples else (), strict=bool(samples)):
+                sampled.enter_context(sampled_parallel_layers(innermost(copy), of_chunk))
             run_batch(plain(case), copies, step, [microbatch] * at_least)
         found.append(by_name(case, copies, main_gradient))
     return found
 
 
 @contextmanager
-def scaled_parallel_layers(model: torch.nn.Module, scales: Scales) -> Iterator[None]:
-    """Count tokens as ``scales`` says in the weight gradients of Megatron's linear layers."""
+def sampled_parallel_layers(model: torch.nn.Module, samples: Samples) -> Iterator[None]:
+    """Count tokens as ``samples`` says in the weight gradients of Megatron's linear layers."""
     overrides = Overrides()
-    for name, of_weight in scales.items():
+    for name, of_weight in samples.items():
         layer = model.get_submodule(name.removesuffix(".weight"))
-        overrides.set(layer, "_forward_impl", partial(_scaled_product, layer._forward_impl, of_weight))
+        overrides.set(layer, "_forward_impl", partial(_sampled_product, layer._forward_impl, of_weight))
     try:
         yield
     finally:
         overrides.restore()
 
 
-def _scaled_product(impl: Any, scales: torch.Tensor, *, input: Any, weight: Any, bias: Any, **kwargs: Any) -> Any:
-    def product(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return impl(input=inputs, weight=weight, bias=None, **kwargs)
-
-    output = product_with_scaled_tokens(product, input, weight, scales)
+def _sampled_product(impl: Any, sampled: Sampled, *, input: Any, weight: Any, bias: Any, **kwargs: Any) -> Any:
+    whole = input
+    if kwargs["sequence_parallel"]:  # of the tokens this rank has a part, and what it drew is of all
+        group = kwargs["tp_group"]
+        whole = input.new_empty((input.shape[0] * group.size(), *input.shape[1:]))
+        torch.distributed.all_gather_into_tensor(whole, input.detach().contiguous(), group=group)
+    counted = impl(input=sampled.counted(whole), weight=weight, bias=None, **{**kwargs, "sequence_parallel": False})
+    output = of_other_gradient(impl(input=input, weight=weight.detach(), bias=None, **kwargs), counted)
     return output if bias is None else output + bias
 
 
-def drawn_scales(case: Case, chunks: list[Any], draws: Draws, step: int, number: int) -> list[list[Scales]]:
-    """What this rank has drawn in the controller's ``step``, by microbatch and chunk."""
+def drawn_samples(case: Case, chunks: list[Any], draws: Draws, step: int, number: int) -> list[list[Samples]]:
+    """What this rank has sampled in the controller's ``step``, by microbatch and chunk."""
     return [
         [draws.get((number, stage_of(case, index), microbatch), {}) for index in range(len(chunks))]
         for microbatch in range(case.microbatches_in(step))
@@ -481,8 +484,8 @@ def _train(case: Case, draws: Draws, oracle: bool, evaluate: bool) -> dict[str, 
         before = by_name(case, chunks, values)
         full = []
         if copies:
-            scales = drawn_scales(case, chunks, draws, number, adapter.controller.step)
-            full = full_gradients(case, chunks, copies, number, scales)
+            samples = drawn_samples(case, chunks, draws, number, adapter.controller.step)
+            full = full_gradients(case, chunks, copies, number, samples)
         state_before = optimizer_state(chunks, optimizer)
         optimizer.step()
         steps.append(

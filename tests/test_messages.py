@@ -9,7 +9,7 @@ import pytest
 
 from tf_adapters.schedule.deferral import DeferralTimes, defer, split
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.schedule.messages import in_time, receive_points
+from tf_adapters.schedule.messages import in_time, messages_taken, receive_points
 from tf_adapters.schedule.orders import gpipe, one_forward_one_backward
 
 LENGTHS = {Kind.FORWARD: 1.0, Kind.INPUT_GRAD: 1.2, Kind.WEIGHT_GRAD: 1.0}
@@ -90,3 +90,17 @@ def test_receives_right_before_their_actions_can_hang():
     """The check can fail, and 1F1B's own order is such a case: neighbours send to one another at once."""
     assert hangs(ORDERS["4 x 8, 0 extra"], late(ORDERS["4 x 8, 0 extra"]))
     assert hangs(ORDERS["4 x 8, 4 extra"], late(ORDERS["4 x 8, 4 extra"]))
+
+
+@each_order
+def test_what_a_rank_has_taken_when_it_sends_had_arrived_before(order):
+    """A gradient that the rank before has not yet waited for counts as no gradient that has arrived."""
+    source = {target: source for source, target in order.transfers()}
+    taken = messages_taken(order)
+    assert taken.keys() == source.keys()
+    rank_of = {action: rank for rank, row in enumerate(order.ranks) for action in row}
+    for received, count in taken.items():
+        sender, mine = order.ranks[rank_of[source[received]]], rank_of[received]
+        ran = sender[: sender.index(source[received]) + 1]
+        assert count == sum(rank_of[source[action]] == mine for action in ran if action in source)
+    assert len(order.ranks) < 3 or max(taken.values()) > 1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
-from tf_adapters.masking.tokens import TokenSampler, draw, inclusion_chances
+from tf_adapters.masking.tokens import TokenSampler, common_input, draw, inclusion_chances
 from tf_adapters.schedule.ir import Action
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.units import FreezeUnit
@@ -54,9 +54,11 @@ def test_a_draw_takes_each_token_once_and_the_certain_ones_always(
 
 
 @pytest.mark.parametrize("kept", [0.1, 0.5, 0.9])
-def test_the_mean_of_many_draws_is_the_whole_gradient(kept: float) -> None:
+@pytest.mark.parametrize("common", [0.0, 2.0])
+def test_the_mean_of_many_draws_is_the_whole_gradient(kept: float, common: float) -> None:
     torch.manual_seed(0)
-    inputs = torch.randn(48, 8) * torch.rand(48, 1) ** 3
+    inputs = common + torch.randn(48, 8) * torch.rand(48, 1) ** 3
+    inputs[::6] = 0.0  # as padding may be
     gradient = torch.randn(48, 6) * torch.rand(48, 1)
     whole = gradient.t() @ inputs
     errors = torch.stack([sampled((0, step, 1, 2), kept, inputs, gradient) - whole for step in range(3_000)])
@@ -76,13 +78,35 @@ def test_tokens_drawn_by_their_size_are_nearer_to_the_whole_than_tokens_drawn_ev
     assert by_size < 0.6 * evenly
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_what_all_inputs_have_in_common_is_not_left_to_the_draw(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    inputs, gradient = torch.randn(8).expand(64, 8).to(dtype), torch.randn(64, 6).to(dtype)
+    whole = gradient.double().t() @ inputs.double()
+    error = (sampled((0,), 0.25, inputs, gradient).double() - whole).norm() / whole.norm()
+    assert error < 16 * torch.finfo(dtype).eps
+
+
+@given(st.integers(0, 2**32), st.floats(0, 1e4), st.floats(0, 3))
+def test_a_common_input_leaves_no_more_to_the_draw_than_none(seed: int, outlier: float, common: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = common + torch.randn(300, 8, generator=generator)
+    inputs[0] *= outlier  # some layers of language models have one token whose input is a thousand times as large
+    gradient = torch.randn(300, 6, generator=generator) * torch.rand(300, 1, generator=generator)
+    alone = gradient.norm(dim=1) * inputs.norm(dim=1)
+    direction, sizes = common_input(inputs, gradient)
+    assert float(sizes.square().sum()) <= float(alone.square().sum()) * 1.02  # each is at least a tenth of its own
+    exact = gradient.norm(dim=1) * (inputs - direction).norm(dim=1)
+    assert torch.allclose(sizes, torch.maximum(exact, 0.1 * alone), rtol=1e-2, atol=1e-4 * float(alone.max()))
+
+
 def test_the_work_is_that_of_the_kept_tokens() -> None:
     inputs, gradient = torch.randn(40, 4), torch.randn(40, 3)
     rows, gradients = TokenSampler((0,), lambda _: 0.3).rows("weight", inputs, gradient)
     assert rows.shape == (12, 4)
     assert gradients.shape == (12, 3)
     assert TokenSampler((0,), lambda _: 1.0).rows("weight", inputs, gradient)[0] is inputs
-    assert TokenSampler((0,), lambda _: 1e-9).rows("weight", inputs, gradient)[0].shape == (1, 4)
+    assert TokenSampler((0,), lambda _: 1e-9).rows("weight", inputs, gradient)[0].shape == (2, 4)
 
 
 def test_no_gradient_stays_none_and_an_overflow_stays_one() -> None:

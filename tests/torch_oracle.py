@@ -9,6 +9,7 @@ import torch
 from torch_ranks import Case, Layers, batch, loss_fn, plain
 
 from tf_adapters.testing import masked_gradients, relative_error
+from tf_adapters.testing.oracle import Sampled
 
 PLANS = (
     {"0": 0.5, "0.1": 1.0, "0.2": 1.0, "1": 0.5, "2": 0.7, "3": 0.5},  # stage 0 frozen whole for two microbatches
@@ -74,7 +75,7 @@ def expected_gradients(case: Case, ranks: list[dict[str, Any]], number: int) -> 
     def frozen(microbatch: int) -> set[str]:
         return {name for (_, m), names in masks.items() if m == microbatch for name in names}
 
-    def scales(replica: int, microbatch: int) -> dict[str, torch.Tensor]:
+    def samples(replica: int, microbatch: int) -> dict[str, Sampled]:
         drawn = {}
         for rank in ranks:
             for (step, _, m), of_action in rank.get("draws", {}).items():
@@ -89,7 +90,7 @@ def expected_gradients(case: Case, ranks: list[dict[str, Any]], number: int) -> 
         for part in range(case.batches):
             tensors = batch(case, number, replica, part)
             microbatches = zip(*(tensor.chunk(case.microbatches) for tensor in tensors), strict=True)
-            drawn = partial(scales, replica)
+            drawn = partial(samples, replica)
             for name, gradient in masked_gradients(ordinary, microbatches, loss_fn, frozen, scale, drawn).items():
                 totals[name] = totals.get(name, 0) + gradient / (len(replicas) * case.batches)
     return totals

@@ -20,15 +20,14 @@ from tf_adapters.overrides import Overrides
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.report.observer import MetricSink, RunReporter
 from tf_adapters.schedule.dag import PipelineDag
-from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.schedule.messages import receive_points
+from tf_adapters.schedule.ir import Kind, PipelineSchedule
+from tf_adapters.schedule.messages import Receives, messages_taken, receive_points
 from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.training.controller import Controller
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
 __all__ = ["HostAdapter", "attach_once", "is_adaptive"]
 
-ReceivePoints = Mapping[Action, tuple[Action, ...]]
 StepHook = Callable[[torch.optim.Optimizer], None]
 
 _PARTIAL = f"{SECTION}_of_another_rank"
@@ -58,9 +57,7 @@ class HostAdapter(ABC):
         self.config, self.collectives = config, collectives
         self.overrides = Overrides()
         self._on_detach: list[Callable[[], None]] = []
-        self._receive_points: tuple[PipelineSchedule, FreezePlan | None, ReceivePoints] | None = (
-            None  # of the last step
-        )
+        self._receives: tuple[PipelineSchedule, FreezePlan | None, Receives] | None = None  # of the last step
         described: list[HostPipeline] = []
 
         def local_units() -> Mapping[int, Any]:
@@ -86,21 +83,21 @@ class HostAdapter(ABC):
         """Weights that several stages hold, told from all stages' units. Called on all ranks."""
         return ()
 
-    def receive_points(self, order: PipelineSchedule) -> ReceivePoints:
-        """Before which actions of an ``order`` ranks begin to receive (``schedule.messages``).
+    def receives(self, order: PipelineSchedule) -> Receives:
+        """When ranks begin to receive in an ``order``, and what then has arrived elsewhere (``schedule.messages``).
 
         By the plan's times; those of an order without a plan are a forward's 1 and a backward's 2.
         """
         plan = self.controller.state.plan
-        if self._receive_points is None or self._receive_points[:2] != (order, plan):
+        if self._receives is None or self._receives[:2] != (order, plan):
             if plan is not None and plan.start_ms.keys() >= set(order.actions):
                 starts, ms = plan.start_ms, plan.duration_ms
             else:
                 ms = {action: 1.0 if action.kind is Kind.FORWARD else 2.0 for action in order.actions}
                 starts = PipelineDag.from_schedule(order).start_times(ms)
             ends = {action: starts[action] + ms[action] for action in order.actions}
-            self._receive_points = order, plan, receive_points(order, ends)
-        return self._receive_points[2]
+            self._receives = order, plan, Receives(receive_points(order, ends), messages_taken(order))
+        return self._receives[2]
 
     def around_steps(self, optimizer: torch.optim.Optimizer, before: StepHook, after: StepHook) -> None:
         """Call ``before`` and ``after`` with the optimizer around each of its steps, until detached."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tf_adapters.masking.tokens import Rows, inclusion_chances, row_sizes
+from tf_adapters.masking.tokens import Rows, common_input, inclusion_chances
 from tf_adapters.planner.learning import SAMPLED_AT, Probe
 
 __all__ = ["GradientNoise", "RowObserver", "chosen_weights"]
@@ -82,9 +82,9 @@ class RowObserver:
         """All rows. The noise is the variance of the drawn gradient of ``weight``, in the elements looked at."""
         tokens = gradient.shape[0]
         count = round(SAMPLED_AT * tokens)
-        if weight in self._shares and 0 < count < tokens:
-            sizes = row_sizes(inputs, gradient).double()
-            chances = inclusion_chances(sizes, count)
+        if weight in self._shares and 1 < count < tokens:
+            sizes = common_input(inputs, gradient)[1].double()
+            chances = inclusion_chances(sizes, count - 1)
             missed = sizes.square() * torch.where(chances > 0.0, 1.0 / chances - 1.0, 0.0)
             self.noise = self.noise + self._shares[weight] * missed.sum()
         return inputs, gradient

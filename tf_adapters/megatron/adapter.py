@@ -217,7 +217,7 @@ class MegatronAdapter(HostAdapter):
             (chunk,) = by_stage.values()
             self._ordered = OrderedBatch(
                 row,
-                receives=self.receive_points(order),
+                receives=self.receives(order),
                 links=self._links,
                 device=device_of(self._model.chunks),
                 run=functools.partial(self._run, chunk=chunk),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from megatron.core.utils import get_model_type
 from tf_adapters.overrides import Overrides
 from tf_adapters.schedule.deferral import most_held
 from tf_adapters.schedule.ir import Action, Kind
+from tf_adapters.schedule.messages import Receives
 
 __all__ = ["Links", "OrderedBatch", "is_replaceable"]
 
@@ -85,7 +86,7 @@ class OrderedBatch:
 
     Args:
         row: what the rank runs, in order; forwards, and backwards, in the order of the microbatches.
-        receives: before an action, the actions whose inputs the rank begins to receive (``schedule.messages``).
+        receives: before which action the rank begins to receive which inputs, and what has then arrived elsewhere.
         links: to its neighbours.
         device: where its messages live.
         run: for a forward or backward.
@@ -95,7 +96,7 @@ class OrderedBatch:
     def __init__(
         self,
         row: tuple[Action, ...],
-        receives: Mapping[Action, tuple[Action, ...]],
+        receives: Receives,
         links: Links,
         device: torch.device,
         run: Run,
@@ -113,7 +114,7 @@ class OrderedBatch:
         self._coming: dict[Action, Message] = {}
         self._in_flight: dict[int, _InFlight] = {}
         self._tokens: dict[int, Any] = {}
-        self._sent: list[Message] = []
+        self._sent = deque[Message]()  # gradients
 
     @contextmanager
     def without_transfers(self) -> Iterator[None]:
@@ -147,7 +148,7 @@ class OrderedBatch:
         while self._row:
             self._advance()
         while self._sent:
-            self._sent.pop().wait()
+            self._sent.popleft().wait()
 
     def _take_arguments(self, call: functools.partial[Any]) -> None:
         self._forward_step = call.func
@@ -158,7 +159,7 @@ class OrderedBatch:
 
     def _advance(self) -> None:
         action = self._row.popleft()
-        for target in self._receives.get(action, ()):
+        for target in self._receives.before.get(action, ()):
             self._begin_to_receive(target)
         if action.kind is Kind.WEIGHT_GRAD:
             self._compute(action, action == self._last)
@@ -166,9 +167,15 @@ class OrderedBatch:
         message = self._coming.pop(action, None)
         received = [None if message is None else message.wait()]
         if action.kind is Kind.FORWARD:
+            self._let_go(self._receives.taken.get(action, 0))
             self._run_forward(action, received)
         else:
             self._run_backward(action, received)
+
+    def _let_go(self, taken: int) -> None:
+        """Keep no gradient that has arrived: so many of this batch have, by what came since, and others may have."""
+        while self._sent and (self._sent[0].work.is_completed() or self._backwards - len(self._sent) < taken):
+            self._sent.popleft().wait()
 
     def _begin_to_receive(self, action: Action) -> None:
         forward = action.kind is Kind.FORWARD

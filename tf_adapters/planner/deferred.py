@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import fmean
 
 from tf_adapters.planner.forecast import gaps_in
 from tf_adapters.planner.freeze_plan import FreezePlan
@@ -49,7 +50,7 @@ def plan_deferred(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePla
     for _ in range(_ROUNDS if few else 1):
         rewritten = _rewritten(problem, times, last)
         last = solve(rewritten)
-        if best is not None and not _is_better(last, best, problem.target_makespan_ms):
+        if best is not None and not _is_better(last, best, problem):
             break
         best = _named(last, rewritten, host)
     assert best is not None
@@ -57,7 +58,7 @@ def plan_deferred(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePla
     if few or best.makespan_ms.unfrozen >= host * (1.0 - _SAME):
         in_place = replace(problem, defer=False, extra_microbatches=0)
         own = _named(solve(in_place), in_place, host)
-        if not _is_better(best, own, problem.target_makespan_ms):
+        if not _is_better(best, own, problem):
             return replace(own, deferrable_share=best.deferrable_share)
     return best
 
@@ -88,12 +89,13 @@ def _deferrable_share(problem: PlanProblem) -> dict[int, float]:
     }
 
 
-def _is_better(plan: FreezePlan, best: FreezePlan, target: float) -> bool:
-    """Whether a plan ends earlier, or as early with less freezing; before the target all ends are early enough."""
-    ends, best_ends = (max(p.makespan_ms.planned, target) for p in (plan, best))
+def _is_better(plan: FreezePlan, best: FreezePlan, problem: PlanProblem) -> bool:
+    """Whether a plan ends earlier, or as early at a lower price; before the target all ends are early enough."""
+    ends, best_ends = (max(p.makespan_ms.planned, problem.target_makespan_ms) for p in (plan, best))
     if abs(ends - best_ends) > _SAME * best_ends:
         return ends < best_ends
-    return plan.mean_freeze_ratio < best.mean_freeze_ratio - _SAME
+    price, best_price = (fmean(map(problem.price, p.freeze_ratio.values())) for p in (plan, best))
+    return price < best_price - _SAME
 
 
 def _times(problem: PlanProblem) -> dict[Action, Bounds]:

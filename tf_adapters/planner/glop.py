@@ -10,18 +10,21 @@ enough:
 3. among those, freezing spread evenly (a piecewise linear sum of r squared), because a vertex freezes all of
    one action and nothing of the next where a part of both would do. Keeping each stage's largest ratio low
    would not do it: in most schedules some action near the batch's ends is frozen whole in every optimum.
+
+Where ratios are met by sampling tokens, the second and third are one: the least noise, which is convex in each ratio.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from tf_adapters.errors import SolverError
-from tf_adapters.planner.program import Floats, Flow, FreezeProgram, Optimum, SolverStatus
+from tf_adapters.planner.program import Corners, Floats, Flow, FreezeProgram, Optimum, SolverStatus
 
 __all__ = ["solve_glop"]
 
@@ -52,6 +55,8 @@ def solve_glop(program: FreezeProgram, time_limit_s: float | None = None, target
     """
     model = _Model(program, time_limit_s)
     flow = model.minimise_makespan(target)
+    if program.price:
+        return Optimum(model.minimise_price(program.price), flow)
     return Optimum(model.spread(model.minimise_freezing()), flow)
 
 
@@ -97,26 +102,36 @@ class _Model:
         )
         return self._read()
 
+    def minimise_price(self, price: Corners) -> Floats:
+        self._solve_within([(self._end, self._latest)], self._in_pieces(price), "least noise")
+        return self._read()
+
     def spread(self, least: Floats) -> Floats:
         """Even out ``least`` without a later end or more freezing. Returns ``least`` when GLOP fails."""
         most = float(least.sum()) * (1.0 + _FREEZING_SLACK)
         total = self._solver.Constraint(-self._solver.infinity(), most)
-        cost = []
         for ratio in self._ratios.values():
             total.SetCoefficient(ratio, 1.0)
-            parts = self._solver.Constraint(0.0, 0.0)
-            parts.SetCoefficient(ratio, -1.0)
-            for segment in range(_SEGMENTS):
-                part = self._solver.NumVar(0.0, 1.0 / _SEGMENTS, "")
-                parts.SetCoefficient(part, 1.0)
-                cost.append((part, 2.0 * segment + 1.0))
+        squares = tuple((n / _SEGMENTS, n**2 / _SEGMENTS) for n in range(_SEGMENTS + 1))
         try:
-            self._solve_within([(self._end, self._latest), (total, most)], cost, "even freezing")
+            self._solve_within([(self._end, self._latest), (total, most)], self._in_pieces(squares), "even freezing")
         except SolverError:
             return least
         even = self._read()
         in_time = self._program.end(even) <= self._end.Ub() * (1.0 + _MAKESPAN_TOLERANCE)
         return even if in_time and float(even.sum()) <= total.Ub() * (1.0 + _FREEZING_SLACK) else least
+
+    def _in_pieces(self, price: Corners) -> list[tuple[Any, float]]:
+        """The price of all ratios, a convex line in pieces, as a cost of new variables."""
+        cost = []
+        for ratio in self._ratios.values():
+            parts = self._solver.Constraint(0.0, 0.0)
+            parts.SetCoefficient(ratio, -1.0)
+            for (start, low), (end, high) in pairwise(price):
+                part = self._solver.NumVar(0.0, end - start, "")
+                parts.SetCoefficient(part, 1.0)
+                cost.append((part, (high - low) / (end - start)))
+        return cost
 
     def _add_edges(self) -> list[Any]:
         upper = self._program.upper.tolist()

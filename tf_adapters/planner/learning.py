@@ -71,7 +71,7 @@ class StageLearning:
         In units of the noise between microbatches, or of ``draws``.
         """
         if self.draws is not None:
-            return sum(1.0 / self.cost.kept(ratio) - 1.0 for ratio in ratios) / len(ratios)
+            return sum(map(self.cost.noise, ratios)) / len(ratios)
         computed = len(ratios) - sum(ratios)
         return sum(ratios) / computed if computed > 0.0 else math.inf
 

@@ -14,6 +14,7 @@ from tf_adapters.errors import PlanInputError, ScheduleError
 from tf_adapters.planner.learning import Learning
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.timing.token_cost import TokenCost
 from tf_adapters.timing.transfers import Gaps
 
 __all__ = ["PlanProblem", "most_of_a_microbatch"]
@@ -24,7 +25,7 @@ _REQUIRED = ("ranks", "times", "max_freeze_ratio")
 _DEFERRAL = ("defer", "extra_microbatches", "moves_forwards")
 _RATIOS = ("max_freeze_ratio", "max_action_freeze_ratio", "max_microbatch_freeze_ratio")
 _LIMITS = ("target_makespan_ms", *_RATIOS[1:])
-_FIELDS = (*_REQUIRED, "communication", "overhead", "waits", *_LIMITS, *_DEFERRAL, "learning")
+_FIELDS = (*_REQUIRED, "communication", "overhead", "waits", *_LIMITS, "token_cost", *_DEFERRAL, "learning")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class PlanProblem:
         target_makespan_ms: a batch that ends by then is early enough; 0 asks for the earliest end.
         max_action_freeze_ratio: the largest freeze ratio of any one B or W action, in [0, 1].
         max_microbatch_freeze_ratio: the largest mean freeze ratio of a microbatch over the stages, in [0, 1].
+        token_cost: what a draw takes, where ratios are met by sampling tokens. No ratio is then above what a draw can
+            meet, and the plan makes least noise where it would otherwise freeze least.
         defer: let weight gradients wait: a B becomes an I, its lower bound, and a W, what full freezing saves.
         extra_microbatches: how many microbatches more than the host's fullest rank a rank may then hold.
         moves_forwards: whether forwards and input gradients may then stand in another order, too.
@@ -58,6 +61,7 @@ class PlanProblem:
     target_makespan_ms: float = 0.0
     max_action_freeze_ratio: float = 1.0
     max_microbatch_freeze_ratio: float = 1.0
+    token_cost: TokenCost | None = None
     defer: bool = False
     extra_microbatches: int = 0
     moves_forwards: bool = True
@@ -78,11 +82,21 @@ class PlanProblem:
             overhead=_check_overhead(actions, self.overhead),
             waits=_check_waits(self.schedule, actions, self.waits),
             target_makespan_ms=_check_time(self.target_makespan_ms, "target_makespan_ms"),
+            token_cost=_check_token_cost(self.token_cost),
             defer=_check_flag(self.defer, "defer"),
             extra_microbatches=_check_count(self.extra_microbatches, "extra_microbatches"),
             moves_forwards=_check_flag(self.moves_forwards, "moves_forwards"),
             learning=_check_learning(self.schedule, self.learning),
         )
+
+    @property
+    def most_frozen(self) -> float:
+        """The largest freeze ratio of any one action, in [0, 1]."""
+        return min(self.max_action_freeze_ratio, self.token_cost.most_frozen if self.token_cost else 1.0)
+
+    def price(self, ratio: float) -> float:
+        """What is to be least of plans that end as early, for one action: its ratio, or the noise of its draw."""
+        return self.token_cost.noise(ratio) if self.token_cost else ratio
 
     @property
     def gaps(self) -> Gaps:
@@ -98,6 +112,7 @@ class PlanProblem:
             **{
                 name: getattr(self, name) for name in ("max_freeze_ratio", *_LIMITS, *(_DEFERRAL if self.defer else ()))
             },
+            **({"token_cost": self.token_cost.to_json()} if self.token_cost else {}),
             **({"learning": self.learning.to_json()} if self.learning else {}),
         }
 
@@ -122,6 +137,7 @@ class PlanProblem:
             waits={_read_edge(key, "waits"): value for key, value in _object(data, "waits").items()},
             overhead={_read_action(key, "overhead"): value for key, value in _object(data, "overhead").items()},
             **{name: data[name] for name in (*_LIMITS, *_DEFERRAL) if name in data},
+            token_cost=_read_token_cost(data.get("token_cost")),
             learning=Learning.from_json(data["learning"]) if data.get("learning") else None,
         ).validate()
 
@@ -218,6 +234,15 @@ def _check_learning(schedule: PipelineSchedule, learning: Learning | None) -> Le
     return learning.validate()
 
 
+def _check_token_cost(cost: TokenCost | None) -> TokenCost | None:
+    if cost is not None and not (0.0 <= cost.fixed < math.inf and 0.0 < cost.per_token < math.inf):
+        raise PlanInputError(
+            f"token_cost: [{cost.fixed:g}, {cost.per_token:g}] is not a share of a weight gradient's time from 0 and "
+            "one above 0"
+        )
+    return cost
+
+
 def _check_flag(value: object, field: str) -> bool:
     if not isinstance(value, bool):
         raise PlanInputError(f"{field}: {_show(value)} is not true or false")
@@ -267,6 +292,16 @@ def _read_edge(text: Any, field: str) -> tuple[Action, Action]:
         raise PlanInputError(f"{field}: {_show(text)} is not an edge such as '0F0->1F0'")
     source, target = (_read_action(end, f"{field}[{_show(text)}]") for end in ends)
     return source, target
+
+
+def _read_token_cost(value: object) -> TokenCost | None:
+    if value is None:
+        return None
+    pair = value if isinstance(value, list) else ()
+    fixed, per_token = map(_number, pair) if len(pair) == 2 else (None, None)
+    if fixed is None or per_token is None:
+        raise PlanInputError(f"token_cost: {_show(value)} is not [fixed, per token], two shares of a product's time")
+    return TokenCost(fixed, per_token)
 
 
 def _object(data: dict[str, Any], field: str) -> dict[str, Any]:

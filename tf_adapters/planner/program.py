@@ -16,12 +16,18 @@ from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.timing.estimates import grouped
 
-__all__ = ["Floats", "Flow", "FreezeProgram", "Optimum", "Progress", "SolverStatus"]
+__all__ = ["Corners", "Floats", "Flow", "FreezeProgram", "Optimum", "Progress", "SolverStatus"]
 
 Floats = NDArray[np.float64]
 
 Progress = Callable[[str], None]
 """Told, in words, how far a solve has come."""
+
+Corners = tuple[tuple[float, float], ...]
+"""Of a line in pieces: ratios, ascending, and their prices."""
+
+_PRICED = 16
+"""Ratios at which a price is read."""
 
 _GRID = 2.0**-34
 _TOLERANCE = 1e-6
@@ -46,7 +52,8 @@ class FreezeProgram:
 
     ``ranges`` is how much of ``upper`` full freezing saves, 0 where nothing can be frozen. ``stages`` maps
     a stage to the positions of its B and W actions, ``budgets`` to the largest sum of their ratios; ``most`` is the
-    largest ratio of each action, in [0, 1].
+    largest ratio of each action, in [0, 1]. ``price`` is what a ratio costs, a convex line from (0, 0) by its corners;
+    empty where it is the ratio.
     """
 
     dag: PipelineDag
@@ -55,6 +62,7 @@ class FreezeProgram:
     stages: Mapping[int, NDArray[np.int64]]
     budgets: Mapping[int, float]
     most: Floats
+    price: Corners = ()
 
     @classmethod
     def of(cls, problem: PlanProblem) -> FreezeProgram:
@@ -71,7 +79,8 @@ class FreezeProgram:
             ranges=upper - lower,
             stages={stage: np.array(positions) for stage, positions in sorted(members.items())},
             budgets={stage: problem.max_freeze_ratio * len(positions) for stage, positions in members.items()},
-            most=np.full(len(upper), problem.max_action_freeze_ratio),
+            most=np.full(len(upper), problem.most_frozen),
+            price=_convex_below(problem.price, problem.most_frozen) if problem.token_cost else (),
         )
 
     def frozen_microbatches(self, ratios: Floats, limit: float) -> list[int]:
@@ -119,7 +128,26 @@ class FreezeProgram:
             stages=self.stages,
             budgets=self.budgets,
             most=self.most,
+            price=self.price,
         )
+
+
+def _convex_below(price: Callable[[float], float], most: float) -> Corners:
+    """The highest convex line that is nowhere above a ``price`` of ratios from 0 to ``most``; empty for 0 alone."""
+    if most == 0.0:
+        return ()
+    corners: list[tuple[float, float]] = []
+    for number in range(_PRICED + 1):
+        ratio = most * number / _PRICED
+        corner = ratio, price(ratio)
+        while len(corners) > 1 and _slope(corners[-2], corners[-1]) >= _slope(corners[-1], corner):
+            corners.pop()
+        corners.append(corner)
+    return tuple(corners)
+
+
+def _slope(left: tuple[float, float], right: tuple[float, float]) -> float:
+    return (right[1] - left[1]) / (right[0] - left[0])
 
 
 class Flow(NamedTuple):

@@ -16,10 +16,18 @@ import heapq
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from itertools import chain, pairwise
+from typing import NamedTuple
 
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 
-__all__ = ["in_time", "receive_points"]
+__all__ = ["Receives", "in_time", "messages_taken", "receive_points"]
+
+
+class Receives(NamedTuple):
+    """An order's ``receive_points`` and ``messages_taken``."""
+
+    before: Mapping[Action, tuple[Action, ...]]
+    taken: Mapping[Action, int]
 
 
 def in_time(schedule: PipelineSchedule, end_ms: Mapping[Action, float]) -> tuple[Action, ...]:
@@ -61,3 +69,23 @@ def receive_points(schedule: PipelineSchedule, end_ms: Mapping[Action, float]) -
             if begun:
                 points[action] = tuple(begun)
     return points
+
+
+def messages_taken(schedule: PipelineSchedule) -> dict[Action, int]:
+    """By an action whose input comes from another rank: how many of this rank's messages to it that one has had.
+
+    It had waited for them before it sent that input: they need not be kept longer.
+    """
+    rank_of = {action: rank for rank, row in enumerate(schedule.ranks) for action in row}
+    crossing = [(source, target) for source, target in schedule.transfers() if rank_of[source] != rank_of[target]]
+    sources = {target: source for source, target in crossing}
+    targets = dict(crossing)
+    found: dict[Action, int] = {}
+    for row in schedule.ranks:
+        had = Counter[int]()
+        for action in row:
+            if action in sources:
+                had[rank_of[sources[action]]] += 1
+            if action in targets:
+                found[targets[action]] = had[rank_of[targets[action]]]
+    return found

@@ -24,7 +24,7 @@ from tf_adapters.simulate.balance import balance
 from tf_adapters.simulate.model_costs import action_bounds
 from tf_adapters.simulate.orders import Sizes, named_order
 from tf_adapters.simulate.pipeline import Pipeline, carried_gaps, recut, stage_times
-from tf_adapters.timing.token_cost import TokenCost
+from tf_adapters.timing.token_cost import TokenCost, slowest_cost
 from tf_adapters.timing.transfers import Gaps
 
 __all__ = ["Lever", "Levers", "levers", "levers_table"]
@@ -102,7 +102,7 @@ class _Measured:
         self._step_ms = report.measured.step_ms_unfrozen or self._unfrozen
         self._ratio = report.max_freeze_ratio or _RATIO
         costs = [TokenCost(of.fixed, of.per_token) for of in report.tokens.values()]
-        self._cost = min(costs, key=lambda cost: cost.most_frozen, default=None)
+        self._cost = slowest_cost(costs)
 
     def now(self) -> Lever:
         return Lever("as it is, measured", self._step_ms, _held(self.schedule), "all")
@@ -138,7 +138,7 @@ class _Measured:
         for defer in (True, False):
             with_deferral = ", deferred" if defer else ""
             name = f"sampled tokens{with_deferral}, limit {self._ratio:g}"
-            plan = self._plan(name, self._ratio, defer=defer, most=(self._cost or _DRAWING).most_frozen)
+            plan = self._plan(name, self._ratio, defer=defer, cost=self._cost or _DRAWING)
             yield self._lever(name, plan, f"{plan.mean_freeze_ratio:.0%} of their time saved, unbiased")
             name = f"freezing{with_deferral}, limit {self._ratio:g}"
             plan = self._plan(name, self._ratio, defer=defer)
@@ -158,14 +158,14 @@ class _Measured:
         )
         return Lever(name, max(0.0, promised.planned_ms), _held(plan.schedule or self.schedule), gradients)
 
-    def _plan(self, name: str, ratio: float, defer: bool, extra: int = 0, most: float = 1.0) -> FreezePlan:
+    def _plan(self, name: str, ratio: float, defer: bool, extra: int = 0, cost: TokenCost | None = None) -> FreezePlan:
         self._progress(name)
         problem = PlanProblem(
             self.schedule,
             self._times,
             ratio,
             **self._gaps._asdict(),
-            max_action_freeze_ratio=most,
+            token_cost=cost,
             max_microbatch_freeze_ratio=most_of_a_microbatch(ratio),
             defer=defer,
             extra_microbatches=extra,

@@ -1,6 +1,6 @@
 """What masked training must compute: full gradients of an ordinary copy of the model, masked, then averaged.
 
-With sampled tokens: gradients in which each token counts as often as its draw says.
+With sampled tokens: gradients in which what is a token's own counts as often as its draw says.
 """
 
 from __future__ import annotations
@@ -9,22 +9,32 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 
-from tf_adapters.masking.tokens import Chosen, TokenSampler
+from tf_adapters.masking.tokens import Sample, TokenSampler
 from tf_adapters.overrides import Overrides
 
-Scales = Mapping[str, torch.Tensor]
-"""By name of a linear layer's weight, how often each token ``[tokens]`` counts in its gradient."""
 
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of inputs and a weight."""
+class Sampled(NamedTuple):
+    """How often what each token ``[tokens]`` has of its own counts, and what inputs have in common, ``[inputs]``."""
 
-Draws = dict[tuple[int, int, int], dict[str, torch.Tensor]]
-"""The scales that a rank has drawn, by (step, stage, microbatch)."""
+    scales: torch.Tensor
+    common: torch.Tensor
+
+    def counted(self, inputs: torch.Tensor) -> torch.Tensor:
+        """What these ``inputs`` count as in a weight's gradient."""
+        scales = self.scales.to(inputs.dtype).reshape(*inputs.shape[:-1], 1)
+        return (self.common + scales * (inputs.detach() - self.common)).to(inputs.dtype)
+
+
+Samples = Mapping[str, Sampled]
+"""What was sampled by name of a linear layer's weight."""
+
+Draws = dict[tuple[int, int, int], dict[str, Sampled]]
+"""What a rank has sampled, by (step, stage, microbatch)."""
 
 
 def masked_gradients(
@@ -33,7 +43,7 @@ def masked_gradients(
     loss_fn: Callable[[Any, Any], torch.Tensor],
     frozen: Callable[[int], Collection[str]],
     gradient_scale: str = "skipped_as_zero",
-    scales: Callable[[int], Scales] = lambda microbatch: {},
+    samples: Callable[[int], Samples] = lambda microbatch: {},
 ) -> dict[str, torch.Tensor]:
     """The mean over microbatches of (mask x full gradient), by parameter name: delta = 1/M sum(U_m * g_m).
 
@@ -45,14 +55,14 @@ def masked_gradients(
         loss_fn: loss of outputs and labels, a scalar.
         frozen: names whose gradient microbatch m does not contribute to.
         gradient_scale: the setting.
-        scales: of microbatch m, by name; a weight that it lacks counts every token once.
+        samples: of microbatch m, by name; a weight that it lacks counts every token once.
     """
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     computed: Counter[str] = Counter()
     count = 0
     for m, (inputs, labels) in enumerate(microbatches):
         model.zero_grad(set_to_none=True)
-        with scaled_tokens(model, scales(m)):
+        with sampled_tokens(model, samples(m)):
             torch.autograd.backward(loss_fn(model(inputs), labels))
         masked = set(frozen(m))
         for name, parameter in model.named_parameters():
@@ -76,52 +86,36 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def recorded_draws() -> Iterator[Draws]:
     """What this rank's samplers draw inside the block."""
     draws: Draws = {}
-    choose = TokenSampler.choose
+    sample = TokenSampler.sample
 
-    def recording(sampler: TokenSampler, weight: str, sizes: torch.Tensor, count: int) -> Chosen:
-        chosen, scales = choose(sampler, weight, sizes, count)
-        _, step, stage, microbatch = sampler.key
-        counted = scales.new_zeros(sizes.shape).index_add_(0, chosen, scales)
-        draws.setdefault((step, stage, microbatch), {})[weight] = counted
-        return chosen, scales
+    def recording(sampler: TokenSampler, weight: str, inputs: torch.Tensor, gradient: torch.Tensor) -> Sample | None:
+        drawn = sample(sampler, weight, inputs, gradient)
+        if drawn is not None:
+            _, step, stage, microbatch = sampler.key
+            scales = drawn.scales.new_zeros(len(inputs)).index_add_(0, drawn.chosen, drawn.scales)
+            draws.setdefault((step, stage, microbatch), {})[weight] = Sampled(scales, drawn.common)
+        return drawn
 
-    with patch.object(TokenSampler, "choose", recording):
+    with patch.object(TokenSampler, "sample", recording):
         yield draws
 
 
 @contextmanager
-def scaled_tokens(model: torch.nn.Module, scales: Scales) -> Iterator[None]:
-    """Count tokens as ``scales`` says in the weight gradients of a model's torch.nn.Linear layers."""
+def sampled_tokens(model: torch.nn.Module, samples: Samples) -> Iterator[None]:
+    """Count tokens as ``samples`` says in the weight gradients of a model's torch.nn.Linear layers."""
     with Overrides() as overrides:
-        for name, of_weight in scales.items():
+        for name, of_weight in samples.items():
             layer = model.get_submodule(name.removesuffix(".weight"))
             overrides.set(layer, "forward", partial(_forward, layer, of_weight))
         yield
 
 
-def _forward(layer: Any, scales: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    output = product_with_scaled_tokens(torch.nn.functional.linear, inputs, layer.weight, scales)
+def _forward(layer: Any, sampled: Sampled, inputs: torch.Tensor) -> torch.Tensor:
+    linear = torch.nn.functional.linear
+    output = of_other_gradient(linear(inputs, layer.weight.detach()), linear(sampled.counted(inputs), layer.weight))
     return output if layer.bias is None else output + layer.bias
 
 
-def product_with_scaled_tokens(
-    product: Product, inputs: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
-) -> torch.Tensor:
-    """``product(inputs, weight)``, in whose gradient for ``weight`` a token counts as often as ``scales`` says."""
-    own = _ScaleGradient.apply(product(inputs.detach(), weight), scales)  # type: ignore[no-untyped-call]
-    output: torch.Tensor = product(inputs, weight.detach()) + (own - own.detach())
-    return output
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """A product as it is, whose gradient is scaled token by token."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(scales)
-        return output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (scales,) = ctx.saved_tensors
-        return gradient * scales.to(gradient.dtype).reshape(*gradient.shape[:-1], 1), None
+def of_other_gradient(output: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """``output``, with the gradients of what ``counted`` is made from added to its own."""
+    return output + (counted - counted.detach())

@@ -19,7 +19,7 @@ from tf_adapters.timing.phase import Phase
 if TYPE_CHECKING:  # the planner, which has no torch, reads costs
     from tf_adapters.timing.timer import ActionTimer
 
-__all__ = ["TokenCost", "measured_token_cost", "slowest_costs"]
+__all__ = ["TokenCost", "measured_token_cost", "slowest_cost", "slowest_costs"]
 
 _LEAST_KEPT = 1 / 4
 """Of the tokens. A sample's noise is in proportion to ``1 / kept - 1``, and a plan asks for the least freezing: without
@@ -50,6 +50,10 @@ class TokenCost:
             return 1.0
         return min(1.0, max(_LEAST_KEPT, (1.0 - ratio - self.fixed) / self.per_token))
 
+    def noise(self, ratio: float) -> float:
+        """What a draw adds to a weight gradient's noise at a freeze ratio in [0, 1], for each 1 of 1 / kept - 1."""
+        return 1.0 / self.kept(ratio) - 1.0
+
     @property
     def most_frozen(self) -> float:
         """The largest freeze ratio that can be met, in [0, 1]: some tokens are always kept."""
@@ -59,9 +63,15 @@ class TokenCost:
         return [self.fixed, self.per_token]
 
 
+def slowest_cost(costs: Iterable[TokenCost]) -> TokenCost | None:
+    """The larger of each figure; None of none."""
+    every = tuple(costs)
+    return TokenCost(max(c.fixed for c in every), max(c.per_token for c in every)) if every else None
+
+
 def slowest_costs(ranks: Iterable[Mapping[int, TokenCost]]) -> dict[int, TokenCost]:
     """By stage, the larger of its replicas' costs."""
-    return merged(ranks, lambda a, b: TokenCost(max(a.fixed, b.fixed), max(a.per_token, b.per_token)))
+    return merged(ranks, lambda *both: slowest_cost(both) or TokenCost())
 
 
 def measured_token_cost(timer: ActionTimer, upper: Mapping[Action, float]) -> TokenCost | None:

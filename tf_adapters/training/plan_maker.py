@@ -24,7 +24,7 @@ from tf_adapters.timing.freeze_response import Group, StageTimes, measured_times
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.replicas import merge_bounds, slowest_durations
 from tf_adapters.timing.timer import ActionTimer
-from tf_adapters.timing.token_cost import TokenCost, slowest_costs
+from tf_adapters.timing.token_cost import TokenCost, slowest_cost, slowest_costs
 from tf_adapters.timing.transfers import NO_GAPS, Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.training import messages
 from tf_adapters.training.pipeline import HostPipeline
@@ -247,7 +247,7 @@ class PlanMaker:
             max_freeze_ratio=0.0 if self._config.is_auto and learning is None else self._config.stage_limit,
             **measured.gaps._asdict(),
             target_makespan_ms=self._target_makespan(schedule, measured),
-            max_action_freeze_ratio=min((cost.most_frozen for cost in measured.token_costs.values()), default=1.0),
+            token_cost=slowest_cost(measured.token_costs.values()),
             max_microbatch_freeze_ratio=most_of_a_microbatch(self._config.stage_limit),
             defer=self._config.defers,
             extra_microbatches=self._config.extra_microbatches,
