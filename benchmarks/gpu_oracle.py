@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from gpu_parts import NOT_RUN, WAYS, Check, Options, Part, no_package, section
 
 from tf_adapters.overrides import Overrides
 from tf_adapters.testing import force_plan
-from tf_adapters.testing.oracle import Scales, product_with_scaled_tokens, recorded_draws
+from tf_adapters.testing.oracle import Sampled, Samples, of_other_gradient, recorded_draws
 
 RATIO = 0.8
 FP8 = {"fp8": "hybrid"}
@@ -95,8 +95,8 @@ def of_case(options: Options, name: str, case: Case) -> list[Check]:
         number, before = controller.step, values(model)
         run_batch(options, model, 1, range(MICROBATCHES))
     found = gradients(model)
-    scales: list[Scales] = [draws.get((number, 0, m), {}) for m in range(MICROBATCHES)]
-    full = full_gradients(options, case, before, scales)
+    samples: list[Samples] = [draws.get((number, 0, m), {}) for m in range(MICROBATCHES)]
+    full = full_gradients(options, case, before, samples)
     update(optimizer)
     held = set.intersection(*map(set, frozen))
     moved = sum(not torch.equal(before[name], value) for name, value in values(model).items() if name in held)
@@ -118,7 +118,7 @@ def gradients(model: Any) -> Gradients:
     return {name: p.main_grad.detach().clone().float() for name, p in named(model).items()}
 
 
-def full_gradients(options: Options, case: Case, weights: Gradients, scales: list[Scales]) -> list[Gradients]:
+def full_gradients(options: Options, case: Case, weights: Gradients, samples: list[Samples]) -> list[Gradients]:
     """Each microbatch's gradients, from a copy without adapter, recomputation and fused weight gradients."""
     own = {
         key: value for key, value in case.model.items() if not key.startswith(("recompute_", "gradient_accumulation_"))
@@ -128,19 +128,19 @@ def full_gradients(options: Options, case: Case, weights: Gradients, scales: lis
         parameter.data.copy_(weights[name])
     found = []
     for microbatch in range(MICROBATCHES):
-        with scaled(copy, scales[microbatch]):
+        with sampling(copy, samples[microbatch]):
             run_batch(options, copy, 1, [microbatch])
         found.append(gradients(copy))
     return found
 
 
 @contextmanager
-def scaled(model: Any, scales: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Count tokens as ``scales`` says in the weight gradients of Megatron's own linear layers."""
+def sampling(model: Any, samples: Samples) -> Iterator[None]:
+    """Count tokens as ``samples`` says in the weight gradients of Megatron's own linear layers."""
     from tf_adapters.megatron.chunks import innermost
 
     overrides = Overrides()
-    for name, of_weight in scales.items():
+    for name, of_weight in samples.items():
         layer: Any = innermost(model).get_submodule(name.removesuffix(".weight"))
         overrides.set(layer, "_forward_impl", partial(_product, layer._forward_impl, of_weight))
     try:
@@ -149,11 +149,9 @@ def scaled(model: Any, scales: Mapping[str, torch.Tensor]) -> Iterator[None]:
         overrides.restore()
 
 
-def _product(run: Callable[..., Any], scales: torch.Tensor, *, input: Any, weight: Any, bias: Any, **more: Any) -> Any:
-    def product(inputs: torch.Tensor, of_layer: torch.Tensor) -> torch.Tensor:
-        return run(input=inputs, weight=of_layer, bias=None, **more)
-
-    output = product_with_scaled_tokens(product, input, weight, scales)
+def _product(run: Callable[..., Any], sampled: Sampled, *, input: Any, weight: Any, bias: Any, **more: Any) -> Any:
+    counted = run(input=sampled.counted(input), weight=weight, bias=None, **more)
+    output = of_other_gradient(run(input=input, weight=weight.detach(), bias=None, **more), counted)
     return output if bias is None else output + bias
 
 

@@ -17,7 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,23 +46,23 @@ class Round:
 
 
 EXACT = {**DEFERRED, "max_freeze_ratio": 0.0}
+WIDE = Size(microbatches=8, width=1024, layers=2)
 ROUNDS = (
     Round(
         Size(microbatches=8, width=384, layers=4),
         {"deferred, exact": EXACT, "tensors frozen, in place": {}, "tokens sampled, in place": TOKENS},
     ),
+    Round(WIDE, {"deferred, exact": EXACT}),
     Round(
-        Size(microbatches=8, width=1024, layers=2),
+        WIDE,
         {
-            "deferred, exact": EXACT,
             "tensors frozen, deferred": {**DEFERRED, "max_freeze_ratio": 0.5},
-            "tokens sampled, in place": TOKENS,
             "tokens sampled, deferred": {**DEFERRED, **TOKENS, "max_freeze_ratio": 0.5},
         },
     ),
-    Round(Size(microbatches=4, width=1024, layers=2), {"deferred, exact": EXACT}),
+    Round(replace(WIDE, microbatches=4), {"deferred, exact": EXACT}),
 )
-WIDE, SHORT = ROUNDS[1].size, Size(microbatches=8, width=64, layers=2, context=16, micro_batch=1)
+SHORT = Size(microbatches=8, width=64, layers=2, context=16, micro_batch=1)
 SHORT_STEPS, WIDE_STEPS = 300, 6
 
 

@@ -25,7 +25,7 @@ from tf_adapters.timing.phase import Phase
 
 RESULTS = Path(__file__).with_name("results") / "memory.json"
 PAGE = ROOT / "docs" / "deferral.md"
-SIZE = Size(width=128, layers=8, context=256, micro_batch=16, microbatches=8)
+SIZE = Size(width=128, layers=8, context=256, micro_batch=8, microbatches=8)
 FREEZING = {"warmup": 2, "monitoring": 8, "progressive": 0, "stable": 6}
 WAYS: dict[str, dict[str, Any]] = {
     "exact": {"max_freeze_ratio": 0.0},

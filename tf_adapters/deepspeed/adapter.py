@@ -176,8 +176,9 @@ class DeepSpeedAdapter(HostAdapter):
         order = controller.execution
         row, rewritten = order.ranks[engine.stage_id], order is not controller.schedule
         if (rewritten or self._is_gpipe) and self._shapes_known and controller.pipeline.moves_forwards:
-            self._transfers = Transfers(engine)
-            return OrderedSchedule(row, **size, receives=self.receives(order).before)
+            receives = self.receives(order)
+            self._transfers = Transfers(engine, receives.taken)
+            return OrderedSchedule(row, **size, receives=receives.before)
         if rewritten:
             self._waiting = WaitingWeights(row, lambda a, _: controller.compute_weight_gradients(a.stage, a.microbatch))
         return self._schedule_type(**size)

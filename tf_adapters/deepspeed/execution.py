@@ -8,7 +8,7 @@ Source: deepspeed/runtime/pipe/engine.py, schedule.py and p2p.py.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -128,17 +128,22 @@ def apart(received: Any) -> Any:
 _BUFFER = {host.RecvActivation: "pipe_recv_buf", host.RecvGrad: "grad_layer"}
 """Where the engine keeps what it receives into."""
 
+_WITH_THE_NEXT = (host.SendActivation, host.RecvGrad)
+
 
 class Transfers:
     """One batch's transfers, none of which keeps its rank waiting when it begins.
 
-    What is sent is kept until it has arrived. The engine must know the shapes of what it receives.
+    What is sent is kept until it has arrived: until the device says so, or what comes from its receiver does
+    (``taken``, by the action whose input comes: ``schedule.messages``). The engine must know the shapes of what it
+    receives.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._sent: list[tuple[Any, torch.Tensor]] = []
-        self._coming: defaultdict[type, deque[tuple[Any, list[Any]]]] = defaultdict(deque)
+    def __init__(self, engine: Any, taken: Mapping[Action, int]) -> None:
+        self._engine, self._taken = engine, taken
+        self._sent: defaultdict[int, deque[list[tuple[Any, torch.Tensor]]]] = defaultdict(deque)  # by stage
+        self._arrived = Counter[int]()  # of the messages to a receiver
+        self._coming: defaultdict[type, deque[tuple[Action, Any, list[Any]]]] = defaultdict(deque)
 
     def begin_receive(self, action: Action) -> None:
         """Begin to receive the input of an action, in the order in which its neighbour sends."""
@@ -149,42 +154,44 @@ class Transfers:
         like = getattr(engine, _BUFFER[instruction])
         buffers = torch.empty_like(like) if torch.is_tensor(like) else type(like)(map(torch.empty_like, like))
         works = [dist.irecv(buffer, source) for buffer in ([buffers] if torch.is_tensor(buffers) else buffers)]
-        self._coming[instruction].append((buffers, works))
+        self._coming[instruction].append((action, buffers, works))
 
     @contextmanager
     def of(self, instruction: type) -> Iterator[None]:
         """Around an instruction of the engine that sends, which it then begins, or that receives what is coming."""
         works: list[Any] = []
+        message: list[tuple[Any, torch.Tensor]] = []
+        neighbour = self._engine.next_stage if instruction in _WITH_THE_NEXT else self._engine.prev_stage
 
         def receive(tensor: torch.Tensor, src_stage: int, async_op: bool = False) -> None:
             works.pop(0).wait()  # on a device what follows on its stream waits, not the rank
 
+        def send(tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> None:
+            p2p._is_valid_send_recv(p2p._grid.get_stage_id(), dest_stage)
+            # Not by deepspeed.comm.isend, which waits for its receiver in releases before 0.19.8.
+            message.append((dist.isend(tensor, p2p._grid.stage_to_global(stage_id=dest_stage)), tensor))
+
         if instruction in _BUFFER:
-            buffers, works = self._coming[instruction].popleft()
+            action, buffers, works = self._coming[instruction].popleft()
             setattr(self._engine, _BUFFER[instruction], buffers)
         with Overrides() as overrides:
-            overrides.set(p2p, "send", self._send)
+            overrides.set(p2p, "send", send)
             overrides.set(p2p, "recv", receive)
             yield
+        if instruction in _BUFFER:
+            self._let_go(neighbour, self._taken.get(action, 0))
+        else:
+            self._sent[neighbour].append(message)
 
     def finish(self) -> None:
         """Wait until everything that was sent has arrived."""
-        for work, _ in self._sent:
-            work.wait()
-        self._sent.clear()
+        for receiver, sent in self._sent.items():
+            self._let_go(receiver, self._arrived[receiver] + len(sent))
 
-    def _let_go(self) -> None:
-        """What has arrived is no longer kept; what failed raises."""
-        sent, self._sent = self._sent, []
-        for work, tensor in sent:
-            if work.is_completed():
-                work.wait()
-            else:
-                self._sent.append((work, tensor))
-
-    def _send(self, tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> None:
-        p2p._is_valid_send_recv(p2p._grid.get_stage_id(), dest_stage)
-        self._let_go()
-        # Not by deepspeed.comm.isend, which waits for its receiver in releases before 0.19.8.
-        work = dist.isend(tensor, p2p._grid.stage_to_global(stage_id=dest_stage))
-        self._sent.append((work, tensor))
+    def _let_go(self, receiver: int, taken: int) -> None:
+        """Keep no message that has arrived: so many to this ``receiver`` have, and others may have."""
+        sent = self._sent[receiver]
+        while sent and (self._arrived[receiver] < taken or all(work.is_completed() for work, _ in sent[0])):
+            for work, _ in sent.popleft():
+                work.wait()  # what failed raises
+            self._arrived[receiver] += 1

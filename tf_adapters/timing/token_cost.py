@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # the planner, which has no torch, reads costs
 __all__ = ["TokenCost", "measured_token_cost", "slowest_cost", "slowest_costs"]
 
 _LEAST_KEPT = 1 / 4
-"""Of the tokens. A sample's noise is in proportion to ``1 / kept - 1``, and a plan asks for the least freezing: without
-a limit it would put most of it onto a few microbatches, whose noise drowns what the others say."""
+"""Of the tokens. A sample's noise is in proportion to ``1 / kept - 1``, and a plan without a target asks for the
+earliest end: without a limit it would leave nearly all tokens of some microbatches out."""
 
 _WHOLE_UP_TO = 0.02
 """A freeze ratio that is not worth a draw."""
