@@ -189,7 +189,7 @@ def blocking(transfer: Any) -> Any:
     def run(*args: Any) -> Any:
         message = transfer(*args)
         message.wait()
-        return message._replace(work=SimpleNamespace(wait=lambda: None))
+        return message._replace(work=SimpleNamespace(wait=lambda: None, is_completed=lambda: True))
 
     return run
 
