@@ -8,7 +8,7 @@ Source: deepspeed/runtime/pipe/engine.py, schedule.py and p2p.py.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe import schedule as host
 
+from tf_adapters.hosts.sent import SentMessages
 from tf_adapters.overrides import Overrides
 from tf_adapters.schedule.ir import Action, Kind
 
@@ -141,8 +142,7 @@ class Transfers:
 
     def __init__(self, engine: Any, taken: Mapping[Action, int]) -> None:
         self._engine, self._taken = engine, taken
-        self._sent: defaultdict[int, deque[list[tuple[Any, torch.Tensor]]]] = defaultdict(deque)  # by stage
-        self._arrived = Counter[int]()  # of the messages to a receiver
+        self._sent: defaultdict[int, SentMessages] = defaultdict(SentMessages)  # by the stage they go to
         self._coming: defaultdict[type, deque[tuple[Action, Any, list[Any]]]] = defaultdict(deque)
 
     def begin_receive(self, action: Action) -> None:
@@ -179,19 +179,11 @@ class Transfers:
             overrides.set(p2p, "recv", receive)
             yield
         if instruction in _BUFFER:
-            self._let_go(neighbour, self._taken.get(action, 0))
+            self._sent[neighbour].let_go(self._taken.get(action, 0))
         else:
-            self._sent[neighbour].append(message)
+            self._sent[neighbour].keep(message)
 
     def finish(self) -> None:
         """Wait until everything that was sent has arrived."""
-        for receiver, sent in self._sent.items():
-            self._let_go(receiver, self._arrived[receiver] + len(sent))
-
-    def _let_go(self, receiver: int, taken: int) -> None:
-        """Keep no message that has arrived: so many to this ``receiver`` have, and others may have."""
-        sent = self._sent[receiver]
-        while sent and (self._arrived[receiver] < taken or all(work.is_completed() for work, _ in sent[0])):
-            for work, _ in sent.popleft():
-                work.wait()  # what failed raises
-            self._arrived[receiver] += 1
+        for sent in self._sent.values():
+            sent.finish()

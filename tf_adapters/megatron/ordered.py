@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel import schedules as host
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_type
 
+from tf_adapters.hosts.sent import SentMessages
 from tf_adapters.overrides import Overrides
 from tf_adapters.schedule.deferral import most_held
 from tf_adapters.schedule.ir import Action, Kind
@@ -114,7 +115,7 @@ class OrderedBatch:
         self._coming: dict[Action, Message] = {}
         self._in_flight: dict[int, _InFlight] = {}
         self._tokens: dict[int, Any] = {}
-        self._sent = deque[Message]()  # gradients
+        self._sent = SentMessages()  # gradients
 
     @contextmanager
     def without_transfers(self) -> Iterator[None]:
@@ -147,8 +148,7 @@ class OrderedBatch:
         """Run what is left, and wait until everything that was sent has arrived."""
         while self._row:
             self._advance()
-        while self._sent:
-            self._sent.popleft().wait()
+        self._sent.finish()
 
     def _take_arguments(self, call: functools.partial[Any]) -> None:
         self._forward_step = call.func
@@ -167,15 +167,10 @@ class OrderedBatch:
         message = self._coming.pop(action, None)
         received = [None if message is None else message.wait()]
         if action.kind is Kind.FORWARD:
-            self._let_go(self._receives.taken.get(action, 0))
+            self._sent.let_go(self._receives.taken.get(action, 0))
             self._run_forward(action, received)
         else:
             self._run_backward(action, received)
-
-    def _let_go(self, taken: int) -> None:
-        """Keep no gradient that has arrived: so many of this batch have, by what came since, and others may have."""
-        while self._sent and (self._sent[0].work.is_completed() or self._backwards - len(self._sent) < taken):
-            self._sent.popleft().wait()
 
     def _begin_to_receive(self, action: Action) -> None:
         forward = action.kind is Kind.FORWARD
@@ -215,7 +210,7 @@ class OrderedBatch:
         )
         (gradient,) = self._run(call, action.kind, action.microbatch)
         if not self._links.is_first:
-            self._sent.append(self._links.send(gradient, -1))
+            self._sent.keep([self._links.send(gradient, -1)])
         self._backwards += 1
 
 

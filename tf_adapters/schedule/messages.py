@@ -57,8 +57,7 @@ def in_time(schedule: PipelineSchedule, end_ms: Mapping[Action, float]) -> tuple
 def receive_points(schedule: PipelineSchedule, end_ms: Mapping[Action, float]) -> dict[Action, tuple[Action, ...]]:
     """By the action before which a rank begins to receive: the actions whose inputs these are, in order."""
     place = {action: n for n, action in enumerate(in_time(schedule, end_ms))}
-    rank_of = {action: rank for rank, row in enumerate(schedule.ranks) for action in row}
-    sources = {target: source for source, target in schedule.transfers() if rank_of[source] != rank_of[target]}
+    _, sources = _between_ranks(schedule)
     points: dict[Action, tuple[Action, ...]] = {}
     for row in schedule.ranks:
         coming = deque(sorted((a for a in row if a in sources), key=lambda action: place[sources[action]]))
@@ -76,10 +75,8 @@ def messages_taken(schedule: PipelineSchedule) -> dict[Action, int]:
 
     It had waited for them before it sent that input: they need not be kept longer.
     """
-    rank_of = {action: rank for rank, row in enumerate(schedule.ranks) for action in row}
-    crossing = [(source, target) for source, target in schedule.transfers() if rank_of[source] != rank_of[target]]
-    sources = {target: source for source, target in crossing}
-    targets = dict(crossing)
+    rank_of, sources = _between_ranks(schedule)
+    targets = {source: target for target, source in sources.items()}
     found: dict[Action, int] = {}
     for row in schedule.ranks:
         had = Counter[int]()
@@ -89,3 +86,9 @@ def messages_taken(schedule: PipelineSchedule) -> dict[Action, int]:
             if action in targets:
                 found[targets[action]] = had[rank_of[targets[action]]]
     return found
+
+
+def _between_ranks(schedule: PipelineSchedule) -> tuple[dict[Action, int], dict[Action, Action]]:
+    """Every action's rank, and the source of every action whose input comes from another rank."""
+    rank_of = {action: rank for rank, row in enumerate(schedule.ranks) for action in row}
+    return rank_of, {t: s for s, t in schedule.transfers() if rank_of[s] != rank_of[t]}

@@ -6,6 +6,7 @@ is the share of the weight gradients' time that a stage saves, and ``kept`` tell
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 from collections.abc import Iterable, Mapping
@@ -66,12 +67,16 @@ class TokenCost:
 def slowest_cost(costs: Iterable[TokenCost]) -> TokenCost | None:
     """The larger of each figure; None of none."""
     every = tuple(costs)
-    return TokenCost(max(c.fixed for c in every), max(c.per_token for c in every)) if every else None
+    return functools.reduce(_slower, every) if every else None
 
 
 def slowest_costs(ranks: Iterable[Mapping[int, TokenCost]]) -> dict[int, TokenCost]:
     """By stage, the larger of its replicas' costs."""
-    return merged(ranks, lambda *both: slowest_cost(both) or TokenCost())
+    return merged(ranks, _slower)
+
+
+def _slower(a: TokenCost, b: TokenCost) -> TokenCost:
+    return TokenCost(max(a.fixed, b.fixed), max(a.per_token, b.per_token))
 
 
 def measured_token_cost(timer: ActionTimer, upper: Mapping[Action, float]) -> TokenCost | None:
