@@ -109,6 +109,13 @@ def test_the_work_is_that_of_the_kept_tokens() -> None:
     assert TokenSampler((0,), lambda _: 1e-9).rows("weight", inputs, gradient)[0].shape == (2, 4)
 
 
+def test_half_precision_inputs_that_are_large_do_not_overflow() -> None:
+    inputs = torch.full((16, 1024), 10.0, dtype=torch.float16)  # their products with one another do
+    common, sizes = common_input(inputs, torch.ones(16, 4, dtype=torch.float16))
+    assert sizes.isfinite().all()
+    assert torch.allclose(common, torch.full((1024,), 10.0), rtol=1e-2)
+
+
 def test_no_gradient_stays_none_and_an_overflow_stays_one() -> None:
     inputs, zeros = torch.randn(10, 4), torch.zeros(10, 3)
     assert (sampled((0,), 0.3, inputs, zeros) == 0).all()

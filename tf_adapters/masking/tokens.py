@@ -9,6 +9,7 @@ Sources: Adelman et al. 2021, "Faster Neural Network Training with Approximate T
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -84,7 +85,7 @@ def _rows(sample: Sample, inputs: torch.Tensor, gradient: torch.Tensor) -> Rows:
     narrow = min(rows, gradients, key=lambda tensor: tensor.shape[1])
     narrow[:-1].mul_(scales.to(narrow.dtype).unsqueeze(1))
     rows[-1] = common
-    gradients[-1] = not_drawn @ gradient
+    torch.mv(gradient.t(), not_drawn, out=gradients[-1])
     return rows, gradients
 
 
@@ -94,13 +95,13 @@ def common_input(inputs: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Te
     In the direction of the mean of a few tokens, as long as leaves least: nothing, where outliers have made that mean.
     """
     mean = inputs[:: -(-inputs.shape[0] // _IN_THE_MEAN)].mean(dim=0, dtype=_precise(inputs))
-    direction = mean / torch.linalg.vector_norm(mean).clamp_(min=_NO_NORM)
+    direction = torch.nn.functional.normalize(mean, dim=0, eps=_NO_NORM)  # along the mean half floats may overflow
     along = (inputs @ direction.to(inputs.dtype)).to(mean.dtype)
     of_inputs, of_gradients = _norms(inputs), _norms(gradient).to(mean.dtype)
-    weights = of_gradients.square()
+    weights, squares = of_gradients.square(), of_inputs.square()
     length = torch.dot(weights, along) / weights.sum().clamp_(min=_NO_NORM)
-    squares = of_inputs.square()
-    own = torch.maximum(squares - length * (2.0 * along - length), _LEAST_OWN**2 * squares)
+    own = torch.addcmul(squares, length, torch.sub(length, along, alpha=2.0))
+    own = torch.maximum(own, _LEAST_OWN**2 * squares)
     return length * direction, own.sqrt_().mul_(of_gradients)
 
 
@@ -110,12 +111,11 @@ def inclusion_chances(sizes: torch.Tensor, count: int) -> torch.Tensor:
     Where fewer tokens than ``count`` have any size, these have the chance 1.
     """
     sizes = sizes.double()
-    ascending = sizes.sort().values
-    up_to = ascending.cumsum(0)  # of a token and all smaller ones
+    up_to = sizes.sort().values.cumsum(0).clamp_(min=_NO_SIZE)  # of a token and all smaller ones
     left = torch.arange(count + 1 - sizes.numel(), count + 1, device=sizes.device)
-    # The others share what is left of the count in proportion; none of them may exceed 1.
-    certain = (ascending * left > up_to).sum()
-    factor = (count - certain) / up_to.gather(0, (sizes.numel() - 1 - certain).unsqueeze(0)).clamp(min=_NO_SIZE)
+    # Larger tokens are certain, the others share what is left of the count in proportion. Certain are those that would
+    # have a chance above 1: as long as the next one would, the factor grows by making it certain.
+    factor = (left / up_to).amax()
     return (sizes * factor).clamp_(max=1.0)
 
 
@@ -125,10 +125,10 @@ def draw(chances: torch.Tensor, count: int, offset: float) -> Chosen:
     Each token is drawn with its chance; ``offset`` in [0, 1) is uniform. Nothing waits for the device.
     """
     ends = chances.cumsum(0)
-    points = torch.arange(count, device=chances.device, dtype=ends.dtype) + offset
-    chosen = torch.searchsorted(ends, points, right=True).clamp(max=chances.numel() - 1)
-    of_chosen = chances.index_select(0, chosen)
-    return chosen, torch.where(of_chosen == 0, of_chosen, 1.0 / of_chosen)
+    points = torch.arange(count, device=chances.device, dtype=ends.dtype).add_(offset)
+    chosen = torch.searchsorted(ends, points, right=True).clamp_(max=chances.numel() - 1)
+    scales = chances.index_select(0, chosen).reciprocal_()
+    return chosen, scales.nan_to_num_(nan=math.nan, posinf=0.0)
 
 
 def _norms(rows: torch.Tensor) -> torch.Tensor:
