@@ -29,6 +29,7 @@ class Contrast(NamedTuple):
 
 _CONTRASTS = (
     Contrast("spread masks against independent ones, equal steps", "tensors", "tensors, independent masks", STEPS),
+    Contrast("the same, the most", "tensors, the most", "tensors, independent masks, the most", STEPS),
     Contrast("the same, deferred", "deferred, tensors", "deferred, tensors, independent masks", STEPS),
     Contrast("computed mean against skipped as zero", "tensors, computed mean", "tensors"),
     Contrast("the same, deferred", "deferred, tensors, computed mean", "deferred, tensors"),

@@ -77,6 +77,7 @@ WAYS = {
     "tensors, independent masks": replace(_TENSORS, independent=True),
     "tensors": _TENSORS,
     "tensors, computed mean": replace(_TENSORS, **_MEAN),
+    "tensors, independent masks, the most": Way(0.8, independent=True),
     "tensors, the most": Way(0.8),
     "tensors, computed mean, the most": Way(0.8, **_MEAN),
     "tensors at 1.16x": Way(0.8, target=1.16),

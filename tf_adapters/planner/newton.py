@@ -1,7 +1,7 @@
 """The freeze program in the interior point method's form, and its Newton systems.
 
-A Newton step solves ``rows' W rows x = right`` with W diagonal and positive. A row is an edge of the DAG, a bound of a
-ratio or a stage's budget:
+A Newton step solves ``(rows' W rows + H) x = right``. W is diagonal and positive; H is the curvature of what ratios
+cost, diagonal and at least 0. A row is an edge of the DAG, a bound of a ratio or a stage's budget:
 
 - A ratio stands only in the edges that leave its action, its bounds and one budget. It is eliminated by hand.
 - The edges leave a weighted Laplacian of the DAG, which is as narrow as the pipeline: its Cholesky factor has some two
@@ -69,7 +69,7 @@ class _Network:
 
 @dataclass(frozen=True, eq=False)
 class StandardForm:
-    """``min cost x`` where ``rows x - least = slack >= 0``; x is the start times, the batch's end and the ratios.
+    """An objective's x where ``rows x - least = slack >= 0``; x is the start times, the batch's end and the ratios.
 
     The rows are, in this order: DAG edges, ends of actions without a successor, starts of actions without a
     predecessor, the latest end if there is one, ratios at least 0, ratios at most 1, budgets.
@@ -131,13 +131,6 @@ class StandardForm:
             network=network,
             pattern=_Pattern.of(network, actions + 1, members),
         )
-
-    def cost(self, end: float, price: float) -> Floats:
-        """``end`` for each unit of time that the batch takes, ``price`` for each ratio of 1."""
-        cost = np.zeros(self.rows.shape[1])
-        cost[len(self.program.upper)] = end
-        cost[len(self.program.upper) + 1 :] = price
-        return cost
 
     def inside(self) -> Floats:
         """An x with slack in every row: half of every budget used, every action a little late."""
@@ -229,15 +222,18 @@ def _elimination_order(one: Indices, two: Indices, nodes: int) -> Indices:
 
 
 class Newton:
-    """``rows' W rows`` for one diagonal W, factored. Raises RuntimeError when it is singular to working precision."""
+    """``rows' W rows + H``, factored. Raises RuntimeError when it is singular to working precision.
 
-    def __init__(self, form: StandardForm, weights: Floats) -> None:
-        self._form, self._weights = form, weights
+    ``weights`` are W's diagonal, by row, ``curvature`` H's, by ratio.
+    """
+
+    def __init__(self, form: StandardForm, weights: Floats, curvature: Floats) -> None:
+        self._form, self._weights, self._curvature = form, weights, curvature
         network, ratios = form.network, len(form.freezable)
         of_edges, of_grounds, low, high, of_budgets = np.split(
             weights, np.cumsum([len(network.sources), len(network.grounded), ratios, ratios])
         )
-        bounds = low + high
+        bounds = low + high + curvature
         self._pull = network.leverage * of_edges
         self._diagonal = np.bincount(network.owner, network.leverage * self._pull, minlength=ratios) + bounds
         share = np.where(network.leverage > 0.0, (bounds / self._diagonal)[network.owner], 1.0)
@@ -257,11 +253,12 @@ class Newton:
         )
 
     def solve(self, right: Floats) -> Floats:
-        """x with ``rows' W rows x = right``, refined: near the optimum the matrix is badly conditioned."""
+        """x with ``(rows' W rows + H) x = right``, refined: near the optimum the matrix is badly conditioned."""
         rows = self._form.rows
         x = self._once(right)
         for _ in range(_REFINEMENTS):
             residual = right - rows.T @ (self._weights * (rows @ x))
+            residual[-len(self._curvature) :] -= self._curvature * x[-len(self._curvature) :]
             if np.abs(residual).max() <= _EXACT * np.abs(right).max():
                 break
             x = x + self._once(residual)

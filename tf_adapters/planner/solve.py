@@ -73,8 +73,8 @@ def solve(problem: PlanProblem, time_limit_s: float | None = None, progress: Pro
     actions (the paper's constraint [4]). An action whose two times are equal gets ratio 0 and still counts in that
     number: the budget bounds the share of its updates that a parameter loses in expectation, and an update that is
     never skipped is one of them. No single ratio exceeds ``max_action_freeze_ratio``. With a ``token_cost`` the plan
-    makes least noise, up to the 4,096 actions below, where it would freeze least. Where a microbatch's mean over
-    the stages would exceed ``max_microbatch_freeze_ratio``, its ratios are limited and the program is solved again.
+    makes least noise, where it would freeze least. Where a microbatch's mean over the stages would exceed
+    ``max_microbatch_freeze_ratio``, its ratios are limited and the program is solved again.
     A batch that ends by ``target_makespan_ms`` is early enough: the plan then freezes the least that reaches it.
 
     Up to 4,096 actions GLOP finds the exact optimum. Larger programs go to an interior point method whose time and
