@@ -29,6 +29,9 @@ Choose = Callable[[torch.Tensor, torch.Tensor], Rows]
 """Of inputs ``[tokens, inputs]`` and output gradients ``[tokens, outputs]``, the rows to make a gradient from."""
 
 
+Gradients = dict[torch.nn.Parameter, torch.Tensor]
+
+
 class RowSampler(Protocol):
     """Chooses the rows that the gradient of a ``weight`` is made from."""
 
@@ -54,6 +57,23 @@ class _Tap(torch.autograd.Function):
         (inputs,) = ctx.saved_tensors
         ctx.keep(inputs, gradient)
         return None, None, gradient, None
+
+
+class _HandOver(torch.autograd.Function):
+    """Gives a parameter its first gradient in a backward, through all hooks, as the only one who holds that tensor.
+
+    The parameter then keeps it, as in a host's own backward. Of what is passed to ``torch.autograd.backward`` it would
+    keep a copy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: list[torch.Tensor], parameter: torch.nn.Parameter) -> torch.Tensor:
+        ctx.gradient = gradient
+        return parameter.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, ctx.gradient.pop()
 
 
 class _Pending(NamedTuple):
@@ -128,6 +148,15 @@ def linear_gradient(weight: torch.Tensor, inputs: torch.Tensor, gradient: torch.
     return torch.mm(gradient.t(), inputs).to(weight.dtype)
 
 
+def _hand_over(gradient: list[torch.Tensor], parameter: torch.nn.Parameter) -> None:
+    """Accumulate the one gradient in the list, through the hooks on its parameter."""
+    if parameter.grad is not None:
+        return torch.autograd.backward([parameter], gradient)
+    with torch.enable_grad():
+        node: torch.Tensor = _HandOver.apply(gradient, parameter)  # type: ignore[no-untyped-call]
+    return torch.autograd.backward([node], [node.detach()])
+
+
 def all_rows(inputs: torch.Tensor, gradient: torch.Tensor) -> Rows:
     """Every token."""
     return inputs, gradient
@@ -175,17 +204,25 @@ class StageTaps:
         """
         pending = self._pending.pop(microbatch, deque())
         calls = Counter(parameter for call in pending for parameter in call.parameters)
-        sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        sums: Gradients = {}
         while pending:
-            call = pending.popleft()
-            for parameter, gradient in zip(call.parameters, self._gradients(call, sampler), strict=True):
-                # Of several calls the host adds up first what one backward makes, too.
-                calls[parameter] -= 1
-                total = sums.pop(parameter) + gradient if parameter in sums else gradient
-                if calls[parameter]:
-                    sums[parameter] = total
-                else:
-                    torch.autograd.backward([parameter], [total])
+            complete = self._add_up(pending.popleft(), sampler, calls, sums)
+            for parameter in tuple(complete):
+                _hand_over([complete.pop(parameter)], parameter)
+
+    def _add_up(
+        self, call: _Pending, sampler: RowSampler | None, calls: Counter[torch.nn.Parameter], sums: Gradients
+    ) -> Gradients:
+        """The gradients of a call's parameters whose last call it is; those of others wait in ``sums``.
+
+        Of several calls the host adds up first what one backward makes, too.
+        """
+        complete: Gradients = {}
+        for parameter, gradient in zip(call.parameters, self._gradients(call, sampler), strict=True):
+            calls[parameter] -= 1
+            total = sums.pop(parameter) + gradient if parameter in sums else gradient
+            (sums if calls[parameter] else complete)[parameter] = total
+        return complete
 
     def _gradients(self, call: _Pending, sampler: RowSampler | None) -> tuple[torch.Tensor, ...]:
         choose = all_rows if sampler is None else partial(sampler.rows, self._weights[call.layer])
