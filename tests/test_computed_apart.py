@@ -1,7 +1,8 @@
-"""Weight gradients are computed apart only where that is for something: while monitoring, and where they wait."""
+"""Weight gradients are computed apart only where that is for something: monitoring, waiting, sampling."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tf_adapters.collectives import SingleProcess
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.masking.taps import StageTaps, plain_layer
 from tf_adapters.schedule.ir import Kind, PipelineSchedule
-from tf_adapters.testing.plans import tensor_units
+from tf_adapters.testing.plans import force_plan, tensor_units
 from tf_adapters.timing.phase import Phase
 from tf_adapters.training.controller import Controller
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
@@ -21,8 +22,13 @@ FUSED = gpipe(1, 2)
 SPLIT = PipelineSchedule.from_text([["0F0", "0F1", "0I0", "0B1", "0W0"]])
 
 
-def steps(folder: Path, schedule: PipelineSchedule, **settings: str | float) -> dict[Phase, set[tuple[int, bool]]]:
-    """By phase: microbatches of a linear layer on one rank, and whether their outputs were tapped."""
+def steps(
+    folder: Path, schedule: PipelineSchedule, plan: Mapping[str, float] | None = None, **settings: str | float
+) -> dict[Phase, set[tuple[int, bool]]]:
+    """By phase: microbatches of a linear layer on one rank, and whether their outputs were tapped.
+
+    ``plan`` are freeze ratios, in place of those that would be planned.
+    """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
     parameters = {0: dict(model.named_parameters())}
@@ -34,8 +40,10 @@ def steps(folder: Path, schedule: PipelineSchedule, **settings: str | float) -> 
     controller = Controller(config, pipeline, SingleProcess())
     inputs = torch.randn(2, 3, 4)
     seen: dict[Phase, set[tuple[int, bool]]] = {}
-    for _ in range(6):
+    for number in range(6):
         model.zero_grad()
+        if number == 4 and plan:
+            force_plan(controller, plan)
         controller.begin_step()
         outputs = {}
         for action in controller.execution.ranks[0]:
@@ -64,6 +72,7 @@ def test_a_backward_that_is_not_split_is_the_hosts_own_once_there_is_a_plan(tmp_
     assert seen[Phase.STABLE] == set(apart.items())
 
 
-def test_tokens_are_always_sampled_apart(tmp_path):
-    seen = steps(tmp_path, FUSED, granularity="token")
-    assert seen[Phase.STABLE] == {(0, True), (1, True)}
+def test_a_microbatch_whose_tokens_are_all_kept_has_the_hosts_own_backward(tmp_path):
+    seen = steps(tmp_path, FUSED, {"0B0": 0.5}, granularity="token")
+    assert seen[Phase.MONITORING_UPPER] == {(0, True), (1, True)}
+    assert seen[Phase.STABLE] == {(0, True), (1, False)}

@@ -326,13 +326,14 @@ class Controller:
     def _computed_apart(self, action: Action) -> bool:
         """Whether the weight gradients of an action's microbatch are computed apart from its backward.
 
-        Until a plan is there, to time them; then where they are sampled or wait. The host's own backward computes them
-        a little faster: what it reads is still in the processor's caches.
+        Until a plan is there, to time them; then where they wait, or are sampled in this step. The host's own backward
+        computes them a little faster: what it reads is still in the processor's caches.
         """
         plan = self.state.plan
-        if plan is None or self.config.samples_tokens:
+        if plan is None or Action(action.stage, Kind.WEIGHT_GRAD, action.microbatch) in plan.freeze_ratio:
             return True
-        return Action(action.stage, Kind.WEIGHT_GRAD, action.microbatch) in plan.freeze_ratio
+        sampled = self.mask(action.stage, action.microbatch).share > 0.0 or self._ratios.probes(self.state, self.step)
+        return self.config.samples_tokens and sampled
 
     def _compute(self, stage: int, taps: StageTaps, microbatch: int) -> None:
         with self.pipeline.accumulating():
