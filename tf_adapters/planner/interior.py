@@ -107,7 +107,7 @@ def _minimise(form: StandardForm, objective: Objective, deadline: float | None, 
             raise SolverError(f"interior point ended {SolverStatus.NOT_SOLVED.value}: out of time")
         progress(f"interior point, step {step + 1}: within {least_error:.1e} of the optimum, until {_TOLERANCE:g}")
         try:
-            point = _step(form, objective, point, primal, dual)
+            point = _step(form, objective, point, primal=primal, dual=dual)
         except RuntimeError:  # a matrix that is singular to working precision
             break
     return best
