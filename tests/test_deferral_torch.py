@@ -61,10 +61,8 @@ def test_a_run_is_monitored_without_masks_and_then_planned(tmp_path: Path) -> No
         assert not any(names for step in monitored for names in step["masks"].values())
     plan = json.loads((tmp_path / "timely_freeze" / "report.json").read_text())["plan"]
     assert {action[1] for row in plan["ranks"] for action in row} <= {"F", "B", "I", "W"}
-    unfrozen, of_host = plan["makespan_ms"]["unfrozen"], plan["makespan_ms"]["host"]
-    waiting = any("W" in action for row in plan["ranks"] for action in row)
-    assert waiting or unfrozen == of_host  # on a busy machine there may be nothing to gain
-    assert unfrozen <= of_host
+    assert any("W" in action for row in plan["ranks"] for action in row)
+    assert plan["makespan_ms"]["unfrozen"] <= plan["makespan_ms"]["host"]
     assert plan["mean_freeze_ratio"] <= 0.4
 
 

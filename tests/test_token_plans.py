@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tf_adapters.errors import PlanInputError
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import PlanProblem
-from tf_adapters.planner.program import FreezeProgram
+from tf_adapters.planner.program import FreezeProgram, SolverStatus
 from tf_adapters.planner.solve import plan_from_json, solve
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import PipelineSchedule
@@ -85,6 +85,13 @@ def test_a_draw_that_saves_nothing_freezes_nothing() -> None:
     assert plan.mean_freeze_ratio == 0.0
 
 
+def test_a_large_program_meets_what_draws_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tf_adapters.planner.solve._EXACT_UP_TO", 10)
+    plan = solve(problem(one_forward_one_backward(4, 8)))
+    assert plan.solver.name == "interior point"
+    assert max(plan.freeze_ratio.values()) <= COST.most_frozen + 1e-6
+
+
 @settings(max_examples=40, deadline=None)
 @given(ORDERS, st.floats(0.0, 1.0), st.integers(0, 2**32 - 1), st.sampled_from([COST, TokenCost(0.2, 0.7)]))
 def test_plans_of_large_programs_are_as_early_and_as_quiet_as_the_exact_ones(
@@ -101,7 +108,7 @@ def test_plans_of_large_programs_are_as_early_and_as_quiet_as_the_exact_ones(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tf_adapters.planner.solve._EXACT_UP_TO", 10)
         large = solve(aimed)
-    assert large.solver.name in ("interior point", exact.solver.name)
+    assert large.solver.name == "interior point" or exact.solver.status is SolverStatus.NOT_NEEDED
     assert large.makespan_ms.planned <= max(target, exact.makespan_ms.planned) * (1 + 1e-4)
     assert max(large.freeze_ratio.values()) <= cost.most_frozen + 1e-6
     noises = [sum(map(cost.noise, plan.freeze_ratio.values())) for plan in (exact, large)]

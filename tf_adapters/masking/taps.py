@@ -150,11 +150,12 @@ def linear_gradient(weight: torch.Tensor, inputs: torch.Tensor, gradient: torch.
 
 def _hand_over(gradient: list[torch.Tensor], parameter: torch.nn.Parameter) -> None:
     """Accumulate the one gradient in the list, through the hooks on its parameter."""
-    if parameter.grad is not None:
-        return torch.autograd.backward([parameter], gradient)
-    with torch.enable_grad():
-        node: torch.Tensor = _HandOver.apply(gradient, parameter)  # type: ignore[no-untyped-call]
-    return torch.autograd.backward([node], [node.detach()])
+    if parameter.grad is None:
+        with torch.enable_grad():
+            node: torch.Tensor = _HandOver.apply(gradient, parameter)  # type: ignore[no-untyped-call]
+        torch.autograd.backward([node], [node.detach()])
+    else:
+        torch.autograd.backward([parameter], gradient)
 
 
 def all_rows(inputs: torch.Tensor, gradient: torch.Tensor) -> Rows:

@@ -332,8 +332,9 @@ class Controller:
         plan = self.state.plan
         if plan is None or Action(action.stage, Kind.WEIGHT_GRAD, action.microbatch) in plan.freeze_ratio:
             return True
-        sampled = self.mask(action.stage, action.microbatch).share > 0.0 or self._ratios.probes(self.state, self.step)
-        return self.config.samples_tokens and sampled
+        if not self.config.samples_tokens:
+            return False
+        return self.mask(action.stage, action.microbatch).share > 0.0 or self._ratios.probes(self.state, self.step)
 
     def _compute(self, stage: int, taps: StageTaps, microbatch: int) -> None:
         with self.pipeline.accumulating():
