@@ -102,6 +102,7 @@ class DeepSpeedAdapter(HostAdapter):
             schedule=self._orders(engine.micro_batches),
             units=units_by_stage(engine, parameters),
             parameters=parameters,
+            models=dict.fromkeys(parameters, engine.module),
             layers=layers_by_stage(engine),
             held_values=held_values(engine, parameters),
             taps={engine.stage_id: StageTaps(engine.module, plain_layer)} if self.config.splits_backwards else {},
@@ -189,10 +190,23 @@ class DeepSpeedAdapter(HostAdapter):
             run(engine, buffer_id, **kwargs)
             return
         phase = kwargs.get("phase", 0)
-        with self._action(self._stages[phase], Kind.FORWARD, self._tracker.forward(buffer_id, phase)):
+        stage, microbatch = self._stages[phase], self._tracker.forward(buffer_id, phase)
+        with self._action(stage, Kind.FORWARD, microbatch):
             run(engine, buffer_id, **kwargs)
+        mask = self.controller.mask(stage, microbatch)
+        if mask.names and not (stage == 0 and mask.complete):
+            self._keep_graph(stage, buffer_id)
         if self._keeps_losses:
             self._losses[buffer_id] = engine.loss
+
+    def _keep_graph(self, stage: int, buffer_id: int) -> None:
+        """The engine runs a backward of every floating-point output of a stage: each must require gradients."""
+        outputs, graphs = self.engine.pipe_buffers["outputs"], self.controller.graphs[stage]
+        output = outputs[buffer_id]
+        if isinstance(output, tuple):
+            outputs[buffer_id] = tuple(graphs.required(t) if torch.is_tensor(t) else t for t in output)
+        elif torch.is_tensor(output):
+            outputs[buffer_id] = graphs.required(output)
 
     def _backward(self, kind: Kind, engine: Any, buffer_id: int, **kwargs: Any) -> None:
         stage, microbatch = self._stages[kwargs.get("phase", 0)], self._tracker.backward(buffer_id)

@@ -73,7 +73,9 @@ class HostAdapter(ABC):
             collectives,
             RunReporter(collectives, metrics),
         )
-        self._on_detach += [taps.remove for taps in pipeline.taps.values()]
+        for taps in pipeline.taps.values():
+            taps.install()
+            self.on_detach(taps.remove)
 
     @abstractmethod
     def install(self) -> None:

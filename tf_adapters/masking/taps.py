@@ -4,6 +4,9 @@ While a tapped layer computes its output its weight does not require gradients, 
 gradients and nothing else there. The tap's backward hands the gradient of the output down unchanged, and keeps it with
 the layer's input. ``compute`` makes the weight gradients later, in the order in which a host would have accumulated
 them (Qi et al. 2024, "Zero Bubble Pipeline Parallelism": backwards split into B and W): of all tokens, or of a sample.
+
+A tap takes only the uses of a layer that it understands (``_is_plain``); every other call is the host's own. Before any
+layer is tapped, one step finds out which layers' gradients a tap computes as the host does (``tap_check``).
 """
 
 from __future__ import annotations
@@ -11,18 +14,20 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
+from weakref import ref
 
 import torch
 
 from tf_adapters.masking.parameters import without_gradients
+from tf_adapters.masking.tap_check import TapCheck, accumulates, by_name
+from tf_adapters.masking.tapped_classes import Run, intercept, release
 from tf_adapters.masking.tokens import Rows
-from tf_adapters.overrides import Overrides
 
-__all__ = ["Choose", "LinearTap", "StageTaps", "TappedLayer", "linear_gradient", "plain_layer"]
+__all__ = ["Choose", "LinearTap", "StageTaps", "TappedLayer", "linear_gradient", "plain_layer", "transforms_run"]
 
 
 Choose = Callable[[torch.Tensor, torch.Tensor], Rows]
@@ -55,7 +60,8 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor, None]:
         (inputs,) = ctx.saved_tensors
-        ctx.keep(inputs, gradient)
+        if accumulates(ctx.next_functions[-1][0]):  # torch.autograd.grad, inside a stage's forward say, does not
+            ctx.keep(inputs, gradient)
         return None, None, gradient, None
 
 
@@ -96,54 +102,105 @@ class TappedLayer(ABC):
     """The method of the module that computes the output."""
 
     def __init__(self, module: torch.nn.Module, names: tuple[str, ...] = ("weight",)) -> None:
-        self.module, self.names = module, names
-        self._run = getattr(module, self.attribute)
-        self._input = next(iter(inspect.signature(self._run).parameters))
-        self._overrides = Overrides()
+        self._module, self.names = ref(module), names
+        self._input = next(iter(inspect.signature(getattr(module, self.attribute)).parameters))
         self._taps: StageTaps | None = None
+
+    @property
+    def module(self) -> torch.nn.Module:
+        module = self._module()
+        assert module is not None
+        return module
 
     @abstractmethod
     def gradients(
-        self, parameters: tuple[torch.nn.Parameter, ...], inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose
+        self,
+        parameters: tuple[torch.nn.Parameter, ...],
+        inputs: torch.Tensor,
+        gradient: torch.Tensor,
+        choose: Choose | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Gradients of these parameters, in their shapes and types; the weight's of the rows that ``choose`` takes."""
+        """Gradients of these parameters, in their shapes and types; the weight's of the rows that ``choose`` takes.
+
+        Of all rows without ``choose``.
+        """
 
     def install(self, taps: StageTaps) -> None:
         self._taps = taps
-        self._overrides.set(self.module, self.attribute, self.forward)
+        intercept(self.module, self.attribute, self)
 
     def remove(self) -> None:
-        self._overrides.restore()
+        self._taps = None
+        module = self._module()
+        if module is not None:
+            release(module)
 
-    def __deepcopy__(self, memo: Any) -> TappedLayer:
-        return self
+    def training(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.nn.Parameter, ...]:
+        """The parameters that this call trains, its weight first if it trains that.
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, with the tap on its output while a microbatch is recorded."""
+        Looked up now: FSDP puts others into the parameters' place while the module computes.
+        """
+        return tuple(p for name in self.names if (p := getattr(self.module, name)).requires_grad)
+
+    def forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's ``run``, with the tap on its output while a microbatch is recorded."""
         taps = self._taps
         if taps is None or taps.microbatch is None or not torch.is_grad_enabled():
-            return self._run(*args, **kwargs)
-        # Looked up now: FSDP puts others into the parameters' place while the module computes.
-        training = tuple(p for name in self.names if (p := getattr(self.module, name)).requires_grad)
-        if not training:
-            return self._run(*args, **kwargs)
-        with without_gradients(training):
-            output = self._run(*args, **kwargs)
-        return taps.tap(self, output, inputs=args[0] if args else kwargs[self._input], parameters=training)
+            return run(*args, **kwargs)
+        inputs: Any = args[0] if args else kwargs.get(self._input)
+        parameters = self.training(args, kwargs) if taps.takes(self) else ()
+        if not parameters or not _is_plain(inputs, parameters):
+            return run(*args, **kwargs)
+        if taps.check is not None:
+            output = run(*args, **kwargs)
+            taps.check.watch(self, inputs, output, parameters)
+            return output
+        with without_gradients(parameters):
+            output = run(*args, **kwargs)
+        return taps.tap(self, output, inputs=inputs, parameters=parameters)
+
+
+def _is_plain(inputs: Any, parameters: Sequence[torch.nn.Parameter]) -> bool:
+    """Whether a call of a layer is one whose gradient a tap can compute: an ordinary product of real numbers.
+
+    Not under a transform of ``torch.func`` or forward-mode differentiation, of a weight that is computed itself, of
+    complex numbers, or of a tensor with rules of its own (a DTensor, a nested or sparse one).
+    """
+    return (
+        type(inputs) in (torch.Tensor, torch.nn.Parameter)
+        and inputs.layout is torch.strided
+        and not inputs.is_nested
+        and inputs.is_floating_point()
+        and all(isinstance(p, torch.nn.Parameter) and p.is_leaf and p.is_floating_point() for p in parameters)
+        and not transforms_run()
+    )
+
+
+def transforms_run() -> bool:
+    """Whether a transform of ``torch.func`` or forward-mode differentiation is going on."""
+    return bool(torch._C._are_functorch_transforms_active()) or torch.autograd.forward_ad._current_level >= 0
 
 
 class LinearTap(TappedLayer):
     """``torch.nn.Linear``. Its bias gets its gradient with the input gradient: a sum, next to nothing."""
 
     def gradients(
-        self, parameters: tuple[torch.nn.Parameter, ...], inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose
+        self,
+        parameters: tuple[torch.nn.Parameter, ...],
+        inputs: torch.Tensor,
+        gradient: torch.Tensor,
+        choose: Choose | None = None,
     ) -> tuple[torch.Tensor, ...]:
         return (linear_gradient(parameters[0], inputs, gradient, choose),)
 
 
-def linear_gradient(weight: torch.Tensor, inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose) -> torch.Tensor:
+def linear_gradient(
+    weight: torch.Tensor, inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose | None = None
+) -> torch.Tensor:
     """Gradient of a weight ``[outputs, inputs]``, by the product that torch's own backward runs."""
-    inputs, gradient = choose(inputs.reshape(-1, inputs.shape[-1]), gradient.reshape(-1, gradient.shape[-1]))
+    inputs, gradient = inputs.reshape(-1, inputs.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+    if choose is not None:
+        inputs, gradient = choose(inputs, gradient)
     inputs = inputs.to(gradient.dtype)  # under autocast the layer computed in another type
     return torch.mm(gradient.t(), inputs).to(weight.dtype)
 
@@ -158,11 +215,6 @@ def _hand_over(gradient: list[torch.Tensor], parameter: torch.nn.Parameter) -> N
         torch.autograd.backward([parameter], gradient)
 
 
-def all_rows(inputs: torch.Tensor, gradient: torch.Tensor) -> Rows:
-    """Every token."""
-    return inputs, gradient
-
-
 class StageTaps:
     """The taps on one stage's layers.
 
@@ -173,17 +225,49 @@ class StageTaps:
 
     def __init__(self, model: torch.nn.Module, make: Callable[[torch.nn.Module], TappedLayer | None]) -> None:
         self._layers = _layers(model, make)
-        self.names = frozenset(self._layers)
         self._weights = {layer: name for name, layer in reversed(self._layers.items())}  # the first of its names
+        self._left: set[TappedLayer] = set()
         self.microbatch: int | None = None  # whose forward or backward runs
+        self.check: TapCheck | None = None  # in the step that is checked
         self._pending: dict[int, deque[_Pending]] = {}
         self._anchor = torch.zeros(0, requires_grad=True)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The parameters whose gradients can be computed apart."""
+        return frozenset(name for name, layer in self._layers.items() if layer not in self._left)
+
+    def install(self) -> None:
         for layer in dict.fromkeys(self._layers.values()):
             layer.install(self)
 
     def remove(self) -> None:
         for layer in dict.fromkeys(self._layers.values()):
             layer.remove()
+
+    def takes(self, layer: TappedLayer) -> bool:
+        return layer not in self._left
+
+    def leave(self, names: Iterable[str]) -> None:
+        """Leave the layers of these parameters to the host from now on."""
+        self._left.update(self._layers[name] for name in names if name in self._layers)
+
+    @contextmanager
+    def checking(self, microbatch: int) -> Iterator[None]:
+        """Around a forward or a backward of the step that is checked: compute as the host does, and compare."""
+        self.check = check = self.check or TapCheck()
+        check.microbatch = microbatch
+        try:
+            with self.recording(microbatch):
+                yield
+            check.look_for_changes()
+        finally:
+            check.microbatch = None
+
+    def end_check(self) -> dict[str, str]:
+        """The step has ended: parameters whose layers are to be left to the host, by name, and why."""
+        check, self.check = self.check, None
+        return {} if check is None else by_name(check.end(), self._layers)
 
     @contextmanager
     def recording(self, microbatch: int) -> Iterator[None]:
@@ -195,7 +279,9 @@ class StageTaps:
             self.microbatch = None
 
     def clear(self) -> None:
+        """Forget what an earlier step has left."""
         self._pending.clear()
+        self.end_check()
 
     @torch.no_grad()  # a host may receive gradients into tensors that require gradients
     def compute(self, microbatch: int, sampler: RowSampler | None = None) -> None:
@@ -226,7 +312,7 @@ class StageTaps:
         return complete
 
     def _gradients(self, call: _Pending, sampler: RowSampler | None) -> tuple[torch.Tensor, ...]:
-        choose = all_rows if sampler is None else partial(sampler.rows, self._weights[call.layer])
+        choose = None if sampler is None else partial(sampler.rows, self._weights[call.layer])
         return call.layer.gradients(call.parameters, call.inputs, call.gradient, choose)
 
     def tap(
@@ -271,5 +357,7 @@ def plain_layer(module: torch.nn.Module, kind: type[torch.Tensor] = torch.nn.Par
     """
     weight = vars(module)["_parameters"].get("weight")
     if type(module) is not torch.nn.Linear or type(weight) is not kind or not weight.requires_grad:
+        return None
+    if not weight.is_floating_point():
         return None
     return LinearTap(module)

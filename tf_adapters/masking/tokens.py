@@ -27,6 +27,9 @@ Chosen = tuple[torch.Tensor, torch.Tensor]
 _NO_SIZE = 1e-200
 _NO_NORM = 1e-30
 
+_ROUNDING = 1e-6
+"""How far the sum of chances may be from a whole number by rounding."""
+
 _IN_THE_MEAN = 256
 """Tokens, at most, that the direction of the common input is told from: as good as thousands."""
 
@@ -122,13 +125,16 @@ def inclusion_chances(sizes: torch.Tensor, count: int) -> torch.Tensor:
 def draw(chances: torch.Tensor, count: int, offset: float) -> Chosen:
     """``count`` tokens by systematic sampling.
 
-    Each token is drawn with its chance; ``offset`` in [0, 1) is uniform. Nothing waits for the device.
+    Each token is drawn with its chance; ``offset`` in [0, 1) is uniform. The chances add up to less than ``count``
+    where fewer tokens have any size. Each of these is then drawn once, and the rest of the count gets a scale of 0.
+    Nothing waits for the device.
     """
     ends = chances.cumsum(0)
     points = torch.arange(count, device=chances.device, dtype=ends.dtype).add_(offset)
     chosen = torch.searchsorted(ends, points, right=True).clamp_(max=chances.numel() - 1)
     scales = chances.index_select(0, chosen).reciprocal_()
-    return chosen, scales.nan_to_num_(nan=math.nan, posinf=0.0)
+    surplus = points.sub_(offset) >= ends[-1].sub(_ROUNDING).ceil()
+    return chosen, scales.nan_to_num_(nan=math.nan, posinf=0.0).masked_fill_(surplus, 0.0)
 
 
 def _norms(rows: torch.Tensor) -> torch.Tensor:

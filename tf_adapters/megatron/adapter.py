@@ -118,6 +118,7 @@ class MegatronAdapter(HostAdapter):
                 for stage, chunk in by_stage.items()
             },
             parameters=parameters,
+            models={stage: chunk.model for stage, chunk in by_stage.items()},
             layers={stage: layers_of(chunk.model) for stage, chunk in by_stage.items()},
             held_values=held_values(model.optimizer, parameters),
             moves_forwards=model.moves_forwards,

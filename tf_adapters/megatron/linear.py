@@ -7,12 +7,12 @@ Source: megatron/core/tensor_parallel/layers.py (``_forward_impl``).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-from tf_adapters.masking.parameters import without_gradients
 from tf_adapters.masking.taps import Choose, TappedLayer, linear_gradient, plain_layer
 
 __all__ = ["ParallelLinearTap", "tapped_layer"]
@@ -26,7 +26,12 @@ def tapped_layer(module: torch.nn.Module) -> TappedLayer | None:
     if type(module) not in (ColumnParallelLinear, RowParallelLinear):
         return plain_layer(module)
     weight = vars(module)["_parameters"].get("weight")
-    if weight is None or not weight.requires_grad or "shared_embedding" in vars(weight):
+    if (
+        weight is None
+        or not weight.requires_grad
+        or not weight.is_floating_point()
+        or "shared_embedding" in vars(weight)
+    ):
         return None
     if getattr(module, "embedding_activation_buffer", None) is not None:
         return None
@@ -40,19 +45,20 @@ class ParallelLinearTap(TappedLayer):
 
     attribute = "_forward_impl"
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The layer's product, with the tap on its output while a microbatch is recorded."""
-        taps, weight, bias = self._taps, kwargs.get("weight"), kwargs.get("bias")
-        own = weight is not None and weight is self.module.weight and weight.requires_grad
-        if taps is None or taps.microbatch is None or not own or not torch.is_grad_enabled():
-            return self._run(*args, **kwargs)  # type: ignore[no-any-return]
-        training = tuple(p for p in (weight, bias) if p is not None and p.requires_grad)
-        with without_gradients(training):
-            output = self._run(*args, **kwargs)
-        return taps.tap(self, output, inputs=kwargs["input"], parameters=training)
+    def training(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.nn.Parameter, ...]:
+        """The weight and bias of this product, where the weight is the layer's own and trains."""
+        weight, bias = kwargs.get("weight"), kwargs.get("bias")
+        own: Any = self.module
+        if weight is None or weight is not own.weight or not weight.requires_grad:
+            return ()
+        return tuple(p for p in (weight, bias) if p is not None and p.requires_grad)
 
     def gradients(
-        self, parameters: tuple[torch.nn.Parameter, ...], inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose
+        self,
+        parameters: tuple[torch.nn.Parameter, ...],
+        inputs: torch.Tensor,
+        gradient: torch.Tensor,
+        choose: Choose | None = None,
     ) -> tuple[torch.Tensor, ...]:
         weight, *biases = parameters
         # With gradient_accumulation_fusion an earlier microbatch told DDP, for the rest of the batch, that a kernel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +57,16 @@ class StageMasks:
         self._drawn: dict[int, tuple[_Drawn, tuple[Mask, ...]]] = {}  # the newest of each stage
         self._names = {s: tuple(n for unit in of_stage for n in unit.names) for s, of_stage in self.units.items()}
         self._seed = seed
+
+    def leave_unsampled(self, stage: int, names: Iterable[str]) -> None:
+        """Where masks are of tokens: sample none of these parameters' gradients from now on, as if excluded."""
+        left = frozenset(names)
+        if not self._tokens or left.isdisjoint(self._names[stage]):
+            return
+        self.units[stage] = units = tuple(unit for unit in self.units[stage] if left.isdisjoint(unit.names))
+        self._names[stage] = tuple(name for unit in units for name in unit.names)
+        self._excludes[stage] = True
+        self._drawn.pop(stage, None)
 
     @property
     def stages(self) -> tuple[int, ...]:

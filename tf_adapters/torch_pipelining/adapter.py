@@ -76,6 +76,7 @@ class TorchPipeliningAdapter(HostAdapter):
                 schedule=translate(schedule),
                 units={stage: _units(schedule, model) for stage, model in models.items()},
                 parameters=parameters,
+                models=models,
                 layers={stage: layers_of(model) for stage, model in models.items()},
                 ties=shared_parameters(parameters),
                 held_values=held_values(parameters),

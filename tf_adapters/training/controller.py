@@ -7,7 +7,7 @@ A host adapter translates its schedule, then calls ``begin_step``, wraps every a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import UnsupportedError
+from tf_adapters.masking.activations import ActivationGraphs
 from tf_adapters.masking.gradient_noise import GradientNoise, RowObserver
 from tf_adapters.masking.parameters import ParameterMask, any_compiled
 from tf_adapters.masking.taps import StageTaps
@@ -35,6 +36,7 @@ from tf_adapters.training import messages
 from tf_adapters.training.batches import same_pipeline
 from tf_adapters.training.decisions import Decisions
 from tf_adapters.training.freeze_ratios import FreezeRatios
+from tf_adapters.training.left_to_host import leave_to_host, saved_left_to_host
 from tf_adapters.training.observer import Observer, RunSnapshot
 from tf_adapters.training.pipeline import HostPipeline
 from tf_adapters.training.plan_maker import RunSetup
@@ -73,6 +75,7 @@ class Controller:
         self.state = RunState.fresh(config, pipeline.warmup_steps)
         self.state.turn_to(self.schedule)
         self.parameter_masks = {stage: ParameterMask(of_stage) for stage, of_stage in pipeline.parameters.items()}
+        self.graphs = {stage: ActivationGraphs(model) for stage, model in pipeline.models.items()}
         self.stability_checks = StabilityChecks(
             config,
             self.masks.units,
@@ -148,6 +151,7 @@ class Controller:
         self._executed.append(action)
         with (
             self.parameter_masks[action.stage].frozen(mask.names),
+            self._graphs_kept(action, mask, phase),
             self.timer.timed(phase, action, mask.share),
             self._layers.timed(action),
         ):
@@ -158,6 +162,11 @@ class Controller:
         """A WEIGHT_GRAD of ``execution``: compute what the INPUT_GRAD of the microbatch has left."""
         with self.running(Action(stage, Kind.WEIGHT_GRAD, microbatch)):
             pass
+
+    @property
+    def checks_taps(self) -> bool:
+        """Whether this step finds out which layers' weight gradients can be computed apart: the run's first."""
+        return self.config.splits_backwards and self.state.left_to_host is None
 
     @property
     def execution(self) -> PipelineSchedule:
@@ -196,6 +205,8 @@ class Controller:
         self._step_start = None
         self.state.completed_steps = step
         run = self.snapshot()
+        if self.checks_taps:
+            self._decisions.check_taps(run, self.pipeline.taps)
         self._decisions.after_step(run, self._executed)
         if self._observer is not None:
             self._observer.step_ended(run, step, phase)
@@ -268,6 +279,7 @@ class Controller:
         is_first = self._collectives.rank == 0
         told = self._collectives.broadcast(for_other_ranks(data) if is_first else None)
         chosen = data if is_first else told
+        leave_to_host(saved_left_to_host(chosen), self.pipeline.taps, self.masks)
         self.state = compatible_state(chosen, self.config, schedule=self.schedule, masks=self.masks, auto_warmup=warmup)
         self._forget_measured()
         description = messages.phase(self.config, self.state.phases, self.step)
@@ -307,7 +319,10 @@ class Controller:
     def _tapped(self, phase: Phase, action: Action) -> Iterator[None]:
         """The part of an action between its mask and its host, on a stage whose weight gradients can wait."""
         taps = self.pipeline.taps.get(action.stage)
-        if taps is None or not self._computed_apart(action):
+        if taps is not None and self.checks_taps:
+            with taps.checking(action.microbatch):
+                yield
+        elif taps is None or not self._computed_apart(action):
             yield
         elif action.kind is Kind.WEIGHT_GRAD:
             with self.timer.timed(phase, action, first_part=True):
@@ -322,6 +337,14 @@ class Controller:
         else:
             with taps.recording(action.microbatch):
                 yield
+
+    def _graphs_kept(self, action: Action, mask: Mask, phase: Phase) -> AbstractContextManager[None]:
+        graphs = self.graphs.get(action.stage)
+        if graphs is None or action.kind is Kind.WEIGHT_GRAD:
+            return nullcontext()
+        if mask.names:
+            return graphs.kept(ends=mask.complete and action.stage == 0)
+        return graphs.learned() if phase is Phase.WARMUP and action.kind is Kind.FORWARD else nullcontext()
 
     def _computed_apart(self, action: Action) -> bool:
         """Whether the weight gradients of an action's microbatch are computed apart from its backward.

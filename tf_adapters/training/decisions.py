@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from tf_adapters.collectives import Collectives, decide_from_all
 from tf_adapters.errors import ScheduleError, TimelyFreezeError
 from tf_adapters.log import announce
+from tf_adapters.masking.taps import StageTaps
 from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.frontier import describe_frontier
@@ -16,7 +17,7 @@ from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.timer import ActionTimer
-from tf_adapters.training import batch_words, messages
+from tf_adapters.training import batch_words, left_to_host, messages
 from tf_adapters.training.batches import MonitoredBatches
 from tf_adapters.training.observer import Observer, RunSnapshot
 from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned, RunSetup
@@ -44,6 +45,26 @@ class Decisions:
     def after_step(self, run: RunSnapshot, executed: Sequence[Action]) -> None:
         """Decide what the next step does. Raises TimelyFreezeError on every rank if ``on_error`` is "raise"."""
         self._guarded(run, lambda: self._decide(run, executed))
+
+    def check_taps(self, run: RunSnapshot, taps: Mapping[int, StageTaps]) -> None:
+        """After the step that checked the taps: leave the layers to the host that they do not understand.
+
+        After a failure nothing is tapped any more.
+        """
+
+        def check() -> None:
+            run.state.left_to_host = left = left_to_host.agree(self._collectives, taps)
+            left_to_host.leave_to_host(left, taps, self._masks)
+            lines = left_to_host.describe(left)
+            run.state.notes = (*run.state.notes, *lines)
+            for line in lines:
+                self.say(line)
+
+        if run.state.failure:
+            for of_stage in taps.values():
+                of_stage.end_check()
+        else:
+            self._guarded(run, check)
 
     def resume_planning(self, run: RunSnapshot) -> None:
         """Make the plan that a checkpoint says was still being made."""

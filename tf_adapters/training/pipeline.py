@@ -37,6 +37,7 @@ class HostPipeline:
         schedule: what every rank runs in one batch.
         units: the freezable units of every stage of the pipeline, the same on every rank.
         parameters: this rank's stages, and the parameters of each by name; every name in their units is among them.
+        models: this rank's modules by stage, as their forwards call them.
         ties: weights that several stages hold.
         held_values: this rank's values of a parameter, as its optimizer updates them; by default ``parameters``.
         taps: this rank's layers whose weight gradients can wait, by stage; the units say which they are.
@@ -54,6 +55,7 @@ class HostPipeline:
     schedule: PipelineSchedule
     units: Mapping[int, Sequence[FreezeUnit]]
     parameters: ParametersByStage
+    models: Mapping[int, torch.nn.Module] = field(default_factory=dict)
     ties: Sequence[Tie] = ()
     held_values: HeldValues | None = None
     taps: Mapping[int, StageTaps] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from tf_adapters.timing.batch_times import BatchTimes
 from tf_adapters.timing.token_cost import TokenCost
 from tf_adapters.timing.transfers import Gaps
 from tf_adapters.training.batches import BatchPlan, BatchPlans, carried_over, known_microbatches, same_pipeline
+from tf_adapters.training.left_to_host import LeftToHost, saved_left_to_host
 from tf_adapters.training.phases import PhaseSchedule
 from tf_adapters.training.plan_maker import NOTHING_MEASURED, Measured, Planned, other_ms
 
@@ -34,7 +35,7 @@ class RunState:
 
     ``microbatches`` are those of the batch that runs, or runs next; ``plans`` has a plan for each number of them.
     ``measured`` is what they are made from, of one number, after step ``measured_at``. In ``host_order_step`` the host
-    runs its own order, whatever the plan says.
+    runs its own order, whatever the plan says. ``left_to_host`` is None until the taps have been checked.
     """
 
     phases: PhaseSchedule
@@ -47,10 +48,13 @@ class RunState:
     failure: str | None = None
     stability: StabilityState = field(default_factory=StabilityState)
     host_order_step: int | None = field(default=None, compare=False)
+    left_to_host: LeftToHost | None = None
 
     @classmethod
     def fresh(cls, config: TimelyFreezeConfig, auto_warmup: int) -> RunState:
         warmup = auto_warmup if config.warmup_steps == "auto" else config.warmup_steps
+        if config.splits_backwards:
+            warmup = max(1, warmup)  # in the first step taps are checked: its times are not those of other steps
         notes = () if config.plans else (f"method {config.method} freezes what is stable: nothing is planned",)
         return cls(_phases(config, warmup), notes=notes)
 
@@ -59,7 +63,13 @@ class RunState:
         start = max(self.completed_steps, self.phases.warmup_end)
         phases = _phases(config, start)
         note = f"{'monitoring' if config.plans else 'freezing'} began again after step {start}: {reason}"
-        return RunState(phases, self.completed_steps, self.microbatches, notes=(*self.notes, note)[-_NOTES:])
+        return RunState(
+            phases,
+            self.completed_steps,
+            self.microbatches,
+            notes=(*self.notes, note)[-_NOTES:],
+            left_to_host=self.left_to_host,
+        )
 
     def measure(self, measured: Measured) -> None:
         batch_times = measured.batch_times or self.measured.batch_times  # made anew it has none: of nothing frozen
@@ -150,6 +160,8 @@ class RunState:
             "notes": list(self.notes),
             "stability": self.stability.to_json(),
         }
+        if self.left_to_host is not None:
+            data["left_to_host"] = {str(stage): dict(found) for stage, found in self.left_to_host.items()}
         return {**data, "checksum": _digest(data)}
 
     @classmethod
@@ -172,6 +184,7 @@ class RunState:
             measured_at=data.get("measured_at", 0),
             notes=tuple(data["notes"]),
             stability=StabilityState.from_json(data.get("stability")),
+            left_to_host=saved_left_to_host(data) if "left_to_host" in data else None,
         )
         if data["plan"] and "batches" not in data:  # an earlier version's, which had one number of microbatches
             plan, unfrozen_ms, planned_ms = data["plan"], data["unfrozen_step_ms"], data["planned_step_ms"]

@@ -1,0 +1,64 @@
+"""The way into a layer's forward that copies of the layer do not carry along.
+
+The class of a tapped layer becomes a subclass of it, as torch's parametrizations and FSDP do it. The subclass looks the
+tap up by the layer object. A copy, a pickle or a saved file of the layer has the original class again: it knows no tap,
+and it can be read where this package is not installed.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+
+__all__ = ["Interceptor", "intercept", "release"]
+
+Run = Callable[..., Any]
+
+
+class Interceptor(Protocol):
+    """Runs a layer's method ``run``, and may do more."""
+
+    def forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+_interceptors: WeakKeyDictionary[torch.nn.Module, Interceptor] = WeakKeyDictionary()
+
+
+def intercept(module: torch.nn.Module, method: str, interceptor: Interceptor) -> None:
+    """Call ``interceptor.forward`` with this object's ``method`` in the place of the method itself."""
+    _interceptors[module] = interceptor
+    original: Any = type(module)
+    module.__class__ = _subclass(original, method)
+
+
+def release(module: torch.nn.Module) -> None:
+    """Give the object its own class back. Where other code has set a class on top, ours only passes calls on."""
+    _interceptors.pop(module, None)
+    original = vars(type(module)).get("_intercepted_class")
+    if original is not None:
+        module.__class__ = original
+
+
+@cache
+def _subclass(original: Any, method: str) -> type[torch.nn.Module]:
+    def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = getattr(super(subclass, self), method)
+        interceptor = _interceptors.get(self)
+        return call(*args, **kwargs) if interceptor is None else interceptor.forward(call, args, kwargs)
+
+    def reduce(self: torch.nn.Module, protocol: Any) -> Any:
+        reduced: Any = super(subclass, self).__reduce_ex__(protocol)
+        rebuild, arguments, *state = reduced
+        if rebuild is vars(copyreg)["__newobj__"]:  # pickle takes no class there but the object's
+            rebuild, arguments = vars(copyreg)["_reconstructor"], (subclass, object, None)
+        return rebuild, tuple(original if value is subclass else value for value in arguments), *state
+
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    members = {method: run, "__reduce_ex__": reduce, "_intercepted_class": original, **names}
+    subclass: type[torch.nn.Module] = type(original.__name__, (original,), members)
+    return subclass
