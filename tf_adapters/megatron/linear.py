@@ -72,7 +72,7 @@ class ParallelLinearTap(TappedLayer):
     def _gathered(self, inputs: torch.Tensor) -> torch.Tensor:
         """The input of the product: under sequence parallelism each rank has a part of it."""
         module: Any = self.module
-        if type(module) is RowParallelLinear or not module.sequence_parallel or module.explicit_expert_comm:
+        if isinstance(module, RowParallelLinear) or not module.sequence_parallel or module.explicit_expert_comm:
             return inputs
         ranks = module.tp_group.size()
         whole = inputs.new_empty((inputs.shape[0] * ranks, *inputs.shape[1:]))

@@ -131,7 +131,8 @@ class Controller:
         self._executed.clear()
         self.memory.start_step()
         self._step_masks.clear()
-        self._layers.on() if self._times_layers() else self._layers.off()
+        if self._times_layers():
+            self._layers.on()
         for taps in self.pipeline.taps.values():
             taps.clear()
         self.timer.drain()
@@ -200,6 +201,7 @@ class Controller:
         step, phase = self.step, self.phase
         self.timer.stop_step(phase, self._step_start, step)
         self.memory.stop_step(phase)
+        self._layers.off()  # a copy of the model that is made between two steps has no hooks of ours
         self._noise.end(self.state.microbatches)
         self._tally.add(step, phase, self._step_masks.local())
         self._step_start = None
