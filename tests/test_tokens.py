@@ -43,11 +43,12 @@ def test_a_draw_takes_each_token_once_and_the_certain_ones_always(
     sizes: list[float], offset: float, data: st.DataObject
 ) -> None:
     count = data.draw(st.integers(1, len(sizes) - 1))
-    if sum(size > 0 for size in sizes) < count:
-        return
     chances = inclusion_chances(torch.tensor(sizes), count)
     chosen, scales = draw(chances, count, offset)
     assert len(chosen) == count
+    if sum(size > 0 for size in sizes) < count:
+        assert torch.equal(torch.zeros(len(sizes)).double().index_add_(0, chosen, scales), chances.round())
+        return
     certain = (chances > 1 - 1e-9).nonzero().flatten().tolist()
     assert len(set(chosen.tolist()) | set(certain)) <= count + 1  # rounding may move the last one
     assert torch.allclose(scales[chances[chosen] > 0], 1 / chances[chosen][chances[chosen] > 0])
@@ -64,6 +65,17 @@ def test_the_mean_of_many_draws_is_the_whole_gradient(kept: float, common: float
     errors = torch.stack([sampled((0, step, 1, 2), kept, inputs, gradient) - whole for step in range(3_000)])
     standard_error = errors.std(0) / len(errors) ** 0.5
     assert (errors.mean(0).abs() <= 5 * standard_error + 1e-5).all()
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["first tokens", "last token"])
+@pytest.mark.parametrize("common", [0.0, 3.0])
+def test_few_tokens_with_a_gradient_give_the_whole_gradient(common: float, last: bool) -> None:
+    torch.manual_seed(0)
+    inputs, gradient = torch.randn(64, 6) + common, torch.zeros(64, 5)
+    gradient[[63] if last else [1, 5, 9]] = torch.randn(1 if last else 3, 5)
+    for seed in range(20):
+        rows, gradients = TokenSampler((seed,), lambda _: 0.25).rows("weight", inputs, gradient)
+        torch.testing.assert_close(gradients.t() @ rows, gradient.t() @ inputs, rtol=1e-5, atol=1e-5)
 
 
 def test_tokens_drawn_by_their_size_are_nearer_to_the_whole_than_tokens_drawn_evenly() -> None:

@@ -8,7 +8,7 @@ where the gradient of its input is differentiated once more, or where its type c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +16,12 @@ import torch
 if TYPE_CHECKING:
     from tf_adapters.masking.taps import TappedLayer
 
-__all__ = ["ANOTHER_GRADIENT", "CHANGES", "OTHER_USES", "TapCheck", "accumulates"]
+__all__ = ["ANOTHER_GRADIENT", "CHANGES", "NOT_CALLED", "NOT_PLAIN", "OTHER_USES", "TapCheck", "accumulates"]
 
 ANOTHER_GRADIENT = "its weight gradient is not the product that a tap computes"
 OTHER_USES = "its weight is used outside of its own forward"
+NOT_CALLED = "its forward did not run in the first step"
+NOT_PLAIN = "it is called inside torch.func, or with complex, nested, sparse or distributed tensors"
 CHANGES = "its weight changes within a batch, as where an optimizer steps inside the backward"
 
 _SAMPLED = 4096
@@ -49,12 +51,14 @@ class TapCheck:
         self._hooks: list[tuple[Any, Any, bool]] = []  # parameter, handle, whether it had no hook before
         self._samples: dict[torch.nn.Parameter, tuple[TappedLayer, torch.Tensor]] = {}
         self._differ: dict[tuple[TappedLayer, str], list[torch.Tensor | bool]] = {}
+        self._called: set[TappedLayer] = set()
         self.microbatch: int | None = None
 
     def watch(
         self, layer: TappedLayer, inputs: torch.Tensor, output: Any, parameters: Sequence[torch.nn.Parameter]
     ) -> None:
         """A call of ``layer`` with these ``inputs`` has given ``output``, by the host's own computation."""
+        self._called.add(layer)
         microbatch, kept = self.microbatch, inputs.detach()
         assert microbatch is not None
         for parameter in parameters:
@@ -73,20 +77,25 @@ class TapCheck:
 
         output.register_hook(add)
 
+    def not_plain(self, layer: TappedLayer) -> None:
+        """A call of ``layer`` is not one that a tap understands."""
+        self._called.add(layer)
+        self._note(layer, NOT_PLAIN, True)
+
     def look_for_changes(self) -> None:
         """Compare the watched parameters' values with those that the step began with."""
         for parameter, (layer, before) in self._samples.items():
             if parameter.untyped_storage().size():  # FSDP gives its storage up between two uses
                 self._note(layer, CHANGES, (_sample(parameter) != before).any())
 
-    def end(self) -> dict[TappedLayer, str]:
-        """The step has ended: which layers are to be left to the host, and why. Waits for the device."""
+    def end(self, layers: Iterable[TappedLayer]) -> dict[TappedLayer, str]:
+        """The step has ended: which of the ``layers`` are to be left to the host, and why. Waits for the device."""
         while self._hooks:
             parameter, handle, had_none = self._hooks.pop()
             handle.remove()
             if had_none:
                 parameter._backward_hooks = None
-        found = {}
+        found = {layer: NOT_CALLED for layer in layers if layer not in self._called}
         for (layer, reason), flags in self._differ.items():
             if layer not in found and any(bool(flag) for flag in flags):
                 found[layer] = reason
@@ -96,7 +105,8 @@ class TapCheck:
         had_none = parameter._backward_hooks is None
         handle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
         hooks: Any = parameter._backward_hooks
-        hooks.move_to_end(handle.id, last=False)  # before hooks of the user's, which may change the gradient
+        others = [(key, hooks.pop(key)) for key in list(hooks) if key != handle.id]
+        hooks.update(others)  # after ours: hooks of the user's may change the gradient
         self._hooks.append((parameter, handle, had_none))
 
     def _compare(self, layer: TappedLayer, parameter: torch.nn.Parameter) -> Callable[[torch.Tensor], None]:

@@ -149,7 +149,11 @@ class TappedLayer(ABC):
             return run(*args, **kwargs)
         inputs: Any = args[0] if args else kwargs.get(self._input)
         parameters = self.training(args, kwargs) if taps.takes(self) else ()
-        if not parameters or not _is_plain(inputs, parameters):
+        if not parameters:
+            return run(*args, **kwargs)
+        if not _is_plain(inputs, parameters):
+            if taps.check is not None:
+                taps.check.not_plain(self)
             return run(*args, **kwargs)
         if taps.check is not None:
             output = run(*args, **kwargs)
@@ -267,7 +271,7 @@ class StageTaps:
     def end_check(self) -> dict[str, str]:
         """The step has ended: parameters whose layers are to be left to the host, by name, and why."""
         check, self.check = self.check, None
-        return {} if check is None else by_name(check.end(), self._layers)
+        return {} if check is None else by_name(check.end(self._layers.values()), self._layers)
 
     @contextmanager
     def recording(self, microbatch: int) -> Iterator[None]:

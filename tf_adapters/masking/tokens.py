@@ -130,10 +130,10 @@ def draw(chances: torch.Tensor, count: int, offset: float) -> Chosen:
     Nothing waits for the device.
     """
     ends = chances.cumsum(0)
-    points = torch.arange(count, device=chances.device, dtype=ends.dtype).add_(offset)
-    chosen = torch.searchsorted(ends, points, right=True).clamp_(max=chances.numel() - 1)
+    numbers = torch.arange(count, device=chances.device, dtype=ends.dtype)
+    chosen = torch.searchsorted(ends, numbers + offset, right=True).clamp_(max=chances.numel() - 1)
     scales = chances.index_select(0, chosen).reciprocal_()
-    surplus = points.sub_(offset) >= ends[-1].sub(_ROUNDING).ceil()
+    surplus = numbers >= ends[-1].sub(_ROUNDING).ceil()
     return chosen, scales.nan_to_num_(nan=math.nan, posinf=0.0).masked_fill_(surplus, 0.0)
 
 
