@@ -1,0 +1,186 @@
+"""Layers as users write them on torch's schedules: the host's bits with nothing frozen, else the oracle's gradients."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from rank_pools import rank_pool, seed
+from user_layers import LAYERS, MODELS, Pair, samples
+
+from tf_adapters.testing import force_plan, relative_error
+
+pytestmark = pytest.mark.distributed
+
+STEPS, MICROBATCHES = 4, 4
+SECTION: dict[str, Any] = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 2, "on_error": "raise"}
+NOTHING: dict[str, Any] = {"max_freeze_ratio": 0.0}
+DEFERRED: dict[str, Any] = {"weight_gradients": "deferred"}
+TOKENS: dict[str, Any] = {"granularity": "token"}
+
+
+class Stage(torch.nn.Module):
+    """Half of a model's layers; two streams pass from stage to stage as two arguments."""
+
+    def __init__(self, name: str, stage: int) -> None:
+        super().__init__()
+        kinds = MODELS[name]
+        half = len(kinds) // 2
+        seed(10 + stage)
+        self.parts = torch.nn.ModuleList(LAYERS[kind]() for kind in kinds[stage * half : (stage + 1) * half])
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor | Pair:
+        x: Any = inputs[0] if len(inputs) == 1 else inputs
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def updating_in_the_backward(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """An optimizer whose updates are made by hooks as soon as a gradient is there."""
+
+    def update(parameter: torch.nn.Parameter) -> None:
+        parameter.data.add_(parameter.grad, alpha=-0.1)  # past autograd's check of versions
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(
+    name: str, section: dict[str, Any] | None, ratio: float | None, output_dir: str, in_backward: bool = False
+) -> dict[str, Any]:
+    """One rank's part of a few steps."""
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    import tf_adapters.torch_pipelining
+
+    rank = dist.get_rank()
+    model = Stage(name, rank)
+    stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=torch.nn.functional.mse_loss)
+    optimizer = updating_in_the_backward(model) if in_backward else torch.optim.AdamW(model.parameters(), lr=1e-2)
+    adapter = None
+    if section is not None:
+        settings = {**SECTION, "output_dir": output_dir, **section}
+        adapter = tf_adapters.torch_pipelining.attach(schedule, settings, optimizer=optimizer)
+        if ratio is not None:
+            force_plan(adapter.controller, ratio)
+    named = dict(model.named_parameters())
+    result: dict[str, Any] = {"losses": [], "masks": [], "weights": [], "gradients": []}
+    for step in range(STEPS):
+        batch = samples(name, step, MICROBATCHES)
+        result["weights"].append({n: p.detach().clone() for n, p in named.items()})
+        if adapter is not None:
+            masks = adapter.controller.frozen_parameters
+            result["masks"].append([masks(adapter.controller.step, rank, m) for m in range(MICROBATCHES)])
+        optimizer.zero_grad()
+        losses: list[torch.Tensor] = []
+        if rank == 0:
+            schedule.step(torch.cat([x for x, _ in batch]))
+        else:
+            schedule.step(target=torch.cat([target for _, target in batch]), losses=losses)
+        result["gradients"].append(
+            {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named.items()}
+        )
+        optimizer.step()
+        result["losses"].append([float(loss) for loss in losses])
+    result["parameters"] = {n: p.detach().clone() for n, p in named.items()}
+    if adapter is not None:
+        result |= {"notes": adapter.controller.state.notes, "failure": adapter.controller.state.failure}
+        adapter.detach()
+    return result
+
+
+def expected(name: str, step: int, ranks: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
+    """By stage, the mean over microbatches of the gradients that the masks leave, in one process."""
+    stages = [Stage(name, stage) for stage in range(2)]
+    for stage, rank in zip(stages, ranks, strict=True):
+        stage.load_state_dict(rank["weights"][step])
+    totals = [{n: torch.zeros_like(p) for n, p in stage.named_parameters()} for stage in stages]
+    for microbatch, (x, target) in enumerate(samples(name, step, MICROBATCHES)):
+        for stage in stages:
+            stage.zero_grad()
+        between = stages[0](x)
+        output = stages[1](*between) if isinstance(between, tuple) else stages[1](between)
+        torch.nn.functional.mse_loss(output, target).backward()
+        for stage, total, rank in zip(stages, totals, ranks, strict=True):
+            for n, p in stage.named_parameters():
+                if n not in rank["masks"][step][microbatch] and p.grad is not None:
+                    total[n] += p.grad / MICROBATCHES
+    return totals
+
+
+def same_as_alone(name: str, section: dict[str, Any], output_dir: str, in_backward: bool = False) -> Any:
+    pool = rank_pool("torch", 2)
+    alone = pool.run(train, name, None, None, output_dir, in_backward)
+    ours = pool.run(train, name, {**NOTHING, **section}, 0.0, output_dir, in_backward)
+    for mine, theirs in zip(ours, alone, strict=True):
+        assert mine["failure"] is None
+        assert mine["losses"] == theirs["losses"]
+        for weight, value in theirs["parameters"].items():
+            assert torch.equal(mine["parameters"][weight], value), weight
+    return ours
+
+
+@pytest.mark.parametrize("section", [{}, DEFERRED, TOKENS], ids=["in place", "deferred", "tokens"])
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_frozen_is_the_host_to_the_bit(name: str, section: dict[str, Any], tmp_path: Any) -> None:
+    same_as_alone(name, section, str(tmp_path))
+
+
+@pytest.mark.parametrize("section", [{}, DEFERRED], ids=["in place", "deferred"])
+@pytest.mark.parametrize("name", MODELS)
+def test_masks_leave_the_oracles_gradients(name: str, section: dict[str, Any], tmp_path: Any) -> None:
+    ranks = rank_pool("torch", 2).run(train, name, section, 0.6, str(tmp_path))
+    for step in range(STEPS):
+        for rank, oracle in zip(ranks, expected(name, step, ranks), strict=True):
+            for weight, gradient in rank["gradients"][step].items():
+                assert relative_error(gradient, oracle[weight]) <= 1e-5, (step, weight)
+    assert any(names for rank in ranks for step in rank["masks"] for names in step)
+
+
+def test_updates_inside_the_backward_are_found_out_and_left_to_the_host(tmp_path: Any) -> None:
+    for rank in same_as_alone("hooks on activations", DEFERRED, str(tmp_path), in_backward=True):
+        assert any("its weight changes within a batch" in note for note in rank["notes"])
+
+
+def copies(section: dict[str, Any], output_dir: str) -> bool:
+    """Whether copies that are made after attaching compute with their own weights, and are saved as any module."""
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    import tf_adapters.torch_pipelining
+
+    rank = dist.get_rank()
+    model = Stage("energies", rank)
+    schedule = Schedule1F1B(
+        PipelineStage(model, rank, 2, torch.device("cpu")), MICROBATCHES, loss_fn=torch.nn.functional.mse_loss
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    keys = list(model.state_dict())
+    settings = {**SECTION, "output_dir": output_dir, **section}
+    with tf_adapters.torch_pipelining.attach(schedule, settings, optimizer=optimizer):
+        average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        found = [average.module, copy.deepcopy(model), torch.load(buffer, weights_only=False)]
+        x = torch.ones(2, 8)
+        own = all(torch.equal(other(x), model(x)) for other in found)
+        for other in found:
+            for parameter in other.parameters():
+                parameter.data.zero_()
+        return own and not any(other(x).any() for other in found) and list(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize("section", [{}, DEFERRED, TOKENS], ids=["in place", "deferred", "tokens"])
+def test_copies_made_after_attaching_are_models_of_their_own(section: dict[str, Any], tmp_path: Any) -> None:
+    assert rank_pool("torch", 2).run(copies, section, str(tmp_path)) == [True, True]
