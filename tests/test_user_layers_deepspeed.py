@@ -1,4 +1,4 @@
-"""Layers as users write them on DeepSpeed's engine: the host's bits with nothing frozen, else the oracle's gradients."""
+"""Layers as users write them, on DeepSpeed: the host's bits with nothing frozen, else the oracle's gradients."""
 
 from __future__ import annotations
 
