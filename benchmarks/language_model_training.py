@@ -80,6 +80,8 @@ class Training:
         self.looks_in_a_row = 0  # that found another plan better
         self.stages = _first_weights(task, seed)
         self.taps = {index: StageTaps(stage, plain_layer) for index, stage in enumerate(self.stages)}
+        for taps in self.taps.values():
+            taps.install()
         weights = {i: {n: p for n, p in s.named_parameters() if n in self.taps[i].names} for i, s in self._numbered()}
         units = {i: [u for u in units_of(s) if u.names[0] in weights[i]] for i, s in self._numbered()}
         self.draws = StageMasks(units, seed, tokens=way.samples_tokens)

@@ -36,6 +36,7 @@ def steps(
         warmup_steps=1, monitoring_steps=2, progressive_steps=1, output_dir=str(folder), **settings
     )
     taps = {0: StageTaps(model, plain_layer)}
+    taps[0].install()
     pipeline = HostPipeline(HostInfo("test", "0"), schedule, {0: tensor_units(parameters[0])}, parameters, taps=taps)
     controller = Controller(config, pipeline, SingleProcess())
     inputs = torch.randn(2, 3, 4)

@@ -93,6 +93,7 @@ def test_the_noise_of_draws_is_what_draws_show():
     layer = nn.Linear(12, 10)
     stage = nn.Sequential(layer)
     taps = StageTaps(stage, plain_layer)
+    taps.install()
     noise = GradientNoise({0: {"0.weight": layer.weight}})
     inputs, gradients = torch.randn(2, 400, 12), torch.randn(2, 400, 10) * torch.rand(2, 400, 1) ** 3
 

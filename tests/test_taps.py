@@ -26,6 +26,7 @@ class Copies(TorchDispatchMode):
 def apart(model: torch.nn.Module, inputs: torch.Tensor) -> int:
     """Forward and backward with the weight gradients last; how many copies those made."""
     taps = StageTaps(model, plain_layer)
+    taps.install()
     with taps.recording(0):
         model(inputs).sum().backward()
     with Copies() as copies:

@@ -178,6 +178,8 @@ class StageTaps:
         self.microbatch: int | None = None  # whose forward or backward runs
         self._pending: dict[int, deque[_Pending]] = {}
         self._anchor = torch.zeros(0, requires_grad=True)
+
+    def install(self) -> None:
         for layer in dict.fromkeys(self._layers.values()):
             layer.install(self)
 
