@@ -62,18 +62,21 @@ class RunReporter:
         A disk that is full is no reason to stop freezing.
         """
         self._writer.see(run)
+        self._write(run)
+
+    def close(self, run: RunSnapshot) -> None:
+        """The run is over: the last report. Called on all ranks."""
+        self._writer.said_result = False
+        self._write(run)
+        self._writer.forget()
+
+    def _write(self, run: RunSnapshot) -> None:
         try:
             ranks = to_first_rank(self._collectives, lambda: local_measurements(run))
             if ranks is not None:
                 self._writer.write(run, ranks)
         except Exception as error:
             self._writer.warn(f"the report could not be written: {error}", self._collectives.rank)
-
-    def close(self, run: RunSnapshot) -> None:
-        """The run is over: the last report. Called on all ranks."""
-        self._writer.said_result = False
-        self.report(run)
-        self._writer.forget()
 
 
 _newest: dict[Path, _Writer] = {}  # by the report's path: whose run trains in this process, or has failed last
