@@ -47,7 +47,7 @@ def process() -> dict[str, Any]:
 
 def differences(before: State, after: State) -> list[str]:
     """Where two states of the same objects differ."""
-    found = [name for name in before.keys() ^ after.keys()]
+    found = list(before.keys() ^ after.keys())
     for name in before.keys() & after.keys():
         then, now = before[name], after[name]
         found += [f"{name}.{key}" for key in then.keys() | now.keys() if not _same(then.get(key), now.get(key))]

@@ -1,4 +1,4 @@
-"""Attaching is done on all ranks or on none, and neither a failed one nor a detached one leaves anything, on every host."""
+"""Attaching is done on all ranks or on none; what has failed or was detached leaves nothing, on every host."""
 
 from __future__ import annotations
 

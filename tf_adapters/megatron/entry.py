@@ -63,34 +63,15 @@ def attach(
         ConfigError: a setting is wrong. UnsupportedError: freezing cannot be right with this model. On all ranks.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
-    patched, described = ExitStack(), list[MegatronModel]()
-
-    def describe(microbatches: int) -> bool:
-        group, model_config = pp_group or parallel_state.get_pipeline_model_parallel_group(), get_model_config(chunks[0])
-        described.append(
-            MegatronModel(
-                chunks=chunks,
-                optimizer=optimizer,
-                config=model_config,
-                num_microbatches=microbatches,
-                pp_group=group,
-                expert_parallel_size=max(1, int(parallel_state.get_expert_model_parallel_world_size())),
-                replicas=int(parallel_state.get_data_parallel_world_size(with_context_parallel=True)),
-            )
-        )
-        return keeps_order(model_config, group.size(), len(chunks))
+    patched = ExitStack()
 
     def patch() -> None:
         patched.callback(patch_schedules())
 
     def make(ours: Collectives, settings: TimelyFreezeConfig) -> MegatronAdapter:
-        microbatches = same_on_all_ranks(
-            ours, "numbers of microbatches", lambda: num_microbatches or _microbatches_of_the_run()
-        )
-        keeps = any(on_all_ranks(ours, lambda: describe(microbatches)))
+        agreed = _agreed_model(ours, chunks, optimizer, num_microbatches=num_microbatches, pp_group=pp_group)
         warmup = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
-        placed = replace(described[0], moves_forwards=not keeps)
-        adapter = MegatronAdapter(placed, settings, ours, metrics=metrics, warmup_steps=warmup)
+        adapter = MegatronAdapter(agreed, settings, ours, metrics=metrics, warmup_steps=warmup)
         on_all_ranks(ours, patch)
         return adapter
 
@@ -105,6 +86,34 @@ def attach(
         )
         patched.pop_all()  # they stay when it is detached: a loop may hold a function that they have wrapped
     return adapter
+
+
+def _agreed_model(
+    ours: Collectives, chunks: Sequence[Any], optimizer: Any, *, num_microbatches: int | None, pp_group: Any
+) -> MegatronModel:
+    """The model on this rank, once all ranks have described theirs and agree. Called on all ranks."""
+    described: list[MegatronModel] = []
+    microbatches = same_on_all_ranks(
+        ours, "numbers of microbatches", lambda: num_microbatches or _microbatches_of_the_run()
+    )
+
+    def describe() -> bool:
+        group = pp_group or parallel_state.get_pipeline_model_parallel_group()
+        config = get_model_config(chunks[0])
+        of_rank = MegatronModel(
+            chunks=chunks,
+            optimizer=optimizer,
+            config=config,
+            num_microbatches=microbatches,
+            pp_group=group,
+            expert_parallel_size=max(1, int(parallel_state.get_expert_model_parallel_world_size())),
+            replicas=int(parallel_state.get_data_parallel_world_size(with_context_parallel=True)),
+        )
+        described.append(of_rank)
+        return keeps_order(config, group.size(), len(chunks))
+
+    keeps = on_all_ranks(ours, describe)
+    return replace(described[0], moves_forwards=not any(keeps))
 
 
 def patch_schedules() -> Callable[[], None]:
