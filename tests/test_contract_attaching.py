@@ -15,6 +15,7 @@ from hosts import HOSTS, STAGES, build, forget, settings_of
 from left_behind import alive, differences, names_in, references, state_of
 from rank_pools import GetPool, rank_pool
 
+import megatron_patches
 from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.overrides import Overrides
 from tf_adapters.testing import force_plan
@@ -90,15 +91,21 @@ FAILURES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("failure", FAILURES)
 def test_an_error_on_one_rank_is_the_same_on_all_and_leaves_nothing(ranks, host, tmp_path, failure):
     outcomes = ranks(STAGES).run(fail_on_one, host, str(tmp_path), failure)
-    assert outcomes == [("RemoteError: rank 1: RuntimeError: broken", [])] * STAGES
+    assert outcomes == [("RemoteError: rank 1: RuntimeError: broken", [], [])] * STAGES
 
 
-def fail_on_one(host: str, folder: str, failure: str) -> tuple[str, list[str]]:
+def fail_on_one(host: str, folder: str, failure: str) -> tuple[str, list[str], list[str]]:
+    """The error, what the attach has changed, and what of the run then stays in memory."""
+    megatron_patches.revert_all()  # those of an earlier test
     training = build(host)
     before = state_of(training.objects())
     with FAILURES[failure]() if dist.get_rank() == 1 else nullcontext():
         error = error_of(lambda: training.attach(settings("deferred", folder)))
-    return error, differences(before, state_of(training.objects()))
+    left = differences(before, state_of(training.objects()))
+    living = references(training.objects())
+    del training, before
+    forget(host)
+    return error, left, alive(living)
 
 
 def broken(*_: Any, **__: Any) -> None:
