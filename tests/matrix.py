@@ -37,7 +37,7 @@ HOST_TESTS = {
     "torch": "torch and not titan",
     "torchtitan": "titan",
 }
-CONTRACT = ("test_contract.py", "test_torchtitan.py")
+CONTRACT = ("test_contract.py", "test_contract_attaching.py", "test_torchtitan.py")
 OF_TRAINERS = {
     "megatron-bridge": "test_megatron_bridge.py",
     "ms-swift": "test_swift.py",

@@ -82,8 +82,8 @@ def test_layers_are_the_members_of_the_outermost_lists_and_what_stands_beside_th
 def test_the_time_between_two_marks_is_the_first_ones_layer(recomputed):
     clock = Clock()
     stage = torch.nn.Sequential(Wait(clock, 10), Wait(clock, 40))
-    timer = LayerTimer({0: layers_of(stage)}, clock)
-    timer.on()
+    timer = LayerTimer(layers := {0: layers_of(stage)}, clock)
+    timer.on(layers)
     for microbatch in range(3):
         x = torch.ones(2, 4)
         with timer.timed(Action(0, Kind.FORWARD, microbatch)):
@@ -105,8 +105,8 @@ def test_the_time_between_two_marks_is_the_first_ones_layer(recomputed):
 def test_weight_gradients_that_are_computed_apart_are_spread_by_parameters():
     clock = Clock()
     stage = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 12))
-    timer = LayerTimer({0: layers_of(stage)}, clock)
-    timer.on()
+    timer = LayerTimer(layers := {0: layers_of(stage)}, clock)
+    timer.on(layers)
     with timer.timed(Action(0, Kind.FORWARD, 0)):
         output = stage(torch.ones(2, 4))
     with timer.timed(Action(0, Kind.INPUT_GRAD, 0)):
@@ -119,7 +119,7 @@ def test_weight_gradients_that_are_computed_apart_are_spread_by_parameters():
 
 def test_what_fails_leaves_no_sample():
     timer = LayerTimer({0: {}}, Clock())
-    timer.on()
+    timer.on({0: {}})
     with pytest.raises(KeyError), timer.timed(Action(0, Kind.FORWARD, 0)):
         raise KeyError
     assert timer.times() == {}

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import megatron_patches
+import tf_adapters.megatron
 from megatron_patches import (
     arguments,
     backward_step,
@@ -795,6 +796,23 @@ def test_an_adapter_gets_its_chunks_forwards_and_backwards(version: str, host: H
         assert backward(**{**given, "output_tensor": output}) is host.result
     assert adapter.seen == [(chunk, 3)] * 3
     assert len(host.received) == 3
+
+
+# --- a script's patches ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_installing_twice_gives_the_same_handle_and_either_revert_takes_everything_back() -> None:
+    detached: list[bool] = []
+    handle = tf_adapters.megatron.install()
+    for revert in (handle.revert, tf_adapters.megatron.revert):
+        assert tf_adapters.megatron.install() is handle
+        assert model_setup.PATCH.applied
+        handle.adapter = types.SimpleNamespace(detach=lambda: detached.append(True))  # type: ignore[assignment]
+        revert()
+        assert handle.adapter is None
+        assert not any(patch.applied for patch in megatron_patches.patches())
+    assert detached == [True, True]
 
 
 # --- what we call ----------------------------------------------------------------------------------------------

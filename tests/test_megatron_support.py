@@ -413,7 +413,7 @@ def test_the_number_of_microbatches_is_that_of_the_run_unless_given(
 
     def adapter(*arguments: Any, **_: Any) -> Any:
         made.append(arguments)
-        return SimpleNamespace(controller=SimpleNamespace(announce_start=lambda: None), install=lambda: None)
+        return SimpleNamespace(controller=SimpleNamespace(announce_start=lambda: None), put_in=lambda: None)
 
     monkeypatch.setattr(entry, "MegatronAdapter", adapter)
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)

@@ -10,7 +10,19 @@ from types import ModuleType
 
 import pytest
 from launching import ROOT
-from torchtitan_jobs import FOLDER, FREEZING, MODEL, OLD, PIPELINE, TRAINING, Outcome, make_assets, run_jobs, sizes_of
+from torchtitan_jobs import (
+    FOLDER,
+    FREEZING,
+    MODEL,
+    OLD,
+    PIPELINE,
+    TRAINING,
+    Outcome,
+    installs,
+    make_assets,
+    run_jobs,
+    sizes_of,
+)
 
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
@@ -190,6 +202,13 @@ def test_a_resumed_job_repeats_the_uninterrupted_one(jobs: dict[str, list[Outcom
 def test_a_checkpoint_without_freezing_begins_it_anew(jobs: dict[str, list[Outcome]]) -> None:
     assert sorted(jobs["begun later"][0].losses) == list(range(15, 27))
     assert report_of(jobs, "other").status == "stable"
+
+
+@with_torchtitan
+@pytest.mark.programs
+def test_installing_twice_is_installing_once_and_other_settings_are_refused(tmp_path: Path) -> None:
+    line = "timely_freeze is installed already, with other settings: revert() it first"
+    assert installs(tmp_path) == [True, line, True] * 2
 
 
 @with_torchtitan

@@ -100,6 +100,37 @@ def sizes_of(files: Sequence[Path]) -> dict[str, tuple[int, Any]]:
         return pool.apply_async(_sizes_of, (list(map(str, files)),)).get(100.0)
 
 
+def installs(folder: Path) -> list[Any]:
+    """What installing does that is done twice; see ``_installs``."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    with context.Pool(1) as pool:
+        return pool.apply_async(_installs, (str(folder),)).get(100.0)
+
+
+def _installs(folder: str) -> list[Any]:
+    """Whether a second handle is the first, what is said of other settings, whether trainers are then as before."""
+    from tf_adapters.errors import ConfigError
+    from tf_adapters.testing import torchtitan_on_cpu
+
+    torchtitan_on_cpu.install()
+    from tf_adapters.torchtitan.training import install, trainer_module
+
+    trainer = trainer_module().Trainer
+    before, found = dict(vars(trainer)), []
+    for seed in (1, 2):
+        handle = install({"output_dir": folder, "seed": seed})
+        try:
+            found.append(install({"output_dir": folder, "seed": seed}) is handle)
+            install({"output_dir": folder, "seed": 3})
+        except ConfigError as error:
+            found.append(str(error))
+        handle.revert()
+        handle.revert()
+        found.append(dict(vars(trainer)) == before)
+    return found
+
+
 def _sizes_of(files: list[str]) -> dict[str, tuple[int, Any]]:
     import importlib
 

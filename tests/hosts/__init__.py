@@ -43,8 +43,14 @@ class Training(Protocol):
     def load(self, folder: str) -> None:
         """Load it into a fresh run."""
 
+    def attach(self, settings: dict[str, Any]) -> None:
+        """Put freezing on a run that was built without."""
+
     def detach(self) -> None:
         """Take freezing off."""
+
+    def objects(self) -> dict[str, Any]:
+        """The host's objects that freezing may change: models, what updates them, what runs them."""
 
 
 def setup(host: str) -> None:
@@ -57,8 +63,23 @@ def teardown(host: str) -> None:
     getattr(importlib.import_module(HOSTS[host]), "teardown", lambda: None)()
 
 
+def settings_of(section: dict[str, Any], output_dir: str = "runs/tests") -> dict[str, Any]:
+    return {**SECTION, "output_dir": output_dir, **section}
+
+
+def build(host: str) -> Training:
+    """A fresh run on this rank, to which nothing is attached yet."""
+    training: Training = importlib.import_module(HOSTS[host]).build()
+    return training
+
+
+def forget(host: str) -> None:
+    """Hold no run any longer that this process has built."""
+    getattr(importlib.import_module(HOSTS[host]), "forget", lambda: None)()
+
+
 def start(host: str, section: dict[str, Any] | None, output_dir: str = "runs/tests") -> Training:
     """A fresh run on this rank; what is left of the ranks are replicas. Without a section, the host alone."""
-    settings = None if section is None else {**SECTION, "output_dir": output_dir, **section}
+    settings = None if section is None else settings_of(section, output_dir)
     training: Training = importlib.import_module(HOSTS[host]).start(settings)
     return training

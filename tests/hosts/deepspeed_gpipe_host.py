@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from hosts.deepspeed_host import DeepSpeedTraining
+from hosts.deepspeed_host import DeepSpeedTraining, forget
 
-__all__ = ["start"]
+__all__ = ["build", "forget", "start"]
 
 
-def start(settings: dict[str, Any] | None) -> DeepSpeedTraining:
+class GPipeTraining(DeepSpeedTraining):
+    def attach(self, settings: dict[str, Any] | None = None) -> None:
+        super().attach({**settings, "schedule": "gpipe"} if settings else None)
+
+
+def start(settings: dict[str, Any] | None) -> GPipeTraining:
     """The host alone is a run of the same schedule that never freezes: DeepSpeed has no GPipe of its own."""
     if settings is None:
         settings = {"method": "none", "monitoring_masks": False}
-    return DeepSpeedTraining({**settings, "schedule": "gpipe"})
+    return GPipeTraining({**settings, "schedule": "gpipe"})
+
+
+build = GPipeTraining

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed_ranks import (
+    ENGINES,
     Case,
     GradientRecorder,
     Ordinary,
@@ -21,20 +22,23 @@ from deepspeed_ranks import (
 from hosts import MICROBATCHES, STAGES, Tensors
 from tf_adapters.testing import masked_gradients
 
-__all__ = ["DeepSpeedTraining", "setup", "start", "teardown"]
+__all__ = ["DeepSpeedTraining", "build", "forget", "setup", "start", "teardown"]
 
 
 class DeepSpeedTraining:
     """A small language model on the real engine."""
 
-    def __init__(self, settings: dict[str, Any] | None) -> None:
-        import tf_adapters.deepspeed
-
+    def __init__(self, settings: dict[str, Any] | None = None) -> None:
         self.case = Case(stages=STAGES, section=settings)
         self.engine = build_engine(self.case)
-        self.adapter = tf_adapters.deepspeed.attach(self.engine)
-        self.controller = self.adapter and self.adapter.controller
+        self.attach()
         self.recorder = GradientRecorder(self.engine)
+
+    def attach(self, settings: dict[str, Any] | None = None) -> None:
+        import tf_adapters.deepspeed
+
+        self.adapter = tf_adapters.deepspeed.attach(self.engine, settings)
+        self.controller = self.adapter and self.adapter.controller
 
     def step(self, number: int) -> list[float]:
         data = batch(number, self.engine.grid.data_parallel_id, MICROBATCHES)
@@ -72,8 +76,13 @@ class DeepSpeedTraining:
     def detach(self) -> None:
         self.adapter.detach()
 
+    def objects(self) -> dict[str, Any]:
+        engine = self.engine
+        return {"engine": engine, "optimizer": engine.optimizer, "inner": engine.basic_optimizer}
+
     def _by_stage(self, named: dict[str, torch.Tensor]) -> Tensors:
         return {(self.engine.stage_id, name): value for name, value in named.items()}
 
 
-start = DeepSpeedTraining
+start = build = DeepSpeedTraining
+forget = ENGINES.clear

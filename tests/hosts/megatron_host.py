@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.utils import get_model_config
 from megatron_ranks import (
+    CHUNKS,
     Case,
     build_chunks,
     build_optimizer,
@@ -24,26 +26,29 @@ from megatron_ranks import (
 )
 
 from hosts import MICROBATCHES, STAGES, Tensors
+from tf_adapters.megatron.optimizers import inner_of, leaves
 
-__all__ = ["MegatronTraining", "setup", "start", "teardown"]
+__all__ = ["MegatronTraining", "build", "forget", "setup", "start", "teardown"]
 
 
 class MegatronTraining:
     """A small GPTModel; what is left of the ranks are data-parallel replicas."""
 
-    def __init__(self, settings: dict[str, Any] | None) -> None:
-        import tf_adapters.megatron
-
+    def __init__(self, settings: dict[str, Any] | None = None) -> None:
         self.case = Case(pp=STAGES, microbatches=MICROBATCHES)
         initialize(self.case)
         self.chunks = build_chunks(self.case)
         self.optimizer = build_optimizer(self.case, self.chunks)
-        self.adapter, self._gradients = None, {}
+        self.adapter = self.controller = None
+        self._gradients: Tensors = {}
         if settings is not None:
-            self.adapter = tf_adapters.megatron.attach(
-                self.chunks, self.optimizer, settings, num_microbatches=MICROBATCHES
-            )
-        self.controller = self.adapter and self.adapter.controller
+            self.attach(settings)
+
+    def attach(self, settings: dict[str, Any]) -> None:
+        import tf_adapters.megatron
+
+        self.adapter = tf_adapters.megatron.attach(self.chunks, self.optimizer, settings, num_microbatches=MICROBATCHES)
+        self.controller = self.adapter.controller
 
     def step(self, number: int) -> list[float]:
         zero_gradients(self.chunks, self.optimizer)
@@ -82,5 +87,11 @@ class MegatronTraining:
     def detach(self) -> None:
         self.adapter.detach()
 
+    def objects(self) -> dict[str, Any]:
+        chunks = {f"chunk {index}": chunk for index, chunk in enumerate(self.chunks)}
+        inner = {f"inner {index}": inner_of(leaf) for index, leaf in enumerate(leaves(self.optimizer))}
+        return {**chunks, **inner, "optimizer": self.optimizer, "config": get_model_config(self.chunks[0])}
 
-start = MegatronTraining
+
+start = build = MegatronTraining
+forget = CHUNKS.clear

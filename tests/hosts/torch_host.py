@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch_ranks import ROWS, Case, GradientRecorder, Layers, batch, build, loss_fn, plain, teardown, values
+from torch_ranks import ROWS, Case, GradientRecorder, Layers, batch, loss_fn, plain, teardown, values
+from torch_ranks import build as build_run
 
 from hosts import MICROBATCHES, STAGES, Tensors
 from tf_adapters.testing import masked_gradients
 
-__all__ = ["TorchTraining", "setup", "start", "teardown"]
+__all__ = ["TorchTraining", "build", "setup", "start", "teardown"]
 
 
 def setup() -> None:
@@ -22,19 +23,20 @@ def setup() -> None:
 class TorchTraining:
     """A small language model in two stages."""
 
-    def __init__(self, settings: dict[str, Any] | None) -> None:
-        import tf_adapters.torch_pipelining
-
+    def __init__(self, settings: dict[str, Any] | None = None) -> None:
         self.replicas = dist.get_world_size() // STAGES
         kind = "ddp" if self.replicas > 1 else ""
-        self.run = build(Case(ranks=STAGES, microbatches=MICROBATCHES, replicas=kind))
-        self.adapter = None
+        self.run = build_run(Case(ranks=STAGES, microbatches=MICROBATCHES, replicas=kind))
+        self.adapter = self.controller = None
         if settings is not None:
-            self.adapter = tf_adapters.torch_pipelining.attach(
-                self.run.schedule, settings, optimizer=self.run.optimizers
-            )
-        self.controller = self.adapter and self.adapter.controller
+            self.attach(settings)
         self.recorder = GradientRecorder(self.run)
+
+    def attach(self, settings: dict[str, Any]) -> None:
+        import tf_adapters.torch_pipelining
+
+        self.adapter = tf_adapters.torch_pipelining.attach(self.run.schedule, settings, optimizer=self.run.optimizers)
+        self.controller = self.adapter.controller
 
     def step(self, number: int) -> list[float]:
         return [self.run.train_step(number)]
@@ -83,9 +85,15 @@ class TorchTraining:
     def detach(self) -> None:
         self.adapter.detach()
 
+    def objects(self) -> dict[str, Any]:
+        stages = {f"stage {stage.stage_index}": stage for stage in self.run.stages}
+        models = {f"model {stage.stage_index}": stage.submod for stage in self.run.stages}
+        optimizers = {f"optimizer {index}": optimizer for index, optimizer in enumerate(self.run.optimizers)}
+        return {**stages, **models, **optimizers, "schedule": self.run.schedule}
+
     def _by_stage(self, named: dict[str, torch.Tensor]) -> Tensors:
         stages = {plain(n): s.stage_index for s in self.run.stages for n, _ in s.submod.named_parameters()}
         return {(stages[name], name): value for name, value in named.items()}
 
 
-start = TorchTraining
+start = build = TorchTraining

@@ -75,28 +75,25 @@ class DeepSpeedAdapter(HostAdapter):
         warmup_steps: int | None = None,
     ) -> None:
         self.engine = engine
-        self._stages = stages_of(engine)
-        # The engine keeps one loss, the last forward's: under GPipe that is another microbatch's. DualPipeV's does not.
-        self._keeps_losses = engine.is_last_stage() and not is_dualpipev(engine)
         self._tracker = MicrobatchTracker()
         self._losses: dict[int, Any] = {}
         self._running: tuple[int, int] | None = None
         self._transfers: Transfers | None = None  # of the batch that runs, where it runs in a plan's order
         self._waiting: WaitingWeights | None = None  # the same, where only weight gradients stand elsewhere
         self._shapes_known = False
-        self._given_warmup, self._given_metrics = warmup_steps, metrics
-        # Before 0.19.8 the engine had no method to ask for what it runs by itself.
-        own = type(engine._train_schedule()) if hasattr(engine, "_train_schedule") else host.TrainSchedule
-        self._schedule_type = SCHEDULES.get(config.schedule) or own
+        self._given_warmup = warmup_steps
         self._is_gpipe = config.schedule == "gpipe"  # which is ours: its transfers keep no rank waiting, either
-        self._orders = lru_cache(MOST_NUMBERS)(partial(translate, self._schedule_type, stages=engine.num_stages))
-        self._host_exec_schedule: Callable[[host.PipeSchedule], None] = engine._exec_schedule
-        super().__init__(config, collectives, self._describe, self._metrics())
-        self._holder = HeldParameters(engine)
-        self._host_instructions: dict[type, Callable[..., None]] = dict(engine._INSTRUCTION_MAP)
+        super().__init__(config, collectives, self._describe, metrics)
 
     def _describe(self) -> HostPipeline:
         engine, parameters = self.engine, parameters_by_stage(self.engine)
+        self._stages = stages_of(engine)
+        # The engine keeps one loss, the last forward's: under GPipe that is another microbatch's. DualPipeV's does not.
+        self._keeps_losses = engine.is_last_stage() and not is_dualpipev(engine)
+        # Before 0.19.8 the engine had no method to ask for what it runs by itself.
+        own = type(engine._train_schedule()) if hasattr(engine, "_train_schedule") else host.TrainSchedule
+        self._schedule_type = SCHEDULES.get(self.config.schedule) or own
+        self._orders = lru_cache(MOST_NUMBERS)(partial(translate, self._schedule_type, stages=engine.num_stages))
         return HostPipeline(
             host=HOST,
             schedule=self._orders(engine.micro_batches),
@@ -127,6 +124,10 @@ class DeepSpeedAdapter(HostAdapter):
     def install(self) -> None:
         """Replace instructions of the engine by ours, which call the engine's own."""
         engine, overrides, controller = self.engine, self.overrides, self.controller
+        self._holder = HeldParameters(engine)
+        self._host_exec_schedule: Callable[[host.PipeSchedule], None] = engine._exec_schedule
+        self._host_instructions: dict[type, Callable[..., None]] = dict(engine._INSTRUCTION_MAP)
+        self.on_detach(self._holder.after_step)  # of a step that was cut off
         self.around_steps(engine.basic_optimizer, self._holder.before_step, self._holder.after_step)
         wrapped = {
             host.ForwardPass: self._forward,
@@ -326,7 +327,7 @@ class DeepSpeedAdapter(HostAdapter):
 
     # --- metrics ---------------------------------------------------------------------------------------------
 
-    def _metrics(self) -> MetricSink | None:
+    def metrics(self) -> MetricSink | None:
         """Figures go to the user's function, and on rank 0 to the engine's monitor."""
         monitored = self.engine.monitor.enabled and torch.distributed.get_rank() == 0
         if not monitored:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ import torch
 
 from tf_adapters.collectives import Collectives, on_all_ranks
 from tf_adapters.config import SECTION, TimelyFreezeConfig
-from tf_adapters.errors import ConfigError, TimelyFreezeError
+from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.agreement import GivenConfig, agree_on_settings, gather_units
 from tf_adapters.hosts.layers import blocks
 from tf_adapters.overrides import Overrides
@@ -36,14 +37,15 @@ _PARTIAL = f"{SECTION}_of_another_rank"
 class HostAdapter(ABC):
     """Runs a Controller inside one host object. A host's adapter extends it; ``attach`` of the host makes it.
 
-    A subclass sets attributes of host objects through ``overrides`` only, and gives ``on_detach`` what else is to be
-    taken back. As a context manager it detaches on leaving.
+    Making one changes nothing in the host or the process; ``put_in`` does. A subclass sets attributes of host objects
+    through ``overrides`` only, and gives ``on_detach`` what else is to be taken back. As a context manager it detaches
+    on leaving.
 
     Args:
         config: the settings, equal on all ranks.
-        collectives: the group of all ranks that train together.
+        collectives: the group of all ranks that train together. The adapter closes it.
         describe: this rank's part of the pipeline; ``units`` are those of its own stages. What it raises on one rank
-            is raised on all of them. It must not communicate.
+            is raised on all of them. It changes nothing, and must not communicate.
         metrics: called on this rank after each step with named figures (ratios in [0, 1], ms).
     """
 
@@ -54,11 +56,15 @@ class HostAdapter(ABC):
         describe: Callable[[], HostPipeline],
         metrics: MetricSink | None = None,
     ) -> None:
-        self.config, self.collectives = config, collectives
+        self.config, self.collectives, self._given_metrics = config, collectives, metrics
         self.overrides = Overrides()
-        self._on_detach: list[Callable[[], None]] = []
+        self._undo = ExitStack()  # what takes everything back on this rank, and closes the collectives last
+        self._undo.callback(collectives.close)
+        self._undo.callback(self.overrides.restore)
+        self._detached = False
         self._receives: tuple[PipelineSchedule, FreezePlan | None, Receives] | None = None  # of the last step
         described: list[HostPipeline] = []
+        made: list[Controller] = []
 
         def local_units() -> Mapping[int, Any]:
             described.append(describe())
@@ -67,19 +73,33 @@ class HostAdapter(ABC):
 
         units = gather_units(collectives, local_units)
         pipeline = replace(described[0], units=units)
-        self.controller = Controller(
-            config,
-            replace(pipeline, ties=(*pipeline.ties, *self.ties(pipeline))),
-            collectives,
-            RunReporter(collectives, metrics),
-        )
-        for taps in pipeline.taps.values():
-            taps.install()
-            self.on_detach(taps.remove)
+        pipeline = replace(pipeline, ties=(*pipeline.ties, *self.ties(pipeline)))
+
+        def make() -> None:
+            made.append(Controller(config, pipeline, collectives, RunReporter(collectives, self.metrics())))
+
+        on_all_ranks(collectives, make)
+        self.controller = made[0]
 
     @abstractmethod
     def install(self) -> None:
         """Take our place in the host. What it raises on one rank is raised on all of them. It must not communicate."""
+
+    def put_in(self) -> None:
+        """Change the host, on all ranks or, where one fails, on none; then all raise the same error."""
+
+        def install() -> None:
+            for taps in self.controller.pipeline.taps.values():
+                self.on_detach(taps.remove)
+                taps.install()
+            self.install()
+
+        with self.abandoned_on_error():
+            on_all_ranks(self.collectives, install)
+
+    def metrics(self) -> MetricSink | None:
+        """What takes this rank's figures."""
+        return self._given_metrics
 
     def ties(self, pipeline: HostPipeline) -> tuple[Any, ...]:
         """Weights that several stages hold, told from all stages' units. Called on all ranks."""
@@ -108,19 +128,34 @@ class HostAdapter(ABC):
 
     def on_detach(self, undo: Callable[[], None]) -> None:
         """Call ``undo`` when the adapter is detached; the last one first."""
-        self._on_detach.append(undo)
+        self._undo.callback(undo)
 
     def detach(self) -> None:
         """Give the host back as it was, and leave the last report. Call it on all ranks, between two steps.
 
-        Raises UnsupportedError, on all ranks and with nothing taken back, where other code has wrapped ours since.
+        A second call does nothing. Raises UnsupportedError, on all ranks and with nothing taken back, where other code
+        has wrapped ours since.
         """
+        if self._detached:
+            return
         on_all_ranks(self.collectives, self.overrides.check)
-        self.overrides.restore()
-        while self._on_detach:
-            self._on_detach.pop()()
-        self.controller.close()
-        self.collectives.close()
+        self._detached = True
+        with self._undo:
+            self.controller.close()
+
+    def abandon(self) -> None:
+        """Give the host back on this rank, without a report and without the other ranks: an error has reached all."""
+        self._detached = True
+        self._undo.close()
+
+    @contextmanager
+    def abandoned_on_error(self) -> Iterator[None]:
+        """Around what belongs to attaching: an error, which must reach all ranks, leaves nothing attached."""
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
 
     def state_dict(self) -> dict[str, str]:
         """What resuming needs: the Stateful protocol of torch.distributed.checkpoint.
@@ -219,16 +254,14 @@ def attach_once(
         return settings
 
     collectives = connect()
-    try:
+    with ExitStack() as undo:
+        undo.callback(collectives.close)
         settings = agree_on_settings(collectives, host, read)
         if settings is None:
-            collectives.close()
             return None
         adapter = make(collectives, settings)
-        on_all_ranks(collectives, adapter.install)
-    except TimelyFreezeError:  # on all ranks
-        collectives.close()
-        raise
+        undo.pop_all()  # the adapter closes them
+    adapter.put_in()
     adapter.controller.announce_start()
     return adapter
 

@@ -22,22 +22,29 @@ __all__ = ["add_arguments", "attach", "install", "revert"]
 __getattr__ = exported("tf_adapters.megatron.entry", ["attach"])
 
 
+_script: TrainingScript | None = None  # of this process, which runs one
+
+
 def install() -> TrainingScript:
     """Give a Megatron-LM script the ``--timely-freeze`` arguments, and freezing where they ask for it.
 
-    Call it before the script parses its arguments; what was imported before does not matter. Calling it twice does
-    nothing more. The handle that it returns has ``adapter`` and ``revert()``. Raises UnsupportedError where
-    ``megatron.training`` cannot be imported or lacks a symbol.
+    Call it before the script parses its arguments; what was imported before does not matter. The handle that it returns
+    has ``adapter`` and ``revert()``; calling it twice does nothing more and returns the same one. Raises
+    UnsupportedError where ``megatron.training`` cannot be imported or lacks a symbol.
     """
     from tf_adapters.megatron.training import TrainingScript
 
-    script = TrainingScript()
-    script.install()
-    return script
+    global _script
+    _script = _script or TrainingScript()
+    _script.install()
+    return _script
 
 
 def revert() -> None:
-    """Take every patch of Megatron back. Detach the adapters first."""
+    """Take every patch of Megatron back, and what ``install`` has attached. Detach other adapters first."""
+    if _script is not None:
+        _script.revert()
+        return
     import megatron_patches
 
     megatron_patches.revert_all()

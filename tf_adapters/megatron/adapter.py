@@ -75,9 +75,7 @@ class MegatronAdapter(HostAdapter):
         metrics: MetricSink | None = None,
         warmup_steps: int = DEFAULT_WARMUP_STEPS,
     ) -> None:
-        self._model, self._links = model, Links(model.pp_group)
-        self._position = PipelinePosition(model.pp_group.rank(), model.pp_group.size(), len(model.chunks))
-        self._chunks = {id(c): Chunk(self._position.stage(index), c) for index, c in enumerate(model.chunks)}
+        self._model = model
         self._warmup_steps = warmup_steps
         self._in_batch = False
         self._batch_seen = False
@@ -86,8 +84,15 @@ class MegatronAdapter(HostAdapter):
         self._unscaled: set[int] = set()  # stages whose gradients of this step are still to be scaled
         self.collectives = collectives
         self._orders = functools.lru_cache(MOST_NUMBERS)(self._translate)
+        on_all_ranks(collectives, self._take_place)
         self._orders(model.num_microbatches)  # which communicates, as describing does not
         super().__init__(config, collectives, self._describe, metrics)
+
+    def _take_place(self) -> None:
+        model = self._model
+        self._links = Links(model.pp_group)
+        self._position = PipelinePosition(model.pp_group.rank(), model.pp_group.size(), len(model.chunks))
+        self._chunks = {id(c): Chunk(self._position.stage(index), c) for index, c in enumerate(model.chunks)}
 
     def install(self) -> None:
         """Hook the chunks, and take the place of the optimizer's step."""
@@ -102,16 +107,16 @@ class MegatronAdapter(HostAdapter):
             if self.config.gradient_scale != "skipped_as_zero" and isinstance(wrapped, DistributedDataParallel):
                 self.overrides.set(wrapped, "finish_grad_sync", self._finishing(wrapped))
         for chunk in self._chunks.values():
-            chunk.hook(model.config)
             self.on_detach(chunk.close)
+            chunk.hook(model.config)
 
     def _describe(self) -> HostPipeline:
         model, by_stage = self._model, {chunk.stage: chunk for chunk in self._chunks.values()}
         parameters = {stage: chunk.parameters for stage, chunk in by_stage.items()}
-        taps = {stage: StageTaps(chunk.model, tapped_layer) for stage, chunk in by_stage.items()}
+        tapped = by_stage if self.config.splits_backwards else {}
         return HostPipeline(
             host=HOST,
-            taps=taps if self.config.splits_backwards else {},
+            taps={stage: StageTaps(chunk.model, tapped_layer) for stage, chunk in tapped.items()},
             schedule=self._orders(model.num_microbatches),
             units={
                 stage: chunk_units(chunk.model, model.config, model.expert_parallel_size)
@@ -301,9 +306,9 @@ def tag(output: Any, value: tuple[MegatronAdapter, Chunk, int]) -> None:
 
 
 def tagged(output: Any) -> tuple[MegatronAdapter, Chunk, int] | None:
-    """What ``tag`` left on a forward's output; None where that forward was not ours."""
+    """Take what ``tag`` left on a forward's output; None where that forward was not ours."""
     tensor = output[0] if isinstance(output, list) else output
-    return vars(tensor).get(_TAG) if isinstance(tensor, torch.Tensor) else None
+    return vars(tensor).pop(_TAG, None) if isinstance(tensor, torch.Tensor) else None
 
 
 def adapter_of(model: Any) -> MegatronAdapter | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -51,8 +52,10 @@ class TimelyFreezeCallback:
         self._progress: Any = None  # the TrainState of the run
         self._last: dict[str, Any] | None = None  # our state at the end of training
         if self._settings.enabled:
-            patch_schedules()
-            megatron_patches.train_state.apply(SECTION, _to_save)
+            with ExitStack() as undo:
+                undo.callback(patch_schedules())
+                megatron_patches.train_state.apply(SECTION, _to_save)
+                undo.pop_all()
 
     def on_train_start(self, context: Any) -> None:
         """Attach; called by Bridge on all ranks."""
@@ -64,9 +67,11 @@ class TimelyFreezeCallback:
             refuse(_problem(configured))
         warmup = warmup_left(context.scheduler, configured.train.global_batch_size)
         logs = BridgeLogs(context.state)
-        self.adapter = attach(context.model, context.optimizer, self._settings, warmup_steps=warmup, metrics=logs)
-        if self.adapter is not None and progress.step > 0:
-            self.adapter.controller.load_state_dict(_decoded(getattr(progress, SECTION, None)), warmup)
+        adapter = attach(context.model, context.optimizer, self._settings, warmup_steps=warmup, metrics=logs)
+        if adapter is not None and progress.step > 0:
+            with adapter.abandoned_on_error():
+                adapter.controller.load_state_dict(_decoded(getattr(progress, SECTION, None)), warmup)
+        self.adapter = adapter
 
     def on_train_end(self, context: Any) -> None:
         """Leave the last report, and give the model back as it was; called by Bridge on all ranks."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ import megatron_patches.backward_step
 import megatron_patches.communication
 import megatron_patches.forward_backward
 import megatron_patches.forward_step
+from megatron_patches.patch import revert_all
 from tf_adapters.collectives import Collectives, ProcessGroupCollectives, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
@@ -60,50 +63,76 @@ def attach(
         ConfigError: a setting is wrong. UnsupportedError: freezing cannot be right with this model. On all ranks.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
+    patched = ExitStack()
+
+    def patch() -> None:
+        patched.callback(patch_schedules())
 
     def make(ours: Collectives, settings: TimelyFreezeConfig) -> MegatronAdapter:
-        microbatches = same_on_all_ranks(
-            ours, "numbers of microbatches", lambda: num_microbatches or _microbatches_of_the_run()
+        agreed = _agreed_model(ours, chunks, optimizer, num_microbatches=num_microbatches, pp_group=pp_group)
+        warmup = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
+        adapter = MegatronAdapter(agreed, settings, ours, metrics=metrics, warmup_steps=warmup)
+        on_all_ranks(ours, patch)
+        return adapter
+
+    with patched:
+        adapter = attach_once(
+            connect=lambda: collectives or ProcessGroupCollectives(),
+            host=HOST,
+            existing=adapter_of(chunks),
+            given=config,
+            check=lambda settings: _check(chunks, optimizer, settings),
+            make=make,
         )
-        on_all_ranks(ours, patch_schedules)
+        patched.pop_all()  # they stay when it is detached: a loop may hold a function that they have wrapped
+    return adapter
+
+
+def _agreed_model(
+    ours: Collectives, chunks: Sequence[Any], optimizer: Any, *, num_microbatches: int | None, pp_group: Any
+) -> MegatronModel:
+    """The model on this rank, once all ranks have described theirs and agree. Called on all ranks."""
+    described: list[MegatronModel] = []
+    microbatches = same_on_all_ranks(
+        ours, "numbers of microbatches", lambda: num_microbatches or _microbatches_of_the_run()
+    )
+
+    def describe() -> bool:
         group = pp_group or parallel_state.get_pipeline_model_parallel_group()
-        model_config = get_model_config(chunks[0])
-        described = MegatronModel(
+        config = get_model_config(chunks[0])
+        of_rank = MegatronModel(
             chunks=chunks,
             optimizer=optimizer,
-            config=model_config,
+            config=config,
             num_microbatches=microbatches,
             pp_group=group,
             expert_parallel_size=max(1, int(parallel_state.get_expert_model_parallel_world_size())),
             replicas=int(parallel_state.get_data_parallel_world_size(with_context_parallel=True)),
-            moves_forwards=not any(on_all_ranks(ours, lambda: keeps_order(model_config, group.size(), len(chunks)))),
         )
-        warmup = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
-        return MegatronAdapter(described, settings, ours, metrics=metrics, warmup_steps=warmup)
+        described.append(of_rank)
+        return keeps_order(config, group.size(), len(chunks))
 
-    return attach_once(
-        connect=lambda: collectives or ProcessGroupCollectives(),
-        host=HOST,
-        existing=adapter_of(chunks),
-        given=config,
-        check=lambda settings: _check(chunks, optimizer, settings),
-        make=make,
-    )
+    keeps = on_all_ranks(ours, describe)
+    return replace(described[0], moves_forwards=not any(keeps))
 
 
-def patch_schedules() -> None:
+def patch_schedules() -> Callable[[], None]:
     """Let the adapters see every batch, forward and backward. Models without an adapter run as before.
 
-    Raises UnsupportedError where Megatron lacks a symbol, with none of them replaced.
+    Returns what takes back those that this call has put in. Raises UnsupportedError where Megatron lacks a symbol, with
+    none of them replaced.
     """
     forward, backward = megatron_patches.forward_step, megatron_patches.backward_step
     communication = megatron_patches.communication
-    for patch in (*megatron_patches.forward_backward.PATCHES, *communication.PATCHES, forward.PATCH, backward.PATCH):
+    patches = (*megatron_patches.forward_backward.PATCHES, *communication.PATCHES, forward.PATCH, backward.PATCH)
+    new = [patch for patch in patches if not patch.applied]
+    for patch in patches:
         patch.check()
     megatron_patches.forward_backward.apply(_on_batch)
     forward.apply(_on_forward)
     backward.apply(_on_backward)
     communication.apply(_on_communication)
+    return lambda: revert_all(new)
 
 
 def _on_batch(run: Any, model: Any, num_microbatches: int, forward_only: bool, communicator: Any) -> Any:

@@ -68,8 +68,8 @@ class ActorRun:
         role = getattr(self.model, "role", "actor")
         warmup = warmup_left(scheduler, args.global_batch_size)
         settings = _settings(args, role)
-        self.adapter = attach(list(model), optimizer, settings, warmup_steps=warmup, metrics=self._keep)
-        if self.adapter is None:
+        adapter = attach(list(model), optimizer, settings, warmup_steps=warmup, metrics=self._keep)
+        if adapter is None:
             return
         found: list[Any] = []  # on rank 0, whose state counts
 
@@ -77,8 +77,10 @@ class ActorRun:
             found.append(read_state(_loaded_from(args)))
             return found[0] is not None
 
-        if on_one_rank(self.adapter.collectives, read) and not args.finetune:
-            self.adapter.controller.load_state_dict(found[0] if found else None, warmup)
+        with adapter.abandoned_on_error():
+            if on_one_rank(adapter.collectives, read) and not args.finetune:
+                adapter.controller.load_state_dict(found[0] if found else None, warmup)
+        self.adapter = adapter
         self._overrides.set(host, "save_checkpoint", self._saving(args, host.save_checkpoint))
         self._overrides.set(host.logging_utils, "log", self._logging(role, host.logging_utils.log))
 

@@ -58,7 +58,7 @@ class TimelyFreezeCallback(MegatronCallback):  # type: ignore[misc]
         trainer, args = self.trainer, self.args
         refuse(missing_name(trainer, _TRAINER))
         warmup = warmup_left(trainer.opt_param_scheduler, args.global_batch_size)
-        self.adapter = attach(
+        adapter = attach(
             trainer.wrapped_models,
             trainer.optimizer,
             self._settings.reporting_in(args.output_dir),
@@ -66,8 +66,10 @@ class TimelyFreezeCallback(MegatronCallback):  # type: ignore[misc]
             warmup_steps=warmup,
             metrics=self._keep,
         )
-        if self.adapter is not None and self.state.iteration > 0:
-            self.adapter.controller.load_state_dict(read_state(_loaded_from(args)), warmup)
+        if adapter is not None and self.state.iteration > 0:
+            with adapter.abandoned_on_error():
+                adapter.controller.load_state_dict(read_state(_loaded_from(args)), warmup)
+        self.adapter = adapter
 
     def on_log(self, logs: dict[str, Any]) -> None:
         """Add our figures, before the callbacks that print and write them; not to those of an evaluation."""

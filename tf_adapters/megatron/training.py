@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import megatron_patches.arguments
@@ -44,7 +45,7 @@ class TrainingScript:
         """Detach, if attached, and take every patch of Megatron back. Call it on all ranks, between two batches."""
         if self.adapter is not None:
             self.adapter.detach()
-            self.adapter = None
+        self.adapter = self._loaded = None
         megatron_patches.revert_all()
 
     def _state_to_save(self) -> dict[str, Any] | None:
@@ -57,19 +58,20 @@ class TrainingScript:
         from megatron.training import get_args
 
         args = get_args()
-        collectives = ProcessGroupCollectives()
-        settings = on_all_ranks(collectives, lambda: config_from_args(args))[0]
-        if settings is None or optimizer is None:  # not asked for, or an evaluation only (--skip-train)
-            collectives.close()
-            return
-        warmup = warmup_left(scheduler, args.global_batch_size)
-        logs = TrainingLogs(args)
-        self.adapter = attach(
-            list(model), optimizer, settings, warmup_steps=warmup, metrics=logs, collectives=collectives
-        )
-        if self.adapter is not None and args.iteration > 0:
-            self.adapter.controller.load_state_dict(self._loaded, warmup)
-        self._loaded = None
+        with ExitStack() as undo:
+            collectives = ProcessGroupCollectives()
+            undo.callback(collectives.close)
+            settings = on_all_ranks(collectives, lambda: config_from_args(args))[0]
+            if settings is None or optimizer is None:  # not asked for, or an evaluation only (--skip-train)
+                return
+            warmup = warmup_left(scheduler, args.global_batch_size)
+            logs = TrainingLogs(args)
+            undo.pop_all()  # attaching closes them
+        adapter = attach(list(model), optimizer, settings, warmup_steps=warmup, metrics=logs, collectives=collectives)
+        if adapter is not None and args.iteration > 0:
+            with adapter.abandoned_on_error():
+                adapter.controller.load_state_dict(self._loaded, warmup)
+        self.adapter, self._loaded = adapter, None
 
 
 class TrainingLogs:

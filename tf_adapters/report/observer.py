@@ -38,9 +38,7 @@ class RunReporter:
 
     def __init__(self, collectives: Collectives, metrics: MetricSink | None = None) -> None:
         self._collectives, self._metrics = collectives, metrics
-        self._writer = _Writer()
-        if collectives.rank == 0:
-            atexit.register(self._writer.write_last)
+        self._writer = _Writer(writes=collectives.rank == 0)
 
     def step_ended(self, run: RunSnapshot, step: int, phase: Phase) -> None:
         """Give the figures of a step that has ended to whoever asked for them."""
@@ -64,6 +62,15 @@ class RunReporter:
         A disk that is full is no reason to stop freezing.
         """
         self._writer.see(run)
+        self._write(run)
+
+    def close(self, run: RunSnapshot) -> None:
+        """The run is over: the last report. Called on all ranks."""
+        self._writer.said_result = False
+        self._write(run)
+        self._writer.forget()
+
+    def _write(self, run: RunSnapshot) -> None:
         try:
             ranks = to_first_rank(self._collectives, lambda: local_measurements(run))
             if ranks is not None:
@@ -71,21 +78,19 @@ class RunReporter:
         except Exception as error:
             self._writer.warn(f"the report could not be written: {error}", self._collectives.rank)
 
-    def close(self, run: RunSnapshot) -> None:
-        """The run is over: the last report. Called on all ranks."""
-        self._writer.said_result = False
-        self.report(run)
-        atexit.unregister(self._writer.write_last)
 
-
-_newest: dict[Path, _Writer] = {}  # by the report's path: whose run has trained last in this process
+_newest: dict[Path, _Writer] = {}  # by the report's path: whose run trains in this process, or has failed last
 
 
 class _Writer:
-    """Writes the reports of one run, on rank 0. The process keeps it to its end, so it holds no model and no group."""
+    """Writes the reports of one run, on rank 0 (``writes``).
 
-    def __init__(self) -> None:
+    The process keeps it until the run is closed or another one has its place: it holds no model and no group.
+    """
+
+    def __init__(self, writes: bool) -> None:
         self.run: RunSnapshot | None = None
+        self._writes = writes
         self.said_result = False
         self._said_failure = False
         self._process = os.getpid()
@@ -93,8 +98,21 @@ class _Writer:
 
     def see(self, run: RunSnapshot) -> None:
         """A run that is started anew in the same process leaves no word to the one that has failed."""
-        self.run = run
-        _newest[run.config.report_path] = self
+        self.run, path = run, run.config.report_path
+        before = _newest.get(path)
+        if before is not self:
+            if before is not None:
+                before.forget()
+            _newest[path] = self
+            if self._writes:
+                atexit.register(self.write_last)
+
+    def forget(self) -> None:
+        """Nothing is left to write when the process ends."""
+        atexit.unregister(self.write_last)
+        if self.run is not None and _newest.get(self.run.config.report_path) is self:
+            del _newest[self.run.config.report_path]
+        self.run = None
 
     def write(self, run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> None:
         self._gathered = ranks
@@ -113,7 +131,7 @@ class _Writer:
         after which another one has trained here, as when Megatron-Bridge restarts in the process.
         """
         run = self.run
-        if run is None or os.getpid() != self._process or _newest[run.config.report_path] is not self:
+        if run is None or os.getpid() != self._process:
             return
         try:
             self.said_result = False

@@ -54,19 +54,26 @@ class StageLayers:
 
 
 class LayerTimer:
-    """Times the layers of this rank's stages while it is on, with the clock that actions are timed with."""
+    """Times the layers of this rank's stages while it is on, with the clock that actions are timed with.
+
+    Of the layers it holds their sizes only: a report that is still to be written keeps no model alive.
+    """
 
     def __init__(self, layers: Mapping[int, Layers], clock: Clock) -> None:
-        self._layers, self._clock = layers, clock
+        self._clock = clock
+        self._sizes = {
+            stage: {name: sum(p.numel() for p in layer.parameters()) for name, layer in of_stage.items()}
+            for stage, of_stage in layers.items()
+        }
         self._hooks: list[Any] = []
         self._stage: int | None = None  # whose action runs
         self._current: _Marks = []  # its marks
         self._order: dict[int, dict[str, None]] = defaultdict(dict)  # of a stage's layers, as they compute
         self._samples: dict[tuple[int, Kind], deque[_Marks]] = defaultdict(lambda: deque(maxlen=_ACTIONS))
 
-    def on(self) -> None:
-        for stage, layers in self._layers.items() if not self._hooks else ():
-            for name, layer in layers.items():
+    def on(self, layers: Mapping[int, Layers]) -> None:
+        for stage, of_stage in layers.items() if not self._hooks else ():
+            for name, layer in of_stage.items():
                 self._hooks.append(layer.register_forward_pre_hook(self._entering(stage, name)))
                 self._hooks.append(layer.register_forward_hook(self._leaving(stage, name)))
 
@@ -95,7 +102,7 @@ class LayerTimer:
 
     def times(self) -> dict[int, StageLayers]:
         """What has been measured, by stage; of stages whose forwards and backwards were seen."""
-        return {stage: of for stage in self._layers if (of := self._measured(stage)) is not None}
+        return {stage: of for stage in self._sizes if (of := self._measured(stage)) is not None}
 
     def _measured(self, stage: int) -> StageLayers | None:
         forward = self._medians(self._samples[stage, Kind.FORWARD])
@@ -105,8 +112,7 @@ class LayerTimer:
             return None
         apart = self._medians(self._samples[stage, Kind.WEIGHT_GRAD]) if not whole else {}
         weights = backward.get(_WEIGHTS, 0.0) + apart.get(_WEIGHTS, 0.0)
-        layers = self._layers[stage]
-        sizes = {name: sum(p.numel() for p in layers[name].parameters()) for name in self._order[stage]}
+        sizes = {name: self._sizes[stage][name] for name in self._order[stage]}
         every = max(1, sum(sizes.values()))
         return StageLayers(
             layers=tuple(

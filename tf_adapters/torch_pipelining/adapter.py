@@ -60,7 +60,6 @@ class TorchPipeliningAdapter(HostAdapter):
         warmup_steps: int = DEFAULT_WARMUP_STEPS,
     ) -> None:
         self.schedule = schedule
-        self._stages = stages_of(schedule)
         self._training = False
         self._scaler_checked = False
         self._ran_backward: set[int] = set()  # stages, in this batch
@@ -68,6 +67,7 @@ class TorchPipeliningAdapter(HostAdapter):
         self._scaled: list[tuple[torch.Tensor, float]] = []  # gradients, by what
 
         def describe() -> HostPipeline:
+            self._stages = stages_of(schedule)
             models = {stage.stage_index: inside_replica(stage.submod) for stage in self._stages}
             parameters = {stage: dict(model.named_parameters()) for stage, model in models.items()}
             tapped = self._stages if config.splits_backwards else ()

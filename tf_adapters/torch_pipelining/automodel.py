@@ -20,6 +20,7 @@ from tf_adapters.config import SECTION, TimelyFreezeConfig
 from tf_adapters.errors import ConfigError, TimelyFreezeError
 from tf_adapters.hosts.support import missing_name, refuse
 from tf_adapters.log import announce
+from tf_adapters.overrides import Overrides
 from tf_adapters.torch_pipelining.entry import attach
 from tf_adapters.torch_pipelining.replicas import inside_replica
 from tf_adapters.torch_pipelining.units import TRAINED_BY_LOSS
@@ -108,21 +109,22 @@ class Freezing:
             advice = self._freeze_settings.without_split
             refuse(f"weight gradients apart from the backward are not exact in recipes; use {advice}")
         settings = self._freeze_settings.reporting_in(recipe.checkpointer.config.checkpoint_dir)
-        marked = [model for stage in recipe.pp.info.stages if (model := _mark_output_layer(stage)) is not None]
         warmup = _warmup_left(recipe.lr_scheduler)
-        adapter = attach(
-            recipe.pp.info.schedule,
-            settings,
-            optimizer=list(recipe.optimizer),
-            metrics=self._keep_figures,
-            warmup_steps=warmup,
-        )
-        for model in marked:
-            delattr(model, TRAINED_BY_LOSS)
-        self.timely_freeze.adapter = adapter
+        with Overrides() as marks:
+            for stage in recipe.pp.info.stages:
+                _mark_output_layer(stage, marks)
+            adapter = attach(
+                recipe.pp.info.schedule,
+                settings,
+                optimizer=list(recipe.optimizer),
+                metrics=self._keep_figures,
+                warmup_steps=warmup,
+            )
         if adapter is not None and recipe.step_scheduler.step > 0:
             text = (self.timely_freeze.loaded or {}).get(SECTION)
-            adapter.controller.load_state_dict(None if text is None else json.loads(text), warmup)
+            with adapter.abandoned_on_error():
+                adapter.controller.load_state_dict(None if text is None else json.loads(text), warmup)
+        self.timely_freeze.adapter = adapter
 
     def _keep_figures(self, figures: Mapping[str, float]) -> None:
         self._freeze_figures = {f"{SECTION}/{name}": value for name, value in figures.items()}
@@ -141,8 +143,8 @@ def _settings(section: Any) -> TimelyFreezeConfig | None:
     return TimelyFreezeConfig(**values)
 
 
-def _mark_output_layer(stage: Any) -> torch.nn.Module | None:
-    """Mark a stage whose output layer the loss computes with, whether alone or also; returns its module, if it is one.
+def _mark_output_layer(stage: Any, marks: Overrides) -> None:
+    """Mark a stage whose output layer the loss computes with, whether alone or also.
 
     Linear cross entropy takes hidden states and that layer's weight; so does the loss of multi-token prediction.
     """
@@ -150,12 +152,11 @@ def _mark_output_layer(stage: Any) -> torch.nn.Module | None:
     model: Any = module
     wholly = any(getattr(module, "_pp_return_hidden_states", False) for module in (stage.submod, model))
     if not stage.is_last or not (wholly or getattr(model, "mtp", None) is not None):
-        return None
+        return
     layer = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     parts = model.named_modules()
     names = tuple(name for name, part in parts if name and (part is layer or name.split(".")[-1] == "lm_head"))
-    setattr(model, TRAINED_BY_LOSS, names)
-    return module
+    marks.set(model, TRAINED_BY_LOSS, names)
 
 
 def _warmup_left(schedulers: Any) -> int:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from tf_adapters.collectives import on_one_rank
 from tf_adapters.config import SECTION, TimelyFreezeConfig
-from tf_adapters.errors import UnsupportedError
+from tf_adapters.errors import ConfigError, UnsupportedError
 from tf_adapters.hosts.support import missing_name, refuse
 from tf_adapters.log import announce
 from tf_adapters.overrides import Overrides
@@ -39,7 +39,8 @@ Settings = Callable[[str], TimelyFreezeConfig | None]
 class Installed:
     """What ``install`` changed. ``adapter`` is there while a trainer trains; ``revert()`` gives TorchTitan back."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: TimelyFreezeConfig | Settings) -> None:
+        self.settings = settings
         self.adapter: Any = None
         self._overrides = Overrides()
 
@@ -50,9 +51,10 @@ class Installed:
             self.adapter = None
         self._overrides.restore()
 
-    def install(self, trainer: Any, settings: Settings) -> None:
+    def install(self, trainer: Any) -> None:
         refuse(missing_name(trainer, _TRAINER, called="torchtitan's Trainer"))
-        run = trainer.train
+        given, run = self.settings, trainer.train
+        settings: Settings = given if callable(given) else lambda _: given
 
         @functools.wraps(run)
         def train(trainer: Any) -> Any:
@@ -64,6 +66,7 @@ class Installed:
                 self.adapter = None
             return result
 
+        setattr(train, SECTION, self)
         self._overrides.set(trainer, "train", train)
 
 
@@ -74,20 +77,21 @@ def install(settings: TimelyFreezeConfig | Mapping[str, Any] | Settings) -> Inst
         settings: the settings; or what gives them for a job's dump folder.
 
     Returns:
-        A handle with ``adapter`` and ``revert()``.
+        A handle with ``adapter`` and ``revert()``. Installing twice returns the first one.
 
     Raises:
-        ConfigError: a setting is wrong. UnsupportedError: this TorchTitan lacks something, or, from ``train()``,
-        freezing cannot be right in this job.
+        ConfigError: a setting is wrong, or it is installed already with other ones.
+        UnsupportedError: this TorchTitan lacks something, or, from ``train()``, freezing cannot be right in this job.
     """
-    if not callable(settings):
-        config = settings if isinstance(settings, TimelyFreezeConfig) else TimelyFreezeConfig(**settings)
-        given: Settings = lambda _: config  # noqa: E731
-    else:
-        given = settings
-    installed = Installed()
-    installed.install(trainer_module().Trainer, given)
-    return installed
+    given = settings if callable(settings) else TimelyFreezeConfig.parse(settings)
+    trainer = trainer_module().Trainer
+    existing: Installed | None = getattr(getattr(trainer, "train", None), SECTION, None)
+    if existing is None:
+        existing = Installed(given)
+        existing.install(trainer)
+    elif existing.settings != given:
+        raise ConfigError("timely_freeze is installed already, with other settings: revert() it first")
+    return existing
 
 
 def trainer_module() -> ModuleType:
@@ -114,7 +118,8 @@ def _attach(trainer: Any, settings: Settings) -> Any:
         return None
     if not trainer.parallel_dims.pp_enabled:
         refuse("TorchTitan trains without a pipeline; set parallelism.pipeline_parallel_degree above 1")
-    refuse(missing_name(trainer.checkpointer, _CHECKPOINTER, called="torchtitan's CheckpointManager"))
+    needed = (*_CHECKPOINTER, *(_LOADING if getattr(trainer.checkpointer, "enable", False) else ()))
+    refuse(missing_name(trainer.checkpointer, needed, called="torchtitan's CheckpointManager"))
     refuse(missing_name(trainer.metrics_processor, _METRICS, called="torchtitan's MetricsProcessor"))
     figures: dict[str, float] = {}
     adapter = attach(
@@ -157,7 +162,6 @@ def _log_with(processor: Any, figures: Mapping[str, float], overrides: Overrides
 def _keep_in_checkpoints(trainer: Any, adapter: Any, warmup_steps: int) -> None:
     """Save with the trainer's states and load with them; a checkpoint without ours begins freezing anew."""
     checkpointer = trainer.checkpointer
-    refuse(missing_name(checkpointer, _LOADING, called="torchtitan's CheckpointManager"))
     checkpointer.states[SECTION] = adapter
     adapter.on_detach(lambda: checkpointer.states.pop(SECTION, None))
     run = checkpointer.load

@@ -69,8 +69,8 @@ class Controller:
             tokens=config.samples_tokens,
         )
         clock = pipeline.clock or clock_for(pipeline.device)
-        timed = {stage: {} if any_compiled(layers) else layers for stage, layers in pipeline.layers.items()}
-        self.timer, self._layers = ActionTimer(clock), LayerTimer(timed, clock)
+        self._timed = {stage: {} if any_compiled(layers) else layers for stage, layers in pipeline.layers.items()}
+        self.timer, self._layers = ActionTimer(clock), LayerTimer(self._timed, clock)
         self.memory = MemoryMeter(pipeline.device)
         self.state = RunState.fresh(config, pipeline.warmup_steps)
         self.state.turn_to(self.schedule)
@@ -132,7 +132,7 @@ class Controller:
         self.memory.start_step()
         self._step_masks.clear()
         if self._times_layers():
-            self._layers.on()
+            self._layers.on(self._timed)
         for taps in self.pipeline.taps.values():
             taps.clear()
         self.timer.drain()
@@ -315,6 +315,7 @@ class Controller:
         """End of freezing on this rank. Called on all ranks at the same point: leaves the final report."""
         self._decisions.forget()
         self._layers.off()
+        self._noise.abandon()  # where a step has failed
         if self._observer is not None:
             self._observer.close(self.snapshot())
 
