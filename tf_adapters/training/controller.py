@@ -192,7 +192,7 @@ class Controller:
         self.timer.stop_step(phase, self._step_start, step)
         self.memory.stop_step(phase)
         self._noise.end(self.state.microbatches)
-        self._tally.add(step, phase, self._step_masks.local())
+        self._tally.add(step, phase, self._step_masks)
         self._step_start = None
         self.state.completed_steps = step
         run = self.snapshot()
@@ -205,7 +205,8 @@ class Controller:
     def frozen_parameters(self, step: int, stage: int, microbatch: int) -> tuple[str, ...]:
         """Names frozen on ``stage`` for ``microbatch`` at ``step``: the same on every replica and after a restart.
 
-        In a batch of as many microbatches as the one that runs, or ran last.
+        In a batch of as many microbatches as the one that runs, or ran last. Of a tied weight it is this stage's part
+        of the gradient that is skipped: the weight still learns from the part of a stage that does not name it.
         """
         masks = self._ratios.masks(self.state, step, stage)
         return masks[microbatch].names if microbatch < len(masks) else ()
