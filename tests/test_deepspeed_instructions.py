@@ -39,7 +39,7 @@ def test_weight_gradients_are_computed_where_the_rank_would_wait(instructions: l
         waits |= {"BackwardPass"} if stage == 3 else set()
         assert {names[at + 1] for at in positions(names, "W")} <= {"W", *waits}
         assert "W" not in names[names.index("ReduceTiedGrads") :]
-    assert [names.count("W") for names in instructions] == [0, 8, 8, 8]  # stage 0 waits for nothing at its end
+    assert [names.count("W") for names in instructions] == [0, 8, 8, 8]
 
 
 def positions(names: list[str], name: str) -> list[int]:
@@ -67,6 +67,8 @@ def recorded(case: Case) -> list[str]:
         controller = adapter.controller
         force_plan(controller, case.ratios)
         patch.setattr(controller, "compute_weight_gradients", recording("W", controller.compute_weight_gradients))
-        engine.train_batch(iter(batch(0, 0, case.microbatches)))
+        for step in range(2):  # the engine exchanges shapes in the first one
+            names.clear()
+            engine.train_batch(iter(batch(step, 0, case.microbatches)))
         assert controller.execution is not controller.schedule
     return names

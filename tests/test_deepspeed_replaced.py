@@ -1,4 +1,4 @@
-"""Schedules, transfers and loaders of other projects on DeepSpeed's engine: what we would replace is found on attaching.
+"""Schedules, transfers and loaders of other projects on DeepSpeed's engine: what we would replace is found at attach.
 
 And batches that may not run in a plan's order since their shapes are made unknown each time.
 """

@@ -7,7 +7,6 @@ Source: deepspeed/runtime/pipe/engine.py.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -50,7 +49,6 @@ from tf_adapters.deepspeed.stages import (
 from tf_adapters.deepspeed.support import refuse_another, refuse_compiled
 from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.waiting import WaitingWeights
-from tf_adapters.log import announce
 from tf_adapters.masking.taps import StageTaps, plain_layer
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
@@ -199,13 +197,11 @@ class DeepSpeedAdapter(HostAdapter):
         if self._lost_in_a_row != _LOST_STEPS or self._said_lost:
             return
         self._said_lost = True
-        text = (
+        self.controller.warn(
             "no weight gradient is deferred: engine.reset_activation_shape() is called before each batch, which then "
             "runs in the engine's own order to exchange shapes; call it only where shapes change, or build the "
             "PipelineModule with dynamic_shape=True"
         )
-        announce(self.collectives.rank, text, logging.WARNING)
-        self.controller.state.note(text)
 
     def _forward(self, engine: Any, buffer_id: int, **kwargs: Any) -> None:
         run = self._host_instructions[host.ForwardPass]

@@ -19,7 +19,7 @@ from deepspeed.runtime.pipe import schedule as host
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.deepspeed.execution import TRANSFERS
 from tf_adapters.deepspeed.schedules import own_schedule
-from tf_adapters.hosts.support import Problem
+from tf_adapters.hosts.support import Problem, module_of
 
 __all__ = ["replaced_problem"]
 
@@ -48,8 +48,9 @@ def _replaced(engine: Any) -> str | None:
     }
     if not _streams_as_written(schedule, engine.micro_batches, engine.num_stages):
         return f"the order of the engine's instructions ({schedule.__name__}.steps of {schedule.steps.__module__})"
-    foreign = ((name, function) for name, function in functions.items() if not _is_the_hosts(function))
-    return next((f"the engine's {name} ({_module(function)})" for name, function in foreign), None)
+    modules = {name: module_of(function) for name, function in functions.items()}
+    foreign = ((name, module) for name, module in modules.items() if module.split(".")[0] != "deepspeed")
+    return next((f"the engine's {name} ({module})" for name, module in foreign), None)
 
 
 def _streams_as_written(schedule: type[host.PipeSchedule], microbatches: int, stages: int) -> bool:
@@ -80,11 +81,3 @@ def _fresh_module() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _is_the_hosts(function: Any) -> bool:
-    return _module(function).split(".")[0] == "deepspeed"
-
-
-def _module(function: Any) -> str:
-    return str(getattr(inspect.unwrap(function), "__module__", None)) if callable(function) else str(function)

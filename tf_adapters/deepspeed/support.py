@@ -23,7 +23,7 @@ ENGINE_NAMES = (
     *("dynamic_shape", "reset_activation_shape", "pipe_recv_buf", "grad_layer"),
 )
 TRANSFER_NAMES = ("send", "recv", "_grid", "_is_valid_send_recv")
-MODULE_NAMES = ("_layer_specs", "_local_start", "_local_stop")
+MODULE_NAMES = ("get_tied_weights_and_groups", "_layer_specs", "_local_start", "_local_stop")
 ZERO_NAMES = (
     *("single_partition_of_fp32_groups", "bit16_groups", "bit16_groups_flat", "parallel_partitioned_bit16_groups"),
     *("grad_partition_insertion_offset", "grad_start_offset", "get_param_id", "use_grad_accum_attribute"),

@@ -6,6 +6,7 @@ A host adapter translates its schedule, then calls ``begin_step``, wraps every a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import UnsupportedError
+from tf_adapters.log import announce
 from tf_adapters.masking.gradient_noise import GradientNoise, RowObserver
 from tf_adapters.masking.parameters import ParameterMask, any_compiled
 from tf_adapters.masking.taps import StageTaps
@@ -240,6 +242,11 @@ class Controller:
             tally=self._tally,
             traced=self.pipeline.traced,
         )
+
+    def warn(self, text: str) -> None:
+        """Log a warning and leave it in the report's notes. Called on all ranks."""
+        self.state.note(text)
+        announce(self._collectives.rank, text, logging.WARNING)
 
     def announce_start(self) -> None:
         """Log the line that says that freezing is on, and what will happen when."""
