@@ -62,7 +62,7 @@ HOST = HostInfo("deepspeed", deepspeed.__version__)
 ATTRIBUTE = "timely_freeze"  # of the engine: its adapter
 CHECKPOINT_KEY = "timely_freeze"
 _LOST_STEPS = 3
-"""Of a plan's order, in a row, until a user is told."""
+"""Steps in a row that could not run in a plan's order, after which a warning is logged."""
 _RECEIVES = (host.RecvActivation, host.RecvGrad)
 _WARMUP_ATTRIBUTES = ("warmup_num_steps", "num_warmup_steps", "warmup_steps")
 
@@ -88,7 +88,7 @@ class DeepSpeedAdapter(HostAdapter):
         self._transfers: Transfers | None = None  # of the batch that runs, where it runs in a plan's order
         self._waiting: WaitingWeights | None = None  # the same, where only weight gradients stand elsewhere
         self._shapes_known = False
-        self._lost_in_a_row, self._said_lost = 0, False  # steps without the plan's order, which shapes are known for
+        self._lost_in_a_row, self._said_lost = 0, False  # steps that shapes kept from the plan's order
         self._given_warmup, self._given_metrics = warmup_steps, metrics
         self._own_schedule = own_schedule(engine)
         self._schedule_type = SCHEDULES.get(config.schedule) or self._own_schedule
@@ -192,7 +192,7 @@ class DeepSpeedAdapter(HostAdapter):
         return self._schedule_type(**size)
 
     def _count_lost(self, lost: bool) -> None:
-        """Say it once where each step loses the plan's order. Ranks reset their shapes together, so all count alike."""
+        """Warn once if step after step loses the plan's order. Ranks reset their shapes together: all count alike."""
         self._lost_in_a_row = self._lost_in_a_row + 1 if lost else 0
         if self._lost_in_a_row != _LOST_STEPS or self._said_lost:
             return
