@@ -219,37 +219,40 @@ class GradientRecorder:
         for name, p in self.engine.module.named_parameters():
             if self.engine.optimizer is self.engine.basic_optimizer:
                 self.latest[name] = torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
-            elif getattr(p, "_hp_mapping", None) is not None:
-                self._record_fragment(name, p)
             else:
-                self.latest.setdefault(name, torch.zeros(p.shape))
+                self._record_fragment(name, p)
 
     def _record_fragment(self, name: str, p: Any) -> None:
-        from tf_adapters.deepspeed.optimizers import _flat_partitions
+        from tf_adapters.deepspeed.partitions import flat_partitions, fragments
 
-        mapping = p._hp_mapping
-        flat = _flat_partitions(self.engine.optimizer)[mapping.param_group_index]
+        fragment = fragments(self.engine.optimizer).get(id(p))
+        if fragment is None:
+            self.latest.setdefault(name, torch.zeros(p.shape))
+            return
+        flat = flat_partitions(self.engine.optimizer)[fragment.group]
         if flat.grad is None:
             return
-        hp, lp = mapping.hp_fragment_address, mapping.lp_fragment_address
         whole = torch.zeros(p.numel())
-        whole.narrow(0, lp.start, lp.numel).copy_(flat.grad.narrow(0, hp.start, hp.numel))
+        part = flat.grad.narrow(0, fragment.start, fragment.numel)
+        whole.narrow(0, fragment.begin, fragment.numel).copy_(part)
         self.latest[name] = whole.view(p.shape)
 
 
 def optimizer_state(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
     """Parameter and optimizer state by name, whichever path holds them (this rank's fragments)."""
-    from tf_adapters.deepspeed.optimizers import _flat_partitions
+    from tf_adapters.deepspeed.partitions import flat_partitions, fragments
 
     found: dict[str, dict[str, torch.Tensor]] = {}
+    is_flat = engine.optimizer is not engine.basic_optimizer
+    of_rank = fragments(engine.optimizer) if is_flat else {}
     for name, p in engine.module.named_parameters():
-        if engine.optimizer is engine.basic_optimizer:
+        if not is_flat:
             state = engine.basic_optimizer.state.get(p, {})
             found[name] = {"value": p.detach().clone()}
             found[name] |= {k: v.clone() for k, v in state.items() if torch.is_tensor(v)}
-        elif getattr(p, "_hp_mapping", None) is not None:
-            flat = _flat_partitions(engine.optimizer)[p._hp_mapping.param_group_index]
-            at = p._hp_mapping.hp_fragment_address
+        elif id(p) in of_rank:
+            at = of_rank[id(p)]
+            flat = flat_partitions(engine.optimizer)[at.group]
             tensors = {"value": flat.detach(), **engine.basic_optimizer.state.get(flat, {})}
             found[name] = {
                 k: v.narrow(0, at.start, at.numel).clone()

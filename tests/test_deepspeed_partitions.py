@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tf_adapters.deepspeed import partitions
 from tf_adapters.deepspeed.optimizers import HeldParameters
 
 SIZES = (3_000, 5_000, 1, 4_000, 7_000)
@@ -43,6 +44,11 @@ class Allocated(TorchDispatchMode):
         return result
 
 
+@pytest.fixture(autouse=True)
+def one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partitions, "dist", SimpleNamespace(get_rank=lambda group: 0))
+
+
 class Partition:
     """An engine with one flat partition, as ZeRO stage 1 makes it."""
 
@@ -50,15 +56,15 @@ class Partition:
         torch.manual_seed(0)
         self.flat = torch.nn.Parameter(torch.randn(sum(SIZES)))
         self.inner = make([self.flat])
-        self.parameters: list[Any] = []
-        begin = 0
-        for size in SIZES:
-            parameter = torch.nn.Parameter(torch.zeros(size))
-            address = SimpleNamespace(start=begin, numel=size)
-            parameter._hp_mapping = SimpleNamespace(param_group_index=0, hp_fragment_address=address)  # type: ignore[attr-defined]
-            self.parameters.append(parameter)
-            begin += size
-        outer = SimpleNamespace(single_partition_of_fp32_groups=[self.flat])
+        weights = torch.zeros(sum(SIZES), dtype=torch.bfloat16)
+        self.parameters = [torch.nn.Parameter(part) for part in weights.split(SIZES)]
+        outer = SimpleNamespace(
+            single_partition_of_fp32_groups=[self.flat],
+            bit16_groups=[self.parameters],
+            bit16_groups_flat=[weights],
+            parallel_partitioned_bit16_groups=[[weights]],
+            real_dp_process_group=[None],
+        )
         self.holder = HeldParameters(SimpleNamespace(optimizer=outer, basic_optimizer=self.inner))
         self.inner.register_step_pre_hook(self.holder.before_step)
         self.inner.register_step_post_hook(self.holder.after_step)

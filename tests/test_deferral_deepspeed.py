@@ -78,7 +78,7 @@ def order(rows: list[list[str]]) -> list[list[str]]:
         ("blocking", replace(MOVED, section={"schedule": "gpipe"}), [True, False, False, False]),
         ("new shapes", MOVED, [True, False, True, False]),
         ("evaluation", MOVED, [True, False, False, False]),
-        ("lengths", replace(MOVED, dynamic_shape=True), [True, False, False, False]),
+        ("lengths", replace(MOVED, dynamic_shape=True), [False, False, False, False]),
     ],
 )
 def test_nothing_frozen_is_the_host_to_the_bit_when(pools, event, case, ran_host_order):

@@ -311,18 +311,16 @@ def test_a_patch_that_others_have_wrapped_is_not_taken_back(monkeypatch: pytest.
 # --- DeepSpeed -----------------------------------------------------------------------------------------------
 
 
-def test_a_renamed_mapping_of_deepspeeds_flat_partitions_is_refused() -> None:
+def test_a_renamed_part_of_deepspeeds_flat_partitions_is_refused() -> None:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    from tf_adapters.deepspeed.support import missing_partition_name
+    from tf_adapters.deepspeed.support import ZERO_NAMES, missing_partition_name
 
     outer = DeepSpeedZeroOptimizer.__new__(DeepSpeedZeroOptimizer)
-    parameter = nn.Parameter(torch.ones(2))
-    outer.bit16_groups, outer.single_partition_of_fp32_groups = [[parameter]], [parameter]
-    outer.use_grad_accum_attribute = False
-    assert "has no Parameter._hp_mapping;" in str(missing_partition_name(outer))
-    parameter._hp_mapping = None  # all of it is another rank's
+    vars(outer).update(dict.fromkeys(ZERO_NAMES))
     assert missing_partition_name(outer) is None
+    del outer.parallel_partitioned_bit16_groups
+    assert "has no DeepSpeedZeroOptimizer.parallel_partitioned_bit16_groups;" in str(missing_partition_name(outer))
 
 
 # --- launchers -----------------------------------------------------------------------------------------------

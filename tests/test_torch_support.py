@@ -199,6 +199,25 @@ def test_what_cannot_be_right_is_refused_in_one_line_on_all_ranks(name: str) -> 
     assert pool(2).run(outcome, case, change) == [("UnsupportedError", PREFIX + text)] * 2
 
 
+def own_loop(run: Run) -> None:
+    class Own(type(run.schedule)):  # type: ignore[misc]
+        def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
+            return super()._step_microbatches(*args, **kwargs)
+
+    run.schedule.__class__ = Own
+
+
+@distributed
+def test_a_loop_of_another_project_is_not_replaced_by_a_rewritten_order() -> None:
+    deferred = {"weight_gradients": "deferred"}
+    refused = (
+        "the schedule runs its batches in a loop of test_torch_support, and a rewritten order would run without what "
+        'that does; use weight_gradients "in_place"'
+    )
+    assert pool(2).run(outcome, Case(), own_loop, deferred, deferred) == [("UnsupportedError", PREFIX + refused)] * 2
+    assert pool(2).run(outcome, Case(), own_loop) == [("attached", "")] * 2
+
+
 @distributed
 def test_what_is_wrong_on_one_rank_only_is_raised_on_all() -> None:
     refusal = ("UnsupportedError", f"rank 1: {PREFIX}{COMPILED}")

@@ -20,6 +20,7 @@ from deepspeed.runtime.pipe import schedule as host
 from tf_adapters.collectives import Collectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.deepspeed.execution import (
+    TRANSFERS,
     BeginReceive,
     FinishSends,
     InputGradients,
@@ -36,15 +37,16 @@ from tf_adapters.deepspeed.optimizers import (
     held_values,
     scale_gradients,
 )
-from tf_adapters.deepspeed.schedules import SCHEDULES, MicrobatchTracker, translate
+from tf_adapters.deepspeed.schedules import SCHEDULES, MicrobatchTracker, own_schedule, translate
 from tf_adapters.deepspeed.stages import (
     is_dualpipev,
     layers_by_stage,
     parameters_by_stage,
     stages_of,
+    tied_names,
     units_by_stage,
 )
-from tf_adapters.deepspeed.support import refuse_compiled
+from tf_adapters.deepspeed.support import refuse_another, refuse_compiled
 from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.waiting import WaitingWeights
 from tf_adapters.masking.taps import StageTaps, plain_layer
@@ -59,7 +61,9 @@ from tf_adapters.training.pipeline import HostInfo, HostPipeline
 HOST = HostInfo("deepspeed", deepspeed.__version__)
 ATTRIBUTE = "timely_freeze"  # of the engine: its adapter
 CHECKPOINT_KEY = "timely_freeze"
-_TRANSFERS = (host.SendActivation, host.RecvActivation, host.SendGrad, host.RecvGrad)
+_LOST_STEPS = 3
+"""Steps in a row that could not run in a plan's order, after which a warning is logged."""
+_RECEIVES = (host.RecvActivation, host.RecvGrad)
 _WARMUP_ATTRIBUTES = ("warmup_num_steps", "num_warmup_steps", "warmup_steps")
 
 
@@ -81,6 +85,7 @@ class DeepSpeedAdapter(HostAdapter):
         self._transfers: Transfers | None = None  # of the batch that runs, where it runs in a plan's order
         self._waiting: WaitingWeights | None = None  # the same, where only weight gradients stand elsewhere
         self._shapes_known = False
+        self._lost_in_a_row, self._said_lost = 0, False  # steps that shapes kept from the plan's order
         self._given_warmup = warmup_steps
         self._is_gpipe = config.schedule == "gpipe"  # which is ours: its transfers keep no rank waiting, either
         super().__init__(config, collectives, self._describe, metrics)
@@ -90,9 +95,8 @@ class DeepSpeedAdapter(HostAdapter):
         self._stages = stages_of(engine)
         # The engine keeps one loss, the last forward's: under GPipe that is another microbatch's. DualPipeV's does not.
         self._keeps_losses = engine.is_last_stage() and not is_dualpipev(engine)
-        # Before 0.19.8 the engine had no method to ask for what it runs by itself.
-        own = type(engine._train_schedule()) if hasattr(engine, "_train_schedule") else host.TrainSchedule
-        self._schedule_type = SCHEDULES.get(self.config.schedule) or own
+        self._own_schedule = own_schedule(engine)
+        self._schedule_type = SCHEDULES.get(self.config.schedule) or self._own_schedule
         self._orders = lru_cache(MOST_NUMBERS)(partial(translate, self._schedule_type, stages=engine.num_stages))
         return HostPipeline(
             host=HOST,
@@ -113,8 +117,9 @@ class DeepSpeedAdapter(HostAdapter):
         )
 
     def ties(self, pipeline: HostPipeline) -> tuple[Tie, ...]:
-        """A tied weight has the same name on every stage that holds it."""
-        return same_names(pipeline.units)
+        """A tied weight has the same name on every stage that holds it; so have others of a tied module."""
+        tied = tied_names(self.engine, pipeline.parameters)
+        return tuple(tie for tie in same_names(pipeline.units) if tie[0][1] in tied)
 
     def _warmup_steps(self) -> int:
         return _warmup_steps(self.engine) if self._given_warmup is None else self._given_warmup
@@ -140,7 +145,7 @@ class DeepSpeedAdapter(HostAdapter):
             wrapped |= {
                 InputGradients: partial(self._backward, Kind.INPUT_GRAD),
                 WeightGradients: lambda _, microbatch: controller.compute_weight_gradients(self._stages[0], microbatch),
-                **{kind: partial(self._transfer, kind) for kind in (*_TRANSFERS, BeginReceive, FinishSends)},
+                **{kind: partial(self._transfer, kind) for kind in (*TRANSFERS, BeginReceive, FinishSends)},
             }
             overrides.set(engine, "reset_activation_shape", self._resetting(engine.reset_activation_shape))
         overrides.set(engine, "_INSTRUCTION_MAP", {**self._host_instructions, **wrapped})
@@ -159,6 +164,7 @@ class DeepSpeedAdapter(HostAdapter):
         if evaluates:  # the second is DualPipeV's
             self._host_exec_schedule(schedule)
             return
+        refuse_another(schedule, self._own_schedule)
         try:
             self._host_exec_schedule(self._begin_step())
         finally:
@@ -173,7 +179,9 @@ class DeepSpeedAdapter(HostAdapter):
             controller.reschedule(self._orders(engine.micro_batches))
         self._tracker = MicrobatchTracker()
         self._losses.clear()
-        controller.begin_step(in_host_order=not self._shapes_known)
+        in_host_order = not self._shapes_known and controller.pipeline.moves_forwards
+        self._count_lost(in_host_order and controller.execution is not controller.schedule)
+        controller.begin_step(in_host_order)
         size = {"micro_batches": engine.micro_batches, "stages": engine.num_stages, "stage_id": engine.stage_id}
         order = controller.execution
         row, rewritten = order.ranks[engine.stage_id], order is not controller.schedule
@@ -185,12 +193,25 @@ class DeepSpeedAdapter(HostAdapter):
             self._waiting = WaitingWeights(row, lambda a, _: controller.compute_weight_gradients(a.stage, a.microbatch))
         return self._schedule_type(**size)
 
+    def _count_lost(self, lost: bool) -> None:
+        """Warn once if step after step loses the plan's order. Ranks reset their shapes together: all count alike."""
+        self._lost_in_a_row = self._lost_in_a_row + 1 if lost else 0
+        if self._lost_in_a_row != _LOST_STEPS or self._said_lost:
+            return
+        self._said_lost = True
+        self.controller.warn(
+            "no weight gradient is deferred: engine.reset_activation_shape() is called before each batch, which then "
+            "runs in the engine's own order to exchange shapes; call it only where shapes change, or build the "
+            "PipelineModule with dynamic_shape=True"
+        )
+
     def _forward(self, engine: Any, buffer_id: int, **kwargs: Any) -> None:
         run = self._host_instructions[host.ForwardPass]
         if not self._trains():
             run(engine, buffer_id, **kwargs)
             return
         phase = kwargs.get("phase", 0)
+        self._compute_waiting()
         stage, microbatch = self._stages[phase], self._tracker.forward(buffer_id, phase)
         with self._action(stage, Kind.FORWARD, microbatch):
             run(engine, buffer_id, **kwargs)
@@ -213,6 +234,7 @@ class DeepSpeedAdapter(HostAdapter):
         stage, microbatch = self._stages[kwargs.get("phase", 0)], self._tracker.backward(buffer_id)
         if self._keeps_losses:
             engine.loss = self._losses.pop(buffer_id)
+        self._compute_waiting()
         if self._waiting is not None:
             kind = self._waiting.backward_kind(stage, microbatch)
         with self._action(stage, kind, microbatch):
@@ -224,6 +246,8 @@ class DeepSpeedAdapter(HostAdapter):
     def _transfer(self, kind: type, engine: Any, *args: Any, **kwargs: Any) -> None:
         """An instruction that sends or receives: in a rewritten order none keeps its rank waiting."""
         if self._transfers is None:
+            if kind in _RECEIVES:
+                self._compute_waiting()
             self._host_instructions[kind](engine, *args, **kwargs)
             if kind is host.RecvGrad and self._waiting is not None:
                 engine.grad_layer = apart(engine.grad_layer)
@@ -252,6 +276,14 @@ class DeepSpeedAdapter(HostAdapter):
             yield
         if self._waiting is not None:
             self._waiting.passed(action)
+
+    def _compute_waiting(self) -> None:
+        """Compute the weight gradients that stand next in the row.
+
+        Called before a receive, for which the rank would wait, and not right after a backward: what that has computed
+        is sent first.
+        """
+        if self._waiting is not None:
             self._waiting.run()
 
     def _skip_backward(self, buffer_id: int) -> None:
@@ -262,12 +294,14 @@ class DeepSpeedAdapter(HostAdapter):
             buffers["inputs"][buffer_id] = buffers["grads"][buffer_id] = None
 
     def _reduce_tied_gradients(self, engine: Any, **kwargs: Any) -> None:
+        self._compute_waiting()
         for scales in self.controller.gradient_scales().values():
             scale_gradients(engine.optimizer, scales)
         fill_missing_tied_gradients(engine)
         self._host_instructions[host.ReduceTiedGrads](engine, **kwargs)
 
     def _reduce_gradients(self, engine: Any, **kwargs: Any) -> None:
+        self._compute_waiting()
         held = self.controller.held_parameters()
         fill_missing_gradients(engine.optimizer, held)
         self._holder.hold(held)

@@ -24,6 +24,7 @@ from tf_adapters.schedule.ir import Action, Kind
 
 __all__ = [
     "BATCH_ENDING",
+    "TRANSFERS",
     "BeginReceive",
     "FinishSends",
     "InputGradients",
@@ -50,6 +51,7 @@ class FinishSends(host.PipeInstruction):  # type: ignore[misc]
     """Wait until everything that was sent has arrived."""
 
 
+TRANSFERS = (host.SendActivation, host.RecvActivation, host.SendGrad, host.RecvGrad)
 BATCH_ENDING = (host.ReduceTiedGrads, host.ReduceGrads, host.OptimizerStep)
 
 

@@ -15,6 +15,7 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from tf_adapters.deepspeed.partitions import flat_partitions, fragments
 from tf_adapters.masking.kept import Kept
 from tf_adapters.selection.sampling import HeldValues, Piece
 from tf_adapters.training.step_masks import Scale
@@ -110,6 +111,7 @@ class HeldParameters:
         self._outer = engine.optimizer
         self._inner: torch.optim.Optimizer = engine.basic_optimizer
         self._held: tuple[torch.nn.Parameter, ...] = ()
+        self._fragments = {} if self._outer is self._inner else fragments(self._outer)
         self._kept = Kept()
         self._partial = PartialSteps(self._inner)
 
@@ -142,12 +144,11 @@ class HeldParameters:
         ZeRO steps one parameter group at a time and shows the inner optimizer only that group.
         """
         stepped = {id(p) for group in self._inner.param_groups for p in group["params"]}
-        flats, parts = _flat_partitions(self._outer), defaultdict[int, list[Part]](list)
+        flats, parts = flat_partitions(self._outer), defaultdict[int, list[Part]](list)
         for parameter in self._held:
-            mapping = getattr(parameter, "_hp_mapping", None)
-            if mapping is not None and id(flats[mapping.param_group_index]) in stepped:
-                address = mapping.hp_fragment_address
-                parts[mapping.param_group_index].append((address.start, address.start + address.numel))
+            fragment = self._fragments.get(id(parameter))
+            if fragment is not None and id(flats[fragment.group]) in stepped:
+                parts[fragment.group].append((fragment.start, fragment.start + fragment.numel))
         return [(flats[group], of_group) for group, of_group in parts.items()]
 
 
@@ -158,24 +159,20 @@ def held_values(engine: Any, parameters: Mapping[int, Mapping[str, torch.nn.Para
     told apart by where it begins in the parameter: bf16 weights would round small updates away.
     """
 
+    is_flat = engine.optimizer is not engine.basic_optimizer
+    of_rank = fragments(engine.optimizer) if is_flat else {}
+
     def held(stage: int, name: str) -> tuple[Piece, ...]:
         parameter = parameters[stage][name]
-        if engine.optimizer is engine.basic_optimizer:
+        if not is_flat:
             return (Piece(parameter),)
-        mapping = getattr(parameter, "_hp_mapping", None)
-        if mapping is None:  # all of it is other ranks'
+        fragment = of_rank.get(id(parameter))
+        if fragment is None:  # all of it is other ranks'
             return ()
-        address = mapping.hp_fragment_address
-        flat = _flat_partitions(engine.optimizer)[mapping.param_group_index]
-        return (Piece(flat.detach().narrow(0, address.start, address.numel), (mapping.lp_fragment_address.start,)),)
+        flat = flat_partitions(engine.optimizer)[fragment.group]
+        return (Piece(flat.detach().narrow(0, fragment.start, fragment.numel), (fragment.begin,)),)
 
     return held
-
-
-def _flat_partitions(optimizer: Any) -> list[torch.Tensor]:
-    if isinstance(optimizer, BF16_Optimizer):
-        return optimizer.fp32_groups_flat_partition  # type: ignore[no-any-return]
-    return optimizer.single_partition_of_fp32_groups  # type: ignore[no-any-return]
 
 
 def fill_missing_gradients(optimizer: Any, parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from deepspeed.runtime.pipe import schedule as host
 
@@ -77,3 +78,8 @@ class GPipeSchedule(OrderedSchedule):
 
 SCHEDULES: dict[str, type[host.PipeSchedule]] = {"1f1b": host.TrainSchedule, "gpipe": GPipeSchedule}
 """The schedules that the ``schedule`` setting can put in the place of the engine's own."""
+
+
+def own_schedule(engine: Any) -> type[host.PipeSchedule]:
+    """The schedule that the engine runs by itself. Before 0.19.8 it had no method to ask for it."""
+    return type(engine._train_schedule()) if hasattr(engine, "_train_schedule") else host.TrainSchedule

@@ -5,6 +5,7 @@ Source: deepspeed/runtime/pipe/engine.py, dualpipev.py and module.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,6 +43,22 @@ def parameters_by_stage(engine: Any) -> dict[int, dict[str, torch.nn.Parameter]]
     return {
         stage: {name: p for name, p in named.items() if _belongs(name, _layers(engine.module, phase))}
         for phase, stage in stages_of(engine).items()
+    }
+
+
+def tied_names(engine: Any, parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> set[str]:
+    """The names of this rank's weights whose gradients are the sum over several stages.
+
+    A tied module may hold others too: on each stage but its ``tied_weight_attr`` is the stage's own. In DualPipeV one
+    module serves both stages of rank 0, and each of its weights.
+    """
+    reduced = {id(weight) for weight, _ in engine.module.get_tied_weights_and_groups()}
+    places = Counter(name for of_stage in parameters.values() for name in of_stage)
+    return {
+        name
+        for of_stage in parameters.values()
+        for name, parameter in of_stage.items()
+        if id(parameter) in reduced or places[name] > 1
     }
 
 

@@ -12,6 +12,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.deepspeed.partitions import misplaced
+from tf_adapters.deepspeed.replaced import replaced_problem
 from tf_adapters.deepspeed.stages import is_dualpipev, layers_by_stage
 from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, missing_name, refuse
 from tf_adapters.masking.parameters import COMPILED
@@ -21,10 +23,17 @@ ENGINE_NAMES = (
     *("dynamic_shape", "reset_activation_shape", "pipe_recv_buf", "grad_layer"),
 )
 TRANSFER_NAMES = ("send", "recv", "_grid", "_is_valid_send_recv")
-MODULE_NAMES = ("_layer_specs", "_local_start", "_local_stop")
-ZERO_NAMES = ("single_partition_of_fp32_groups", "bit16_groups", "use_grad_accum_attribute")
-BF16_NAMES = ("fp32_groups_flat_partition", "fp32_groups_gradients", "fp32_groups_has_gradients", "bf16_groups")
-MAPPING_NAMES = ("hp_fragment_address", "lp_fragment_address", "param_group_index")
+MODULE_NAMES = ("get_tied_weights_and_groups", "_layer_specs", "_local_start", "_local_stop")
+ZERO_NAMES = (
+    *("single_partition_of_fp32_groups", "bit16_groups", "bit16_groups_flat", "parallel_partitioned_bit16_groups"),
+    *("grad_partition_insertion_offset", "grad_start_offset", "get_param_id", "use_grad_accum_attribute"),
+    "real_dp_process_group",
+)
+BF16_NAMES = (
+    *("fp32_groups_flat_partition", "fp32_groups_gradients", "fp32_groups_has_gradients", "bf16_groups"),
+    *("bf16_groups_flat", "bf16_partitioned_groups", "fp32_groups_gradients_flat"),
+    *("fp32_groups_gradient_flat_partition", "real_dp_process_group"),
+)
 _FIRST_RIGHT_VERSION = (0, 19, 3)
 _SCALED = ("8bit", "4bit", "fp8")
 _UNTESTED_OPTIMIZERS = ("onebit", "zerooneadam", "muon")
@@ -44,12 +53,22 @@ def check(engine: Any, settings: TimelyFreezeConfig | None = None) -> None:
     refuse_compiled(engine)
     layers = {name: layer for of_stage in layers_by_stage(engine).values() for name, layer in of_stage.items()}
     refuse(compiled_problem(engine.module, engine.module, layers, settings))
-    refuse(_setting_problem(engine) or _optimizer_problem(engine))
+    refuse(None if settings is None else replaced_problem(engine, settings))
+    refuse(_setting_problem(engine) or _optimizer_problem(engine) or _partition_problem(engine))
 
 
 def refuse_compiled(engine: Any) -> None:
     """Raise UnsupportedError if the engine itself has been compiled: a cheap check for every step."""
     refuse(COMPILED if getattr(engine, "is_compiled", False) else None)
+
+
+def refuse_another(schedule: Any, attached: type) -> None:
+    """Raise UnsupportedError if the engine is to run another kind of schedule than it had when it was attached."""
+    kind = type(schedule)
+    text = (
+        f"the engine runs a {kind.__name__} of {kind.__module__}, not the {attached.__name__} that it chooses by itself"
+    )
+    refuse(None if kind is attached else f"{text}; train such batches without timely_freeze")
 
 
 def warnings(engine: Any) -> list[str]:
@@ -123,15 +142,13 @@ def _scaled_problem(inner: torch.optim.Optimizer) -> Problem:
 
 def missing_partition_name(outer: Any) -> Problem:
     """Return a problem if a flat-partition optimizer lacks a name without which frozen parameters were updated."""
-    is_bf16 = isinstance(outer, BF16_Optimizer)
-    problem = missing_name(outer, BF16_NAMES if is_bf16 else ZERO_NAMES)
-    if problem:
-        return problem
-    parameters = [p for group in (outer.bf16_groups if is_bf16 else outer.bit16_groups) for p in group]
-    for parameter in parameters:
-        problem = missing_name(parameter, ("_hp_mapping",))
-        if problem is None and parameter._hp_mapping is not None:
-            problem = missing_name(parameter._hp_mapping, MAPPING_NAMES, called="Parameter._hp_mapping")
-        if problem:
-            return problem
-    return None
+    return missing_name(outer, BF16_NAMES if isinstance(outer, BF16_Optimizer) else ZERO_NAMES)
+
+
+def _partition_problem(engine: Any) -> Problem:
+    """Return a problem if it is not sure which part of a flat partition a parameter is."""
+    if engine.optimizer is engine.basic_optimizer:
+        return None
+    name = misplaced(engine.optimizer, dict(engine.module.named_parameters()))
+    text = f"{type(engine.optimizer).__name__} keeps the gradient of {name} at another place than its values"
+    return None if name is None else f"{text}; use ZeRO stage 0 in fp32"

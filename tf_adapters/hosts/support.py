@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from tf_adapters.hosts.layers import layer_of
 from tf_adapters.masking.parameters import COMPILED, is_compiled
 from tf_adapters.timing.layers import Layers
 
-__all__ = ["Problem", "compiled_problem", "first_problem", "missing_name", "refuse"]
+__all__ = ["Problem", "compiled_problem", "first_problem", "missing_name", "module_of", "refuse"]
 
 Problem = str | None
 """Why a host cannot be frozen, in one line; None where it can."""
@@ -28,6 +29,11 @@ def refuse(problem: Problem) -> None:
 def first_problem(checks: Mapping[str, object]) -> Problem:
     """Return the first text whose condition holds."""
     return next((text for text, holds in checks.items() if holds), None)
+
+
+def module_of(function: Any) -> str:
+    """Return the module in which a function, under its wrappers, is defined; its text if it is no function."""
+    return str(getattr(inspect.unwrap(function), "__module__", "")) if callable(function) else str(function)
 
 
 def missing_name(owner: Any, names: Iterable[str], called: str = "") -> Problem:

@@ -132,11 +132,11 @@ class Report(_Model):
     """One run, as far as it has come. ``times`` holds [all frozen, nothing frozen] ms for each action.
 
     ``frozen_share`` holds, by stage, the mean share frozen in steps 1, 2, ...; ``parameter_freeze_ratio``, by stage and
-    name, the share of stable freezing's microbatches in which a parameter was frozen. ``tokens`` is by stage,
-    where they are sampled; ``gradient_signal``, by stage, the share of a batch's gradient that is signal and its
-    standard error, where ``max_freeze_ratio`` is "auto"; ``layers``, by stage, what its layers took in the
-    warm-up. ``batches`` is by number of microbatches, where they are mixed: all else is of the number that most steps
-    had. ``batch_times`` is where the ranks' time goes with nothing frozen. All may be left out.
+    name, the share of stable freezing's microbatches in which a parameter was frozen, a tied weight on all of its
+    stages. ``tokens`` is by stage, where they are sampled; ``gradient_signal``, by stage, the share of a batch's
+    gradient that is signal and its standard error, where ``max_freeze_ratio`` is "auto"; ``layers``, by stage, what its
+    layers took in the warm-up. ``batches`` is by number of microbatches, where they are mixed: all else is of the
+    number that most steps had. ``batch_times`` is where the ranks' time goes with nothing frozen. All may be left out.
     """
 
     format: Literal[1] = FORMAT

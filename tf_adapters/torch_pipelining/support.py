@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.layers import layers_of
-from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, missing_name, refuse
+from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, missing_name, module_of, refuse
 from tf_adapters.schedule.ir import Kind, PipelineSchedule
 from tf_adapters.torch_pipelining.replicas import inside_replica, reshards_after_forward
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
@@ -39,6 +39,7 @@ def check(schedule: Any, optimizers: Sequence[Any], settings: TimelyFreezeConfig
     """Raise UnsupportedError, one line, if freezing with this schedule could be wrong."""
     refuse_grad_scaler()
     refuse(_schedule_problem(schedule))
+    refuse(_replaced_problem(schedule) if settings is not None and settings.defers else None)
     translated = translate(schedule)
     for stage in stages_of(schedule):
         refuse(_stage_problem(stage, translated, bool(optimizers)))
@@ -97,6 +98,17 @@ def _schedule_problem(schedule: Any) -> Problem:
         if replaced:
             return f"a custom function is registered for {replaced[0].name}; masks need the stages' own computations"
     return None
+
+
+def _replaced_problem(schedule: Any) -> Problem:
+    """Return a problem if a batch runs in another project's loop, which a rewritten order would run without."""
+    module = module_of(schedule._step_microbatches)
+    if module.split(".")[0] == "torch":
+        return None
+    return (
+        f"the schedule runs its batches in a loop of {module}, and a rewritten order would run without what that does; "
+        'use weight_gradients "in_place"'
+    )
 
 
 def _stage_problem(stage: Any, schedule: PipelineSchedule, has_optimizer: bool) -> Problem:

@@ -6,6 +6,7 @@ A host adapter translates its schedule, then calls ``begin_step``, wraps every a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import UnsupportedError
+from tf_adapters.log import announce
 from tf_adapters.masking.activations import ActivationGraphs
 from tf_adapters.masking.gradient_noise import GradientNoise, RowObserver
 from tf_adapters.masking.parameters import ParameterMask, any_compiled
@@ -203,7 +205,7 @@ class Controller:
         self.memory.stop_step(phase)
         self._layers.off()  # a copy of the model that is made between two steps has no hooks of ours
         self._noise.end(self.state.microbatches)
-        self._tally.add(step, phase, self._step_masks.local())
+        self._tally.add(step, phase, self._step_masks)
         self._step_start = None
         self.state.completed_steps = step
         run = self.snapshot()
@@ -218,7 +220,8 @@ class Controller:
     def frozen_parameters(self, step: int, stage: int, microbatch: int) -> tuple[str, ...]:
         """Names frozen on ``stage`` for ``microbatch`` at ``step``: the same on every replica and after a restart.
 
-        In a batch of as many microbatches as the one that runs, or ran last.
+        In a batch of as many microbatches as the one that runs, or ran last. Of a tied weight it is this stage's part
+        of the gradient that is skipped: the weight still learns from the part of a stage that does not name it.
         """
         masks = self._ratios.masks(self.state, step, stage)
         return masks[microbatch].names if microbatch < len(masks) else ()
@@ -252,6 +255,11 @@ class Controller:
             tally=self._tally,
             traced=self.pipeline.traced,
         )
+
+    def warn(self, text: str) -> None:
+        """Log a warning and leave it in the report's notes. Called on all ranks."""
+        self.state.note(text)
+        announce(self._collectives.rank, text, logging.WARNING)
 
     def announce_start(self) -> None:
         """Log the line that says that freezing is on, and what will happen when."""

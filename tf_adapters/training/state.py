@@ -76,6 +76,11 @@ class RunState:
         self.measured, self.measured_at = replace(measured, notes=(), batch_times=batch_times), self.completed_steps
         self.notes = (*self.notes, *measured.notes)[-_NOTES:]
 
+    def note(self, text: str) -> None:
+        """Leave a line in the report's notes, once."""
+        if text not in self.notes:
+            self.notes = (*self.notes, text)[-_NOTES:]
+
     def adopt(self, schedule: PipelineSchedule, planned: Planned) -> None:
         """Take a new plan into force for batches that the host runs in the order of ``schedule``."""
         batch = BatchPlan(

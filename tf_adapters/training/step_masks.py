@@ -54,6 +54,16 @@ class StepMasks:
         """The masks of this rank's stages that have been drawn, one for each microbatch."""
         return {stage: masks for stage, masks in self._drawn.items() if stage in self._parameters}
 
+    def frozen(self) -> Mapping[int, Sequence[frozenset[str]]]:
+        """By stage of this rank that has drawn, what each microbatch froze on every stage that holds it."""
+        return {
+            stage: [
+                frozenset(name for name in mask.names if self._is_frozen(stage, name, microbatch))
+                for microbatch, mask in enumerate(masks)
+            ]
+            for stage, masks in self.local().items()
+        }
+
     def held_parameters(self) -> tuple[torch.nn.Parameter, ...]:
         """This rank's parameters that every microbatch froze, on every stage that holds them."""
         return tuple(
@@ -77,6 +87,11 @@ class StepMasks:
             if frozen[name] < len(masks):
                 yield self._parameters[stage][name], len(masks) / (len(masks) - frozen[name])
 
+    def _is_frozen(self, stage: int, name: str, microbatch: int) -> bool:
+        """Whether a name that a microbatch froze on a stage is frozen on all other stages that hold it."""
+        places = self._ties.get((stage, name), ())
+        return all(other == stage or held in self.of(other, microbatch).names for other, held in places)
+
     def _of_stage(self, stage: int) -> Sequence[Mask]:
         if stage not in self._drawn:
             self._drawn[stage] = self._draw(stage)
@@ -95,24 +110,27 @@ class MaskTally:
         self._frozen: dict[int, Counter[str]] = defaultdict(Counter)
         self._microbatches: Counter[int] = Counter()
 
-    def add(self, step: int, phase: Phase, drawn: Mapping[int, Sequence[Mask]]) -> None:
-        """Count the masks of a step: by stage, one for each microbatch."""
-        for stage, masks in drawn.items():
+    def add(self, step: int, phase: Phase, step_masks: StepMasks) -> None:
+        """Count the masks of a step. A weight that several stages hold is frozen where all of them froze it."""
+        for stage, masks in step_masks.local().items():
             if step <= _MOST_STEPS:
                 shares = self._shares[stage]
                 shares += [0.0] * (step - 1 - len(shares))  # steps before a resume
                 shares.append(sum(mask.share for mask in masks) / len(masks))
-            if phase is Phase.STABLE:
-                self._microbatches[stage] += len(masks)
-                for mask in masks:
-                    self._frozen[stage].update(mask.names)
+        for stage, frozen in step_masks.frozen().items() if phase is Phase.STABLE else ():
+            self._microbatches[stage] += len(frozen)
+            for names in frozen:
+                self._frozen[stage].update(names)
 
     def frozen_share(self) -> dict[int, tuple[float, ...]]:
         """By stage, the mean over microbatches of the work frozen, as a share of the freezable, in steps 1, 2, ..."""
         return {stage: tuple(shares) for stage, shares in self._shares.items()}
 
     def parameter_freeze_ratio(self) -> dict[int, dict[str, float]]:
-        """By stage and name, the share of stable freezing's microbatches in which a parameter was frozen."""
+        """By stage and name, the share of stable freezing's microbatches in which a parameter was frozen.
+
+        A tied weight counts where all of its stages froze it: elsewhere it learns from the others' gradients.
+        """
         return {
             stage: {name: count / self._microbatches[stage] for name, count in sorted(counts.items())}
             for stage, counts in self._frozen.items()

@@ -1,0 +1,83 @@
+"""Schedules and transfers of other projects, which an order of ours would take the place of.
+
+A project may give DeepSpeed's engine other instructions, or another order of them. For example, data is loaded before
+transfers because the loader communicates. An order of ours would run without what that project relies on.
+Source: deepspeed/runtime/pipe/schedule.py, engine.py and p2p.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe import schedule as host
+
+from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.deepspeed.execution import TRANSFERS
+from tf_adapters.deepspeed.schedules import own_schedule
+from tf_adapters.hosts.support import Problem, module_of
+
+__all__ = ["replaced_problem"]
+
+
+def replaced_problem(engine: Any, settings: TimelyFreezeConfig) -> Problem:
+    """Return a problem if the settings ask for an order of ours in the place of another project's schedule."""
+    reorders = settings.defers and not engine.dynamic_shape
+    if not reorders and settings.schedule == "host":
+        return None
+    found = _replaced(engine)
+    asked = f'schedule "{settings.schedule}"' if settings.schedule != "host" else 'weight_gradients "deferred"'
+    return found and (
+        f"{found} is not DeepSpeed's own, and {asked} would run without what it does; "
+        'use schedule "host" and weight_gradients "in_place"'
+    )
+
+
+def _replaced(engine: Any) -> str | None:
+    """Return the name of what another project has put in the place of DeepSpeed's; None where there is nothing."""
+    schedule = own_schedule(engine)
+    functions = {
+        "_exec_schedule": engine._exec_schedule,
+        **{kind.__name__: engine._INSTRUCTION_MAP.get(kind) for kind in TRANSFERS},
+        "p2p.send": p2p.send,
+        "p2p.recv": p2p.recv,
+    }
+    if not _streams_as_written(schedule, engine.micro_batches, engine.num_stages):
+        return f"the order of the engine's instructions ({schedule.__name__}.steps of {schedule.steps.__module__})"
+    modules = {name: module_of(function) for name, function in functions.items()}
+    foreign = ((name, module) for name, module in modules.items() if module.split(".")[0] != "deepspeed")
+    return next((f"the engine's {name} ({module})" for name, module in foreign), None)
+
+
+def _streams_as_written(schedule: type[host.PipeSchedule], microbatches: int, stages: int) -> bool:
+    """Whether a schedule gives the instructions of the class of DeepSpeed that it is, or extends, on each stage.
+
+    The class may have been changed in this process, so it is compared with a fresh copy of its module.
+    """
+    bases = [cls for cls in schedule.__mro__ if cls.__module__ == host.__name__ and not inspect.isabstract(cls)]
+    written = getattr(_fresh_module(), bases[0].__name__, None) if bases else None
+    return written is not None and all(
+        _stream(schedule, microbatches, stages, stage) == _stream(written, microbatches, stages, stage)
+        for stage in range(stages)
+    )
+
+
+def _stream(schedule: Any, microbatches: int, stages: int, stage: int) -> list[list[tuple[str, str]]]:
+    """The instructions' classes, step by step."""
+    steps = schedule(micro_batches=microbatches, stages=stages, stage_id=stage).steps()
+    return [[(type(given).__module__, type(given).__qualname__) for given in instructions] for instructions in steps]
+
+
+@lru_cache(1)
+def _fresh_module() -> ModuleType:
+    """DeepSpeed's schedules as their file defines them."""
+    spec = importlib.util.spec_from_file_location(host.__name__, host.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
