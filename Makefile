@@ -38,9 +38,13 @@ check: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Damaged settings, arguments, plan inputs, reports and simulate inputs: success, or status 2 and one line.
+# Damaged settings, arguments, plan inputs, reports and simulate inputs: success, or status 2 and one line. Then other
+# examples of the property tests than `make test` draws, and random stages: SEED repeats them.
+SEED ?= $(shell date +%s)
 fuzz: $(VENV)/ready
-	$(RUN) tests/fuzzing.py --cases 10000
+	$(RUN) tests/fuzzing.py --cases 10000 --seed $(SEED)
+	@echo "property tests: SEED=$(SEED)"
+	$(RUN) -m pytest -n auto --hypothesis-profile=exploring --hypothesis-seed=$(SEED) $(shell grep -l "^from hypothesis" tests/test_*.py)
 
 # Killed and stopped ranks, full disks, damaged checkpoints, NaN, clocks that jump, random events: every host.
 faults: $(VENV)/ready

@@ -5,12 +5,17 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import hypothesis
 import pytest
 from rank_pools import GetPool, rank_pool
 from two_nodes import Node, TwoNodes, why_not
 
 # What these assert is shown as in a test module.
 pytest.register_assert_rewrite("deepspeed_oracle", "megatron_oracle", "torch_oracle", "disturbed_runs", "jobs")
+# Every run draws the same examples, on every machine. `make fuzz` draws others and prints the seed.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("exploring", derandomize=False, deadline=None, max_examples=1_000)
+hypothesis.settings.load_profile("repeatable")
 BUFFERS = pytest.StashKey[set[Path]]()
 
 

@@ -39,7 +39,7 @@ def noise(plan: FreezePlan) -> float:
     return sum(map(COST.noise, plan.freeze_ratio.values()))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ORDERS, st.floats(0.0, 1.0))
 def test_the_plan_ends_as_early_as_one_of_least_freezing_and_is_no_noisier(
     schedule: PipelineSchedule, share: float
@@ -92,7 +92,7 @@ def test_a_large_program_meets_what_draws_can(monkeypatch: pytest.MonkeyPatch) -
     assert max(plan.freeze_ratio.values()) <= COST.most_frozen + 1e-6
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ORDERS, st.floats(0.0, 1.0), st.integers(0, 2**32 - 1), st.sampled_from([COST, TokenCost(0.2, 0.7)]))
 def test_plans_of_large_programs_are_as_early_and_as_quiet_as_the_exact_ones(
     schedule: PipelineSchedule, share: float, seed: int, cost: TokenCost

@@ -15,7 +15,7 @@ from tf_adapters.testing import force_plan, relative_error
 
 pytestmark = pytest.mark.distributed
 
-STEPS, MICROBATCHES = 4, 4
+STEPS, MICROBATCHES = 6, 4
 NAMES = [name for name in MODELS if name != "complex"]  # whose gradients the engine itself refuses to reduce
 NOTHING: dict[str, Any] = {"max_freeze_ratio": 0.0}
 DEFERRED: dict[str, Any] = {"weight_gradients": "deferred"}
@@ -63,8 +63,8 @@ def train(name: str, section: dict[str, Any] | None, ratio: float | None, output
         result["losses"].append(float(engine.train_batch(iter(samples(name, step, MICROBATCHES)))))
     result |= {"gradients": gradients, "parameters": {n: p.detach().clone() for n, p in named.items()}}
     if adapter is not None:
-        result["notes"] = adapter.controller.state.notes
-        result["failure"] = adapter.controller.state.failure
+        state = adapter.controller.state
+        result |= {"notes": state.notes, "failure": state.failure, "plan": state.plan}
         adapter.detach()
     return result
 
@@ -146,3 +146,19 @@ def copied(output_dir: str) -> bool:
 
 def test_a_copy_made_after_attaching_has_its_own_weights(tmp_path: Any) -> None:
     assert rank_pool("deepspeed", 2).run(copied, str(tmp_path)) == [True, True]
+
+
+@pytest.mark.parametrize("section", [DEFERRED, TOKENS, {**DEFERRED, **TOKENS}], ids=["deferred", "tokens", "both"])
+@pytest.mark.parametrize("name", ["no taps", "no taps on a stage"])
+def test_where_nothing_has_a_tap_nothing_is_promised(name: str, section: dict[str, Any], tmp_path: Any) -> None:
+    ranks = rank_pool("deepspeed", 2).run(train, name, section, None, str(tmp_path))
+    without = (0, 1) if name == "no taps" else (1,)
+    for rank in ranks:
+        plan = rank["plan"]
+        assert rank["failure"] is None
+        assert all(plan.stage_freeze_ratio[stage] == 0.0 for stage in without)
+        said = {
+            note[:7] for note in rank["notes"] if "only 0% of the weight-gradient work" in note and "Product" in note
+        }
+        assert said == {f"stage {stage}" for stage in without}
+    assert all(share == 0.0 for share in plan.deferrable_share.values()) or name != "no taps"

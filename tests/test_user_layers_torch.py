@@ -15,7 +15,7 @@ from tf_adapters.testing import force_plan, relative_error
 
 pytestmark = pytest.mark.distributed
 
-STEPS, MICROBATCHES = 4, 4
+STEPS, MICROBATCHES = 6, 4
 SECTION: dict[str, Any] = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 2, "on_error": "raise"}
 NOTHING: dict[str, Any] = {"max_freeze_ratio": 0.0}
 DEFERRED: dict[str, Any] = {"weight_gradients": "deferred"}
@@ -92,7 +92,8 @@ def train(
         result["losses"].append([float(loss) for loss in losses])
     result["parameters"] = {n: p.detach().clone() for n, p in named.items()}
     if adapter is not None:
-        result |= {"notes": adapter.controller.state.notes, "failure": adapter.controller.state.failure}
+        controller = adapter.controller
+        result |= {"notes": controller.state.notes, "failure": controller.state.failure, "plan": controller.state.plan}
         adapter.detach()
     return result
 
@@ -184,3 +185,19 @@ def copies(section: dict[str, Any], output_dir: str) -> bool:
 @pytest.mark.parametrize("section", [{}, DEFERRED, TOKENS], ids=["in place", "deferred", "tokens"])
 def test_copies_made_after_attaching_are_models_of_their_own(section: dict[str, Any], tmp_path: Any) -> None:
     assert rank_pool("torch", 2).run(copies, section, str(tmp_path)) == [True, True]
+
+
+@pytest.mark.parametrize("section", [DEFERRED, TOKENS, {**DEFERRED, **TOKENS}], ids=["deferred", "tokens", "both"])
+@pytest.mark.parametrize("name", ["no taps", "no taps on a stage"])
+def test_where_nothing_has_a_tap_nothing_is_promised(name: str, section: dict[str, Any], tmp_path: Any) -> None:
+    ranks = rank_pool("torch", 2).run(train, name, section, None, str(tmp_path))
+    without = (0, 1) if name == "no taps" else (1,)
+    for rank in ranks:
+        plan = rank["plan"]
+        assert rank["failure"] is None
+        assert all(plan.stage_freeze_ratio[stage] == 0.0 for stage in without)
+        said = {
+            note[:7] for note in rank["notes"] if "only 0% of the weight-gradient work" in note and "Product" in note
+        }
+        assert said == {f"stage {stage}" for stage in without}
+    assert all(share == 0.0 for share in plan.deferrable_share.values()) or name != "no taps"

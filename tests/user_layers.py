@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -50,6 +52,26 @@ class Functional(nn.Module):
         x = torch.func.vmap(self.mapped)(x)
         value, slope = torch.func.jvp(lambda t: torch.tanh(self.sloped(t)), (x,), (torch.ones_like(x),))
         return value + 0.1 * slope
+
+
+class Product(nn.Module):
+    """A layer of a type that no tap knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
 
 
 class Watched(nn.Module):
@@ -122,7 +144,10 @@ class Join(nn.Module):
         return self.out(pair[0] * pair[1])
 
 
-LAYERS = {kind.__name__: kind for kind in (Energy, Spectral, Functional, Watched, Lookup, Fork, Learned, Cross, Join)}
+LAYERS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (Energy, Plain, Product, Spectral, Functional, Watched, Lookup, Fork, Learned, Cross, Join)
+}
 MODELS: dict[str, tuple[str, ...]] = {
     "energies": ("Energy", "Energy"),
     "complex": ("Spectral", "Spectral"),
@@ -130,6 +155,8 @@ MODELS: dict[str, tuple[str, ...]] = {
     "hooks on activations": ("Lookup", "Watched", "Watched", "Watched"),
     "branches": ("Fork", "Cross", "Cross", "Join"),
     "a branch of a parameter alone": ("Fork", "Learned", "Cross", "Join"),
+    "no taps": ("Product", "Product", "Product", "Product"),
+    "no taps on a stage": ("Plain", "Plain", "Product", "Product"),
 }
 """The layers of a pipeline of two stages, by what is special about it."""
 

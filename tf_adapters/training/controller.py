@@ -38,11 +38,10 @@ from tf_adapters.training import messages
 from tf_adapters.training.batches import same_pipeline
 from tf_adapters.training.decisions import Decisions
 from tf_adapters.training.freeze_ratios import FreezeRatios
-from tf_adapters.training.left_to_host import leave_to_host, saved_left_to_host
 from tf_adapters.training.observer import Observer, RunSnapshot
 from tf_adapters.training.pipeline import HostPipeline
 from tf_adapters.training.plan_maker import RunSetup
-from tf_adapters.training.state import RunState, compatible_state, for_other_ranks
+from tf_adapters.training.state import RunState, compatible_state, for_other_ranks, saved_taps
 from tf_adapters.training.step_masks import MaskTally, Scale, StepMasks
 
 __all__ = ["Controller"]
@@ -98,7 +97,9 @@ class Controller:
         self._noise = GradientNoise(freezable if config.is_auto else {})
         self._executed: list[Action] = []
         self._step_start: Any = None
-        setup = RunSetup(config, collectives, pipeline, self.masks, probes=self._noise.probes)
+        setup = RunSetup(
+            config, collectives, pipeline, self.masks, probes=self._noise.probes, taps=lambda: self.state.taps
+        )
         self._decisions = Decisions(setup, self.stability_checks, observer)
 
     # --- what the host calls in every step -------------------------------------------------------------------
@@ -169,7 +170,7 @@ class Controller:
     @property
     def checks_taps(self) -> bool:
         """Whether this step finds out which layers' weight gradients can be computed apart: the run's first."""
-        return self.config.splits_backwards and self.state.left_to_host is None
+        return self.config.splits_backwards and self.state.taps is None
 
     @property
     def execution(self) -> PipelineSchedule:
@@ -209,11 +210,11 @@ class Controller:
         self._step_start = None
         self.state.completed_steps = step
         run = self.snapshot()
-        if self.checks_taps:
-            self._decisions.check_taps(run, self.pipeline.taps)
-        self._decisions.after_step(run, self._executed)
         if self._observer is not None:
-            self._observer.step_ended(run, step, phase)
+            self._observer.step_ended(run, step, phase)  # before what it froze is decided anew
+        if self.checks_taps:
+            self._decisions.check_taps(run)
+        self._decisions.after_step(run, self._executed)
 
     # --- what anybody may ask --------------------------------------------------------------------------------
 
@@ -289,7 +290,9 @@ class Controller:
         is_first = self._collectives.rank == 0
         told = self._collectives.broadcast(for_other_ranks(data) if is_first else None)
         chosen = data if is_first else told
-        leave_to_host(saved_left_to_host(chosen), self.pipeline.taps, self.masks)
+        findings = saved_taps(chosen)
+        if findings is not None:
+            findings.apply(self.pipeline.taps, self.masks)
         self.state = compatible_state(chosen, self.config, schedule=self.schedule, masks=self.masks, auto_warmup=warmup)
         self._forget_measured()
         description = messages.phase(self.config, self.state.phases, self.step)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tf_adapters.collectives import Collectives, decide_from_all
 from tf_adapters.errors import ScheduleError, TimelyFreezeError
 from tf_adapters.log import announce
-from tf_adapters.masking.taps import StageTaps
 from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.frontier import describe_frontier
@@ -17,7 +16,7 @@ from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.timing.phase import Phase
 from tf_adapters.timing.timer import ActionTimer
-from tf_adapters.training import batch_words, left_to_host, messages
+from tf_adapters.training import batch_words, messages, tap_findings
 from tf_adapters.training.batches import MonitoredBatches
 from tf_adapters.training.observer import Observer, RunSnapshot
 from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned, RunSetup
@@ -31,6 +30,7 @@ class Decisions:
 
     def __init__(self, setup: RunSetup, checks: StabilityChecks, observer: Observer | None) -> None:
         self._config, self._masks, self._collectives = setup.config, setup.masks, setup.collectives
+        self._pipeline = setup.pipeline
         self._checks, self._observer = checks, observer
         self._verified: dict[int, PipelineSchedule | None] = {}  # by number of microbatches; None: the host's own order
         self._monitored = MonitoredBatches()
@@ -46,18 +46,18 @@ class Decisions:
         """Decide what the next step does. Raises TimelyFreezeError on every rank if ``on_error`` is "raise"."""
         self._guarded(run, lambda: self._decide(run, executed))
 
-    def check_taps(self, run: RunSnapshot, taps: Mapping[int, StageTaps]) -> None:
+    def check_taps(self, run: RunSnapshot) -> None:
         """After the step that checked the taps: leave the layers to the host that they do not understand.
 
         After a failure nothing is tapped any more.
         """
+        taps = self._pipeline.taps
 
         def check() -> None:
-            run.state.left_to_host = left = left_to_host.agree(self._collectives, taps)
-            left_to_host.leave_to_host(left, taps, self._masks)
-            lines = left_to_host.describe(left)
-            run.state.notes = (*run.state.notes, *lines)
-            for line in lines:
+            run.state.taps = findings = tap_findings.agree(self._collectives, self._pipeline)
+            findings.apply(taps, self._masks)
+            for line in findings.lines():
+                run.state.note(line)
                 self.say(line)
 
         if run.state.failure:

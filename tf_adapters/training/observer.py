@@ -65,7 +65,7 @@ class Observer(Protocol):
     """Looks at a run. An observer must not raise: training goes on whatever happens to it."""
 
     def step_ended(self, run: RunSnapshot, step: int, phase: Phase) -> None:
-        """Called on each rank after each of its steps."""
+        """Called on each rank after each of its steps, before anything is decided for the next one."""
 
     def report(self, run: RunSnapshot) -> None:
         """Called on all ranks at the same point, where there is something new to report."""

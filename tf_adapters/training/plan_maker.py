@@ -28,6 +28,7 @@ from tf_adapters.timing.token_cost import TokenCost, slowest_cost, slowest_costs
 from tf_adapters.timing.transfers import NO_GAPS, Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.training import messages
 from tf_adapters.training.pipeline import HostPipeline
+from tf_adapters.training.tap_findings import TapFindings
 
 __all__ = ["NOTHING_MEASURED", "Measured", "PlanMaker", "Planned", "Probes", "RunSetup", "other_ms"]
 
@@ -54,6 +55,7 @@ class RunSetup:
         pipeline: the pipeline that the host runs.
         masks: the masks of every stage.
         probes: this rank's newest probes of its gradients' noise, by stage.
+        taps: what the first step found out about the taps; None before, and where there are none.
     """
 
     config: TimelyFreezeConfig
@@ -61,6 +63,7 @@ class RunSetup:
     pipeline: HostPipeline
     masks: StageMasks
     probes: Probes
+    taps: Callable[[], TapFindings | None] = lambda: None
 
     def learning(
         self, schedule: PipelineSchedule, ranks: Sequence[Mapping[int, Sequence[Probe]]], costs: Mapping[int, TokenCost]
@@ -149,9 +152,12 @@ class PlanMaker:
     def measure(self, schedule: PipelineSchedule, timer: ActionTimer) -> Measured:
         """What the monitored steps of all ranks say. Raises TimelyFreezeError, the same on every rank."""
 
+        findings = self._run.taps() or TapFindings()
+
         def merge(ranks: Sequence[_Local]) -> tuple[PackedBounds, Measured]:
             detailed = [rank.bounds.unpack(schedule) for rank in ranks if rank.bounds]
             bounds, notes = merge_bounds(schedule, detailed, [rank.means for rank in ranks])
+            bounds = findings.without_overhead(bounds)
             steps = complete_steps(schedule, [rank.traces.unpack(schedule) for rank in ranks if rank.traces])
             self._steps, gaps = slowest_durations(steps, detailed, bounds), measure_gaps(schedule, steps)
             step_ms = max(rank.step_ms for rank in ranks)

@@ -21,9 +21,9 @@ from tf_adapters.timing.batch_times import BatchTimes
 from tf_adapters.timing.token_cost import TokenCost
 from tf_adapters.timing.transfers import Gaps
 from tf_adapters.training.batches import BatchPlan, BatchPlans, carried_over, known_microbatches, same_pipeline
-from tf_adapters.training.left_to_host import LeftToHost, saved_left_to_host
 from tf_adapters.training.phases import PhaseSchedule
 from tf_adapters.training.plan_maker import NOTHING_MEASURED, Measured, Planned, other_ms
+from tf_adapters.training.tap_findings import TapFindings
 
 FORMAT = 2
 _NOTES = 50  # the newest: a long run may begin or plan anew many times
@@ -35,7 +35,7 @@ class RunState:
 
     ``microbatches`` are those of the batch that runs, or runs next; ``plans`` has a plan for each number of them.
     ``measured`` is what they are made from, of one number, after step ``measured_at``. In ``host_order_step`` the host
-    runs its own order, whatever the plan says. ``left_to_host`` is None until the taps have been checked.
+    runs its own order, whatever the plan says. ``taps`` is None until they have been checked.
     """
 
     phases: PhaseSchedule
@@ -48,7 +48,7 @@ class RunState:
     failure: str | None = None
     stability: StabilityState = field(default_factory=StabilityState)
     host_order_step: int | None = field(default=None, compare=False)
-    left_to_host: LeftToHost | None = None
+    taps: TapFindings | None = None
 
     @classmethod
     def fresh(cls, config: TimelyFreezeConfig, auto_warmup: int) -> RunState:
@@ -68,7 +68,7 @@ class RunState:
             self.completed_steps,
             self.microbatches,
             notes=(*self.notes, note)[-_NOTES:],
-            left_to_host=self.left_to_host,
+            taps=self.taps,
         )
 
     def measure(self, measured: Measured) -> None:
@@ -165,8 +165,8 @@ class RunState:
             "notes": list(self.notes),
             "stability": self.stability.to_json(),
         }
-        if self.left_to_host is not None:
-            data["left_to_host"] = {str(stage): dict(found) for stage, found in self.left_to_host.items()}
+        if self.taps is not None:
+            data["taps"] = self.taps.to_json()
         return {**data, "checksum": _digest(data)}
 
     @classmethod
@@ -189,7 +189,7 @@ class RunState:
             measured_at=data.get("measured_at", 0),
             notes=tuple(data["notes"]),
             stability=StabilityState.from_json(data.get("stability")),
-            left_to_host=saved_left_to_host(data) if "left_to_host" in data else None,
+            taps=TapFindings.from_json(data["taps"]) if "taps" in data else None,
         )
         if data["plan"] and "batches" not in data:  # an earlier version's, which had one number of microbatches
             plan, unfrozen_ms, planned_ms = data["plan"], data["unfrozen_step_ms"], data["planned_step_ms"]
@@ -269,6 +269,14 @@ def _read(data: Any, schedule: PipelineSchedule) -> RunState:
         return RunState.from_json(data, schedule)
     except KeyError as error:
         raise ValueError(f"lacks {error}") from None
+
+
+def saved_taps(data: Any) -> TapFindings | None:
+    """What a saved state says of the taps; None where it says nothing that can be read."""
+    try:
+        return TapFindings.from_json(data["taps"])
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return None
 
 
 def _is_intact(data: Mapping[str, Any]) -> bool:

@@ -1,0 +1,132 @@
+"""What a run's first step finds out about its taps: which layers have one, and how much work. All ranks agree on it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tf_adapters.collectives import Collectives, decide_from_all
+from tf_adapters.masking.taps import StageTaps
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action
+from tf_adapters.selection.masks import StageMasks
+from tf_adapters.selection.units import FreezeUnit
+from tf_adapters.training.pipeline import HostPipeline
+
+__all__ = ["TapFindings", "agree"]
+
+_SHOWN = 4
+"""Parameters or types of layers, at most, that a line names."""
+
+_LITTLE = 0.1
+"""The share of a stage's weight-gradient work below which a line says what has no tap."""
+
+
+@dataclass(frozen=True)
+class TapFindings:
+    """Which weight gradients can be computed apart.
+
+    Attributes:
+        left: by stage and parameter, why the layer is left to the host.
+        shares: by stage, the share in [0, 1] of the weight-gradient work that taps can defer or sample.
+        others: by stage, the types of the layers without a tap, those with most work first.
+    """
+
+    left: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    shares: Mapping[int, float] = field(default_factory=dict)
+    others: Mapping[int, Sequence[str]] = field(default_factory=dict)
+
+    def apply(self, taps: Mapping[int, StageTaps], masks: StageMasks) -> None:
+        """Tap the layers that are left to the host no more, and sample none of their tokens."""
+        for stage, found in self.left.items():
+            if stage in taps:
+                taps[stage].leave(found)
+            masks.leave_unsampled(stage, found)
+
+    def without_overhead(self, bounds: Mapping[Action, Bounds]) -> dict[Action, Bounds]:
+        """``bounds`` where a stage without any tap gains nothing: what differs there is the cost of timing."""
+        return {
+            action: of if self.shares.get(action.stage, 1.0) or not action.freezable else Bounds(of.upper, of.upper)
+            for action, of in bounds.items()
+        }
+
+    def lines(self) -> list[str]:
+        """What the log says: one line for each stage and reason, and one for each stage with few taps."""
+        lines = []
+        for stage, found in self.left.items():
+            for reason in dict.fromkeys(found.values()):
+                names = _shown([name for name, why in found.items() if why == reason])
+                lines.append(f"stage {stage}: the host itself computes the weight gradient of {names}: {reason}")
+        for stage, share in self.shares.items():
+            if share < _LITTLE:
+                lines.append(
+                    f"stage {stage}: only {share:.0%} of the weight-gradient work can be deferred or sampled; no tap "
+                    f"for {_shown(self.others.get(stage, ()))}. torch.nn.Linear and Megatron-Core's own linear layers "
+                    'have one; else use weight_gradients "in_place" with granularity "tensor"'
+                )
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "left": {str(stage): dict(found) for stage, found in self.left.items()},
+            "shares": {str(stage): share for stage, share in self.shares.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TapFindings:
+        return cls(
+            left={int(stage): dict(found) for stage, found in data["left"].items()},
+            shares={int(stage): float(share) for stage, share in data["shares"].items()},
+        )
+
+
+def agree(collectives: Collectives, pipeline: HostPipeline) -> TapFindings:
+    """What the checks of all ranks have found. Replicas of a stage leave the same layers. Called on all ranks."""
+
+    def local() -> TapFindings:
+        left, shares, others = {}, {}, {}
+        for stage, taps in pipeline.taps.items():
+            left[stage] = taps.end_check()
+            names = taps.names - left[stage].keys()
+            units = pipeline.units.get(stage, ())
+            apart, work = _work(units, names), sum(unit.work for unit in units)
+            shares[stage] = apart / work if work else 1.0
+            others[stage] = _types(pipeline.models.get(stage), [u for u in units if names.isdisjoint(u.names)])
+        return TapFindings(left, shares, others)
+
+    return decide_from_all(collectives, local, _merge)
+
+
+def _merge(ranks: Sequence[TapFindings]) -> TapFindings:
+    left: dict[int, dict[str, str]] = {}
+    shares: dict[int, float] = {}
+    others: dict[int, Sequence[str]] = {}
+    for rank in ranks:
+        for stage, found in rank.left.items():
+            left.setdefault(stage, {}).update(found)
+            shares[stage] = min(shares.get(stage, 1.0), rank.shares[stage])
+            others[stage] = others.get(stage) or rank.others[stage]
+    return TapFindings(
+        {stage: dict(sorted(left[stage].items())) for stage in sorted(left) if left[stage]},
+        {stage: shares[stage] for stage in sorted(shares)},
+        others,
+    )
+
+
+def _work(units: Sequence[FreezeUnit], names: frozenset[str]) -> float:
+    return sum(unit.work for unit in units if not names.isdisjoint(unit.names))
+
+
+def _types(model: Any, units: Sequence[FreezeUnit]) -> list[str]:
+    """The types of the modules that hold these units' parameters, those with most work first."""
+    work: Counter[str] = Counter()
+    for unit in units if model is not None else ():
+        work[type(model.get_submodule(unit.names[0].rpartition(".")[0])).__name__] += unit.work  # type: ignore[assignment]
+    return [name for name, _ in work.most_common()]
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
