@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -101,7 +100,7 @@ def fail_on_one(host: str, folder: str, failure: str) -> tuple[str, list[str], l
     training = build(host)
     before = state_of(training.objects())
     with FAILURES[failure]() if dist.get_rank() == 1 else nullcontext():
-        error = error_of(partial(training.attach, settings("deferred", folder)))
+        error = error_of(functools.partial(training.attach, settings("deferred", folder)))
     left = differences(before, state_of(training.objects()))
     living = references(training.objects())
     del training, before

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.utils import get_model_config
 from megatron_ranks import (
     CHUNKS,
     Case,
@@ -26,7 +25,6 @@ from megatron_ranks import (
 )
 
 from hosts import MICROBATCHES, STAGES, Tensors
-from tf_adapters.megatron.optimizers import inner_of, leaves
 
 __all__ = ["MegatronTraining", "build", "forget", "setup", "start", "teardown"]
 
@@ -88,6 +86,10 @@ class MegatronTraining:
         self.adapter.detach()
 
     def objects(self) -> dict[str, Any]:
+        from megatron.core.utils import get_model_config
+
+        from tf_adapters.megatron.optimizers import inner_of, leaves
+
         chunks = {f"chunk {index}": chunk for index, chunk in enumerate(self.chunks)}
         inner = {f"inner {index}": inner_of(leaf) for index, leaf in enumerate(leaves(self.optimizer))}
         return {**chunks, **inner, "optimizer": self.optimizer, "config": get_model_config(self.chunks[0])}
