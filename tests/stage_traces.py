@@ -12,10 +12,11 @@ _HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
 
 def traces(model: nn.Module) -> dict[str, Any]:
     """By module and parameter: attributes, classes, hooks, ``requires_grad``; and what torch holds for all modules."""
+    of_torch = vars(nn.modules.module)
     found: dict[str, Any] = {
         "torch": {
             "linear": (id(nn.functional.linear), id(nn.Linear.forward), id(nn.Module.__call__)),
-            "hooks": {n: len(v) for n, v in vars(nn.modules.module).items() if n.startswith("_global") and hasattr(v, "__len__")},
+            "hooks": {n: len(v) for n, v in of_torch.items() if n.startswith("_global") and hasattr(v, "__len__")},
             "torch_function_modes": torch._C._len_torch_function_stack(),
         }
     }
@@ -38,3 +39,27 @@ def traces(model: nn.Module) -> dict[str, Any]:
             "accumulated": len(parameter._post_accumulate_grad_hooks or ()),
         }
     return found
+
+
+def traces_of_host(run: Any) -> Any:
+    """Names of the functions that the host's objects hold of their own."""
+    stages = [vars(stage) for stage in stage_list(run.schedule)]
+    return {
+        "functions of stages": [sorted(n for n, v in held.items() if callable(v)) for held in stages],
+        "functions of the schedule": sorted(n for n, v in vars(run.schedule).items() if callable(v)),
+        "timely_freeze": hasattr(run.schedule, "timely_freeze"),
+    }
+
+
+def stage_list(schedule: Any) -> list[Any]:
+    return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
+
+
+def changes(before: Any, after: Any) -> list[str]:
+    """Where two traces differ, one line each."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = sorted({*before, *after}, key=str)
+        return [f"{key}: {text}" for key in keys for text in changes(before.get(key, "-"), after.get(key, "-"))]
+    if isinstance(before, (list, tuple)) and isinstance(after, (list, tuple)) and len(before) == len(after):
+        return [text for pair in zip(before, after, strict=True) for text in changes(*pair)]
+    return [] if before == after else [f"was {before!s:.100}, is {after!s:.100}"]
