@@ -1,0 +1,163 @@
+"""A random pipeline on its ranks: the host alone, then every way of freezing, each compared with what is right."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from stage_cases import MICROBATCHES, Case, Whole, loss_fn, microbatches
+from stage_checks import CHECKS, STEPS, copied_by, differences, duplicated, root_of, saved
+from stage_traces import changes, traces, traces_of_host
+from stage_training import Named, Training, forget_groups, gathered
+
+from tf_adapters.testing import force_plan
+
+DEFERRED: dict[str, Any] = {"weight_gradients": "deferred"}
+TOKENS: dict[str, Any] = {"granularity": "token"}
+NOTHING: dict[str, Any] = {"max_freeze_ratio": 0.0}
+MODES: dict[str, tuple[dict[str, Any], float | None]] = {
+    "nothing, in place": (NOTHING, 0.0),
+    "nothing, deferred": ({**NOTHING, **DEFERRED}, 0.0),
+    "nothing, monitored deferred": ({**NOTHING, **DEFERRED}, None),
+    "nothing, monitored tokens": ({**NOTHING, **TOKENS}, None),
+    "nothing, deferred tokens": ({**NOTHING, **TOKENS, **DEFERRED}, 0.0),
+    "masks, in place": ({}, 1.0),
+    "masks, deferred": (DEFERRED, 1.0),
+    "tokens, in place": (TOKENS, 1.0),
+    "tokens, deferred": ({**TOKENS, **DEFERRED}, 1.0),
+    "copies": ({**NOTHING, **DEFERRED}, 0.0),
+}
+"""By name the settings, and the plan that is forced as a share of the case's ratio; None: monitored instead."""
+
+KNOWN_MODES = ("copies",)
+"""Modes that the package fails with today, whatever the parts: a copy of a tapped module computes with the module."""
+
+REFUSED = ("raised ConfigError", "raised UnsupportedError")
+OF_THE_OTHER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
+"""What gloo raises on a rank because the other one has failed."""
+
+
+@dataclass
+class Outcome:
+    """What became of a case on one rank."""
+
+    skipped: str = ""
+    refused: dict[str, str] = field(default_factory=dict)  # by mode
+    wrong: dict[str, list[str]] = field(default_factory=dict)  # by mode
+
+
+def run_case(case: Case, modes: tuple[str, ...], folder: str, plant: str = "") -> Outcome:
+    """What each mode gets wrong. Called on both ranks, with a ``folder`` for reports."""
+    kept, disabled = list(dist.distributed_c10d._world.pg_map), logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # torch logs the whole schedule with every error
+    try:
+        with warnings.catch_warnings(), planted(plant):
+            warnings.simplefilter("ignore")
+            reason = untrainable(case)
+            return Outcome(skipped=reason) if reason else run_modes(case, modes, folder, kept)
+    finally:
+        logging.disable(disabled)
+        forget_groups(kept)
+
+
+def run_modes(case: Case, modes: tuple[str, ...], folder: str, kept: list[Any]) -> Outcome:
+    """What one rank raises ends the groups that the other waits in; both then go on with the next mode."""
+    outcome = Outcome()
+    alone, raised = on_both(lambda: host_alone(case), kept)
+    if raised:
+        return Outcome(skipped=f"the host alone {raised}")
+    for mode in modes:
+        wrong, raised = on_both(lambda mode=mode: run_mode(case, mode, *alone, folder), kept)
+        if raised.startswith(REFUSED):
+            outcome.refused[mode] = raised
+        elif raised or wrong:
+            outcome.wrong[mode] = [raised] if raised else wrong
+    return outcome
+
+
+def on_both(run: Callable[[], Any], kept: list[Any]) -> tuple[Any, str]:
+    """What ``run`` returns on this rank, and what it raised on this one or else on the other."""
+    value, raised = None, ""
+    try:
+        value = run()
+    except Exception as error:
+        raised = f"raised {root_of(error)}"
+    if raised:  # out of the handler: what was raised holds the groups
+        forget_groups(kept)
+    of_both = gathered({dist.get_rank(): raised})
+    if any(of_both.values()):
+        forget_groups(kept)
+    own = [text for text in of_both.values() if text and not any(sign in text for sign in OF_THE_OTHER)]
+    return value, (own or [*filter(None, of_both.values()), ""])[0]
+
+
+def host_alone(case: Case) -> tuple[list[dict[str, Named]], dict[int, list[Any]]]:
+    """What each step leaves, and by stage the ways of copying it that work."""
+    alone = Training(case)
+    alone.record()
+    copies = {
+        stage: [make for make in (duplicated, saved) if not isinstance(copied_by(make, model), str)]
+        for stage, model in alone.models.items()
+    }
+    return [alone.step(number) for number in range(STEPS + 1)], copies
+
+
+def untrainable(case: Case) -> str:
+    """Why one process alone cannot train the whole model; the same on every rank."""
+    try:
+        whole = Whole(case)
+        for inputs, targets in microbatches(case, 0):
+            loss = loss_fn(whole(inputs), targets)
+            loss.backward()
+            if not bool(loss.isfinite()):
+                return "the loss is not finite"
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return ""
+
+
+def run_mode(case: Case, mode: str, reference: Any, copies: Any, folder: str) -> list[str]:
+    section, share = MODES[mode]
+    if share == 1.0 and "granularity" not in section:
+        section = {**section, "gradient_scale": case.gradient_scale}
+    if section.get("weight_gradients") == "deferred":
+        section = {**section, "extra_microbatches": case.extra_microbatches}
+    run = Training(case)
+    before = [traces(model) for model in run.models.values()], traces_of_host(run)
+    run.attach(section, folder)
+    run.record()
+    if share is not None:
+        force_plan(run.adapter.controller, share * case.ratio)
+    wrong = CHECKS[mode.partition(",")[0]](case, run, reference, copies)
+    run.adapter.detach()
+    after = [traces(model) for model in run.models.values()], traces_of_host(run)
+    wrong += [f"after detach(): {text}" for text in changes(before, after)]
+    if mode.startswith("nothing"):
+        wrong += [f"after detach(): {text}" for text in differences(run.step(STEPS), reference[STEPS])]
+    return wrong
+
+
+@contextmanager
+def planted(fault: str) -> Iterator[None]:
+    """A fault that is made on purpose, so that it is seen that the comparison finds it."""
+    own_masks, own_step = Training.masks, Training.step
+
+    def shifted(run: Training) -> dict[int, set[str]]:
+        return {m: own_masks(run)[(m + 1) % MICROBATCHES] for m in range(MICROBATCHES)}
+
+    def failing(run: Training, number: int) -> Any:
+        deferred = run.adapter is not None and run.adapter.config.defers
+        if deferred and dist.get_rank() == 1 and number == 1:
+            raise ZeroDivisionError("planted")
+        return own_step(run, number)
+
+    masks = shifted if fault == "masks" else own_masks
+    step = failing if fault == "raise on rank 1" else own_step
+    with patch.object(Training, "masks", masks), patch.object(Training, "step", step):
+        yield
