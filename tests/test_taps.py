@@ -251,3 +251,14 @@ def test_a_copy_of_a_tapped_model_is_a_model_of_its_own() -> None:
     assert model(x).any()
     taps.remove()
     assert [type(part) for part in model.modules()] == kinds
+
+
+def test_a_forward_that_somebody_wraps_after_attaching_goes_on_working() -> None:
+    model, x = Product(Product.plain), torch.randn(5, 6)
+    taps = StageTaps(model, plain_layer)
+    taps.install()
+    inside = model.up.forward
+    model.up.forward = lambda *args: 2.0 * inside(*args)  # as accelerate does it
+    taps.remove()
+    assert type(model.up) is torch.nn.Linear
+    assert torch.equal(model.up(x), 2.0 * torch.nn.functional.linear(x, model.up.weight, model.up.bias))

@@ -47,12 +47,12 @@ def release(module: torch.nn.Module) -> None:
 @cache
 def _subclass(original: Any, method: str) -> type[torch.nn.Module]:
     def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = getattr(super(subclass, self), method)
+        call = getattr(original, method).__get__(self)  # also of an object that has its own class back
         interceptor = _interceptors.get(self)
         return call(*args, **kwargs) if interceptor is None else interceptor.forward(call, args, kwargs)
 
     def reduce(self: torch.nn.Module, protocol: Any) -> Any:
-        reduced: Any = super(subclass, self).__reduce_ex__(protocol)
+        reduced: Any = original.__reduce_ex__(self, protocol)
         rebuild, arguments, *state = reduced
         if rebuild is vars(copyreg)["__newobj__"]:  # pickle takes no class there but the object's
             rebuild, arguments = vars(copyreg)["_reconstructor"], (subclass, object, None)
