@@ -21,24 +21,7 @@ LEAVES = (*(name for name, kind in PARTS.items() if not kind.takes), AGAIN, SHAR
 assert stage_autograd_parts.Around.takes == 1
 
 KNOWN = {
-    "CalledAndByItsWeight": "a use of a tapped layer's weight next to its calls: not the host's bits",
-    "WeightDecay": "the same",
-    "ThreeDimensions": "a bias gets other bits where its tapped layer's input is not contiguous",
-    "SpectralNorm": "attaching reads module.weight, and each read of this one changes its buffers",
-    "ComplexNumbers": "complex weights: wrong gradients, and sampling raises",
-    "FunctionalCall": "functional_call with computed parameters raises in a tap",
-    "Vmap": "torch.func raises in a tap",
-    "Jvp": "the same",
-    "Vjp": "the same",
-    "FunctionalGrad": "the same",
-    "GradientPenalty": "a gradient taken inside the forward counts as the backward's: wrong gradients",
-    "InnerGradient": "the same",
-    "GradientOfAWeight": "raises under taps, and where the weight is masked",
-    "LocalLoss": "a backward inside the forward raises where all of it is masked",
-    "Retained": "raises where everything before the activation is masked",
-    "ActivationHook": "the same",
-    "Autocast(Twice)": "the host adds the calls' gradients up in bfloat16, taps in float32: not the host's bits",
-    "InputInPlace": "under autocast the tap saves an input that the host does not save, and may be changed",
+    "GradientOfAWeight": "a forward that calls torch.autograd.grad by a parameter raises where that is masked",
 }
 """Parts, alone or inside another, that the package fails with today: to be taken from this list once it does not."""
 

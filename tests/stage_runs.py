@@ -35,8 +35,8 @@ MODES: dict[str, tuple[dict[str, Any], float | None]] = {
 }
 """By name the settings, and the plan that is forced as a share of the case's ratio; None: monitored instead."""
 
-KNOWN_MODES = ("copies",)
-"""Modes that the package fails with today, whatever the parts: a copy of a tapped module computes with the module."""
+KNOWN_MODES: tuple[str, ...] = ()
+"""Modes that the package fails with today, whatever the parts."""
 
 REFUSED = ("raised ConfigError", "raised UnsupportedError")
 OF_THE_OTHER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")

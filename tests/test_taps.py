@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tf_adapters.masking.tap_check import ANOTHER_GRADIENT, CHANGES, NOT_CALLED, NOT_PLAIN
+from tf_adapters.masking.tap_check import ANOTHER_GRADIENT, CHANGES, NOT_CALLED, NOT_PLAIN, OTHER_USES
 from tf_adapters.masking.taps import StageTaps, plain_layer
 
 
@@ -134,6 +134,14 @@ def without_its_forward(model: Product, x: torch.Tensor) -> torch.Tensor:
     return model.down(torch.nn.functional.linear(x, model.up.weight, model.up.bias))
 
 
+def with_a_penalty_on_a_weight(model: Product, x: torch.Tensor) -> torch.Tensor:
+    return model.plain(x) + 1e-9 * model.up.weight.square().sum()
+
+
+def with_another_order_of_dimensions(model: Product, x: torch.Tensor) -> torch.Tensor:
+    return model.down(model.up(torch.stack([x, 2.0 * x]).transpose(0, 1)).tanh())
+
+
 def step(model: torch.nn.Module, taps: StageTaps | None, batch: list[torch.Tensor], check: bool = False) -> None:
     """One step of several microbatches; weight gradients that are computed apart come last of each."""
     model.zero_grad()
@@ -153,12 +161,14 @@ USES = [
     (Product.plain, set()),
     (with_forces, {ANOTHER_GRADIENT}),
     (with_a_first_order_gradient, set()),
-    (with_the_weight_apart, {ANOTHER_GRADIENT}),
-    (with_a_computed_weight, {NOT_PLAIN}),
+    (with_the_weight_apart, {OTHER_USES}),
+    (with_a_computed_weight, {OTHER_USES}),
     (with_vmap, {NOT_PLAIN}),
     (with_jvp, {NOT_PLAIN}),
     (with_vjp, {NOT_PLAIN}),
     (without_its_forward, {NOT_CALLED}),
+    (with_a_penalty_on_a_weight, {OTHER_USES}),
+    (with_another_order_of_dimensions, {NOT_PLAIN}),
 ]
 
 

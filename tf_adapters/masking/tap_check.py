@@ -2,16 +2,19 @@
 
 No layer is tapped in the step that is checked. For each call of a layer that has a tap, the tap's weight gradient is
 computed next to the host's own. Both are compared when the host's gradient arrives at the parameter. A layer whose
-gradients differ is left to the host from then on. That happens where its weight is used outside of its own forward,
-where the gradient of its input is differentiated once more, or where its type computes another product.
+gradients differ in a bit is left to the host from then on. They differ where the gradient of its input is taken
+twice, or where its type computes another product. A layer whose weight is used outside of its own forward is left, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from tf_adapters.masking.taps import TappedLayer
@@ -21,7 +24,7 @@ __all__ = ["ANOTHER_GRADIENT", "CHANGES", "NOT_CALLED", "NOT_PLAIN", "OTHER_USES
 ANOTHER_GRADIENT = "its weight gradient is not the product that a tap computes"
 OTHER_USES = "its weight is used outside of its own forward"
 NOT_CALLED = "its forward did not run in the first step"
-NOT_PLAIN = "it is called inside torch.func, or with complex, nested, sparse or distributed tensors"
+NOT_PLAIN = "it is called inside torch.func, or with complex, nested, sparse, distributed or not contiguous tensors"
 CHANGES = "its weight changes within a batch, as where an optimizer steps inside the backward"
 
 _SAMPLED = 4096
@@ -42,10 +45,32 @@ def accumulates(node: Any) -> bool:
         return False
 
 
-class TapCheck:
-    """Watches the calls of one stage's layers in the step that is checked."""
+class _Uses(TorchFunctionMode):
+    """Calls ``used`` with each tensor whose gradient a function of torch passes on."""
 
-    def __init__(self) -> None:
+    def __init__(self, used: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._used = used
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.requires_grad:
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, torch.nn.Parameter) and value is not result:
+                    self._used(value)
+        return result
+
+
+class TapCheck:
+    """Watches one stage's layers in the step that is checked.
+
+    Args:
+        layers: by name of the parameter whose gradient passes the layer's tap.
+    """
+
+    def __init__(self, layers: Mapping[str, TappedLayer]) -> None:
+        self._layers = layers
+        self._inside: TappedLayer | None = None  # whose own forward runs
         self._sums: dict[_Place, torch.Tensor] = {}
         self._hooked: set[torch.nn.Parameter] = set()
         self._hooks: list[tuple[Any, Any, bool]] = []  # parameter, handle, whether it had no hook before
@@ -77,29 +102,58 @@ class TapCheck:
 
         output.register_hook(add)
 
+    @contextmanager
+    def looking(self, microbatch: int) -> Iterator[None]:
+        """Around a forward or a backward: see which functions of torch take the layers' weights."""
+        parameters = {
+            id(getattr(layer.module, name)): layer for layer in set(self._layers.values()) for name in layer.names
+        }
+
+        def used(parameter: torch.Tensor) -> None:
+            layer = parameters.get(id(parameter))
+            if layer is not None and layer is not self._inside:
+                self._note(layer, OTHER_USES, True)
+
+        self.microbatch = microbatch
+        try:
+            with _Uses(used):
+                yield
+            self._look_for_changes()
+        finally:
+            self.microbatch = None
+
+    @contextmanager
+    def inside(self, layer: TappedLayer) -> Iterator[None]:
+        """Around the layer's own computation, which may use its weight."""
+        before, self._inside = self._inside, layer
+        try:
+            yield
+        finally:
+            self._inside = before
+
     def not_plain(self, layer: TappedLayer) -> None:
         """A call of ``layer`` is not one that a tap understands."""
         self._called.add(layer)
         self._note(layer, NOT_PLAIN, True)
 
-    def look_for_changes(self) -> None:
+    def _look_for_changes(self) -> None:
         """Compare the watched parameters' values with those that the step began with."""
         for parameter, (layer, before) in self._samples.items():
             if parameter.untyped_storage().size():  # FSDP gives its storage up between two uses
                 self._note(layer, CHANGES, (_sample(parameter) != before).any())
 
-    def end(self, layers: Iterable[TappedLayer]) -> dict[TappedLayer, str]:
-        """The step has ended: which of the ``layers`` are to be left to the host, and why. Waits for the device."""
+    def end(self) -> dict[str, str]:
+        """The step has ended: the parameters of layers to be left to the host, and why. Waits for the device."""
         while self._hooks:
             parameter, handle, had_none = self._hooks.pop()
             handle.remove()
             if had_none:
                 parameter._backward_hooks = None
-        found = {layer: NOT_CALLED for layer in layers if layer not in self._called}
+        found = {layer: NOT_CALLED for layer in self._layers.values() if layer not in self._called}
         for (layer, reason), flags in self._differ.items():
             if layer not in found and any(bool(flag) for flag in flags):
                 found[layer] = reason
-        return found
+        return {name: found[layer] for name, layer in self._layers.items() if layer in found}
 
     def _hook(self, parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
         had_none = parameter._backward_hooks is None
@@ -132,16 +186,7 @@ def _sample(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _differs(ours: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | bool:
-    """Whether two gradients differ by more than the rounding of sums. What is not finite tells nothing."""
+    """Whether two gradients differ in any bit: what is computed apart is to be the host's to the bit."""
     if ours.shape != gradient.shape or ours.dtype != gradient.dtype:
         return True
-    wide = torch.promote_types(gradient.dtype, torch.float32)
-    difference, size = (torch.linalg.vector_norm(values, dtype=wide) for values in (ours - gradient, gradient))
-    tolerance = torch.finfo(gradient.dtype).eps ** 0.5
-    differs: torch.Tensor = (difference > tolerance * size) & torch.isfinite(size)
-    return differs
-
-
-def by_name(found: Mapping[TappedLayer, str], names: Mapping[str, TappedLayer]) -> dict[str, str]:
-    """Why layers are left to the host, by the model's names of their parameters."""
-    return {name: found[layer] for name, layer in names.items() if layer in found}
+    return ((ours != gradient) & ~(ours.isnan() & gradient.isnan())).any()

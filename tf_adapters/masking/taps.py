@@ -23,7 +23,7 @@ from weakref import ref
 import torch
 
 from tf_adapters.masking.parameters import without_gradients
-from tf_adapters.masking.tap_check import TapCheck, accumulates, by_name
+from tf_adapters.masking.tap_check import TapCheck, accumulates
 from tf_adapters.masking.tapped_classes import Run, intercept, release
 from tf_adapters.masking.tokens import Rows
 
@@ -151,14 +151,17 @@ class TappedLayer(ABC):
         parameters = self.training(args, kwargs) if taps.takes(self) else ()
         if not parameters:
             return run(*args, **kwargs)
-        if not _is_plain(inputs, parameters):
-            if taps.check is not None:
-                taps.check.not_plain(self)
-            return run(*args, **kwargs)
+        plain = _is_plain(inputs, parameters)
         if taps.check is not None:
-            output = run(*args, **kwargs)
-            taps.check.watch(self, inputs, output, parameters)
+            with taps.check.inside(self):
+                output = run(*args, **kwargs)
+                if plain:
+                    taps.check.watch(self, inputs, output, parameters)
+                else:
+                    taps.check.not_plain(self)
             return output
+        if not plain:
+            return run(*args, **kwargs)
         with without_gradients(parameters):
             output = run(*args, **kwargs)
         return taps.tap(self, output, inputs=inputs, parameters=parameters)
@@ -168,13 +171,15 @@ def _is_plain(inputs: Any, parameters: Sequence[torch.nn.Parameter]) -> bool:
     """Whether a call of a layer is one whose gradient a tap can compute: an ordinary product of real numbers.
 
     Not under a transform of ``torch.func`` or forward-mode differentiation, of a weight that is computed itself, of
-    complex numbers, or of a tensor with rules of its own (a DTensor, a nested or sparse one).
+    complex numbers, or of a tensor with rules of its own (a DTensor, a nested or sparse one). Nor of an input of three
+    or more dimensions that is not contiguous: torch's product has other bits there if its weight needs no gradient.
     """
     return (
         type(inputs) in (torch.Tensor, torch.nn.Parameter)
         and inputs.layout is torch.strided
         and not inputs.is_nested
         and inputs.is_floating_point()
+        and (inputs.ndim <= 2 or inputs.is_contiguous())
         and all(isinstance(p, torch.nn.Parameter) and p.is_leaf and p.is_floating_point() for p in parameters)
         and not transforms_run()
     )
@@ -259,19 +264,14 @@ class StageTaps:
     @contextmanager
     def checking(self, microbatch: int) -> Iterator[None]:
         """Around a forward or a backward of the step that is checked: compute as the host does, and compare."""
-        self.check = check = self.check or TapCheck()
-        check.microbatch = microbatch
-        try:
-            with self.recording(microbatch):
-                yield
-            check.look_for_changes()
-        finally:
-            check.microbatch = None
+        self.check = self.check or TapCheck(self._layers)
+        with self.recording(microbatch), self.check.looking(microbatch):
+            yield
 
     def end_check(self) -> dict[str, str]:
         """The step has ended: parameters whose layers are to be left to the host, by name, and why."""
         check, self.check = self.check, None
-        return {} if check is None else by_name(check.end(self._layers.values()), self._layers)
+        return {} if check is None else check.end()
 
     @contextmanager
     def recording(self, microbatch: int) -> Iterator[None]:

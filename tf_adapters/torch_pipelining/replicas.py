@@ -56,7 +56,7 @@ def linear_layer(stage: torch.nn.Module) -> Callable[[torch.nn.Module], TappedLa
     """
 
     def layer(module: torch.nn.Module) -> TappedLayer | None:
-        weight = getattr(module, "weight", None)
+        weight = vars(module)["_parameters"].get("weight")  # a parametrization would compute one, and maybe change
         sharded = isinstance(stage, FSDPModule) and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1
         return plain_layer(module, DTensor if sharded else torch.nn.Parameter)
 
