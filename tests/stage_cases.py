@@ -223,7 +223,7 @@ def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def example(case: Case, index: int) -> tuple[Tensor, ...]:
-    """What a stage takes: tensors of their own."""
+    """Inputs of a stage, as leaves of autograd."""
     if index == 0:
         return (batch(case, 77)[0][:ROWS],)
     generator = torch.Generator().manual_seed(index)
@@ -231,7 +231,7 @@ def example(case: Case, index: int) -> tuple[Tensor, ...]:
 
 
 def seen_by_hooks(model: nn.Module) -> dict[str, Tensor]:
-    """What the user's hooks have seen since the last call, by the part's name."""
+    """Values that the user's hooks have seen since the last call, by the part's name."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, Part):
