@@ -23,7 +23,7 @@ assert stage_autograd_parts.Around.takes == 1
 KNOWN = {
     "CalledAndByItsWeight": "a use of a tapped layer's weight next to its calls: not the host's bits",
     "WeightDecay": "the same",
-    "ThreeDimensions": "a bias gets other bits where its tapped layer's input is not contiguous",
+    "ThreeDimensions": "torch computes other bits of a layer on such an input where its weight requires no gradient, as under a tap",
     "SpectralNorm": "attaching reads module.weight, and each read of this one changes its buffers",
     "ComplexNumbers": "complex weights: wrong gradients, and sampling raises",
     "FunctionalCall": "functional_call with computed parameters raises in a tap",
