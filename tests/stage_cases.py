@@ -23,7 +23,7 @@ assert stage_autograd_parts.Around.takes == 1
 KNOWN = {
     "CalledAndByItsWeight": "a use of a tapped layer's weight next to its calls: not the host's bits",
     "WeightDecay": "the same",
-    "ThreeDimensions": "torch computes other bits of a layer on such an input where its weight requires no gradient, as under a tap",
+    "ThreeDimensions": "such an input: torch has other bits where the weight requires no gradient, as under a tap",
     "SpectralNorm": "attaching reads module.weight, and each read of this one changes its buffers",
     "ComplexNumbers": "complex weights: wrong gradients, and sampling raises",
     "FunctionalCall": "functional_call with computed parameters raises in a tap",
@@ -37,7 +37,7 @@ KNOWN = {
     "LocalLoss": "a backward inside the forward raises where all of it is masked",
     "Retained": "raises where everything before the activation is masked",
     "ActivationHook": "the same",
-    "Autocast(Twice)": "the host adds the calls' gradients up in bfloat16, taps in float32: not the host's bits",
+    "Autocast(Twice)": "two calls under one autocast: not the host's bits, likely since it adds them up in bfloat16",
     "InputInPlace": "under autocast the tap saves an input that the host does not save, and may be changed",
 }
 """Parts, alone or inside another, that the package fails with today: to be taken from this list once it does not."""
