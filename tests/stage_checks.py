@@ -1,4 +1,4 @@
-"""What each way of freezing must compute on a random pipeline: the host's own bits, or the oracle's gradients."""
+"""Each way of freezing must compute the host's own bits on a random pipeline, or the oracle's gradients."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def of_copies(case: Case, run: Training, reference: Any, copies: Any) -> list[st
 
 
 def of_copy(case: Case, index: int, other: nn.Module | str, make: Callable[[nn.Module], nn.Module]) -> list[str]:
-    """Whether a copy that was made while attached computes with its own values, as a copy of a fresh stage does."""
+    """Differences between a copy that was made while attached and a copy of a fresh stage with the same values."""
     if isinstance(other, str):
         return [other]
     fresh = make(Stage(case, index))
@@ -147,7 +147,7 @@ def of_copy(case: Case, index: int, other: nn.Module | str, make: Callable[[nn.M
 
 
 def computed(case: Case, index: int, model: nn.Module) -> dict[str, Named]:
-    """What a stage computes by itself."""
+    """Outputs and gradients of a stage alone."""
     outputs = model(*example(case, index))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     trained = [output.sum() for output in outputs if output.requires_grad]

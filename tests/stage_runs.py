@@ -40,12 +40,12 @@ KNOWN_MODES: tuple[str, ...] = ()
 
 REFUSED = ("raised ConfigError", "raised UnsupportedError")
 OF_THE_OTHER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
-"""What gloo raises on a rank because the other one has failed."""
+"""Errors that gloo raises on a rank because the other one has failed."""
 
 
 @dataclass
 class Outcome:
-    """What became of a case on one rank."""
+    """The result of a case on one rank."""
 
     skipped: str = ""
     refused: dict[str, str] = field(default_factory=dict)  # by mode
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def run_case(case: Case, modes: tuple[str, ...], folder: str, plant: str = "") -> Outcome:
-    """What each mode gets wrong. Called on both ranks, with a ``folder`` for reports."""
+    """Return where each mode is wrong. Called on both ranks, with a ``folder`` for reports."""
     kept, disabled = list(dist.distributed_c10d._world.pg_map), logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # torch logs the whole schedule with every error
     try:
@@ -67,7 +67,7 @@ def run_case(case: Case, modes: tuple[str, ...], folder: str, plant: str = "") -
 
 
 def run_modes(case: Case, modes: tuple[str, ...], folder: str, kept: list[Any]) -> Outcome:
-    """What one rank raises ends the groups that the other waits in; both then go on with the next mode."""
+    """Run mode after mode. An error on one rank ends the groups that the other waits in; both go on to the next."""
     outcome = Outcome()
     alone, raised = on_both(lambda: host_alone(case), kept)
     if raised:
@@ -82,7 +82,7 @@ def run_modes(case: Case, modes: tuple[str, ...], folder: str, kept: list[Any]) 
 
 
 def on_both(run: Callable[[], Any], kept: list[Any]) -> tuple[Any, str]:
-    """What ``run`` returns on this rank, and what it raised on this one or else on the other."""
+    """Return what ``run`` returns, and the error that it raised on this rank or else on the other."""
     value, raised = None, ""
     try:
         value = run()
@@ -98,7 +98,7 @@ def on_both(run: Callable[[], Any], kept: list[Any]) -> tuple[Any, str]:
 
 
 def host_alone(case: Case) -> tuple[list[dict[str, Named]], dict[int, list[Any]]]:
-    """What each step leaves, and by stage the ways of copying it that work."""
+    """Return all that each step leaves, and by stage the ways of copying it that work."""
     alone = Training(case)
     alone.record()
     copies = {

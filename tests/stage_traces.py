@@ -1,4 +1,4 @@
-"""What a module holds beside its values: what freezing must leave as it was."""
+"""Everything that a module holds besides its values: freezing must leave it as it was."""
 
 from __future__ import annotations
 

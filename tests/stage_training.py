@@ -93,7 +93,7 @@ class Training:
         }
 
     def seen(self, model: Stage) -> Named:
-        """What hooks have seen; torch's split backwards run no hook after accumulation, so nothing there."""
+        """Return what hooks have seen; nothing for split backwards, where torch runs no hook after accumulation."""
         seen: Named = dict(seen_by_hooks(model))
         return {} if "ZeroBubble" in self.case.schedule else seen
 

@@ -4,8 +4,8 @@
     python tests/faults/random_stages.py --each          # every kind of part alone, in all modes
     python tests/faults/random_stages.py --first 17 --seeds 1 --shrink
 
-A case is a pure function of its seed. What the host alone cannot train is skipped; what the package refuses with an
-error of its own counts as refused; everything else that differs is a failure. Parts and modes that are known to fail
+A case is a pure function of its seed. Cases that the host alone cannot train are skipped; cases that the package
+refuses with its own error count as refused; every other difference is a failure. Parts and modes that are known to fail
 (``KNOWN``, ``KNOWN_MODES``) stay out, unless ``--known``.
 """
 
@@ -40,7 +40,7 @@ SHRINK_S = 60.0
 
 @dataclass
 class Result:
-    """What became of a case: by mode what was wrong, what was refused, or why it was skipped."""
+    """The result of a case: by mode what was wrong and what was refused, or why it was skipped."""
 
     case: Case
     skipped: str = ""
