@@ -54,7 +54,7 @@ class _Uses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.requires_grad:
+        if torch.is_grad_enabled() and isinstance(result, torch.Tensor) and result.requires_grad:
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, torch.nn.Parameter) and value is not result:
                     self._used(value)
