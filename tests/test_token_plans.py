@@ -8,7 +8,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tf_adapters.errors import PlanInputError
@@ -94,6 +94,7 @@ def test_a_large_program_meets_what_draws_can(monkeypatch: pytest.MonkeyPatch) -
 
 @settings(max_examples=40, deadline=None)
 @given(ORDERS, st.floats(0.0, 1.0), st.integers(0, 2**32 - 1), st.sampled_from([COST, TokenCost(0.2, 0.7)]))
+@example(one_forward_one_backward(2, 6), 0.890625, 273492264, TokenCost(0.2, 0.7))
 def test_plans_of_large_programs_are_as_early_and_as_quiet_as_the_exact_ones(
     schedule: PipelineSchedule, share: float, seed: int, cost: TokenCost
 ) -> None:
