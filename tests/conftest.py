@@ -6,12 +6,18 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from rank_pools import GetPool, rank_pool
+from hypothesis import settings
+from rank_pools import GetPool, rank_pool, seed_everything
 from two_nodes import Node, TwoNodes, why_not
 
 # What these assert is shown as in a test module.
 pytest.register_assert_rewrite("deepspeed_oracle", "megatron_oracle", "torch_oracle", "disturbed_runs", "jobs")
 BUFFERS = pytest.StashKey[set[Path]]()
+
+# The same examples in every run, and no wall-clock limits. `make fuzz` draws new ones, from the seed that it prints.
+settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+settings.register_profile("explore", settings.get_profile("repeatable"), derandomize=False)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +30,11 @@ def pools() -> GetPool:
 def megatron() -> GetPool:
     """Megatron-Core's ranks, by how many."""
     return partial(rank_pool, "megatron")
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    seed_everything()
 
 
 @pytest.fixture

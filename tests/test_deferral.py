@@ -47,7 +47,7 @@ def order_of_weights(row: tuple[Action, ...], stage: int) -> list[int]:
     moves=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_orders_are_valid_within_memory_and_never_slower(name, ranks, microbatches, extra, moves, seed):
     host = named_schedule(name, ranks, microbatches * ranks)
     parts, rng = split(host), np.random.default_rng(seed)

@@ -40,7 +40,7 @@ def means(plan: object) -> dict[int, float]:
     return {microbatch: sum(ratios) / len(ratios) for microbatch, ratios in by_microbatch.items()}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(ORDERS, st.floats(0.0, 1.0), st.data())
 def test_no_microbatch_is_frozen_above_the_limit_on_all_stages(
     schedule: PipelineSchedule, ratio: float, data: st.DataObject
@@ -66,7 +66,7 @@ def test_deferral_makes_the_limit_free() -> None:
     assert limited.makespan_ms.planned == pytest.approx(free.makespan_ms.planned, rel=1e-6)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(ORDERS, st.floats(0.0, 1.0))
 def test_no_action_freezes_more_than_its_limit_and_the_plan_is_proven_best(
     schedule: PipelineSchedule, most: float

@@ -18,7 +18,7 @@ from tf_adapters.planner.solve import plan
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
-PROPERTY = settings(max_examples=100, deadline=None, derandomize=True)
+PROPERTY = settings(max_examples=100)
 
 
 class Case(NamedTuple):
