@@ -147,6 +147,7 @@ class ActionTimer:
         self._actions: dict[tuple[str, Action], deque[Sample]] = defaultdict(lambda: deque(maxlen=keep))
         self._first_parts: dict[tuple[str, Action], deque[float]] = defaultdict(lambda: deque(maxlen=keep))
         self._steps: dict[str, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=keep))
+        self._last_step: tuple[int, float] | None = None
         self._trace: dict[Action, Interval] = {}
         self._traces: dict[tuple[str, int], deque[tuple[int, Trace]]] = defaultdict(lambda: deque(maxlen=_TRACES))
 
@@ -185,6 +186,7 @@ class ActionTimer:
             step = marked.step
             if marked.action is None:
                 self._steps[marked.phase].append((step.microbatches, elapsed))
+                self._last_step = marked.number, elapsed
                 self._traces[marked.phase, step.microbatches].append((marked.number, self._trace))
                 self._trace = {}
                 continue
@@ -221,14 +223,15 @@ class ActionTimer:
         """Durations of this rank's newest steps in a phase, ms, in order."""
         return tuple(ms for number, ms in self._steps.get(phase, ()) if microbatches in (None, number))
 
-    def last_step_ms(self, phase: str) -> float | None:
-        steps = self.steps_ms(phase)
-        return steps[-1] if steps else None
+    def last_step_ms(self, step: int) -> float | None:
+        """Duration of step number ``step``, ms, if it is the newest that has been drained."""
+        return self._last_step[1] if self._last_step and self._last_step[0] == step else None
 
     def clear(self) -> None:
         self._pending.clear()
         self._actions.clear()
         self._first_parts.clear()
         self._steps.clear()
+        self._last_step = None
         self._trace = {}
         self._traces.clear()

@@ -196,9 +196,9 @@ class Controller:
         self._step_start = None
         self.state.completed_steps = step
         run = self.snapshot()
+        if self._observer is not None:  # before decisions change the state that this step ran with
+            self._observer.step_ended(run, step)
         self._decisions.after_step(run, self._executed)
-        if self._observer is not None:
-            self._observer.step_ended(run, step, phase)
 
     # --- what anybody may ask --------------------------------------------------------------------------------
 
