@@ -5,18 +5,19 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import hypothesis
 import pytest
-from rank_pools import GetPool, rank_pool
+from hypothesis import settings
+from rank_pools import GetPool, rank_pool, seed_everything
 from two_nodes import Node, TwoNodes, why_not
 
 # What these assert is shown as in a test module.
 pytest.register_assert_rewrite("deepspeed_oracle", "megatron_oracle", "torch_oracle", "disturbed_runs", "jobs")
-# Every run draws the same examples, on every machine. `make fuzz` draws others and prints the seed.
-hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
-hypothesis.settings.register_profile("exploring", derandomize=False, deadline=None, max_examples=1_000)
-hypothesis.settings.load_profile("repeatable")
 BUFFERS = pytest.StashKey[set[Path]]()
+
+# The same examples in every run, and no wall-clock limits. `make fuzz` draws new ones, from the seed that it prints.
+settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+settings.register_profile("explore", settings.get_profile("repeatable"), derandomize=False)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +30,11 @@ def pools() -> GetPool:
 def megatron() -> GetPool:
     """Megatron-Core's ranks, by how many."""
     return partial(rank_pool, "megatron")
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    seed_everything()
 
 
 @pytest.fixture

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 from collections.abc import Callable, Collection
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from hosts import setup, teardown
@@ -34,13 +36,19 @@ def fork_ranks(
 @cache
 def rank_pool(host: str, size: int) -> RankPool:
     """``size`` ranks that have imported one of ``HOSTS``; they end with pytest."""
-    return fork_ranks(size, partial(prepare, host), partial(teardown, host))
+    return fork_ranks(size, partial(prepare, host), partial(finish, host))
 
 
 def prepare(host: str) -> None:
     setup(host)
+    seed_everything()
     gc.collect()
     gc.freeze()  # what has been imported stays: every collection would go through it
+
+
+def finish(host: str) -> None:
+    teardown(host)
+    seed_everything()  # what a test draws must not depend on the tests before it
 
 
 def destroy_groups(destroy: Callable[[Any], None] = dist.destroy_process_group, kept: Collection[Any] = ()) -> None:
@@ -55,3 +63,9 @@ def destroy_groups(destroy: Callable[[Any], None] = dist.destroy_process_group, 
 def seed(value: int) -> None:
     """As ``torch.manual_seed``, which without a device formats the stack for each kind of one: 4 ms a call."""
     torch.default_generator.manual_seed(value)
+
+
+def seed_everything() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    seed(0)

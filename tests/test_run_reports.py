@@ -194,6 +194,23 @@ def test_figures_are_made_only_for_steps_that_they_are_wanted_of(
     assert all("afr_stage_0" in figures for figures in sink.taken)
 
 
+@pytest.mark.parametrize("method", ["timely", "apf", "autofreeze", "timely+apf", "timely+autofreeze", "none"])
+def test_figures_are_of_the_step_that_ran(method: str, tmp_path: Path) -> None:
+    """Stability checks, plans and phases change at the end of a step what the next one freezes."""
+    controller = controller_of(tmp_path, method=method, stability_check_interval=2)
+    assert isinstance(controller._observer, RunReporter)
+    figures: list[Mapping[str, float]] = []
+    controller._observer._metrics = figures.append
+    shares, planned = [], []
+    for _ in range(20):
+        planned.append(controller.forecast.planned_ms if controller.forecast else None)
+        shares += train(controller, 1)
+    assert [of_step["afr_stage_0"] for of_step in figures] == shares
+    assert [of_step["step_ms"] for of_step in figures] == pytest.approx([16.0 - 4.0 * share for share in shares])
+    assert [of_step.get("planned_step_ms") for of_step in figures] == planned
+    assert len({*shares}) > 1  # something was to be seen
+
+
 class Recorded(SingleProcess):
     """Two ranks, this the one of the given number, of which the other does the same; it records what is called."""
 

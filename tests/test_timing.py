@@ -93,11 +93,11 @@ def test_only_the_newest_samples_are_kept() -> None:
     for ms in range(1, 8):
         start = timer.start_step()
         run(timer, clock, float(ms))
-        timer.stop_step(UPPER, start, 1)
+        timer.stop_step(UPPER, start, ms)
         timer.drain()
     assert times(timer) == [5.0, 6.0, 7.0]
     assert timer.step_ms(UPPER) == 6.0
-    assert timer.last_step_ms(UPPER) == 7.0
+    assert timer.newest_step_ms == 7.0
 
 
 def test_steps_are_kept_apart_by_phase() -> None:
@@ -110,9 +110,7 @@ def test_steps_are_kept_apart_by_phase() -> None:
     timer.drain()
     assert timer.step_ms(UPPER) == 11.0
     assert timer.step_ms(LOWER) == 4.0
-    assert timer.last_step_ms(LOWER) == 4.0
     assert timer.step_ms(Phase.STABLE) is None
-    assert timer.last_step_ms(Phase.STABLE) is None
 
 
 def test_clear_forgets_samples_steps_and_marks_on_their_way() -> None:

@@ -8,7 +8,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tf_adapters.errors import PlanInputError
@@ -80,7 +80,9 @@ def test_the_price_is_convex_from_zero_and_never_above_the_noise(fixed: float, p
         assert price == pytest.approx(cost.noise(start))
 
 
-def test_a_draw_that_saves_nothing_freezes_nothing() -> None:
+@pytest.mark.parametrize("exact_up_to", [0, 4096])
+def test_a_draw_that_saves_nothing_freezes_nothing(exact_up_to: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tf_adapters.planner.solve._EXACT_UP_TO", exact_up_to)
     plan = solve(problem(one_forward_one_backward(2, 4), token_cost=TokenCost(0.9, 1.0)))
     assert plan.mean_freeze_ratio == 0.0
 
@@ -94,6 +96,7 @@ def test_a_large_program_meets_what_draws_can(monkeypatch: pytest.MonkeyPatch) -
 
 @settings(max_examples=40)
 @given(ORDERS, st.floats(0.0, 1.0), st.integers(0, 2**32 - 1), st.sampled_from([COST, TokenCost(0.2, 0.7)]))
+@example(one_forward_one_backward(2, 6), 0.890625, 273492264, TokenCost(0.2, 0.7))
 def test_plans_of_large_programs_are_as_early_and_as_quiet_as_the_exact_ones(
     schedule: PipelineSchedule, share: float, seed: int, cost: TokenCost
 ) -> None:

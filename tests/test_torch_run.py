@@ -338,6 +338,38 @@ def measured(case: Case) -> list[dict[str, float]]:
     return seen
 
 
+@pytest.mark.parametrize("method", ["apf", "timely+apf"])
+def test_figures_are_what_the_masks_of_the_step_froze(method: str) -> None:
+    section = {**LIFE, "method": method, "stability_check_interval": 1, "apf_threshold": 0.4, "apf_alpha": 0.5}
+    ranks = pool(2).run(frozen, Case(section=section))
+    shares = {stage: of_stage for rank in ranks for stage, of_stage in rank["shares"].items()}
+    for rank in ranks:
+        assert {s: [figures[f"afr_stage_{s}"] for figures in rank["figures"]] for s in shares} == shares
+    assert any(len({*of_stage}) > 1 for of_stage in shares.values())
+
+
+def frozen(case: Case) -> dict[str, Any]:
+    import tf_adapters.torch_pipelining
+
+    run = build(case)
+    figures: list[dict[str, float]] = []
+    adapter = tf_adapters.torch_pipelining.attach(
+        run.schedule, case.settings(), optimizer=run.optimizers, metrics=lambda step: figures.append(dict(step))
+    )
+    shares: dict[int, list[float]] = {stage: [] for stage in adapter.controller.parameter_masks}
+    end_step = adapter.controller.end_step
+
+    def recorded() -> None:
+        number = adapter.controller.schedule.num_microbatches
+        for stage, of_stage in shares.items():
+            of_stage.append(sum(adapter.controller.mask(stage, m).share for m in range(number)) / number)
+        end_step()
+
+    adapter.controller.end_step = recorded
+    losses_of(run, range(8))
+    return {"shares": shares, "figures": figures}
+
+
 def test_optimizer_state_is_found_by_name() -> None:
     """The helpers above must see the state that they compare."""
     for names in pool(2).run(state_names, Case(section=None)):

@@ -3,10 +3,10 @@
 GLOP's time grows with the square of that number. The Newton systems have a structure that a general solver does not
 see (``newton``).
 
-One objective (``objective``), the batch's end plus a small price on freezing or on the noise of draws, stands for
-GLOP's solves in order of importance: freezing that buys no time vanishes, and the end is later than the earliest by
-less than the price of all freezing. Of several optima an interior point method finds the middle, which is the even
-spread that GLOP needs a third solve for.
+One objective, the batch's end plus a small price on freezing or on the noise of draws, stands for GLOP's solves in
+order of importance: freezing that buys no time vanishes, and the end is later than the earliest by less than the price
+of all freezing. Of several optima an interior point method finds the middle, which is the even spread that GLOP needs a
+third solve for.
 
 The method is Mehrotra's predictor-corrector (SIAM J. Optimization 2, 1992; Nocedal and Wright, "Numerical
 Optimization", algorithm 14.3) with Gondzio's further correctors (Comput. Optim. Appl. 6, 1996), which are worth it
@@ -22,7 +22,6 @@ import numpy as np
 
 from tf_adapters.errors import SolverError
 from tf_adapters.planner.newton import Newton, StandardForm
-from tf_adapters.planner.objective import Objective
 from tf_adapters.planner.program import Floats, FreezeProgram, Optimum, Progress, SolverStatus
 
 __all__ = ["solve_interior"]
@@ -42,6 +41,9 @@ _PATIENCE = 6
 
 _SETTLED = 1e-3
 """Relative error below which steps without progress count: before, the objective can fall faster than the error."""
+
+_LOST = 1e3
+"""A relative error, as a multiple of the least one, from which rounding errors only grow."""
 
 _CORRECTORS = 8
 """At most, in one step."""
@@ -67,13 +69,13 @@ def solve_interior(
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
     form = StandardForm.of(program)
     price = _PRICE * program.end(np.zeros_like(program.upper)) / form.budgets.sum()
-    earliest = _minimise(form, Objective.of(program, 1.0, price), deadline, progress)
+    earliest = _minimise(form, form.cost(end=1.0, price=price), deadline, progress)
     flow, ratios = form.flow(earliest.z), form.ratios(earliest.x)
     if program.end(ratios) >= target:
         return Optimum(ratios, flow)
     # The price of freezing alone is scaled to the size of the first objective, which the tolerance is made for.
     bounded = StandardForm.of(program, latest_end=target)
-    cheapest = _minimise(bounded, Objective.of(program, 0.0, price / _PRICE), deadline, progress)
+    cheapest = _minimise(bounded, bounded.cost(end=0.0, price=price / _PRICE), deadline, progress)
     return Optimum(bounded.ratios(cheapest.x), flow)
 
 
@@ -86,19 +88,18 @@ class _Point:
     z: Floats
 
 
-def _minimise(form: StandardForm, objective: Objective, deadline: float | None, progress: Progress) -> _Point:
+def _minimise(form: StandardForm, cost: Floats, deadline: float | None, progress: Progress) -> _Point:
     """The best iterate; ends at ``_TOLERANCE``, where rounding errors stop progress, or at the deadline."""
     point = _start(form)
     best, least_error, stalled = point, np.inf, 0
     for step in range(_MOST_STEPS):
         primal = form.rows @ point.x - point.s - form.least
-        gradient = objective.gradient(point.x)
-        dual = gradient - form.rows.T @ point.z
-        error = _error(float(gradient @ point.x), point, primal, dual)
+        dual = cost - form.rows.T @ point.z
+        error = _error(float(cost @ point.x), point, primal, dual)
         if error < least_error:
             best, least_error, stalled = point, error, 0
         elif least_error < _SETTLED:
-            stalled += 1
+            stalled = _PATIENCE if error > _LOST * least_error else stalled + 1
         if least_error < _TOLERANCE or stalled == _PATIENCE or not np.isfinite(error):
             break
         if deadline is not None and time.monotonic() > deadline:
@@ -107,7 +108,7 @@ def _minimise(form: StandardForm, objective: Objective, deadline: float | None, 
             raise SolverError(f"interior point ended {SolverStatus.NOT_SOLVED.value}: out of time")
         progress(f"interior point, step {step + 1}: within {least_error:.1e} of the optimum, until {_TOLERANCE:g}")
         try:
-            point = _step(form, objective, point, primal=primal, dual=dual)
+            point = _step(form, point, primal=primal, dual=dual)
         except RuntimeError:  # a matrix that is singular to working precision
             break
     return best
@@ -126,10 +127,10 @@ def _error(objective: float, point: _Point, primal: Floats, dual: Floats) -> flo
     return (float(point.s @ point.z) + float(np.abs(primal).max()) + float(np.abs(dual).max())) / (1.0 + objective)
 
 
-def _step(form: StandardForm, objective: Objective, point: _Point, primal: Floats, dual: Floats) -> _Point:
+def _step(form: StandardForm, point: _Point, primal: Floats, dual: Floats) -> _Point:
     """One predictor step, its corrector, and further correctors as long as they make the step longer."""
     rows, (x, s, z) = form.rows, (point.x, point.s, point.z)
-    newton = Newton(form, z / s, objective.curvature(x))
+    newton = Newton(form, z / s)
 
     def direction(complementarity: Floats) -> tuple[Floats, Floats, Floats]:
         dx = newton.solve(rows.T @ ((complementarity - z * primal) / s) - dual)
@@ -153,8 +154,6 @@ def _step(form: StandardForm, objective: Objective, point: _Point, primal: Float
             break
         complementarity, (dx, ds, dz) = corrected, better
     along, dual_along = _NEARLY * _reach(s, ds), _NEARLY * _reach(z, dz)
-    if objective.is_curved:  # the gradient moves with x, and the dual values with it
-        along = dual_along = min(along, dual_along)
     return _Point(x + along * dx, s + along * ds, z + dual_along * dz)
 
 

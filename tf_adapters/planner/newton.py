@@ -1,9 +1,12 @@
 """The freeze program in the interior point method's form, and its Newton systems.
 
-A Newton step solves ``(rows' W rows + H) x = right``. W is diagonal and positive; H is the curvature of what ratios
-cost, diagonal and at least 0. A row is an edge of the DAG, a bound of a ratio or a stage's budget:
+A Newton step solves ``rows' W rows x = right``. W is diagonal and positive. A row is an edge of the DAG, a bound of a
+piece of a ratio or a stage's budget:
 
-- A ratio stands only in the edges that leave its action, its bounds and one budget. It is eliminated by hand.
+- A ratio is the sum of its pieces, one for each straight part of its price. The pieces of a ratio differ in their
+  bounds only, so they are eliminated by hand, like springs in series: their stiffness is one over the sum of the
+  inverses.
+- A ratio stands only in the edges that leave its action and in one budget. It is eliminated by hand, too.
 - The edges leave a weighted Laplacian of the DAG, which is as narrow as the pipeline: its Cholesky factor has some two
   entries per stage in a row, however many microbatches there are. Elimination of the ratios keeps it a Laplacian: an
   edge keeps a share of its weight, and two edges of one source couple their targets. All weights stay sums and
@@ -20,11 +23,13 @@ from numpy.typing import NDArray
 from scipy import sparse
 from scipy.sparse.linalg import splu
 
-from tf_adapters.planner.program import Floats, Flow, FreezeProgram
+from tf_adapters.planner.program import Corners, Floats, Flow, FreezeProgram
 
 __all__ = ["Newton", "StandardForm"]
 
 Indices = NDArray[np.int64]
+
+_BY_RATIO: Corners = ((0.0, 0.0), (1.0, 1.0))
 
 _REFINEMENTS = 2
 _EXACT = 1e-12
@@ -68,14 +73,46 @@ class _Network:
 
 
 @dataclass(frozen=True, eq=False)
+class _Pieces:
+    """The straight parts of all ratios' prices, in order of the ratios.
+
+    ``owner`` is the ratio of a piece, ``width`` how much of it a piece is, ``slope`` its price per unit of ratio, where
+    the largest ratio costs 1 per unit.
+    """
+
+    owner: Indices
+    width: Floats
+    slope: Floats
+
+    @classmethod
+    def of(cls, price: Corners, most: Floats) -> _Pieces:
+        """The pieces of ratios up to ``most``, each above 0."""
+        ratios, prices = np.array(price or _BY_RATIO).T
+        slopes = ratios[-1] / (prices[-1] or 1.0) * np.diff(prices) / np.diff(ratios)
+        widths = np.minimum(ratios[1:], most[:, None]) - np.minimum(ratios[:-1], most[:, None])
+        owner, piece = np.nonzero(widths > 0.0)
+        return cls(owner, widths[owner, piece], slopes[piece])
+
+    @property
+    def are_ratios(self) -> bool:
+        """Whether each ratio is one piece."""
+        return len(self.owner) == 0 or len(self.owner) == self.owner[-1] + 1
+
+    def sums(self, values: Floats) -> Floats:
+        """By ratio, the sum of its pieces' values."""
+        return values if self.are_ratios else np.asarray(np.bincount(self.owner, values), dtype=np.float64)
+
+
+@dataclass(frozen=True, eq=False)
 class StandardForm:
-    """An objective's x where ``rows x - least = slack >= 0``; x is the start times, the batch's end and the ratios.
+    """A linear program's x where ``rows x - least = slack >= 0``: the start times, the batch's end, the ratios' pieces.
 
     The rows are, in this order: DAG edges, ends of actions without a successor, starts of actions without a
-    predecessor, the latest end if there is one, ratios at least 0, ratios at most 1, budgets.
+    predecessor, the latest end if there is one, pieces at least 0, pieces at most their widths, budgets.
 
     Attributes:
         freezable: the action of each ratio.
+        pieces: of the ratios.
         members: budgets by ratios, 1 where a ratio counts.
     """
 
@@ -83,6 +120,7 @@ class StandardForm:
     rows: sparse.csr_array
     least: Floats
     freezable: Indices
+    pieces: _Pieces
     members: sparse.csr_array
     budgets: Floats
     network: _Network
@@ -93,12 +131,15 @@ class StandardForm:
         """The form of ``program``, with a batch that ends by ``latest_end``, if given."""
         dag, actions = program.dag, len(program.upper)
         freezable = np.flatnonzero(program.ranges * program.most > 0.0)
-        ratios = len(freezable)
+        pieces = _Pieces.of(program.price, program.most[freezable])
         first = np.setdiff1d(np.arange(actions), dag.edges.targets)
         ends = np.full(0 if latest_end is None else 1, actions)
         network = _Network.of(program, freezable, np.concatenate([first, ends]))
-        node, own = (sparse.eye_array(size, format="csr") for size in (actions + 1, ratios))
-        saved = sparse.csr_array((program.ranges[freezable], (freezable, np.arange(ratios))), (actions, ratios))
+        node, own = (sparse.eye_array(size, format="csr") for size in (actions + 1, len(pieces.owner)))
+        of_action = freezable[pieces.owner]
+        saved = sparse.csr_array(
+            (program.ranges[of_action], (of_action, np.arange(len(of_action)))), (actions, len(of_action))
+        )
         members = sparse.csr_array(np.stack([np.isin(freezable, p) for p in program.stages.values()]), dtype=float)
         budgets = np.array([program.budgets[stage] for stage in program.stages])
         rows = sparse.block_array(
@@ -107,7 +148,7 @@ class StandardForm:
                 [sparse.vstack([node[first], -node[ends]]), None],
                 [None, own],
                 [None, -own],
-                [None, -members],
+                [None, -members[:, pieces.owner]],
             ],
             format="csr",
         )
@@ -117,8 +158,8 @@ class StandardForm:
             program.upper[network.sources] + delays,
             np.zeros(len(first)),
             np.full(len(ends), 0.0 if latest_end is None else -latest_end),
-            np.zeros(ratios),
-            -program.most[freezable],
+            np.zeros(len(pieces.owner)),
+            -pieces.width,
             -budgets,
         ]
         return cls(
@@ -126,6 +167,7 @@ class StandardForm:
             rows=rows,
             least=np.concatenate(least),
             freezable=freezable,
+            pieces=pieces,
             members=members,
             budgets=budgets,
             network=network,
@@ -141,12 +183,18 @@ class StandardForm:
         durations[self.freezable] -= half * program.ranges[self.freezable]
         late = 1.02 * durations + 0.01
         starts = program.dag.earliest_starts(late) + 0.01
-        return np.concatenate([starts, [np.max(starts + late)], half])
+        of_pieces = half[self.pieces.owner] * (self.pieces.width / program.most[self.freezable][self.pieces.owner])
+        return np.concatenate([starts, [np.max(starts + late)], of_pieces])
+
+    def cost(self, end: float, price: float) -> Floats:
+        """The objective's gradient: ``end`` per unit of time of the batch, ``price`` per unit of the largest ratio."""
+        return np.concatenate([np.zeros_like(self.program.upper), [end], price * self.pieces.slope])
 
     def ratios(self, x: Floats) -> Floats:
         """Freeze ratios in the order of the DAG's actions."""
         ratios = np.zeros_like(self.program.upper)
-        ratios[self.freezable] = np.clip(x[len(ratios) + 1 :], 0.0, self.program.most[self.freezable])
+        sums = self.pieces.sums(x[len(ratios) + 1 :])
+        ratios[self.freezable] = np.clip(sums, 0.0, self.program.most[self.freezable])
         return ratios
 
     def flow(self, z: Floats) -> Flow:
@@ -222,18 +270,21 @@ def _elimination_order(one: Indices, two: Indices, nodes: int) -> Indices:
 
 
 class Newton:
-    """``rows' W rows + H``, factored. Raises RuntimeError when it is singular to working precision.
+    """``rows' W rows``, factored. Raises RuntimeError when it is singular to working precision.
 
-    ``weights`` are W's diagonal, by row, ``curvature`` H's, by ratio.
+    ``weights`` are W's diagonal, by row.
     """
 
-    def __init__(self, form: StandardForm, weights: Floats, curvature: Floats) -> None:
-        self._form, self._weights, self._curvature = form, weights, curvature
-        network, ratios = form.network, len(form.freezable)
+    def __init__(self, form: StandardForm, weights: Floats) -> None:
+        self._form, self._weights = form, weights
+        network, pieces, ratios = form.network, form.pieces, len(form.freezable)
         of_edges, of_grounds, low, high, of_budgets = np.split(
-            weights, np.cumsum([len(network.sources), len(network.grounded), ratios, ratios])
+            weights, np.cumsum([len(network.sources), len(network.grounded), len(pieces.owner), len(pieces.owner)])
         )
-        bounds = low + high + curvature
+        self._bounds = low + high
+        bounds = self._bounds if pieces.are_ratios else 1.0 / pieces.sums(1.0 / self._bounds)
+        self._shares = bounds[pieces.owner] / self._bounds
+        self._stiffness = bounds
         self._pull = network.leverage * of_edges
         self._diagonal = np.bincount(network.owner, network.leverage * self._pull, minlength=ratios) + bounds
         share = np.where(network.leverage > 0.0, (bounds / self._diagonal)[network.owner], 1.0)
@@ -253,20 +304,29 @@ class Newton:
         )
 
     def solve(self, right: Floats) -> Floats:
-        """x with ``(rows' W rows + H) x = right``, refined: near the optimum the matrix is badly conditioned."""
+        """x with ``rows' W rows x = right``, refined: near the optimum the matrix is badly conditioned."""
         rows = self._form.rows
         x = self._once(right)
         for _ in range(_REFINEMENTS):
             residual = right - rows.T @ (self._weights * (rows @ x))
-            residual[-len(self._curvature) :] -= self._curvature * x[-len(self._curvature) :]
             if np.abs(residual).max() <= _EXACT * np.abs(right).max():
                 break
             x = x + self._once(residual)
         return x
 
     def _once(self, right: Floats) -> Floats:
+        times, pulls = np.split(right, [len(self._form.pattern.rank)])
+        pieces = self._form.pieces
+        if pieces.are_ratios:
+            return np.concatenate(self._reduced(times, pulls))
+        alone = pulls / self._bounds  # where each piece would stand without the edges and the budget
+        together = pieces.sums(alone)
+        times, ratios = self._reduced(times, self._stiffness * together)
+        return np.concatenate([times, alone + self._shares * (ratios - together)[pieces.owner]])
+
+    def _reduced(self, times: Floats, ratios: Floats) -> tuple[Floats, Floats]:
+        """The system of start times and ratios, without pieces."""
         network, rank, members = self._form.network, self._form.pattern.rank, self._form.members
-        times, ratios = np.split(right, [len(rank)])
         free = ratios / self._diagonal
         pulled = self._pull * free[network.owner]
         times = (
@@ -278,4 +338,4 @@ class Newton:
         times, prices = answer[rank], answer[len(rank) :]
         drawn = self._pull * (times[network.targets] - times[network.sources])
         drawn = np.bincount(network.owner, drawn, minlength=len(ratios)) + prices @ members
-        return np.concatenate([times, (ratios - drawn) / self._diagonal])
+        return times, (ratios - drawn) / self._diagonal

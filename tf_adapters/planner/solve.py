@@ -121,7 +121,7 @@ def _optimise(program: FreezeProgram, target: float, time_limit_s: float | None,
     no_freezing = np.zeros_like(program.upper)
     unfrozen = program.end(no_freezing)
     scaled = program.scaled() if unfrozen > target and any(program.budgets.values()) else None
-    if scaled is None or not scaled.ranges.any():
+    if scaled is None or not (scaled.ranges * scaled.most).any():
         return _Outcome(_GLOP, SolverStatus.NOT_NEEDED, no_freezing, 0.0)
     goal = target / unfrozen * scaled.end(no_freezing)
 

@@ -17,7 +17,6 @@ from tf_adapters.report.build import (
     result_line,
     stable_steps_ms,
 )
-from tf_adapters.timing.phase import Phase
 from tf_adapters.training.observer import RunSnapshot
 
 __all__ = ["MetricSink", "RunReporter"]
@@ -40,18 +39,19 @@ class RunReporter:
         self._collectives, self._metrics = collectives, metrics
         self._writer = _Writer(writes=collectives.rank == 0)
 
-    def step_ended(self, run: RunSnapshot, step: int, phase: Phase) -> None:
-        """Give the figures of a step that has ended to whoever asked for them."""
+    def step_ended(self, run: RunSnapshot, step: int) -> None:
+        """Give the figures of a step that has ended to whoever asked for them.
+
+        ``step_ms`` is of the newest step that the device has finished: waiting for it would slow training down.
+        """
         self._writer.see(run)
         if self._metrics is None or not getattr(self._metrics, "due", lambda: True)():
             return
-        ratios: dict[int, list[float]] = {stage: [] for stage in run.masks.stages}
-        for (stage, _), action in run.ratios.weight_gradients.items():
-            ratios[stage].append(run.ratios.ratio(run.state, step, action))
-        figures = {f"afr_stage_{s}": sum(rs) / len(rs) if rs else 0.0 for s, rs in ratios.items()}
-        last = run.timer.last_step_ms(phase)
-        if last is not None:
-            figures["step_ms"] = last
+        figures = {f"afr_stage_{stage}": run.frozen_share(step, stage) for stage in run.masks.stages}
+        run.timer.drain()
+        step_ms = run.timer.newest_step_ms
+        if step_ms is not None:
+            figures["step_ms"] = step_ms
         if run.state.forecast is not None:
             figures["planned_step_ms"] = run.state.forecast.planned_ms
         self._metrics(figures)

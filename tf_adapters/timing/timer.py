@@ -147,6 +147,7 @@ class ActionTimer:
         self._actions: dict[tuple[str, Action], deque[Sample]] = defaultdict(lambda: deque(maxlen=keep))
         self._first_parts: dict[tuple[str, Action], deque[float]] = defaultdict(lambda: deque(maxlen=keep))
         self._steps: dict[str, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=keep))
+        self._newest_step_ms: float | None = None
         self._trace: dict[Action, Interval] = {}
         self._traces: dict[tuple[str, int], deque[tuple[int, Trace]]] = defaultdict(lambda: deque(maxlen=_TRACES))
 
@@ -185,6 +186,7 @@ class ActionTimer:
             step = marked.step
             if marked.action is None:
                 self._steps[marked.phase].append((step.microbatches, elapsed))
+                self._newest_step_ms = elapsed
                 self._traces[marked.phase, step.microbatches].append((marked.number, self._trace))
                 self._trace = {}
                 continue
@@ -221,14 +223,16 @@ class ActionTimer:
         """Durations of this rank's newest steps in a phase, ms, in order."""
         return tuple(ms for number, ms in self._steps.get(phase, ()) if microbatches in (None, number))
 
-    def last_step_ms(self, phase: str) -> float | None:
-        steps = self.steps_ms(phase)
-        return steps[-1] if steps else None
+    @property
+    def newest_step_ms(self) -> float | None:
+        """Duration of the newest step that has been drained, ms."""
+        return self._newest_step_ms
 
     def clear(self) -> None:
         self._pending.clear()
         self._actions.clear()
         self._first_parts.clear()
         self._steps.clear()
+        self._newest_step_ms = None
         self._trace = {}
         self._traces.clear()

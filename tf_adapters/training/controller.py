@@ -210,8 +210,8 @@ class Controller:
         self._step_start = None
         self.state.completed_steps = step
         run = self.snapshot()
-        if self._observer is not None:
-            self._observer.step_ended(run, step, phase)  # before what it froze is decided anew
+        if self._observer is not None:  # before decisions change the state that this step ran with
+            self._observer.step_ended(run, step)
         if self.checks_taps:
             self._decisions.check_taps(run)
         self._decisions.after_step(run, self._executed)

@@ -42,6 +42,11 @@ class RunSnapshot:
     tally: MaskTally
     traced: bool = True
 
+    def frozen_share(self, step: int, stage: int) -> float:
+        """The mean over microbatches of the work that the masks of a step freeze on any stage, in [0, 1]."""
+        masks = self.ratios.masks(self.state, step, stage)
+        return sum(mask.share for mask in masks) / len(masks) if masks else 0.0
+
     def planned_peak_bytes(self, host_order: PipelineSchedule, plan: FreezePlan | None) -> int | None:
         """The most that this rank is to hold under a plan; None where the host's own order stays.
 
@@ -64,8 +69,8 @@ class RunSnapshot:
 class Observer(Protocol):
     """Looks at a run. An observer must not raise: training goes on whatever happens to it."""
 
-    def step_ended(self, run: RunSnapshot, step: int, phase: Phase) -> None:
-        """Called on each rank after each of its steps, before anything is decided for the next one."""
+    def step_ended(self, run: RunSnapshot, step: int) -> None:
+        """Called on each rank after each of its steps. The run's state is still the one that the step ran with."""
 
     def report(self, run: RunSnapshot) -> None:
         """Called on all ranks at the same point, where there is something new to report."""
