@@ -84,7 +84,8 @@ FAILURES: dict[str, Callable[[], Any]] = {
     "making": lambda: mock.patch("tf_adapters.hosts.adapter.Controller", broken),
     "a hook": lambda: failing(torch.optim.Optimizer, "register_step_post_hook", 0),
     "the first override": lambda: failing(Overrides, "set", 0),
-    "an override": lambda: failing(Overrides, "set", 8),
+    "the second override": lambda: failing(Overrides, "set", 1),
+    "the taps": lambda: mock.patch("tf_adapters.masking.taps.StageTaps.install", broken),
 }
 
 

@@ -42,7 +42,8 @@ class ActivationGraphs:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._anchor = torch.zeros(0, requires_grad=True)
-        self._owners = {} if any(map(is_compiled, model.modules())) else _owners(model)
+        self._owners = _owners(model)
+        self._is_compiled = any(map(is_compiled, model.modules()))  # a hook would compile its layers once more
         self._known: dict[torch.nn.Module, tuple[bool, ...]] = {}  # which of several outputs require gradients
 
     @contextmanager
@@ -69,6 +70,9 @@ class ActivationGraphs:
     @contextmanager
     def _looking(self, look: Callable[[torch.nn.Module, Any], Any]) -> Iterator[None]:
         """Call ``look`` with each module that owns parameters and with its output, which it may replace."""
+        if self._is_compiled:
+            yield
+            return
 
         def hook(module: torch.nn.Module, _: Any, output: Any) -> Any:
             plain = torch.is_grad_enabled() and not transforms_run()
