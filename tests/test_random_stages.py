@@ -24,6 +24,13 @@ def test_random_stages_train_as_the_host_and_the_oracle_say(number: int) -> None
     assert not result.skipped
 
 
+def test_a_backward_inside_a_forward_accumulates_there() -> None:
+    """Later, its gradients would be added up in another order wherever the plan moves forwards."""
+    case = Case(1, ((Spec("LocalLoss"), Spec("Perceptron")), (Spec("Perceptron"),)), extra_microbatches=1)
+    result = judge(rank_pool("torch", 2), case, ("nothing, deferred",))
+    assert not result.wrong, str(result)
+
+
 def test_masks_of_another_microbatch_are_found() -> None:
     case = Case(1, ((Spec("Linear"), Spec("Norm")), (Spec("Perceptron"),)))
     result = judge(rank_pool("torch", 2), case, ("masks, in place", "masks, deferred"), plant="masks")

@@ -287,6 +287,10 @@ class StageTaps:
         self._pending.clear()
         self.end_check()
 
+    def owes(self, microbatch: int) -> bool:
+        """Whether a backward has kept what weight gradients of this microbatch are made from."""
+        return bool(self._pending.get(microbatch))
+
     @torch.no_grad()  # a host may receive gradients into tensors that require gradients
     def compute(self, microbatch: int, sampler: RowSampler | None = None) -> None:
         """Compute and accumulate the weight gradients of a microbatch, through the hooks on their parameters.
