@@ -11,8 +11,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import user_layers
 from megatron_low_rank import with_adapters
-from rank_pools import destroy_groups
+from rank_pools import destroy_groups, seed
 
 from tf_adapters.overrides import Overrides
 from tf_adapters.testing import force_plan
@@ -48,6 +49,7 @@ class Case:
     section: dict[str, Any] | None = field(default_factory=dict)
     tied: bool = False
     trained: Trained | None = None  # what trains where not everything does
+    beside: str = ""  # every MLP, a layer of ``user_layers``
     steps: int = 3
     numbers: tuple[int, ...] = ()  # of microbatches in the steps in turn, where they change
     ratios: float | dict[str, float] | None = None  # a plan to start with, instead of a measured one
@@ -141,6 +143,20 @@ class Norm(torch.nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel
 
 
+class Beside(torch.nn.Module):
+    """An MLP, and a layer of a user's own that works on the first features."""
+
+    def __init__(self, mlp: Any, layer: str, number: int) -> None:
+        super().__init__()
+        seed(number)
+        self.mlp, self.layer = mlp, user_layers.LAYERS[layer]()
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        output, bias = self.mlp(x, *args, **kwargs)
+        own = self.layer(x[..., : user_layers.WIDTH].contiguous())
+        return output + torch.nn.functional.pad(own, (0, WIDTH - user_layers.WIDTH)), bias
+
+
 def build_chunks(case: Case, wrap: bool = True) -> list[torch.nn.Module]:
     """This rank's model chunks, as a training script makes them."""
     from megatron.core import parallel_state
@@ -168,6 +184,8 @@ def build_chunks(case: Case, wrap: bool = True) -> list[torch.nn.Module]:
             mtp_block_spec=further_tokens(config, layer, virtual),
             **virtual,
         )
+        for built in model.decoder.layers if case.beside else ():
+            built.mlp = Beside(built.mlp, case.beside, built.layer_number)
         if case.trained is not None:
             freeze_but(model, case.trained)
         chunks.append(model)
@@ -512,7 +530,7 @@ def _train(case: Case, draws: Draws, oracle: bool, evaluate: bool) -> dict[str, 
         state = adapter.controller.state
         result["schedule"] = adapter.controller.schedule.to_text()
         result["plan"] = state.plan and state.plan.to_json()
-        result["status"] = state.failure
+        result |= {"status": state.failure, "notes": list(state.notes)}
         result["numbers"] = sorted(state.plans.of)
         adapter.detach()
     return result

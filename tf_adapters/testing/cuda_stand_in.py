@@ -30,7 +30,8 @@ def install() -> None:
         return
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron compiles fusions: minutes of C++ builds on a CPU
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron wants it set with tensor parallelism
-    importlib.import_module("torch._dynamo")  # checks torch's functions when first imported: it must see the real ones
+    for checks in ("torch._dynamo", "torch._decomp.decompositions_for_jvp"):  # when first imported, torch's functions,
+        importlib.import_module(checks)  # which must be the real ones
     _replace_factories()
     _replace_conversions()
     _replace_device()

@@ -1,0 +1,59 @@
+"""Layers as users write them, in Megatron-Core's blocks: the host's bits with nothing frozen, else the oracle's."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron_oracle import FUSED, check_oracle
+from megatron_ranks import WIDTH, Case, innermost, start, train, train_step
+from test_deferral_megatron import check_same
+
+pytestmark = pytest.mark.distributed
+
+LAYERS = ["Energy", "Functional", "Watched"]
+DEFERRED: dict[str, Any] = {"weight_gradients": "deferred", "extra_microbatches": 1}
+TOKENS: dict[str, Any] = {"granularity": "token"}
+
+
+@pytest.mark.parametrize("section", [{}, DEFERRED, TOKENS], ids=["in place", "deferred", "tokens"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_nothing_frozen_is_the_host_to_the_bit(megatron: Any, layer: str, section: dict[str, Any]) -> None:
+    case = Case(beside=layer, ratios=0.0, section=section, model=FUSED)
+    ours = megatron(2).run(train, case, False)
+    check_same(ours, megatron(2).run(train, replace(case, section=None, ratios=None), False))
+    assert [rank["status"] for rank in ours] == [None, None]
+
+
+@pytest.mark.parametrize("section", [{}, DEFERRED], ids=["in place", "deferred"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_masks_leave_the_oracles_gradients(megatron: Any, layer: str, section: dict[str, Any]) -> None:
+    case = Case(beside=layer, ratios=0.6, section=section)
+    check_oracle(case, megatron(2).run(train, case))
+
+
+def test_layers_that_are_left_to_the_host_are_named_with_the_reason(megatron: Any) -> None:
+    case = Case(beside="Energy", ratios=0.0, section=DEFERRED)
+    for rank in megatron(2).run(train, case, False):
+        assert any("layer.down.weight" in note and "is not the product" in note for note in rank["notes"])
+
+
+def copied(case: Case) -> list[bool]:
+    """Whether a copy that is made while layers are tapped has its own weights, and layers get their class back."""
+    chunks, optimizer, adapter = start(case)
+    train_step(case, chunks, optimizer, 0)  # the first step checks, taps are used after it
+    mlp = next(m for name, m in innermost(chunks[0]).named_modules() if name.endswith("layers.0.mlp"))
+    other = copy.deepcopy(mlp)
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    train_step(case, chunks, optimizer, 1)
+    zero = not other(torch.ones(2, 1, WIDTH))[0].any()
+    adapter.detach()
+    return [zero, all("tf_adapters" not in type(m).__module__ for m in mlp.modules())]
+
+
+def test_a_copy_made_after_attaching_has_its_own_weights(megatron: Any) -> None:
+    assert megatron(2).run(copied, Case(ratios=0.0, section=DEFERRED)) == [[True, True]] * 2
