@@ -133,6 +133,16 @@ def check_oracle(case: Case, ranks: list[dict]) -> None:
                 assert covered[key, rank["place"][1]] >= actual.numel(), f"nobody checked all of {key}"
 
 
+def check_same(ours: list[dict], alone: list[dict]) -> None:
+    """Losses and weights of a run are those of the host alone, to the bit."""
+    for mine, theirs in zip(ours, alone, strict=True):
+        for own, host in zip(mine["steps"], theirs["steps"], strict=True):
+            assert own["losses"] == host["losses"]
+            assert own.get("evaluations") == host.get("evaluations")
+            for weight, value in host["after"].items():
+                assert torch.equal(own["after"][weight], value), weight
+
+
 def check(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str) -> None:
     if expected.norm() == 0:
         assert actual.numel() == 0 or actual.abs().max() == 0, f"{what} is frozen but has a gradient"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_oracle import FOUR_RANKS, TWO_RANKS, check_oracle
+from megatron_oracle import FOUR_RANKS, TWO_RANKS, check_oracle, check_same
 from megatron_ranks import Case, by_name, run_batch, start, train, train_step, values
 
 from tf_adapters.schedule.deferral import backward_of
@@ -75,15 +75,6 @@ def test_nothing_frozen_is_the_host_to_the_bit(megatron, name, extra):
     ours = megatron(ranks(name)).run(train, deferred(case, extra), False, True)
     check_same(ours, megatron(ranks(name)).run(train, replace(case, section=None, ratios=None), False, True))
     assert moves_forwards(ours[0]["plan"]["ranks"], ours[0]["schedule"]) == bool(extra)
-
-
-def check_same(ours: list[dict], alone: list[dict]) -> None:
-    for mine, theirs in zip(ours, alone, strict=True):
-        for own, host in zip(mine["steps"], theirs["steps"], strict=True):
-            assert own["losses"] == host["losses"]
-            assert own.get("evaluations") == host.get("evaluations")
-            for weight, value in host["after"].items():
-                assert torch.equal(own["after"][weight], value), weight
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 import user_layers
-from megatron_oracle import FUSED, check_oracle
+from megatron_oracle import FUSED, check_oracle, check_same
 from megatron_ranks import Case, innermost, start, train, train_step
-from test_deferral_megatron import check_same
 
 pytestmark = pytest.mark.distributed
 
