@@ -352,8 +352,7 @@ class Controller:
             with taps.recording(action.microbatch):
                 yield
             if action.kind is Kind.FORWARD and taps.owes(action.microbatch):  # of a backward inside the forward
-                with self.pipeline.accumulating():
-                    taps.compute(action.microbatch)
+                self._compute(action.stage, taps, action.microbatch)
 
     def _graphs_kept(self, action: Action, mask: Mask, phase: Phase) -> AbstractContextManager[None]:
         graphs = self.graphs.get(action.stage)
