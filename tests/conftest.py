@@ -11,7 +11,9 @@ from rank_pools import GetPool, rank_pool, seed_everything
 from two_nodes import Node, TwoNodes, why_not
 
 # What these assert is shown as in a test module.
-pytest.register_assert_rewrite("deepspeed_oracle", "megatron_oracle", "torch_oracle", "disturbed_runs", "jobs")
+pytest.register_assert_rewrite(
+    "deepspeed_oracle", "megatron_oracle", "torch_oracle", "disturbed_runs", "jobs", "user_layers"
+)
 BUFFERS = pytest.StashKey[set[Path]]()
 
 # The same examples in every run, and no wall-clock limits. `make fuzz` draws new ones, from the seed that it prints.

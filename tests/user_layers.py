@@ -174,3 +174,17 @@ def samples(name: str, step: int, microbatches: int) -> list[Pair]:
         tokens = torch.randint(16, (2,), generator=generator)
         batch.append((tokens if takes_tokens(name) else torch.randn(2, WIDTH, generator=generator), target))
     return batch
+
+
+def check_nothing_is_promised(name: str, ranks: list[dict[str, Any]]) -> None:
+    """Plan, report and log of a run of a model without taps, on both or on one of its stages."""
+    without = (0, 1) if name == "no taps" else (1,)
+    for rank in ranks:
+        plan = rank["plan"]
+        assert rank["failure"] is None
+        assert all(plan.stage_freeze_ratio[stage] == 0.0 for stage in without)
+        said = {
+            note[:7] for note in rank["notes"] if "only 0% of the weight-gradient work" in note and "Product" in note
+        }
+        assert said == {f"stage {stage}" for stage in without}
+    assert all(share == 0.0 for share in plan.deferrable_share.values()) or name != "no taps"
