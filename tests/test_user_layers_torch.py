@@ -187,6 +187,41 @@ def test_copies_made_after_attaching_are_models_of_their_own(section: dict[str, 
     assert rank_pool("torch", 2).run(copies, section, str(tmp_path)) == [True, True]
 
 
+def wrapped(section: dict[str, Any], output_dir: str) -> list[bool]:
+    """Whether copies that are wrapped while layers are tapped have the gradients of a plain copy."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.nn.parallel import DistributedDataParallel
+
+    import tf_adapters.torch_pipelining
+
+    rank = dist.get_rank()
+    model = torch.nn.Sequential(LAYERS["Plain"](), LAYERS["Plain"]())
+    stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=torch.nn.functional.mse_loss)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {**SECTION, "output_dir": output_dir, **section}
+    same = []
+    with tf_adapters.torch_pipelining.attach(schedule, settings, optimizer=optimizer):
+        for root in model.parameters():
+            dist.broadcast(root.data, 0)
+        plain, replicated, sharded = (copy.deepcopy(model) for _ in range(3))
+        for layer in sharded:
+            fully_shard(layer)
+        for other in (plain, DistributedDataParallel(replicated), fully_shard(sharded), DistributedDataParallel(model)):
+            other(torch.ones(2, 8)).sum().backward()
+        for other in (replicated, sharded, model):
+            gradients = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in other.parameters()]
+            same.append(all(map(torch.equal, gradients, (p.grad for p in plain.parameters()))))
+    return same
+
+
+@pytest.mark.parametrize("section", [{}, DEFERRED, TOKENS], ids=["in place", "deferred", "tokens"])
+def test_models_that_are_wrapped_after_attaching_train_as_without_us(section: dict[str, Any], tmp_path: Any) -> None:
+    assert rank_pool("torch", 2).run(wrapped, section, str(tmp_path)) == [[True] * 3] * 2
+
+
 @pytest.mark.parametrize("section", [DEFERRED, TOKENS, {**DEFERRED, **TOKENS}], ids=["deferred", "tokens", "both"])
 @pytest.mark.parametrize("name", ["no taps", "no taps on a stage"])
 def test_where_nothing_has_a_tap_nothing_is_promised(name: str, section: dict[str, Any], tmp_path: Any) -> None:
