@@ -84,3 +84,18 @@ def checked_step() -> dict[str, str]:
     with taps.checking(0):
         model["used"](torch.randn(TOKENS, WIDTH)).sum().backward()
     return taps.end_check()
+
+
+def first_microbatch_last() -> float:
+    """The error in ``main_grad`` where the first microbatch, which writes over what is there, is computed last."""
+    model, inputs = layer("Linear", fuse_wgrad_accumulation=True, bias=False), torch.randn(2, TOKENS, WIDTH)
+    model.weight.main_grad, model.weight.grad_added_to_main_grad = torch.zeros(WIDTH, WIDTH), False
+    taps = StageTaps(model, engine_layer)
+    taps.install()
+    for microbatch, x in enumerate(inputs):
+        with taps.recording(microbatch):
+            model(x, is_first_microbatch=microbatch == 0).sum().backward()
+    for microbatch in (1, 0):
+        taps.compute(microbatch)
+    expected = torch.ones(WIDTH, 1) @ inputs.reshape(-1, WIDTH).sum(dim=0, keepdim=True)
+    return (model.weight.main_grad - expected).abs().max().item()

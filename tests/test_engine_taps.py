@@ -44,3 +44,7 @@ def test_gradients_are_the_layers_own_to_the_bit(engine: RankPool, kind: str, fu
 
 def test_the_checked_step_knows_which_layers_were_called(engine: RankPool) -> None:
     assert engine.run(jobs.checked_step) == [{"unused.weight": NOT_CALLED, "unused.bias": NOT_CALLED}]
+
+
+def test_a_first_microbatch_writes_over_no_others(engine: RankPool) -> None:
+    assert engine.run(jobs.first_microbatch_last)[0] < 1e-5
