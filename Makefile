@@ -88,13 +88,14 @@ test-matrix: $(VENV)/ready
 	$(RUN) tests/matrix.py
 
 # torch first: DeepSpeed's build looks for it.
-$(VENV)/ready: pyproject.toml constraints.txt
+$(VENV)/ready: pyproject.toml constraints.txt tests/transformer_engine.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt needs Python 3.11 or newer, this is %d.%d: make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	@echo "Installing PyTorch, the hosts and the tools into $(VENV): once, some minutes"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) torch $(SHOW)
 	@$(PIP) -e ".[deepspeed,megatron,torchtitan,plot,cli,examples,test,dev]" $(SHOW)
-	@rm -rf $(VENV)/torch_extensions
+	@rm -rf $(VENV)/torch_extensions $(VENV)/transformer_engine
+	@$(PIP) --no-deps --target $(VENV)/transformer_engine -r tests/transformer_engine.txt $(SHOW)
 	@echo "Compiling DeepSpeed's communication between CPU processes: once"
 	@$(RUN) $(BUILD_SHM)
 	@touch $@

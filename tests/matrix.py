@@ -24,13 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from measuring import machine, put_table
 
-from tf_adapters.cli.doctor import HOSTS, TRAINERS
+from tf_adapters.cli.doctor import HOSTS, TRAINERS, Host
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "matrix"
 RESULTS = ROOT / "benchmarks" / "results" / "matrix.json"
 PAGE = ROOT / "docs" / "compatibility.md"
-PACKAGES = {host.package: host for host in (*HOSTS, *TRAINERS)}
+ENGINE = Host("Transformer Engine", "transformer-engine", "", oldest="2.4.0", newest="2.20.2", on="megatron-core")
+BETWEEN = [(ENGINE.package, "2.10.0")]
+PACKAGES = {host.package: host for host in (*HOSTS, *TRAINERS, ENGINE)}
 HOST_TESTS = {
     "deepspeed": "deepspeed",
     "megatron-core": "megatron and not bridge",
@@ -45,6 +47,8 @@ OF_TRAINERS = {
     "nemo-automodel": "test_automodel.py",
 }
 """Each runs its trainings once, in two processes of its own: all that the trainer's contract asks."""
+OF_LAYERS = {ENGINE.package: "test_transformer_engine_on_cpu.py"}
+"""Its own Python, without a GPU."""
 CHECKOUTS = {"slime": ("SLIME_SOURCE", "MEGATRON_LM_SOURCE")}
 """What no package index has, by the variables that name its folders."""
 BUILD_SHM = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
@@ -56,6 +60,7 @@ BESIDE = {("torchtitan", "0.3.0"): ("torch", "2.15"), ("megatron-bridge", "0.6.2
 """What a version needs that is not installed, too."""
 _OF_HUGGING_FACE = ("transformers==5.18.0", "accelerate", "tiktoken", "peft==0.20.0")
 REQUIRED = {
+    "transformer-engine": ("ml_dtypes", "nvdlfw-inspect", "onnx", "onnx-ir", "onnxscript"),
     "torchtitan": ("spmd_types==0.2.3", "torch_checkpointing>=0.1"),
     "megatron-bridge": ("omegaconf==2.3.0", "hydra-core==1.3.2", "antlr4-python3-runtime==4.9.3", "six"),
     "nemo-automodel": (*_OF_HUGGING_FACE, "torchao", "flashoptim", "megatron-fsdp==0.5.0", "mistral-common"),
@@ -90,7 +95,7 @@ def main() -> None:
 
 def tested() -> list[tuple[str, str]]:
     pairs = ((package, version) for package, host in PACKAGES.items() for version in (host.oldest, host.newest))
-    return list(dict.fromkeys(pairs))
+    return list(dict.fromkeys([*pairs, *BETWEEN]))
 
 
 def newer() -> list[tuple[str, str]]:
@@ -123,8 +128,8 @@ def run(package: str, version: str, whole: bool) -> dict[str, object]:
         subprocess.run([sys.executable, "-c", BUILD_SHM], env=environment, check=True, capture_output=True)
     report = FOLDER / f"{package}-{version}.xml"
     FOLDER.mkdir(parents=True, exist_ok=True)
-    if package in OF_TRAINERS:
-        files, options = [OF_TRAINERS[package]], []
+    if package in OF_TRAINERS or package in OF_LAYERS:
+        files, options = [{**OF_TRAINERS, **OF_LAYERS}[package]], []
     else:
         files, options = (
             ["."] if whole else list(CONTRACT),
@@ -141,12 +146,18 @@ def run(package: str, version: str, whole: bool) -> dict[str, object]:
     return {
         "package": package,
         "version": version,
-        "tests": "trainings" if package in OF_TRAINERS else "contract and the host's own" if whole else "contract",
+        "tests": kind_of_tests(package, whole),
         "passed": counts["tests"] - failed - counts["skipped"],
         "failed": failed,
         "skipped": counts["skipped"],
         "seconds": round(time.monotonic() - began),
     }
+
+
+def kind_of_tests(package: str, whole: bool) -> str:
+    if package in OF_TRAINERS or package in OF_LAYERS:
+        return "trainings" if package in OF_TRAINERS else "layers"
+    return "contract and the host's own" if whole else "contract"
 
 
 def installed(package: str) -> str | None:

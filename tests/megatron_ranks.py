@@ -49,6 +49,7 @@ class Case:
     section: dict[str, Any] | None = field(default_factory=dict)
     tied: bool = False
     trained: Trained | None = None  # what trains where not everything does
+    engine: bool = False  # Transformer Engine's layers
     beside: str = ""  # every MLP, a layer of ``user_layers``
     steps: int = 3
     numbers: tuple[int, ...] = ()  # of microbatches in the steps in turn, where they change
@@ -78,6 +79,14 @@ def setup() -> None:
 
     install()
     torch.distributed.init_process_group("gloo")
+
+
+def setup_engine() -> None:
+    """As ``setup``, with Transformer Engine."""
+    from tf_adapters.testing.transformer_engine_on_cpu import install
+
+    install()
+    setup()
 
 
 def teardown() -> None:
@@ -167,15 +176,20 @@ def build_chunks(case: Case, wrap: bool = True) -> list[torch.nn.Module]:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
     config = transformer_config(case)
-    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    layer, norm = (
+        engine_layers(config)
+        if case.engine
+        else (get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False), Norm)
+    )
+    if not case.engine:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     chunks: list[Any] = []
     for chunk in range(case.vp or 1):
         virtual = {} if case.vp is None else {"vp_stage": chunk}
         layers = get_num_layers_to_build(config, **virtual)
         model = GPTModel(
             config,
-            TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=Norm),
+            TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm),
             VOCABULARY,
             CONTEXT,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **virtual),
@@ -199,6 +213,17 @@ def build_chunks(case: Case, wrap: bool = True) -> list[torch.nn.Module]:
             chunk.broadcast_params()
     CHUNKS.extend(chunks)
     return chunks
+
+
+def engine_layers(config: Any) -> tuple[Any, Any]:
+    """A layer of Transformer Engine's, and its norm."""
+    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.enums import AttnBackend
+
+    config.attention_backend = AttnBackend.unfused
+    experts = config.num_moe_experts
+    return get_gpt_layer_with_transformer_engine_spec(experts, moe_grouped_gemm=config.moe_grouped_gemm), TENorm
 
 
 def further_tokens(config: Any, layer: Any, virtual: dict[str, int]) -> Any:

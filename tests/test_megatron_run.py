@@ -26,6 +26,7 @@ from megatron_ranks import (
     values,
     zero_gradients,
 )
+from megatron_reductions import reductions
 
 from tf_adapters.testing import RanksFailed
 
@@ -254,51 +255,6 @@ def test_every_bucket_is_reduced_as_soon_as_its_last_gradient_is_there(megatron,
                 assert names[-1] == "trained", names
         waited = waited or any("waited" in names for names in late)
     assert waited == deferred
-
-
-def reductions(case: Case) -> list[list[list[str]]]:
-    """Of each step and each reduction of a bucket that begins: its gradients as they became ready.
-
-    Each is "frozen", "trained" in a backward, or "waited" until it was computed after it.
-    """
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
-
-    from tf_adapters.megatron.ddp import FrozenGradients
-
-    chunks, optimizer, adapter = start(case)
-    steps: list[list[list[str]]] = []
-    ready: dict[int, list[str]] = {}
-    kinds = ["trained"]
-    register, begin = Group.register_grad_ready, Group.start_grad_sync
-
-    def registering(group: Any, *args: Any) -> None:
-        if group.is_last_microbatch:
-            ready.setdefault(id(group), []).append(kinds[-1])
-        register(group, *args)
-
-    def beginning(group: Any, *args: Any, **kwargs: Any) -> None:
-        steps[-1].append(ready.pop(id(group), []))
-        begin(group, *args, **kwargs)
-
-    def named(kind: str, run: Any) -> Any:
-        def running(*args: Any) -> None:
-            kinds.append(kind)
-            run(*args)
-            kinds.pop()
-
-        return running
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Group, "register_grad_ready", registering)
-        patch.setattr(Group, "start_grad_sync", beginning)
-        patch.setattr(FrozenGradients, "report", named("frozen", FrozenGradients.report))
-        patch.setattr(adapter.controller, "_compute", named("waited", adapter.controller._compute))
-        for number in range(case.steps):
-            steps.append([])
-            ready.clear()
-            train_step(case, chunks, optimizer, number)
-    adapter.detach()
-    return steps
 
 
 def test_a_parameter_frozen_in_the_first_steps_has_state_when_it_is_saved(megatron):

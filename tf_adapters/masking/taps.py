@@ -83,12 +83,11 @@ class _HandOver(torch.autograd.Function):
 
 
 class _Pending(NamedTuple):
-    """What the weight gradients of one call of a layer are made from."""
+    """One call of a layer whose weight gradients ``make`` computes."""
 
     layer: TappedLayer
     parameters: tuple[torch.nn.Parameter, ...]
-    inputs: torch.Tensor
-    gradient: torch.Tensor
+    make: Callable[[Choose | None], tuple[torch.Tensor, ...]]
 
 
 class TappedLayer(ABC):
@@ -239,7 +238,7 @@ class StageTaps:
         self.microbatch: int | None = None  # whose forward or backward runs
         self.check: TapCheck | None = None  # in the step that is checked
         self._pending: dict[int, deque[_Pending]] = {}
-        self._anchor = torch.zeros(0, requires_grad=True)
+        self.anchor = torch.zeros(0, requires_grad=True)  # so that a tap's backward runs
 
     @property
     def names(self) -> frozenset[str]:
@@ -321,7 +320,17 @@ class StageTaps:
 
     def _gradients(self, call: _Pending, sampler: RowSampler | None) -> tuple[torch.Tensor, ...]:
         choose = None if sampler is None else partial(sampler.rows, self._weights[call.layer])
-        return call.layer.gradients(call.parameters, call.inputs, call.gradient, choose)
+        return call.make(choose)
+
+    def keep(
+        self,
+        microbatch: int,
+        layer: TappedLayer,
+        parameters: tuple[torch.nn.Parameter, ...],
+        make: Callable[[Choose | None], tuple[torch.Tensor, ...]],
+    ) -> None:
+        """A backward has reached a call of ``layer``: ``make`` computes the gradients of its parameters later."""
+        self._pending.setdefault(microbatch, deque()).append(_Pending(layer, parameters, make))
 
     def tap(
         self,
@@ -335,10 +344,9 @@ class StageTaps:
         assert microbatch is not None
 
         def keep(inputs: torch.Tensor, gradient: torch.Tensor) -> None:
-            pending = self._pending.setdefault(microbatch, deque())
-            pending.append(_Pending(layer, parameters, inputs, gradient))
+            self.keep(microbatch, layer, parameters, make=partial(layer.gradients, parameters, inputs, gradient))
 
-        tapped: torch.Tensor = _Tap.apply(keep, inputs.detach(), output, self._anchor)  # type: ignore[no-untyped-call]
+        tapped: torch.Tensor = _Tap.apply(keep, inputs.detach(), output, self.anchor)  # type: ignore[no-untyped-call]
         return tapped
 
 

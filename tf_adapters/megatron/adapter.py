@@ -114,9 +114,10 @@ class MegatronAdapter(HostAdapter):
         model, by_stage = self._model, {chunk.stage: chunk for chunk in self._chunks.values()}
         parameters = {stage: chunk.parameters for stage, chunk in by_stage.items()}
         tapped = by_stage if self.config.splits_backwards else {}
+        layer = functools.partial(tapped_layer, sampled=self.config.samples_tokens)
         return HostPipeline(
             host=HOST,
-            taps={stage: StageTaps(chunk.model, tapped_layer) for stage, chunk in tapped.items()},
+            taps={stage: StageTaps(chunk.model, layer) for stage, chunk in tapped.items()},
             schedule=self._orders(model.num_microbatches),
             units={
                 stage: chunk_units(chunk.model, model.config, model.expert_parallel_size)

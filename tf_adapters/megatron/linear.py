@@ -13,18 +13,20 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
+from tf_adapters.masking.engine_taps import engine_layer
 from tf_adapters.masking.taps import Choose, TappedLayer, linear_gradient, plain_layer
 
 __all__ = ["ParallelLinearTap", "tapped_layer"]
 
 
-def tapped_layer(module: torch.nn.Module) -> TappedLayer | None:
-    """The tap of a layer of a Megatron model; None for what it does not know: layers of Transformer Engine, embeddings.
+def tapped_layer(module: torch.nn.Module, sampled: bool = False) -> TappedLayer | None:
+    """The tap of a layer of a Megatron model; None for what it does not know: embeddings, for one.
 
     Nor for layers whose weight is shared or whose weight gradient Megatron itself puts off (``wgrad_deferral_limit``).
+    Layers of Transformer Engine make their gradients of all tokens: they have no tap where tokens are ``sampled``.
     """
     if type(module) not in (ColumnParallelLinear, RowParallelLinear):
-        return plain_layer(module)
+        return plain_layer(module) or (None if sampled else engine_layer(module))
     weight = vars(module)["_parameters"].get("weight")
     if (
         weight is None

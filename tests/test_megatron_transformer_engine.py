@@ -1,0 +1,104 @@
+"""Megatron-Core with Transformer Engine's layers on two pipeline ranks: masks, and deferred weight gradients."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from megatron_oracle import FULL, FUSED, GATHER, GATHER_OPTIMIZER, MOE, OVERLAP, SHARDED, check_oracle, check_same
+from megatron_ranks import Case, setup_engine, start, teardown, train, train_step
+from megatron_reductions import reductions
+from rank_pools import fork_ranks
+
+from tf_adapters.testing import RankPool
+from tf_adapters.testing.transformer_engine_on_cpu import FOLDER
+
+pytestmark = pytest.mark.distributed
+
+DEFERRED = {"weight_gradients": "deferred", "extra_microbatches": 0}
+GROUPED = {**MOE, "moe_grouped_gemm": True}
+CASES = {
+    "1f1b": Case(ratios=0.5),
+    "fused": Case(ratios=0.5, model=FUSED),
+    "interleaved": Case(vp=2, ratios=0.5),
+    "interleaved, fused": Case(vp=2, ratios=0.5, model=FUSED),
+    "full recompute": Case(ratios=0.7, model=FULL),
+    "distributed optimizer": Case(ratios=0.5, ddp=SHARDED, optimizer=SHARDED),
+    "experts": Case(ratios=0.5, model=GROUPED),
+    "experts, fused": Case(ratios=0.5, model={**GROUPED, **FUSED}),
+    "replicas, overlap": Case(pp=1, layers=2, ratios=0.5, ddp=OVERLAP, steps=3),
+    "replicas, overlap, fused": Case(pp=1, layers=2, ratios=0.5, ddp=OVERLAP, model=FUSED, steps=3),
+    "replicas, gather, fused": Case(
+        pp=1, layers=2, ratios=0.8, ddp=GATHER, optimizer=GATHER_OPTIMIZER, model=FUSED, steps=3
+    ),
+    "sequence parallel": Case(pp=1, tp=2, layers=2, ratios=0.5, model={"sequence_parallel": True}),
+}
+CASES = {name: replace(case, engine=True, steps=max(2, case.steps if case.ddp else 2)) for name, case in CASES.items()}
+
+
+def ranks(size: int) -> RankPool:
+    if importlib.util.find_spec("transformer_engine") is None and not FOLDER.exists():
+        pytest.skip("no Transformer Engine here: make puts it into a folder of its own")
+    return fork_ranks(size, setup_engine, teardown)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[RankPool]:
+    with ranks(2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_masks_in_place(engine, name):
+    check_oracle(CASES[name], engine.run(train, CASES[name]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_masks_and_deferral_together(engine, name):
+    case = replace(CASES[name], section=DEFERRED)
+    check_oracle(case, engine.run(train, case))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_frozen_is_the_host_to_the_bit(engine, name):
+    case = replace(CASES[name], ratios=0.0, steps=3)
+    ours = engine.run(train, replace(case, section=DEFERRED), False, True)
+    check_same(ours, engine.run(train, replace(case, section=None, ratios=None), False, True))
+
+
+def first_step(case: Case) -> tuple[dict[int, float], dict[int, dict[str, str]], set[str]]:
+    """What the first step finds: the share that can wait, what is left to the host, and the parameters' names."""
+    chunks, optimizer, adapter = start(case)
+    train_step(case, chunks, optimizer, 0)
+    findings = adapter.controller.state.taps
+    names = {name.split("layers.0.")[-1] for taps in adapter.controller.pipeline.taps.values() for name in taps.names}
+    return dict(findings.shares), dict(findings.left), {name for name in names if "weight" in name}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "fused", "experts"])
+def test_most_of_the_weight_gradient_work_can_wait(engine, name):
+    case = replace(CASES[name], section=DEFERRED, ratios=None)
+    for shares, left, names in engine.run(first_step, case):
+        assert left == {}
+        assert min(shares.values()) > 0.8
+        assert {"self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"} <= names
+
+
+def test_without_a_store_of_ours_little_can_wait(engine):
+    section = {"granularity": "token"}  # where layers that cannot sample have no tap
+    case = replace(CASES["1f1b"], section=section, ratios=None)
+    for _, _, names in engine.run(first_step, case):
+        assert not any("linear_qkv" in name for name in names)
+
+
+@pytest.mark.parametrize("model", [{}, FUSED], ids=["unfused", "fused"])
+def test_every_bucket_is_reduced_once_its_last_gradient_is_there(model):
+    ratios = {f"{stage}B{m}": 0.5 for stage in range(2) for m in range(4)}
+    case = Case(ddp=OVERLAP, section=DEFERRED, ratios=ratios, steps=3, model=model, engine=True)
+    with ranks(4) as pool:
+        late = [names for steps in pool.run(reductions, case) for step in steps[1:] for names in step]
+    assert any("waited" in names for names in late)
+    for names in late:  # a frozen weight may have waiting gradients of other microbatches until the last of them
+        assert "frozen" not in names[names.index("waited") :] if "waited" in names else True, names

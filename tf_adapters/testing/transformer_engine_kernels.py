@@ -1,0 +1,369 @@
+"""What Transformer Engine's compiled extension computes, by torch: products, norms, activations, softmax, optimizers.
+
+The functions have the extension's own names and arguments: ``transformer_engine_on_cpu`` puts them in its place.
+Tensors are bf16, fp16 or fp32. Quantized ones are refused, and communication inside a product.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import gelu, layer_norm, relu, silu
+
+Tensor = torch.Tensor
+Tensors = Sequence[Tensor]
+Activation = Callable[[Tensor], Tensor]
+
+_NUMBERS = {2: torch.int32, 4: torch.float32, 5: torch.float16, 6: torch.bfloat16}
+
+
+def torch_type(number: Any) -> torch.dtype | None:
+    """The torch type of a type as the extension's callers name it: by a number, a torch type, or not at all."""
+    return number if number is None or isinstance(number, torch.dtype) else _NUMBERS[int(number)]
+
+
+def _plain(quantizer: Any) -> None:
+    if quantizer is not None:
+        raise NotImplementedError(
+            f"{type(quantizer).__name__}: quantized tensors need the compiled extension and a GPU"
+        )
+
+
+def _written(out: Tensor | None, value: Tensor) -> Tensor:
+    """``value``, in ``out`` if there is one."""
+    return value if out is None else out.copy_(value.reshape(out.shape))
+
+
+# Products. cuBLAS reads matrices column by column: what it calls A @ B is, row by row, op(B) @ op(A).
+
+
+def _product(a: Tensor, transa: bool, b: Tensor, transb: bool, dtype: torch.dtype) -> Tensor:
+    if dtype.itemsize > a.dtype.itemsize:  # summed up in fp32, and not rounded
+        a, b = a.to(dtype), b.to(dtype)
+    first = b.reshape(-1, b.shape[-1]).t() if transb else b
+    second = a.reshape(-1, a.shape[-1])
+    return torch.matmul(first, second.t() if transa else second).to(dtype)
+
+
+def _into(out: Tensor | None, product: Tensor, accumulate: bool) -> Tensor:
+    if out is None:
+        return product
+    return out.add_(product.reshape(out.shape)) if accumulate else _written(out, product)
+
+
+def generic_gemm(
+    a: Tensor,
+    transa: bool,
+    b: Tensor,
+    transb: bool,
+    out: Tensor | None,
+    quantizer: Any,
+    dtype: Any,
+    bias: Tensor | None,
+    bias_dtype: Any,
+    with_gelu: bool,
+    gelu_in: Tensor | None,
+    grad: bool,
+    workspace: Any,
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    comm_overlap: Any = None,
+    alpha: float = 1.0,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+    """A product, its bias or the bias's gradient, and GELU or its derivative."""
+    _plain(quantizer)
+    if comm_overlap is not None:
+        raise NotImplementedError("ub_overlap: communication inside a product needs the compiled extension and a GPU")
+    product = _product(a, transa, b, transb, dtype=torch_type(dtype) or (a.dtype if out is None else out.dtype))
+    if alpha != 1.0:
+        product = product * alpha
+    bias_gradient = None
+    if bias is not None and grad:
+        bias_gradient = b.reshape(-1, b.shape[-1]).sum(dim=0).to(bias.dtype)
+    elif bias is not None:
+        product = product + bias
+    if with_gelu and grad:
+        assert gelu_in is not None
+        product = _derivative(functools.partial(gelu, approximate="tanh"), product, gelu_in)
+    elif with_gelu:
+        gelu_in, product = product, gelu(product, approximate="tanh")
+    return _into(out, product, accumulate), bias_gradient, gelu_in, None
+
+
+def te_general_grouped_gemm(
+    a: Tensors,
+    transa: bool,
+    b: Tensors,
+    transb: bool,
+    out: Tensors,
+    dtype: Any,
+    m_splits: Sequence[int] | None,
+    bias: Tensors,
+    bias_dtype: Any,
+    single_output: bool,
+    gelu_in: Sequence[Tensor],
+    grad: bool,
+    workspaces: Any,
+    workspace_size: int,
+    accumulate: bool,
+    *_: Any,
+) -> Tensors:
+    """One product per expert. An expert without tokens gives zeros, unless they are added up."""
+    outs: Tensors = out
+    if single_output:
+        sizes = [part.reshape(-1, part.shape[-1]).shape[0] for part in b]
+        outs = torch.split(out[0].reshape(-1, out[0].shape[-1]), sizes)
+    for number, (left, right, to) in enumerate(zip(a, b, outs, strict=True)):
+        product = _product(left, transa, right, transb, dtype=to.dtype)
+        of_bias = bias[number] if bias else None
+        if of_bias is not None and of_bias.numel():
+            if grad:
+                of_bias.copy_(right.reshape(-1, right.shape[-1]).sum(dim=0))
+            else:
+                product = product + of_bias
+        if gelu_in and gelu_in[number].numel():
+            gelu_in[number].copy_(product)
+            product = gelu(product, approximate="tanh")
+        _into(to, product, accumulate)
+    return bias
+
+
+# Norms: statistics in fp32.
+
+
+def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
+    return weight.float() + 1 if zero_centered else weight.float()
+
+
+def layernorm_fwd(
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    out: Any,
+    quantizer: Any,
+    dtype: Any,
+    margin: int,
+    centered: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, the means and the inverse deviations."""
+    _plain(quantizer)
+    x = inputs.float()
+    mean = x.mean(dim=-1)
+    inverse = torch.rsqrt(x.var(dim=-1, unbiased=False) + eps)
+    value = layer_norm(x, x.shape[-1:], weight=_gamma(weight, centered), bias=bias.float(), eps=eps)
+    return _written(out, value.to(torch_type(dtype))), mean, inverse
+
+
+def layernorm_bwd(
+    gradient: Tensor, inputs: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, margin: int, centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the input, the weight and the bias."""
+    shape = inputs.shape
+    dy, x = gradient.reshape(-1, shape[-1]).float(), inputs.reshape(-1, shape[-1]).float()
+    normal = (x - mean.reshape(-1, 1)) * inverse.reshape(-1, 1)
+    scaled = dy * _gamma(weight, centered)
+    dx = scaled - scaled.mean(-1, keepdim=True) - normal * (scaled * normal).mean(-1, keepdim=True)
+    dx = (dx * inverse.reshape(-1, 1)).to(inputs.dtype).reshape(shape)
+    return dx, (dy * normal).sum(0).to(weight.dtype), dy.sum(0).to(weight.dtype)
+
+
+def rmsnorm_fwd(
+    inputs: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, margin: int, centered: bool
+) -> tuple[Tensor, None, Tensor]:
+    """The output and the inverse root mean squares."""
+    _plain(quantizer)
+    x = inputs.float()
+    inverse = torch.rsqrt(x.square().mean(dim=-1) + eps)
+    value = x * inverse.unsqueeze(-1) * _gamma(weight, centered)
+    return _written(out, value.to(torch_type(dtype))), None, inverse
+
+
+def rmsnorm_bwd(
+    gradient: Tensor, inputs: Tensor, inverse: Tensor, weight: Tensor, margin: int, centered: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the input and the weight."""
+    shape = inputs.shape
+    dy, x = gradient.reshape(-1, shape[-1]).float(), inputs.reshape(-1, shape[-1]).float()
+    normal = x * inverse.reshape(-1, 1)
+    scaled = dy * _gamma(weight, centered)
+    dx = (scaled - normal * (scaled * normal).mean(-1, keepdim=True)) * inverse.reshape(-1, 1)
+    return dx.to(inputs.dtype).reshape(shape), (dy * normal).sum(0).to(weight.dtype)
+
+
+# Activations. A gated one takes the function of the first half times the second half.
+
+
+def _gated(function: Activation, x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return function(first) * second
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return relu(x).square()
+
+
+def _derivative(function: Activation, gradient: Tensor, x: Tensor) -> Tensor:
+    """The gradient of ``function``'s input, computed in fp32."""
+    with torch.enable_grad():
+        inputs = x.detach().float().requires_grad_()
+        output = function(inputs)
+    return torch.autograd.grad(output, inputs, gradient.reshape(output.shape).float())[0].to(x.dtype)
+
+
+def activations() -> dict[str, Callable[..., Any]]:
+    """Each activation and its derivative, by the names that the extension gives them."""
+    tanh_gelu = functools.partial(gelu, approximate="tanh")
+    plain: dict[str, Activation] = {
+        "gelu": tanh_gelu,
+        "relu": relu,
+        "qgelu": _quick_gelu,
+        "srelu": _squared_relu,
+        "silu": silu,
+    }
+    gates: dict[str, Activation] = {"glu": torch.sigmoid, "geglu": tanh_gelu, "reglu": relu, "qgeglu": _quick_gelu}
+    gates |= {"sreglu": _squared_relu, "swiglu": silu}
+    functions = plain | {name: functools.partial(_gated, gate) for name, gate in gates.items()}
+    answers: dict[str, Callable[..., Any]] = {}
+    for name, function in functions.items():
+        answers[name] = functools.partial(_activate, function)
+        answers[f"d{name}"] = functools.partial(_differentiate, function)
+    return answers
+
+
+def _activate(function: Activation, x: Tensor, quantizer: Any = None) -> Tensor:
+    _plain(quantizer)
+    return function(x.float()).to(x.dtype)
+
+
+def _differentiate(function: Activation, gradient: Tensor, x: Tensor, quantizer: Any = None) -> Tensor:
+    _plain(quantizer)
+    return _derivative(function, gradient, x)
+
+
+def quantize(tensor: Tensor, quantizer: Any, *_: Any) -> Tensor:
+    """The tensor as it is, where nothing quantizes it."""
+    _plain(quantizer)
+    return tensor
+
+
+# Softmax of scaled scores, as attention without a fused kernel runs it in bf16 and fp16.
+
+_LOW = -10000.0
+
+
+def _softmax(scores: Tensor, scale: float, hidden: Tensor | None = None) -> Tensor:
+    scaled = scores.float() * scale
+    return torch.softmax(scaled if hidden is None else scaled.masked_fill(hidden, _LOW), dim=-1).to(scores.dtype)
+
+
+def scaled_softmax_forward(scores: Tensor, scale: float) -> Tensor:
+    return _softmax(scores, scale)
+
+
+def scaled_masked_softmax_forward(scores: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return _softmax(scores, scale, mask.bool())
+
+
+def scaled_upper_triang_masked_softmax_forward(scores: Tensor, scale: float) -> Tensor:
+    """Causal: a row sees no later column; the last row sees the last column."""
+    rows, columns = scores.shape[-2:]
+    later = torch.ones(rows, columns, dtype=torch.bool).triu(columns - rows + 1)
+    return _softmax(scores.float().masked_fill(later, -math.inf), scale).to(scores.dtype)
+
+
+def scaled_softmax_backward(gradient: Tensor, output: Tensor, scale: float) -> Tensor:
+    dy, y = gradient.float(), output.float()
+    return (scale * y * (dy - (dy * y).sum(-1, keepdim=True))).to(gradient.dtype)
+
+
+# Optimizers: lists of tensors at once.
+
+
+def multi_tensor_scale(chunk: int, overflow: Tensor, lists: Sequence[Tensors], scale: Any) -> None:
+    """Copy the tensors of the first list, scaled, into those of the second; note what is not finite."""
+    for source, to in zip(*lists, strict=True):
+        to.copy_(source.float() * scale)
+        overflow.logical_or_(~torch.isfinite(source).all())
+
+
+def multi_tensor_l2norm(
+    chunk: int, overflow: Tensor, lists: Sequence[Tensors], each: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The norm of all tensors together, and of each one."""
+    norms = [torch.linalg.vector_norm(tensor.float()) for tensor in lists[0]]
+    of_each = torch.stack(norms) if norms else torch.zeros(0)
+    return torch.linalg.vector_norm(of_each).reshape(1), of_each if each else of_each.new_empty(0)
+
+
+def multi_tensor_unscale_l2norm(
+    chunk: int, overflow: Tensor, lists: Sequence[Tensors], inverse_scale: Tensor, each: bool = False
+) -> tuple[Tensor, Tensor]:
+    norm, of_each = multi_tensor_l2norm(chunk, overflow, lists, each)
+    return norm * inverse_scale, of_each * inverse_scale
+
+
+def multi_tensor_adam(
+    chunk: int,
+    overflow: Tensor,
+    lists: Sequence[Tensors],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    decay: float,
+) -> None:
+    """Adam, or AdamW in mode 1. A fifth list holds the fp32 values of parameters of another type."""
+    if overflow.any():
+        return
+    first, second = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
+    gradients, parameters, averages, squares, *masters = lists
+    for number, parameter in enumerate(parameters):
+        value = masters[0][number] if masters else parameter
+        gradient, weight = gradients[number].float(), value.float()
+        if not mode:
+            gradient = gradient + decay * weight
+        average = averages[number].float() * beta1 + gradient * (1 - beta1)
+        square = squares[number].float() * beta2 + gradient * gradient * (1 - beta2)
+        update = (average / first) / ((square / second).sqrt() + eps)
+        if mode:
+            update = update + decay * weight
+        averages[number].copy_(average)
+        squares[number].copy_(square)
+        value.copy_(weight - lr * update)
+        if masters:
+            parameter.copy_(value)
+
+
+_OWN_NAMES: tuple[Callable[..., Any], ...] = (
+    *(generic_gemm, te_general_grouped_gemm, layernorm_fwd, layernorm_bwd, rmsnorm_fwd, rmsnorm_bwd, quantize),
+    *(scaled_softmax_forward, scaled_softmax_backward, scaled_masked_softmax_forward),
+    *(scaled_upper_triang_masked_softmax_forward, multi_tensor_scale, multi_tensor_l2norm),
+    *(multi_tensor_unscale_l2norm, multi_tensor_adam),
+)
+
+
+def answers() -> dict[str, Callable[..., Any]]:
+    """All functions here that answer for one of the extension's, by its name."""
+    return {
+        **{function.__name__: function for function in _OWN_NAMES},
+        **activations(),
+        "scaled_aligned_causal_masked_softmax_forward": scaled_upper_triang_masked_softmax_forward,
+        "scaled_aligned_causal_masked_softmax_backward": scaled_softmax_backward,
+        "scaled_masked_softmax_backward": scaled_softmax_backward,
+        "scaled_upper_triang_masked_softmax_backward": scaled_softmax_backward,
+        "multi_tensor_scale_tensor": multi_tensor_scale,
+    }

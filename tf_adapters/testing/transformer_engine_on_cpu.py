@@ -1,0 +1,161 @@
+"""Transformer Engine's own Python where there is no GPU: for trying things out and for tests.
+
+Its modules, autograd functions and optimizers run unedited; torch answers for the compiled extension
+(``transformer_engine_kernels``), in bf16, fp16 and fp32. FP8 is not emulated, nor are fused attention, fused RoPE,
+fused permutation and userbuffers: what calls them gets a NotImplementedError that names the kernel. Needed:
+``pip install --no-deps transformer-engine onnxscript onnx onnx-ir ml_dtypes nvdlfw-inspect``. Seen to run:
+transformer-engine 2.4.0, 2.10.0 and 2.20.2.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tf_adapters.testing import megatron_on_cpu, transformer_engine_kernels
+
+__all__ = ["FOLDER", "install"]
+
+FOLDER = Path(sys.prefix) / "transformer_engine"
+"""Where it is looked for, too. Megatron-Core uses every Transformer Engine that it can import, also without a GPU."""
+
+_PACKAGES = "transformer-engine onnxscript onnx onnx-ir ml_dtypes nvdlfw-inspect"
+_EXTENSION = "transformer_engine_torch"
+_TYPES = "kByte=0 kInt32=2 kFloat32=4 kFloat16=5 kBFloat16=6 kFloat8E4M3=7 kFloat8E5M2=8 kFloat4E2M1=10"
+_FORWARD = (
+    "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT"
+)
+_BACKWARD = "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3"
+_WITH_ENGINE = ("megatron.core.models.bert.bert_layer_specs", "megatron.core.transformer.moe.moe_utils")
+"""Modules in which ``megatron_on_cpu`` sets names that Transformer Engine gives."""
+
+
+def install() -> None:
+    """Prepare this process for Transformer Engine, and for Megatron-Core with its layers.
+
+    Call it before anything of either is imported; once is enough.
+    """
+    if _EXTENSION in sys.modules or torch.cuda.device_count() > 0:
+        return
+    sys.path.append(str(FOLDER))
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ModuleNotFoundError(f"no transformer-engine: pip install --no-deps {_PACKAGES}")
+    os.environ.setdefault("NVTE_PROJECT_BUILDING", "1")  # else it looks for CUDA's libraries
+    megatron_on_cpu.install()
+    for name in _WITH_ENGINE:
+        megatron_on_cpu.CHANGED.pop(name, None)
+    megatron_on_cpu.CHANGED["transformer_engine.common"] = {"load_framework_extension": lambda framework: None}
+    megatron_on_cpu.CHANGED["transformer_engine.pytorch.cpp_extensions"] = {"__getattr__": _absent}
+    _replace_device()
+    sys.modules[_EXTENSION] = _extension()
+
+
+def _replace_device() -> None:
+    """What Transformer Engine asks of the device, besides what ``cuda_stand_in`` answers."""
+    tensor: Any = torch.Tensor
+    tensor.is_cuda = property(lambda self: True)
+    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.version.cuda = torch.version.cuda or "12.8"
+    if importlib.util.find_spec("triton") is None:
+        torch.utils._triton.has_triton_package()  # torch keeps its answer: it is not to take the stand-in for Triton
+        for name in ("triton", "triton.language", "triton.language.core", "triton.language.standard"):
+            sys.modules[name] = _AbsentModule(name)
+
+
+class _AbsentModule(types.ModuleType):
+    """A module whose names are all there, for decorators and annotations, and do nothing."""
+
+    __path__: list[str] = []  # noqa: RUF012 (a package)
+    __version__ = "3.4.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing(f"{self.__name__}.{name}")
+
+
+class _Nothing:
+    """Called as a decorator, or as what makes one, it is there; what a kernel would be raises when it is launched."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing(f"{self._name}.{name}")
+
+    def __getitem__(self, grid: Any) -> Any:
+        raise NotImplementedError(f"{self._name}: a Triton kernel needs Triton and a GPU")
+
+
+def _extension() -> types.ModuleType:
+    module = types.ModuleType(_EXTENSION)
+    number = {name: int(value) for name, _, value in (pair.partition("=") for pair in _TYPES.split())}
+    vars(module).update(
+        transformer_engine_kernels.answers(),
+        DType=enum.IntEnum("DType", number),
+        FP8FwdTensors=enum.IntEnum("FP8FwdTensors", _FORWARD.split(), start=0),
+        FP8BwdTensors=enum.IntEnum("FP8BwdTensors", _BACKWARD.split(), start=0),
+        NVTE_Fused_Attn_Backend=_attention_backends(),
+        get_num_cublas_streams=lambda: 4,
+        _num_cublas_streams=4,
+        get_cublasLt_version=lambda: 120900,
+        get_cudnn_version=lambda: 91200,
+        get_stream_priority_range=lambda *_: (0, 0),
+        device_supports_multicast=lambda *_: False,
+        ubuf_built_with_mpi=lambda: False,
+        get_fused_attn_backend=lambda *args, **kwargs: module.NVTE_Fused_Attn_Backend.NVTE_No_Backend,
+        __getattr__=_absent,
+    )
+    return module
+
+
+class _AttentionBackend(enum.IntEnum):
+    """A backend of fused attention; since 2.20 the extension says with it why there is none."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self, "no kernel on a CPU"))
+
+
+def _attention_backends() -> Any:
+    kind: Any = _AttentionBackend
+    backends = kind("NVTE_Fused_Attn_Backend", {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2})
+    backends.NVTE_F16_max512_seqlen = 0  # of older versions; newer ones check that they know all members
+    return backends
+
+
+class _Names(type):
+    """A class that has any attribute, a number: what an enumeration of the extension is asked for."""
+
+    def __getattr__(cls, name: str) -> int:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(cls, name, len(vars(cls)))
+        return int(vars(cls)[name])
+
+
+@functools.cache
+def _absent(name: str) -> Any:
+    """A type by any name, or a function that says that there is none."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if name[0].isupper():
+        return _Names(name, (), {})
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{name} of Transformer Engine's compiled extension has no answer on a CPU")
+
+    return kernel
