@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from benchmarks.accuracy.cells import METHODS, SCHEDULES, Record
 from benchmarks.accuracy.figures import Spread, summarise
 from benchmarks.accuracy.verdicts import HELD_OUT, Verdict, verdicts
+from benchmarks.shared.files import markdown_table
 
 Shown = Callable[[float], str]
 
@@ -76,7 +77,7 @@ def markdown(records: Sequence[Record]) -> str:
         "task", "schedule", "method", "accuracy, equal steps", "off `none`", "equal wall-clock", "loss, equal steps",
         "off `none`", "throughput", "freeze ratio", "kappa", "p_eff",
     ]  # fmt: skip
-    rows = [titles, ["---"] * len(titles)]
+    rows = []
     groups = {group: found for group, found in summarise(records).items() if group[2] in METHODS}
     tasks = list(dict.fromkeys(task for task, _, _ in groups))
     order = {group: (tasks.index(group[0]), SCHEDULES.index(group[1]), METHODS.index(group[2])) for group in groups}
@@ -97,7 +98,7 @@ def markdown(records: Sequence[Record]) -> str:
                 *(_short(of_group[name], ".2f") for name in ("freeze_ratio", "kappa", "p_eff")),
             ]
         )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown_table(titles, rows)
 
 
 def _short(spread: Spread | None, form: str, unit: str = "", scale: float = 1.0) -> str:

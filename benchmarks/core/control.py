@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from benchmarks.core.control_events import MICROBATCHES, OfRank, measure
-from benchmarks.shared.files import ROOT, put_table, result_file, write_json
+from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
 from benchmarks.shared.measuring import machine
 from tf_adapters.testing import RankPool
 
@@ -153,14 +153,14 @@ def table_of(events: list[str], rows: list[Row]) -> str:
     """Bytes and times, one line for each event."""
     sizes = (CASES[0][0], CASES[-1][0], *LARGE)
     head = ["sent by a rank of one replica", "by another", *(f"{n:,} ranks: rank 0 gets, processor" for n in sizes)]
-    lines = [f"| | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
+    lines = []
     for event in events:
         by_size = {row.ranks: row for row in rows if row.event == event}  # of two cases with 16 ranks, the last one
         largest = by_size[CASES[-1][0]]
         cells = [kilobytes(largest.of_first_replica), kilobytes(largest.of_others)]
         cells += [f"{kilobytes(by_size[n].received_by_first)}, {by_size[n].cpu_ms:,.0f} ms" for n in sizes]
-        lines.append(f"| {event} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([event, *cells])
+    return markdown_table(["", *head], lines)
 
 
 def kilobytes(count: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from benchmarks.shared.files import ROOT, put_table, result_file, write_json
+from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
 from benchmarks.shared.measuring import machine
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import PlanProblem
@@ -101,13 +101,12 @@ def table(rows: list[dict[str, object]], timed: list[dict[str, float]]) -> str:
         "most, r_max 0.8",
         "most, twice the memory",
     ]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    lines = []
     for one in rows:
         size = f"{one['stages']} x {one['microbatches']}"
-        cells = [cell(one[key]) for key in list(one)[2:]]  # type: ignore[arg-type]
-        lines.append(f"| {size} | {' | '.join(cells)} |")
+        lines.append([size, *(cell(one[key]) for key in list(one)[2:])])  # type: ignore[arg-type]
     took = ", ".join(f"{int(one['actions']):,} actions in {one['seconds']:.1f} s" for one in timed)
-    return "\n".join([*lines, "", f"The planner took, with freezing and 4 more microbatches: {took}."])
+    return f"{markdown_table(head, lines)}\n\nThe planner took, with freezing and 4 more microbatches: {took}."
 
 
 def cell(of: dict[str, float]) -> str:

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from benchmarks.shared.files import ROOT, put_table, result_file, write_json
+from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
 from benchmarks.shared.measuring import keep_freed_memory, machine
 from tf_adapters.masking.taps import linear_gradient
 from tf_adapters.masking.tokens import TokenSampler
@@ -70,16 +70,12 @@ def measured(inputs: int, outputs: int) -> dict[str, float]:
 
 def table(rows: dict[str, dict[str, float]]) -> str:
     titles = [f"{kept:.0%} kept" for kept in KEPT[1:]]
-    lines = [
-        f"| layer, inputs x outputs | whole | {' | '.join(titles)} | line |",
-        "| --- |" + " --- |" * (len(titles) + 2),
-    ]
+    lines = []
     for name, row in rows.items():
-        shares = " | ".join(f"{row[f'{kept:g}']:.3f}" for kept in KEPT[1:])
-        lines.append(
-            f"| {name} | {row['whole_ms']:.1f} ms | {shares} | {row['fixed']:.3f} + {row['per_token']:.2f} kept |"
-        )
-    return "\n".join(lines)
+        shares = [f"{row[f'{kept:g}']:.3f}" for kept in KEPT[1:]]
+        line = f"{row['fixed']:.3f} + {row['per_token']:.2f} kept"
+        lines.append([name, f"{row['whole_ms']:.1f} ms", *shares, line])
+    return markdown_table(["layer, inputs x outputs", "whole", *titles, "line"], lines)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.parts import NOT_RUN, Check, Options, Part, Skipped, join
-from benchmarks.shared.files import ROOT, put_table, result_file, write_json
+from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
 from benchmarks.shared.measuring import machine
 from tf_adapters.testing import RankPool, RanksFailed
 
@@ -155,11 +155,11 @@ def bounds(check: dict[str, Any]) -> str:
 
 def table(results: Results) -> str:
     """Parts down; on a GPU at full size, and on a CPU."""
-    lines = [f"| {' | '.join(HEADINGS)} |", "|---" * len(HEADINGS) + "|"]
+    lines = []
     for name in MODULES:
         records = (results.get(where, {}).get(name) for where in ("cuda", "cpu, tiny"))
-        lines.append(f"| `{name}` | {' | '.join(map(cell, records))} |")
-    return "\n".join(lines)
+        lines.append([f"`{name}`", *map(cell, records)])
+    return markdown_table(HEADINGS, lines)
 
 
 def cell(record: dict[str, Any] | None) -> str:

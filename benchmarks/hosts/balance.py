@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from benchmarks.paper.cells import HOSTS, Cell
 from benchmarks.paper.models import forward_flops
 from benchmarks.paper.trainings import setup, start
-from benchmarks.shared.files import ROOT, put_table, result_file, write_json
+from benchmarks.shared.files import ROOT, markdown_table, put_table, read_part, result_file, write_json
 from benchmarks.shared.measuring import machine
 from tf_adapters.report import Report
 from tf_adapters.simulate.balance import balance
@@ -61,8 +60,7 @@ def main() -> None:
 
 
 def read_rows() -> dict[str, Any]:
-    rows: dict[str, Any] = json.loads(RESULTS.read_text())["hosts"] if RESULTS.exists() else {}
-    return rows
+    return read_part(RESULTS, "hosts")
 
 
 def keep(host: str, row: Mapping[str, Any]) -> None:
@@ -125,7 +123,7 @@ def alone(cell: Cell) -> float:
 
 def table(rows: Mapping[str, Any]) -> str:
     head = ("host", "layers on the stages", "advised", "promised", "measured", "measured / promised")
-    lines = [head, ("---",) * len(head)]
+    lines = []
     for host, row in rows.items():
         lines.append(
             (
@@ -137,7 +135,7 @@ def table(rows: Mapping[str, Any]) -> str:
                 f"{row['measured'] / row['promised']:.3f}",
             )
         )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(head, lines)
 
 
 def _counts(layers: list[int]) -> str:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.hosts.levers import ALONE, join
-from benchmarks.shared.files import ROOT, put_table, result_file, write_json
+from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
 from benchmarks.shared.measuring import machine
 from benchmarks.shared.trainings import RANKS, Size, start
 from tf_adapters.testing import RankPool
@@ -80,7 +80,7 @@ def in_turn(freezing: Freezing, compiled: bool) -> dict[str, Any]:
 
 def table(rows: Mapping[str, Any]) -> str:
     head = ("", "step alone", "speedup", "planned", "measured step / planned", "frozen", "graphs", "compiled later")
-    lines = [head, ("---",) * len(head)]
+    lines = []
     for name, row in rows.items():
         lines.append(
             (
@@ -94,7 +94,7 @@ def table(rows: Mapping[str, Any]) -> str:
                 str(row["compiled_later"]),
             )
         )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines).replace("|  |", "| |")
+    return markdown_table(head, lines)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.shared.files import ROOT, put_table, result_file, write_json
+from benchmarks.shared.files import ROOT, markdown_table, put_table, read_part, result_file, write_json
 from benchmarks.shared.measuring import machine
 from benchmarks.shared.trainings import HOSTS, Size, setup, start
 from tf_adapters.testing import RankPool
@@ -82,7 +81,7 @@ def keep(host: str, row: dict[str, Any]) -> None:
 
 def recorded() -> dict[str, Any]:
     """The figures of the hosts that have been measured."""
-    return json.loads(RESULTS.read_text())["hosts"] if RESULTS.exists() else {}
+    return read_part(RESULTS, "hosts")
 
 
 def measure(host: str, names: Sequence[str]) -> dict[str, Any]:
@@ -143,10 +142,8 @@ def run_variant(host: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(hosts: dict[str, Any]) -> str:
-    lines: list[Sequence[str]] = [["", *(HOSTS[host] for host in hosts)], ["---"] * (len(hosts) + 1)]
-    for name in VARIANTS:
-        lines.append([name, *(cell(row[name]) for row in hosts.values())])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace("|  |", "| |")
+    lines = [[name, *(cell(row[name]) for row in hosts.values())] for name in VARIANTS]
+    return markdown_table(["", *(HOSTS[host] for host in hosts)], lines)
 
 
 def cell(of: dict[str, Any]) -> str:

@@ -13,10 +13,9 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import functools
-import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.shared.files import ROOT, put_table, result_file, write_json
+from benchmarks.shared.files import ROOT, markdown_table, put_table, read_part, result_file, write_json
 from benchmarks.shared.measuring import machine
 from benchmarks.shared.trainings import HOSTS, Size, Training, setup, start
 from tf_adapters.planner.freeze_plan import FreezePlan
@@ -101,8 +100,7 @@ def key(case: Case) -> str:
 
 
 def read_rows() -> dict[str, Any]:
-    rows: dict[str, Any] = json.loads(RESULTS.read_text())["cases"] if RESULTS.exists() else {}
-    return rows
+    return read_part(RESULTS, "cases")
 
 
 def keep(case: Case, row: Mapping[str, Any]) -> None:
@@ -229,9 +227,7 @@ def table(rows: Mapping[str, Any]) -> str:
         *("host", "uneven", "plan of what was measured", "measured step / planned"),
         *("plan for equal stages", "the same, freezing as little", "emulation off by"),
     )
-    lines: list[Sequence[str]] = [head, ["---"] * len(head)]
-    lines += [_cells(case, rows[key(case)]) for case in CASES if key(case) in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(head, [_cells(case, rows[key(case)]) for case in CASES if key(case) in rows])
 
 
 def _cells(case: Case, row: Mapping[str, float]) -> list[str]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.shared.files import ROOT, put_table, result_file, write_json
+from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
 from benchmarks.shared.measuring import keep_freed_memory, machine
 from benchmarks.shared.trainings import HOSTS, RANKS, Size, Training, setup, start
 from tf_adapters.testing import RankPool
@@ -174,7 +174,7 @@ def row(name: str, training: Training, size: Size, rounds: Sequence[dict[str, fl
 def table(record: dict[str, Any]) -> str:
     """Ways down, hosts across."""
     hosts = record["hosts"]
-    lines = [["", *(HOSTS[host] for host in hosts)], ["---"] * (len(hosts) + 1)]
+    lines = []
     for of_way in zip(*hosts.values(), strict=True):
         first = of_way[0]
         name = f"2 x {first['microbatches']}, {first['width']:,} wide, {first['way']}"
@@ -188,7 +188,7 @@ def table(record: dict[str, Any]) -> str:
                 *map(overhead_cell, record["overhead"].values()),
             ]
         )
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace("|  |", "| |")
+    return markdown_table(["", *(HOSTS[host] for host in hosts)], lines)
 
 
 def overhead_cell(of: dict[str, float]) -> str:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from benchmarks.paper.cells import Cell
 from benchmarks.paper.models import forward_flops
 from benchmarks.paper.trainings import setup, start
-from benchmarks.shared.files import ROOT, put_table, result_file, write_json
+from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
 from benchmarks.shared.measuring import machine
 from tf_adapters.cli import main as tf_adapters_cli
 from tf_adapters.report import Report
@@ -127,10 +127,10 @@ def table(record: Mapping[str, Any]) -> str:
     if not record["measured_ms"]:
         return ""
     promised = {lever.name: lever.step_ms for lever in levers(Report.from_json(record["report"])).others}
-    lines = [("lever", "step promised", "step measured", "measured / promised"), ("---",) * 4]
+    lines = []
     for name, ms in record["measured_ms"].items():
         lines.append((name, f"{promised[name]:,.0f} ms", f"{ms:,.0f} ms", f"{ms / promised[name]:.3f}"))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(("lever", "step promised", "step measured", "measured / promised"), lines)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.shared.files import ROOT, put_table, result_file, write_json
+from benchmarks.shared.files import ROOT, markdown_table, put_table, read_part, result_file, write_json
 from benchmarks.shared.measuring import machine
 from benchmarks.shared.trainings import HOSTS, RANKS, Size, setup, start
 from tf_adapters.testing import RankPool
@@ -45,8 +44,7 @@ def main() -> None:
 
 def read_rows() -> dict[str, Any]:
     """By host, what was measured."""
-    rows: dict[str, Any] = json.loads(RESULTS.read_text())["hosts"] if RESULTS.exists() else {}
-    return rows
+    return read_part(RESULTS, "hosts")
 
 
 def keep(host: str, row: dict[str, Any]) -> None:
@@ -83,10 +81,8 @@ def held(host: str, freezing: Freezing) -> dict[str, int]:
 
 def table(hosts: Mapping[str, Mapping[str, Sequence[Mapping[str, int]]]]) -> str:
     """Ways down, hosts across; MiB by rank."""
-    lines = [["", *(HOSTS[host] for host in hosts)], ["---"] * (len(hosts) + 1)]
-    for way in WAYS:
-        lines.append([way, *(cell(of_host[way]) for of_host in hosts.values())])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace("|  |", "| |")
+    lines = [[way, *(cell(of_host[way]) for of_host in hosts.values())] for way in WAYS]
+    return markdown_table(["", *(HOSTS[host] for host in hosts)], lines)
 
 
 def cell(ranks: Sequence[Mapping[str, int]]) -> str:

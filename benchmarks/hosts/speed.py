@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shared.files import ROOT, put_table, result_file, write_json
+from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
 from benchmarks.shared.measuring import machine, peak_above_idle, peak_memory
 from benchmarks.shared.trainings import HOSTS, RANKS, setup, start
 from tf_adapters.testing import RankPool
@@ -112,9 +112,8 @@ def keep(row: Row) -> None:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as columns of a Markdown table."""
-    lines = [["", *(HOSTS[row.host] for row in rows)], ["---"] * (len(rows) + 1)]
-    lines += [[title, *map(cell, rows)] for title, cell in CELLS.items()]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace("|  |", "| |")
+    lines = [[title, *map(cell, rows)] for title, cell in CELLS.items()]
+    return markdown_table(["", *(HOSTS[row.host] for row in rows)], lines)
 
 
 # --- measuring -----------------------------------------------------------------------------------------------

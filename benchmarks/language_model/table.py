@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.language_model.tasks import TASKS
 from benchmarks.language_model.ways import BASE, EXACT, WAYS
+from benchmarks.shared.files import markdown_table
 
 Run = Mapping[str, Any]
 Runs = Mapping[str, Mapping[str, Mapping[int, Run]]]
@@ -58,7 +59,7 @@ def by_task(rows: Iterable[Run]) -> Runs:
 
 def gains(runs: Runs, measure: str) -> str:
     """Of each way in each task, how much lower its loss is than that of nothing frozen."""
-    lines = [["", "step, planned", "mean freeze ratio", *runs], ["---"] * (3 + len(runs))]
+    lines = []
     for way in WAYS:
         of_tasks = [ways.get(way, {}) for ways in runs.values()]
         every = [run for of_task in of_tasks for run in of_task.values()]
@@ -67,25 +68,23 @@ def gains(runs: Runs, measure: str) -> str:
         speed, ratio = (_span(float(run[key]) for run in every) for key in ("speedup", "mean_freeze_ratio"))
         cells = [_loss(ways, measure) if way == BASE else _against(ways, way, BASE, measure) for ways in runs.values()]
         lines.append([way, f"{speed}x", ratio, *cells])
-    return _markdown(lines)
+    return markdown_table(["", "step, planned", "mean freeze ratio", *runs], lines)
 
 
 def contrasts(runs: Runs) -> str:
     """What the study is to decide: paired differences between two ways, in each task."""
-    lines = [["lower loss by", *runs], ["---"] * (1 + len(runs))]
+    lines = []
     for claim, better, worse, measure in _CONTRASTS:
         cells = [_against(ways, better, worse, measure) for ways in runs.values()]
         if any(cells):
             lines.append([claim, *cells])
-    return _markdown(lines)
+    return markdown_table(["lower loss by", *runs], lines)
 
 
 def choices(runs: Runs) -> str:
     """What each run of an auto way chose, and what came of it."""
-    lines = [
-        ["task", "way", "seed", "froze", "kappa", "p_eff", "lower loss than without freezing by"],
-        ["---"] * 7,
-    ]
+    head = ("task", "way", "seed", "froze", "kappa", "p_eff", "lower loss than without freezing by")
+    lines = []
     for task, ways in runs.items():
         for way in (way for way in ways if WAYS[way].auto):
             without = EXACT if WAYS[way].defer is not None else BASE
@@ -97,7 +96,7 @@ def choices(runs: Runs) -> str:
                     f"{run['progress']:.2f}" if run.get("progress") else "",
                 )
                 lines.append([task, way, str(seed), froze, f"{1 / run['speedup']:.2f}", p_eff, gain])
-    return _markdown(lines)
+    return markdown_table(head, lines)
 
 
 def _loss(ways: Mapping[str, Mapping[int, Run]], measure: str) -> str:
@@ -119,10 +118,6 @@ def _against(ways: Mapping[str, Mapping[int, Run]], better: str, worse: str, mea
 def _span(values: Iterable[float]) -> str:
     ordered = sorted(f"{value:.2f}" for value in values)
     return ordered[0] if ordered[0] == ordered[-1] else f"{ordered[0]} to {ordered[-1]}"
-
-
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace("|  |", "| |").replace("|  |", "| |")
 
 
 _BOLD = {

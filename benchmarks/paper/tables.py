@@ -13,17 +13,16 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import functools
-import json
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks.paper.cells import HOSTS, SCHEDULES, TWO_STAGES, Cell, all_cells
 from benchmarks.paper.models import forward_flops
 from benchmarks.paper.predicting import gain
 from benchmarks.paper.trainings import setup, start
-from benchmarks.shared.files import ROOT, put_table, result_file, write_json
+from benchmarks.shared.files import ROOT, markdown_table, put_table, read_part, result_file, write_json
 from benchmarks.shared.measuring import machine
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.emulated_device import EmulatedDevice
@@ -76,8 +75,7 @@ def main() -> None:
 
 def read_rows() -> dict[str, Any]:
     """The measured cells by name."""
-    rows: dict[str, Any] = json.loads(RESULTS.read_text())["cells"] if RESULTS.exists() else {}
-    return rows
+    return read_part(RESULTS, "cells")
 
 
 def keep(cell: Cell, row: Row) -> None:
@@ -194,9 +192,7 @@ def figures(cell: Cell, row: Row) -> dict[str, float | None]:
 def table(rows: Mapping[str, Row]) -> str:
     """All measured cells."""
     cells = [cell for cell in all_cells() if str(cell) in rows]
-    lines: list[Sequence[str]] = [HEADINGS, ["---"] * len(HEADINGS)]
-    lines += [_cells_of(cell, rows[str(cell)]) for cell in cells]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(HEADINGS, [_cells_of(cell, rows[str(cell)]) for cell in cells])
 
 
 def _cells_of(cell: Cell, row: Row) -> list[str]:
