@@ -22,7 +22,7 @@ import torch.distributed as dist
 from benchmarks.paper.cells import HOSTS, Cell
 from benchmarks.paper.models import forward_flops
 from benchmarks.paper.trainings import setup, start
-from benchmarks.shared.files import ROOT, markdown_table, put_table, read_part, result_file, write_json
+from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
 from benchmarks.shared.measuring import machine
 from tf_adapters.report import Report
 from tf_adapters.simulate.balance import balance
@@ -64,13 +64,8 @@ def read_rows() -> dict[str, Any]:
 
 
 def keep(host: str, row: Mapping[str, Any]) -> None:
-    rows = {**read_rows(), host: row}
-    record = {
-        "machine": machine("deepspeed", "megatron-core"),
-        "device": "emulated",
-        "hosts": {name: rows[name] for name in HOSTS if name in rows},
-    }
-    write_json(RESULTS, record)
+    packages = ("deepspeed", "megatron-core")
+    keep_row(RESULTS, "hosts", {host: row}, HOSTS, machine=machine(*packages), device="emulated")
 
 
 def measure(host: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.shared.files import ROOT, markdown_table, put_table, read_part, result_file, write_json
+from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
 from benchmarks.shared.measuring import machine
 from benchmarks.shared.trainings import HOSTS, Size, setup, start
 from tf_adapters.testing import RankPool
@@ -73,10 +73,8 @@ def main() -> None:
 
 def keep(host: str, row: dict[str, Any]) -> None:
     """Write a host's figures in the place of its old ones."""
-    old = recorded()
-    hosts = {name: {**old, host: row}[name] for name in HOSTS if name in {**old, host: row}}
-    record = {"machine": machine(*HOSTS), "device": "emulated", "rate": RATE, "size": vars(SIZE), "hosts": hosts}
-    write_json(RESULTS, record)
+    emulation = {"device": "emulated", "rate": RATE, "size": vars(SIZE)}
+    keep_row(RESULTS, "hosts", {host: row}, HOSTS, machine=machine(*HOSTS), **emulation)
 
 
 def recorded() -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.shared.files import ROOT, markdown_table, put_table, read_part, result_file, write_json
+from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
 from benchmarks.shared.measuring import machine
 from benchmarks.shared.trainings import HOSTS, Size, Training, setup, start
 from tf_adapters.planner.freeze_plan import FreezePlan
@@ -104,10 +104,8 @@ def read_rows() -> dict[str, Any]:
 
 
 def keep(case: Case, row: Mapping[str, Any]) -> None:
-    rows = {**read_rows(), key(case): row}
-    cases = {key(known): rows[key(known)] for known in CASES if key(known) in rows}
-    record = {"machine": machine(*HOSTS), "device": "emulated", "rate": RATE, "phases": PHASES, "cases": cases}
-    write_json(RESULTS, record)
+    emulation = {"device": "emulated", "rate": RATE, "phases": PHASES}
+    keep_row(RESULTS, "cases", {key(case): row}, map(key, CASES), machine=machine(*HOSTS), **emulation)
 
 
 # --- measuring -------------------------------------------------------------------------------------------------

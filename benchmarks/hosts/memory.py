@@ -14,7 +14,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.shared.files import ROOT, markdown_table, put_table, read_part, result_file, write_json
+from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
 from benchmarks.shared.measuring import machine
 from benchmarks.shared.trainings import HOSTS, RANKS, Size, setup, start
 from tf_adapters.testing import RankPool
@@ -49,9 +49,7 @@ def read_rows() -> dict[str, Any]:
 
 def keep(host: str, row: dict[str, Any]) -> None:
     """Write a host's figures in the place of its old ones."""
-    rows = {**read_rows(), host: row}
-    record = {"machine": machine(*HOSTS), "hosts": {name: rows[name] for name in HOSTS if name in rows}}
-    write_json(RESULTS, record)
+    keep_row(RESULTS, "hosts", {host: row}, HOSTS, machine=machine(*HOSTS))
 
 
 def measure(host: str, number: int, settings: Mapping[str, Any]) -> list[dict[str, int]]:

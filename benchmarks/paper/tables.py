@@ -22,7 +22,7 @@ from benchmarks.paper.cells import HOSTS, SCHEDULES, TWO_STAGES, Cell, all_cells
 from benchmarks.paper.models import forward_flops
 from benchmarks.paper.predicting import gain
 from benchmarks.paper.trainings import setup, start
-from benchmarks.shared.files import ROOT, markdown_table, put_table, read_part, result_file, write_json
+from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
 from benchmarks.shared.measuring import machine
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.emulated_device import EmulatedDevice
@@ -80,15 +80,11 @@ def read_rows() -> dict[str, Any]:
 
 def keep(cell: Cell, row: Row) -> None:
     """Write a cell's figures in the place of its old ones."""
-    rows = {**read_rows(), str(cell): row}
-    packages = [host for host in ("deepspeed", "megatron-core") if any(name.startswith(host) for name in rows)]
-    record = {
-        "machine": machine(*packages),
-        "device": "emulated",
-        "phases": PHASES,
-        "cells": {str(known): rows[str(known)] for known in all_cells() if str(known) in rows},
-    }
-    write_json(RESULTS, record)
+    hosts = [cell.host, *(name.split()[0] for name in read_rows())]
+    packages = [host for host in ("deepspeed", "megatron-core") if host in hosts]
+    order = map(str, all_cells())
+    record = {"machine": machine(*packages), "device": "emulated", "phases": PHASES}
+    keep_row(RESULTS, "cells", {str(cell): row}, order, **record)
 
 
 # --- measuring -------------------------------------------------------------------------------------------------

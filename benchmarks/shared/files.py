@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,12 @@ def read_part(path: Path, name: str) -> dict[str, Any]:
     """Return one object of a result file; it is empty if the file does not exist."""
     found: dict[str, Any] = json.loads(path.read_text())[name] if path.exists() else {}
     return found
+
+
+def keep_row(path: Path, part: str, rows: Mapping[str, Any], order: Iterable[str], **record: Any) -> None:
+    """Replace some rows of one object in a result file; all its rows are written in the given order."""
+    found = {**read_part(path, part), **rows}
+    write_json(path, {**record, part: {name: found[name] for name in order if name in found}})
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
