@@ -1,4 +1,4 @@
-"""Which runs the accuracy study consists of, and its file of results: one JSON line for each finished run."""
+"""The runs of the accuracy study, and its result file with one JSON line for each finished run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Cell:
 
     @property
     def group(self) -> tuple[str, str, str]:
-        """What runs of all seeds share."""
+        """Task, schedule and variant: equal for runs that differ in their seed only."""
         return self.task, self.schedule, self.variant
 
     def key(self) -> str:
@@ -125,5 +125,5 @@ def append(path: Path, record: Record) -> None:
 
 
 def _partial_line(path: Path) -> str:
-    """What stands after the last line break: nothing, if every line was written whole."""
+    """Return the text after the last line break; it is empty if every line is complete."""
     return path.read_text().rpartition("\n")[2]

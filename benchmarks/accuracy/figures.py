@@ -1,4 +1,4 @@
-"""What the accuracy study says, from what its runs recorded: pure functions, no torch.
+"""Figures of the accuracy study, computed from the records of its runs without torch.
 
 Wall-clock time is counted in baseline steps: a step of a run lasts (its time / its twin's time in the same moment)
 of them. So what else the machine did while a run went on does not count. ``p_eff`` and ``kappa`` are the paper's
@@ -63,7 +63,7 @@ class Figures:
 
     @property
     def throughput(self) -> float | None:
-        """Of stable freezing, over the baseline's."""
+        """Throughput in stable freezing divided by the baseline's."""
         return None if self.kappa is None else 1 / self.kappa
 
 

@@ -1,4 +1,4 @@
-"""What plans do to learning: `python -m benchmarks.accuracy.learning`.
+"""Effect of freeze plans on learning: `python -m benchmarks.accuracy.learning`.
 
 MiniLM learns the accuracy study's text task from the same weights on the same batches, with freeze ratios for two
 stages and 8 microbatches:

@@ -31,7 +31,7 @@ def draw(records: Sequence[Record], stem: Path) -> list[Path]:
 
 
 def figures_of(records: Sequence[Record]) -> dict[str, Any]:
-    """By name, None where the records have nothing for it. Of runs that vary one setting only how they depend on it."""
+    """Return figures by name; None where the records lack data. Runs that vary one setting give one figure."""
     varied = sensitivity(records)
     if varied is not None:
         return {"by_setting": varied}
@@ -151,9 +151,6 @@ def over_steps(records: Sequence[Record]) -> Any:
         panel.set(xlabel="step", ylabel="freeze ratio, mean of 20 steps", ylim=(0, 1))
     explain(figure, axes.values())
     return figure
-
-
-_HOLLOW = "hollow: p_eff of batches,\nnoise counted as gradient"
 
 
 def condition(summary: Summary) -> Any:

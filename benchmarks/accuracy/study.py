@@ -1,9 +1,9 @@
 """The accuracy study: six methods on real data, two pipeline ranks on this machine's CPU, one thread each.
 
-    python -m benchmarks.accuracy.study                  # the study; cut off, the same command goes on where it stopped
-    python -m benchmarks.accuracy.study --quick          # the whole path in a minute or two; its figures mean nothing
-    python -m benchmarks.accuracy.study --sensitivity    # r_max, T_APF and P_Auto, on vit under 1F1B
-    python -m benchmarks.accuracy.study --summary        # only print the tables of what is there, and draw
+    python -m benchmarks.accuracy.study                  # the study. The same command continues a stopped one.
+    python -m benchmarks.accuracy.study --quick          # every part in a minute or two; its figures mean nothing.
+    python -m benchmarks.accuracy.study --sensitivity    # r_max, T_APF and P_Auto, on vit under 1F1B.
+    python -m benchmarks.accuracy.study --summary        # print tables of finished runs and draw; train nothing.
 
 Each finished run is a line of results/accuracy/study.jsonl; tables and pictures are in the same folder.
 docs/accuracy.md explains the measurements.

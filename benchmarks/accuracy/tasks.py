@@ -30,7 +30,7 @@ NEW_TESTAMENT = 39  # its first book, from 0
 
 @dataclass(frozen=True)
 class Task:
-    """What to train and for how long. Lengths are in optimizer steps, ``lr`` is AdamW's after its warm-up.
+    """A task and the length of its training. Lengths are in optimizer steps, ``lr`` is AdamW's after its warm-up.
 
     ``boundary`` is the first layer of the second stage; both stages take about as long. ``held_out`` is how many
     samples are held out at most, ``training`` how many are trained on at most (0: all there are). Every ``*_every``

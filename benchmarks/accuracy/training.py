@@ -74,7 +74,7 @@ class Run:
         self.pairs.append([number + 1, times["alone"], times["freezing"]])
 
     def _masks(self) -> list[tuple[str, ...]]:
-        """What the coming step freezes on this stage, for each microbatch."""
+        """Return the masks of this stage in the next step, one for each microbatch."""
         controller = self.adapter.controller
         microbatches = range(self.task.microbatches)
         return [controller.frozen_parameters(controller.step, self.trained.stage, m) for m in microbatches]

@@ -31,7 +31,7 @@ class Verdict:
     beaten_by: tuple[str, ...]
 
     def within(self, metric: str) -> bool | None:
-        """Whether the mean is worse than no freezing by no more than its deviation over seeds; None: a single seed."""
+        """Return True if the mean is worse by at most the deviation of no freezing over seeds; None for one seed."""
         if self.alone[metric].count < 2:
             return None
         return self.off[metric].mean * HELD_OUT[metric] >= -self.alone[metric].deviation

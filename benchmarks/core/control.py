@@ -1,10 +1,10 @@
-"""What control costs with many ranks: bytes and time of everything that ranks send each other because of freezing.
+"""Cost of control with many ranks: bytes and time of all messages between ranks that freezing causes.
 
 Real ranks over gloo on this machine run our own collectives on synthetic steps of a realistic size: 1F1B, 64
 microbatches, 32 traced steps; 48 tensors of 400,000 elements on a stage. Bytes for 1,024 and 8,192 ranks (64 stages)
-follow from the measured messages, whose number and sizes are known. Of times, each rank's processor time is
-extrapolated, along a plane in the numbers of ranks and of stages: the ranks share this machine's cores, so their
-wall-clock times (in the JSON) say little of a cluster.
+follow from the measured messages, whose number and sizes are known. Each rank's processor time is extrapolated along a
+plane in the numbers of ranks and of stages. Wall-clock times are in the JSON only, since the ranks share this machine's
+cores.
 
 Prints a table, writes results/core/control.json and the table into docs/algorithm.md.
 """
@@ -80,12 +80,12 @@ def main() -> None:
 
 
 def read_rows() -> list[Row]:
-    """What has been measured, and what follows from it."""
+    """Return the measured and the extrapolated rows."""
     return [Row(**row) for row in json.loads(RESULTS.read_text())["rows"]] if RESULTS.exists() else []
 
 
 def keep(stages: int, measured: Sequence[Row], stay: bool) -> None:
-    """Write one case's rows in the place of its old ones, and extrapolate anew.
+    """Replace the rows of one case and extrapolate again.
 
     Rows of other events ``stay``, or are dropped.
     """

@@ -1,4 +1,4 @@
-"""What ranks send each other because of freezing, event by event, on synthetic steps: see control.py."""
+"""Messages between ranks that freezing causes, event by event, on synthetic steps: see control.py."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def run_steps(controller: Controller, clock: SyntheticClock, random: np.random.G
 
 
 def events_of(controller: Controller, collectives: CountedCollectives) -> dict[str, Callable[[], Any]]:
-    """What every run sends, each as the controller or an adapter does it."""
+    """Return the events of every run, each as the controller or an adapter does it."""
     config, schedule, timer = controller.config, controller.schedule, controller.timer
     masks, pipeline = controller.masks, controller.pipeline
     (stage,) = controller.parameter_masks
@@ -240,7 +240,7 @@ def events_of(controller: Controller, collectives: CountedCollectives) -> dict[s
 
 
 def events_of_checks(controller: Controller) -> dict[str, Callable[[], Any]]:
-    """What stability checks send: the first one, and each."""
+    """Return the events of stability checks: the first check, and each later one."""
     checks, interval = controller.stability_checks, controller.config.stability_check_interval
     read = checks.run(StabilityState(), 0, 0)
     return {
@@ -250,7 +250,7 @@ def events_of_checks(controller: Controller) -> dict[str, Callable[[], Any]]:
 
 
 def events_with_levers(controller: Controller, collectives: CountedCollectives) -> dict[str, Callable[[], Any]]:
-    """What is larger with deferral, sampled tokens and ``max_freeze_ratio`` "auto": orders, costs of draws, probes."""
+    """Return events with larger messages: deferral, sampled tokens and ``max_freeze_ratio`` "auto" are on."""
     config, schedule, timer = controller.config, controller.schedule, controller.timer
     (stage,) = controller.parameter_masks
     random = np.random.default_rng(collectives.rank)

@@ -1,7 +1,7 @@
-"""What deferred weight gradients gain in plans: the table in docs/deferral.md, and how long the planner takes.
+"""Planned gain of deferred weight gradients, the table in docs/deferral.md, and the planner's time.
 
-Equal stages, forward : input gradient : weight gradient = 1 : 1.2 : 1, 1F1B, no communication. Nothing here is
-measured but the planner's own time. Writes results/core/deferral.json and the table into the page.
+Equal stages, forward : input gradient : weight gradient = 1 : 1.2 : 1, 1F1B, no communication. Only the
+planner's time is measured. Writes results/core/deferral.json and the table into the page.
 """
 
 from __future__ import annotations

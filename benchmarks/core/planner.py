@@ -1,9 +1,9 @@
-"""The planner at scale: seconds and memory against the number of actions, four ways to solve the same program.
+"""The planner at scale: seconds and memory against the number of actions, for four ways to solve one program.
 
-ours        tf_adapters.planner.plan, all of it: schedule, solve, proof
-glop        the whole sparse program in one GLOP call (the end, plus a small price on freezing)
-highs       the same in HiGHS's interior point method, by scipy
-dense       the same with dense rows, as a first attempt at it would be written, in HiGHS
+ours        tf_adapters.planner.plan: schedule, solve and proof.
+glop        the whole sparse program in one GLOP call (the end, plus a small price on freezing).
+highs       the same in HiGHS's interior point method, by scipy.
+dense       the same with dense rows, as a first attempt would write it, in HiGHS.
 
 Each solve is a process of its own, so that its memory is its own. A way of solving leaves the race at the first size
 that takes it longer than the limit, or more than 12 GiB. Prints a table, writes results/core/planner.json and draws
@@ -132,7 +132,7 @@ def wide(limit_s: float) -> None:
 
 
 def of_process(arguments: list[str], limit_s: float) -> Solve | None:
-    """What this file with ``arguments`` solves in a process of its own; None if it fails, which is printed."""
+    """Run this command with ``arguments`` in a new process; on failure print the reason and return None."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.core.planner", *arguments],

@@ -1,11 +1,10 @@
-"""What masks and the sampled stability metrics are worth and cost: how near draws come to the planned work; the
-metrics' error against every element; time and memory.
+"""Error and cost of masks and of the sampled stability metrics, against planned work and against all elements.
 
-A small decoder learns the bytes of a text; every few steps its updates are judged from samples, as a run does, and
-from two more full copies of the model, as the formulas are written. ::
+A small decoder learns the bytes of a text. Every few steps its updates are judged twice: from samples, as a run does,
+and from two full copies of the model, as the formulas are written.
 
-    python -m benchmarks.core.selection              # under three minutes on one core
-    python -m benchmarks.core.selection --draws      # only draws and what masks cost, half a minute; all else stays
+    python -m benchmarks.core.selection              # under three minutes on one core.
+    python -m benchmarks.core.selection --draws      # only draws and the cost of masks, half a minute
 """
 
 from __future__ import annotations
@@ -145,11 +144,11 @@ class Sampled:
 
 
 def errors(model: nn.Module, steps: int) -> dict[str, Any]:
-    """What samples tell against what all elements do.
+    """Return the errors of sampled metrics against those of all elements.
 
-    Relative errors by statistic and by how the model is cut, over tensors (layers) and checks; the share of tensors (of
-    the lowest layers) found stable as all elements say, at the paper's settings or at the median score; the last
-    check's scores.
+    Relative errors are by statistic and by cut of the model, over tensors (layers) and checks. The shares say how many
+    tensors (of the lowest layers) are judged alike, at the paper's settings or at the median score. The last check's
+    scores follow.
     """
     parameters = dict(model.named_parameters())
     full, sampled = Full(parameters), {cut: Sampled(stages, parameters) for cut, stages in CUTS.items()}
@@ -296,9 +295,9 @@ def drawn_stages() -> dict[str, list[FreezeUnit]]:
 
 
 def draw_errors(units: list[FreezeUnit], ratios: Sequence[float], steps: int) -> dict[str, float]:
-    """Of draws for a whole step, and of draws for each microbatch by itself.
+    """Compare draws for a whole step with separate draws for each microbatch.
 
-    The standard deviation of a microbatch's frozen share of the work, and how often a unit is left out of a step.
+    Returns the standard deviation of a microbatch's frozen share, and how often a unit is left out of a step.
     """
     masks = StageMasks({0: units}, seed=0)
     number = itertools.count()
@@ -336,7 +335,7 @@ def main() -> None:
 
 
 def stability(steps: int) -> dict[str, Any]:
-    """What the stability metrics are worth, and what a check takes."""
+    """Return the errors of the stability metrics, and the time of a check."""
     torch.manual_seed(0)
     torch.set_flush_denormal(True)
     model = Decoder()

@@ -1,7 +1,7 @@
-"""What a weight gradient from a sample of the tokens takes, beside the whole product, by the width of the layer.
+"""Time of a weight gradient from sampled tokens, relative to the whole product, by the width of the layer.
 
 One layer, one thread, float32, the adapters' own sampler. Every share of the tokens is timed in turn with the whole
-product, and a line is laid through what they take. Freed memory stays with the process, as with the allocators of GPUs.
+product, and a line is fitted to the times. Freed memory stays with the process, as with the allocators of GPUs.
 
 Writes results/core/token_cost.json, and the table into docs/tokens.md.
 """

@@ -111,7 +111,7 @@ def run_part(part: Part, options: Options) -> dict[str, Any]:
 
 
 def on_rank(run: Any, options: Options) -> list[Check] | str:
-    """A rank's checks, or why there are none."""
+    """Return the checks of a rank, or the reason why the part was skipped."""
     try:
         return list(run(options))
     except Skipped as reason:
@@ -119,7 +119,7 @@ def on_rank(run: Any, options: Options) -> list[Check] | str:
 
 
 def device(options: Options) -> dict[str, Any]:
-    """What a part ran on, and with which versions."""
+    """Return the device of a part, and the versions of its packages."""
     installed = {distribution.metadata["Name"] for distribution in metadata.distributions()}
     wanted = ("transformer-engine", "megatron-core", "deepspeed")
     found = machine(*(name for name in wanted if name in installed))

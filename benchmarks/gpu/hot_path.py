@@ -31,7 +31,7 @@ class Reads(TorchDispatchMode):
 
 @contextmanager
 def no_waiting(options: Options) -> Iterator[None]:
-    """What waits for the device raises RuntimeError inside the block."""
+    """Raise RuntimeError if the block waits for the device."""
     if not options.cuda:
         with Reads():
             yield
@@ -44,7 +44,7 @@ def no_waiting(options: Options) -> Iterator[None]:
 
 
 def waits(options: Options, step: Callable[[], None]) -> str:
-    """What a step waits for; "" for nothing."""
+    """Return the error about the first wait of a step; "" if the step never waits."""
     try:
         with no_waiting(options):
             step()
@@ -63,7 +63,7 @@ def run(options: Options) -> list[Check]:
 
 
 def waiting(options: Options, name: str, settings: dict[str, Any] | None) -> Check:
-    """Whether a step waits for the device: the host's own (only shown), or one in stable freezing."""
+    """Check if a step waits for the device: the host's step (not judged), or one in stable freezing."""
     training = Training(options)
     if settings is not None:
         training.attach_planned(0.5, **settings)

@@ -30,7 +30,7 @@ def run(options: Options) -> list[Check]:
 
 
 def looks(options: Options, ratio: float | None) -> list[dict[str, float]]:
-    """What the allocator says, at equal distances; ``ratio`` None is the host alone."""
+    """Return the allocator's figures at equal distances; ``ratio`` None is the host alone."""
     training = Training(options)
     if ratio is not None:
         training.attach_planned(ratio)

@@ -1,4 +1,4 @@
-"""What the parts of the acceptance on GPUs share: options, reasons to skip, checks, how ranks join."""
+"""Shared by the parts of the acceptance on GPUs: options, reasons to skip, checks, how ranks join."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "deferred": {"weight_gradients": "deferred"},
     "tokens": {"granularity": "token"},
 }
-"""What is skipped, and when weight gradients are computed: settings by name."""
+"""Settings by name: the granularity of skipping, and deferral."""
 
 NOT_RUN = ": not run"
 """How the name of a check ends that tells of a case that is left out; its note says why."""
@@ -44,7 +44,7 @@ class Options:
 
     @property
     def judged(self) -> bool:
-        """Whether figures of time and memory are held against their limits: on a GPU, at full size."""
+        """True if time and memory are compared with their limits: on a GPU, at full size."""
         return self.cuda and not self.tiny
 
     def target(self) -> torch.device:
@@ -65,7 +65,7 @@ class Check:
 
     @property
     def passed(self) -> bool | None:
-        """None where nothing is asked of the figure. What is no number fails."""
+        """None if the figure has no limit. A NaN fails."""
         if self.most is None and self.least is None:
             return None
         return (self.most is None or self.value <= self.most) and (self.least is None or self.value >= self.least)

@@ -34,7 +34,7 @@ def run(options: Options) -> list[Check]:
 
 
 def graphs_of(options: Options, freezing: bool) -> list[int]:
-    """How many graphs there were after each step."""
+    """Return the number of graphs after each step."""
     import tf_adapters.megatron
 
     torch._dynamo.reset()

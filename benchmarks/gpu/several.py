@@ -1,6 +1,6 @@
-"""The paper's schedules on several GPUs, over NCCL: every way beside the host alone, step by step in turn.
+"""The paper's schedules on several GPUs, over NCCL: every way and the host alone, step by step in turn.
 
-What ``paper_tables.py`` measures on emulated devices, here with layers of LLaMA 3.2 1B that compute.
+``benchmarks/paper/tables.py`` measures the same on emulated devices; here layers of LLaMA 3.2 1B compute.
 """
 
 from __future__ import annotations

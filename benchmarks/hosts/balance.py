@@ -1,4 +1,4 @@
-"""What `tf-adapters balance` promises of another cut, and what that brings on the hosts' real engines.
+"""Gain of another cut as `tf-adapters balance` promises it, and as measured on the hosts' real engines.
 
 LLaMA-3.2-1B's layers, whose output layer is as much work as four blocks, on four ranks, 1F1B, 8 microbatches: cut into
 equal numbers of blocks, then as the report of that run advises. Emulated devices: operations sleep as long as a slow

@@ -1,8 +1,8 @@
-"""Compiled layers, frozen whole: what that brings on two real CPU ranks, and how often layers are compiled.
+"""Compiled layers, frozen whole: speedup on two real CPU ranks, and number of compilations.
 
-torch.distributed.pipelining, 1F1B, the Llama of the example, one thread a rank, nothing emulated. The host alone, its
-layers compiled by Inductor, and the same with freezing run step by step in turn in the same processes; the speedup is
-the median over rounds, each to the host alone in the same round.
+torch.distributed.pipelining, 1F1B, the Llama of the example, one thread a rank, nothing emulated. Two trainings
+run step by step in turn in the same processes, with layers compiled by Inductor: the host alone, and with freezing.
+The speedup is the median over rounds, each relative to the host alone in the same round.
 
 Writes results/hosts/compiled.json, and the table into docs/torch_pipelining.md.
 """

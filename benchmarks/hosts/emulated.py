@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def keep(host: str, row: dict[str, Any]) -> None:
-    """Write a host's figures in the place of its old ones."""
+    """Replace the figures of a host."""
     emulation = {"device": "emulated", "rate": RATE, "size": vars(SIZE)}
     keep_row(RESULTS, "hosts", {host: row}, HOSTS, machine=machine(*HOSTS), **emulation)
 

@@ -1,9 +1,9 @@
 """Uneven pipelines on the hosts' real engines, measured on emulated devices: a slow stage, a slow link, a slow replica.
 
 1F1B, 8 microbatches, tiny layers; operations sleep as long as a slow device would compute, messages arrive no earlier
-than over a link of that speed. Durations are emulated, and no figure says anything about a GPU. The plan that is made
-of what was measured is set beside the plan that would be made if stages and links were alike: its times are the means
-over them, its limits the same.
+than over a link of that speed. Durations are emulated, and no figure says anything about a GPU. The plan from
+measured times is compared with a plan for equal stages and links. The times of that plan are means over stages and
+links, and its limits are the same.
 
 Writes results/hosts/imbalance.json, case by case, and the table into docs/paper_tables.md.
 """
@@ -192,7 +192,7 @@ def as_little(problem: PlanProblem, mean: float) -> FreezePlan:
 
 
 def evened(report: Report) -> PlanProblem:
-    """What a run's plan was made from, with means over the stages in the place of every time."""
+    """Return the problem of a run's plan, with each time replaced by its mean over the stages."""
     schedule, gaps = report.schedule, report.gaps()
     times = {Action.parse(text): pair for text, pair in report.times.items()}
     limit = float(report.config["max_freeze_ratio"])

@@ -3,8 +3,9 @@
 1F1B on every host, the examples' models, one thread a rank, nothing emulated. All trainings of a host run step by step
 in turn in the same processes; speedups are medians over rounds, each to the host alone in the same round. Losses are
 held-out ones after equal steps, from scratch. Freed memory stays with the process, as with the allocators of GPUs.
-How much slower the cores are where all compute at once is measured, too (``cores_together``), and what an adapter costs
-that neither defers nor freezes (``--only-overhead``: nothing else): on steps so short that milliseconds show.
+Two more figures are measured. ``cores_together`` is the slowdown of a product when all cores compute at once. The
+overhead is the cost of an adapter that neither defers nor freezes, on steps so short that milliseconds show
+(``--only-overhead`` measures only this).
 
 Writes results/hosts/levers.json, host by host, and the table into docs/deferral.md.
 """
@@ -108,7 +109,7 @@ def join(host: str) -> None:
 
 
 def keep(part: str, host: str, figures: Any) -> None:
-    """Write a host's figures in the place of its old ones."""
+    """Replace the figures of a host."""
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"hosts": {}, "overhead": {}}
     found = {**record[part], host: figures}
     record[part] = {name: found[name] for name in HOSTS if name in found}
@@ -138,7 +139,7 @@ def in_turn(host: str, each: Round) -> list[dict[str, Any]]:
 
 
 def overhead(host: str) -> dict[str, float]:
-    """What attaching costs a step once the plan is in force and says 0 everywhere. Called on all ranks at once."""
+    """Return the cost of attaching, in a step whose plan is in force and 0 everywhere. Called on all ranks at once."""
     freezing = Freezing(**FREEZING, output_dir=f"runs/bench/levers/{host}/nothing", settings={"max_freeze_ratio": 0.0})
     trainings = {
         ALONE: start(host, freezing, alone=True, size=SHORT),

@@ -79,7 +79,7 @@ def write_page(record: Mapping[str, Any]) -> None:
 
 
 def shown(report: Mapping[str, Any]) -> str:
-    """What `tf-adapters show --no-gantt` prints of a report."""
+    """Return the text that `tf-adapters show --no-gantt` prints for a report."""
     file, out = Path("runs") / "shown.json", io.StringIO()
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(report))

@@ -1,4 +1,4 @@
-"""What ranks hold under deferred weight gradients: as planned, and as measured, on every host.
+"""Peak memory of ranks under deferred weight gradients, planned and measured, on every host.
 
 Two CPU ranks, 1F1B, 8 microbatches, a model whose activations are many times its weights, nothing emulated. Bytes are
 those that the C library has handed out to a rank's process, read at the ends of its actions; on an accelerator a run
@@ -48,7 +48,7 @@ def read_rows() -> dict[str, Any]:
 
 
 def keep(host: str, row: dict[str, Any]) -> None:
-    """Write a host's figures in the place of its old ones."""
+    """Replace the figures of a host."""
     keep_row(RESULTS, "hosts", {host: row}, HOSTS, machine=machine(*HOSTS))
 
 

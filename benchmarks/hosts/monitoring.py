@@ -1,10 +1,10 @@
-"""How soon monitoring knows what freezing saves, against the paper's procedure run long.
+"""Number of monitoring steps until the saved time is known, compared with the paper's procedure run long.
 
-On every host two trainings run in the same processes, step by step in turn: one is monitored as the paper does it, for
-40 steps with nothing frozen and 40 with everything frozen; the other trains while it is monitored, for 80 steps. The
-saved share of a backward's time that a stage's samples of some steps say is compared with what the paper's 80 say. On
-stage 0 the two look at different masks: the paper's at those that freeze 0.8 of it, where a frozen prefix now and then
-spares input gradients too, ours at all from nothing to 0.8.
+On every host two trainings run in the same processes, step by step in turn. One is monitored as in the paper, for 40
+steps with nothing frozen and 40 with everything frozen. The other trains while it is monitored, for 80 steps. The saved
+share of a stage's backward, from the samples of some steps, is compared with the share from the paper's 80. On stage 0
+the two have different masks. The paper's freeze 0.8 of it, where a frozen prefix sometimes saves input gradients too;
+ours freeze every share from 0 to 0.8.
 
 Two pipeline ranks on this machine's CPU, one thread each, 1F1B. Prints a table, and writes
 results/hosts/monitoring.json.
@@ -38,7 +38,7 @@ PRECISION = 0.02
 
 
 class Window(ActionTimer):
-    """What a timer would hold if only some steps in a row of every kind had been monitored."""
+    """A timer with the samples of some consecutive steps of every kind."""
 
     def __init__(self, timer: ActionTimer, steps: slice) -> None:
         super().__init__(HostClock())
@@ -53,7 +53,7 @@ class Window(ActionTimer):
 
 @dataclass(frozen=True)
 class Fit:
-    """What some steps say of one stage: the saved share of its unfrozen backward, and the error that they claim."""
+    """A fit over some steps of one stage: the saved share of its unfrozen backward, and its claimed error."""
 
     saved: float
     error: float

@@ -1,9 +1,9 @@
-"""What freezing gains and costs on every host, with today's defaults: the table in README.md.
+"""Gain and cost of freezing on every host with the current defaults: the table in README.md.
 
-Two pipeline ranks on this machine's CPU, one thread each, 1F1B, the examples' models. Of each host two trainings run
-step by step in turn in the same processes, one alone and one that freezes: speedups are medians over pairs. What an
-adapter costs that does not freeze is one training with and without it, in turn. Memory is the peak above an idle
-process, in processes of their own.
+Two pipeline ranks on this machine's CPU, one thread each, 1F1B, the examples' models. For each host two trainings
+run step by step in turn in the same processes, one alone and one that freezes; speedups are medians over pairs. The
+cost of an adapter that does not freeze is measured by one training with and without it, in turn. Memory is the
+peak above an idle process, in separate processes.
 
 Writes results/hosts/speed.json, host by host, and the table into README.md. ``--table`` writes only the
 table, from what is in results/hosts/speed.json.
@@ -96,12 +96,12 @@ def main() -> None:
 
 
 def read_rows() -> list[Row]:
-    """What was measured, in the order of HOSTS."""
+    """Return the measured rows, in the order of HOSTS."""
     return [Row(**row) for row in json.loads(RESULTS.read_text())["rows"]]
 
 
 def keep(row: Row) -> None:
-    """Write a host's row in the place of its old one; rows of another machine or other settings go."""
+    """Replace the row of a host; rows of another machine or with other settings are dropped."""
     record = {"machine": machine(*HOSTS), "freezing": asdict(FREEZING)}
     old = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     same = {name: old.get(name) for name in record} == record

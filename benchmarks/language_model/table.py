@@ -58,7 +58,7 @@ def by_task(rows: Iterable[Run]) -> Runs:
 
 
 def gains(runs: Runs, measure: str) -> str:
-    """Of each way in each task, how much lower its loss is than that of nothing frozen."""
+    """Return the table of ways and tasks: loss without freezing minus loss of the way."""
     lines = []
     for way in WAYS:
         of_tasks = [ways.get(way, {}) for ways in runs.values()]
@@ -72,7 +72,7 @@ def gains(runs: Runs, measure: str) -> str:
 
 
 def contrasts(runs: Runs) -> str:
-    """What the study is to decide: paired differences between two ways, in each task."""
+    """Return the table of paired differences between two ways, in each task."""
     lines = []
     for claim, better, worse, measure in _CONTRASTS:
         cells = [_against(ways, better, worse, measure) for ways in runs.values()]
@@ -82,7 +82,7 @@ def contrasts(runs: Runs) -> str:
 
 
 def choices(runs: Runs) -> str:
-    """What each run of an auto way chose, and what came of it."""
+    """Return the table of runs with an auto way: the chosen plan and its result."""
     head = ("task", "way", "seed", "froze", "kappa", "p_eff", "lower loss than without freezing by")
     lines = []
     for task, ways in runs.items():

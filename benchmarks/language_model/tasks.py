@@ -19,7 +19,7 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """What is learnt.
+    """A task: its network, its text and the length of its training.
 
     Attributes:
         steps: of the host alone, in the time that all trainings have.
@@ -47,7 +47,7 @@ class Task:
     held_out: int = 256
 
     def data(self, windows: int, seed: int) -> ByteDataset:
-        """What a training of so many windows sees."""
+        """Return the data of a training of ``windows`` windows."""
         text = split(load_text(self.text))[0]
         data = ByteDataset(text[: self.most or None], self.shape.context, windows, seed)
         if self.once:
@@ -58,7 +58,7 @@ class Task:
         return data
 
     def test(self) -> Rows:
-        """What the loss is read of."""
+        """Return the held-out windows for the loss."""
         held_out = split(load_text(self.text))[1]
         return rows_of(ByteDataset(held_out, self.shape.context, self.held_out, seed=1), range(self.held_out))
 

@@ -1,8 +1,8 @@
-"""One training of the language model study, in one process: what the stages of a pipeline would skip is skipped.
+"""One training of the language model study, in one process that skips what the stages of a pipeline would skip.
 
-All microbatches of a step pass at once; the adapters' taps keep what weight gradients are made from, and of each
-microbatch those tokens are left out that its mask or its draw leaves out. That is the gradient that a pass for each
-microbatch makes, in less time. What is frozen are the weights of linear layers, 97% of the freezable work.
+All microbatches of a step pass at once. The adapters' taps save the inputs of weight gradients, without the tokens that
+a microbatch's mask or draw leaves out. The gradient equals that of one pass for each microbatch, in less time. Only the
+weights of linear layers are frozen, 97% of the freezable work.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LOOK_EACH, PROBES = 20, (8, 12, 16)
 """Steps from one look at the noise of the gradients to the next, and the probes before it."""
 
 NEWEST = 0.05
-"""Of the newest weights in the average that is evaluated: it takes out the noise that a falling learning rate would."""
+"""Share of the newest weights in the evaluated average, which removes noise as a falling learning rate would."""
 
 PRETRAINED = ROOT / "runs" / "language_model"
 
@@ -152,12 +152,12 @@ class Training:
             self._look()
 
     def step_time(self) -> float:
-        """Of this step, in steps of the host alone: as many steps as fit best into its time."""
+        """Return the time of this step, in steps of the host alone; a whole number of steps fits into the run."""
         plan = planned(self.way) if self._probes() else self.plan
         return 1.0 / speedup(plan) if self.way.auto else self.task.steps / round(self.task.steps * speedup(plan))
 
     def reaches(self, share: float) -> bool:
-        """Whether another step would go beyond this share of the time."""
+        """Return True if the next step would exceed this share of the time."""
         return self.elapsed + 0.5 * self.step_time() >= share * self.task.steps
 
     def _backward(self, rows: Rows) -> None:
@@ -187,7 +187,7 @@ class Training:
 
     @torch.no_grad()
     def loss(self, rows: Rows) -> float:
-        """Of the averaged weights."""
+        """Return the loss of the averaged weights."""
         trained = [p.clone() for p in self.parameters]
         torch._foreach_copy_(self.parameters, self.averages)
         x, labels = rows

@@ -1,7 +1,7 @@
 """The ways of the language model study: how a training uses its time, and the plan of each.
 
-Plans are the planner's, for 1F1B with forwards of 1, input gradients of 1.2, weight gradients of 1. What drawing tokens
-costs is in them: ``DRAWING``.
+Plans are the planner's, for 1F1B with forwards of 1, input gradients of 1.2, weight gradients of 1. They include
+the cost of drawing tokens, ``DRAWING``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tf_adapters.timing.token_cost import TokenCost
 MICROBATCHES = 8
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = 1.0, 1.2, 1.0
 DRAWING = TokenCost(fixed=0.05, per_token=1.02)
-"""Of layers that are 1,024 wide and more (benchmarks/core/token_cost.py): those of the study stand for them."""
+"""Cost in layers of 1,024 columns or more (benchmarks/core/token_cost.py), which the study's layers represent."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def planned(way: Way) -> FreezePlan:
 
 
 def speedup(plan: FreezePlan) -> float:
-    """How many times as fast as the host alone a step is."""
+    """Return the speedup of a step over the host alone."""
     return _batch_time() / plan.makespan_ms.planned
 
 
@@ -126,5 +126,5 @@ def problem(way: Way, learning: Learning | None = None) -> PlanProblem:
 
 
 def _batch_time() -> float:
-    """Of the host alone, with all microbatches."""
+    """Return the batch time of the host alone, with all microbatches."""
     return (MICROBATCHES + STAGES - 1) * (FORWARD + INPUT_GRADIENT + WEIGHT_GRADIENT)

@@ -17,7 +17,7 @@ from tf_adapters.simulate.model_costs import LLAMA_1B, LLAMA_8B, LLAMA_13B, Llam
 from tf_adapters.training.phases import PhaseSchedule
 
 WIDTH, POSITIONS, HIDDEN, VOCABULARY = 32, 8, 120, 64
-"""Of the tiny layers: a microbatch has ``POSITIONS`` rows; the largest block has ``HIDDEN`` units in all."""
+"""Sizes of the tiny layers: a microbatch has ``POSITIONS`` rows; the largest block has ``HIDDEN`` units in all."""
 
 LENGTH = 1024  # tokens of a sequence, in the paper
 CAUSAL = 0.5  # share of the scores that a causal kernel computes
@@ -118,8 +118,8 @@ def _vit() -> tuple[Layer, ...]:
 def _convnext() -> tuple[Layer, ...]:
     """ConvNeXt-V2-L (Woo et al., 2023): levels of 3, 3, 27, 3 blocks, 192 channels on 56 x 56 pixels in the first.
 
-    A block's depthwise convolution is counted with its products on pixels; it keeps 15 values for each pixel and
-    channel for the backward (input, convolution, norm, and three times 4 in the MLP), each of 4 bytes.
+    A block's depthwise convolution is counted with its products on pixels. For the backward it saves 15 values of 4
+    bytes for each pixel and channel: input, convolution, norm, and three times 4 in the MLP.
     """
     layers = [Layer("patches", (2.0 * 56**2 * 48 * 192,), 0.0, 48 * 192, 4.0 * 56**2 * 192)]
     for level, depth in enumerate((3, 3, 27, 3)):

@@ -204,7 +204,7 @@ def more_ranks(row: Prediction) -> list[str]:
 
 
 def batch_cut(row: Prediction) -> float:
-    """What a batch of stable freezing is shorter than an unfrozen one, in %."""
+    """Return the reduction of batch time by stable freezing, in %."""
     return 100.0 * (1.0 - 1.0 / (1.0 + row.stable_gain / 100.0))
 
 

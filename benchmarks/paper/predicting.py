@@ -80,7 +80,7 @@ PAPER = {
 
 @dataclass(frozen=True)
 class Variant:
-    """What a prediction assumes beside the paper's settings."""
+    """Assumptions of a prediction in addition to the paper's settings."""
 
     options: CostOptions = field(default_factory=CostOptions)
     ends: int = 1
@@ -109,7 +109,7 @@ class Prediction:
 def predict(
     model: str, schedule: str, ranks: int = 4, microbatches: int = 8, variant: Variant | None = None
 ) -> Prediction:
-    """What the planner expects of ``MODELS[model]`` under a schedule of ``schedule.orders``."""
+    """Return the planner's prediction for ``MODELS[model]`` under a schedule of ``schedule.orders``."""
     variant = variant or Variant()
     setting = MODELS[model]
     order = named_schedule(schedule, ranks, microbatches)
@@ -135,7 +135,7 @@ def predict(
 
 
 def gain(before: float, after: float) -> float:
-    """Of two times, the gain in throughput in %."""
+    """Return the gain in throughput between two times, in %."""
     return 100.0 * (before / after - 1.0)
 
 

@@ -1,11 +1,11 @@
 """The paper's tables on the hosts' real engines, with 4, 6 and 8 ranks, measured on emulated devices.
 
 Tiny layers compute in the real models' shares of the FLOPs, and every operation sleeps as long as a slow device would
-compute: order, communication and waiting are the engine's own, durations are emulated, and no figure says anything
-about a GPU. In each cell the host trains alone, then with freezing, in the same processes.
+compute. Order, communication and waiting are the engine's; durations are emulated, and no figure applies to a GPU.
+In each cell the host trains alone, then with freezing, in the same processes.
 
-Writes results/paper/tables.json and .png, cell by cell, and the table into docs/paper_tables.md. Cells
-that are there are not run again. The whole table is to take at most 40 minutes on 2 cores.
+Writes results/paper/tables.json and .png, cell by cell, and the table into docs/paper_tables.md. Measured
+cells are not run again. The whole table takes about 30 minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def read_rows() -> dict[str, Any]:
 
 
 def keep(cell: Cell, row: Row) -> None:
-    """Write a cell's figures in the place of its old ones."""
+    """Replace the figures of a cell."""
     hosts = [cell.host, *(name.split()[0] for name in read_rows())]
     packages = [host for host in ("deepspeed", "megatron-core") if host in hosts]
     order = map(str, all_cells())
@@ -215,7 +215,7 @@ def _percent(value: float | None) -> str:
 
 
 def generated(rows: Mapping[str, Row]) -> str:
-    """What stands in the page: the table, how exact it is, the picture."""
+    """Return the generated part of the page: the table, its accuracy, the picture."""
     off = [abs(row["stable_ms"] / row["planned_ms"] - 1.0) for row in rows.values()]
     errors = [row["emulation_error"] for row in rows.values()]
     return (

@@ -1,4 +1,4 @@
-"""What benchmarks share: the machine, rows of tables, peak memory."""
+"""Shared by benchmarks: the machine, aligned rows, peak memory."""
 
 from __future__ import annotations
 
