@@ -35,6 +35,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
     ROOT / "deepspeed_configs" / "paper" / "README.md",
+    ROOT / "benchmarks" / "README.md",
 ]
 USERS_OWN = {"train.py", "pretrain_gpt.py", "ds_config.json"}
 """Files of the reader's, which README and docs name as examples; an example's own page must name files that exist."""
@@ -330,6 +331,13 @@ def test_every_setting_is_explained_with_its_default() -> None:
     assert {name: json.loads(default) for name, default in rows} == {
         name: field.default for name, field in fields.items()
     }
+
+
+def test_the_table_of_benchmarks_has_every_command() -> None:
+    page = ROOT / "benchmarks" / "README.md"
+    scripts = [path for path in page.parent.rglob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    named = re.findall(r"^\| `python -m (benchmarks\.[a-z_.]+)", page.read_text(), re.MULTILINE)
+    assert set(named) == {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in scripts}
 
 
 # --- figures -------------------------------------------------------------------------------------------------
