@@ -66,7 +66,7 @@ def main() -> None:
     names = [name for number, name in enumerate(VARIANTS, 1) if number in args.rows]
     for host in args.hosts:
         keep(host, measure(host, names))
-    text = table(recorded())
+    text = table(read_rows())
     put_table(PAGE, "emulated", text)
     print(text)
 
@@ -77,14 +77,14 @@ def keep(host: str, row: dict[str, Any]) -> None:
     keep_row(RESULTS, "hosts", {host: row}, HOSTS, machine=machine(*HOSTS), **emulation)
 
 
-def recorded() -> dict[str, Any]:
+def read_rows() -> dict[str, Any]:
     """The figures of the hosts that have been measured."""
     return read_part(RESULTS, "hosts")
 
 
 def measure(host: str, names: Sequence[str]) -> dict[str, Any]:
-    """A host's figures: of the host alone and of these variants new ones, of the others the recorded ones."""
-    row: dict[str, Any] = dict(recorded().get(host, {}))
+    """Measure the host alone and these variants; figures of other variants stay as they are."""
+    row: dict[str, Any] = dict(read_rows().get(host, {}))
     with RankPool(SIZE.ranks, functools.partial(setup, host)) as ranks:
         alone = row["alone"] = ranks.run(run_alone, host, timeout_s=600)[0]
         for name in names:
