@@ -15,7 +15,6 @@ Needs the study's packages (docs/accuracy.md). Prints a table and writes results
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import statistics
@@ -25,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.accuracy.tasks import TASKS, batches, layers_of, load
+from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import result_file, write_json
 from benchmarks.shared.measuring import aligned, machine
 from tf_adapters.planner.freeze_plan import FreezePlan
@@ -50,7 +50,7 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="number of them, from 0")
     parser.add_argument("--steps", type=int, default=TASK.steps)
     args = parser.parse_args()

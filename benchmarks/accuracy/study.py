@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks.accuracy.cells import METHODS, SCHEDULES, Cell, append, grid, missing, read_records, sensitivity_grid
 from benchmarks.accuracy.table import markdown, table, verdict_table
 from benchmarks.accuracy.tasks import TASKS, Task
+from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, put_table, result_file
 from benchmarks.shared.measuring import machine
 from tf_adapters.testing import RankPool
@@ -60,7 +61,7 @@ def main() -> None:
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments, with what --quick and --sensitivity leave out filled in."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS))
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="none: the host alone")

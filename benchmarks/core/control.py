@@ -11,7 +11,6 @@ Prints a table, writes results/core/control.json and the table into docs/algorit
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from benchmarks.core.control_events import MICROBATCHES, OfRank, measure
+from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
 from benchmarks.shared.measuring import machine
 from tf_adapters.testing import RankPool
@@ -60,7 +60,7 @@ class Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     names = {f"{size}x{stages}": (size, stages) for size, stages in CASES}
     parser.add_argument("--cases", nargs="+", choices=names, default=list(names), help="ranks x stages")
     parser.add_argument("--checks", action="store_true", help="stability checks only; all other rows stay")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
 from benchmarks.shared.measuring import machine
 from tf_adapters.planner.freeze_plan import FreezePlan
@@ -48,6 +49,7 @@ class Problem:
 
 
 def main() -> None:
+    command_line(__doc__).parse_args()
     rows, timed = [row(Problem(*size)) for size in SIZES], [seconds(Problem(*size)) for size in TIMED]
     record = {"machine": machine("ortools"), "rows": rows, "planner": timed}
     write_json(RESULTS, record)

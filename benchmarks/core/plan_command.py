@@ -6,7 +6,6 @@ results/core/plan_command.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.core.planner import MAX_FREEZE_RATIO, SCHEDULES, noisy_times, pipeline
+from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import result_file, write_json
 from benchmarks.shared.measuring import machine
 
@@ -24,7 +24,7 @@ COMMAND = [sys.executable, "-c", "import sys; from tf_adapters.cli import main; 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="actions, about")
     args = parser.parse_args()

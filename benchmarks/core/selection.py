@@ -9,7 +9,6 @@ and from two full copies of the model, as the formulas are written.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import result_file, use_example, write_json
 from tf_adapters.collectives import SingleProcess
 from tf_adapters.config import TimelyFreezeConfig
@@ -322,7 +322,7 @@ def draws(steps: int = 400) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--draws", action="store_true", help="draws and what masks cost only")
     args = parser.parse_args()

@@ -13,6 +13,7 @@ import time
 
 import torch
 
+from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
 from benchmarks.shared.measuring import keep_freed_memory, machine
 from tf_adapters.masking.taps import linear_gradient
@@ -35,6 +36,7 @@ ROUNDS = 15
 
 
 def main() -> None:
+    command_line(__doc__).parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
     rows = {name: measured(*widths) for name, widths in LAYERS.items()}

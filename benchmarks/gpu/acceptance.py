@@ -9,7 +9,6 @@ Writes results/gpu/acceptance.json, part by part, and the table into docs/gpu.md
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.parts import NOT_RUN, Check, Options, Part, Skipped, join
+from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
 from benchmarks.shared.measuring import machine
 from tf_adapters.testing import RankPool, RanksFailed
@@ -46,7 +46,7 @@ Results = dict[str, dict[str, Any]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--part", nargs="+", choices=MODULES, default=list(MODULES), help="by default all")
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU can run")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

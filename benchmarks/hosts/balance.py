@@ -9,7 +9,6 @@ Writes results/hosts/balance.json, host by host, and the table into docs/balance
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from benchmarks.paper.cells import HOSTS, Cell
 from benchmarks.paper.models import forward_flops
 from benchmarks.paper.trainings import setup, start
+from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
 from benchmarks.shared.measuring import machine
 from tf_adapters.report import Report
@@ -50,7 +50,7 @@ class CutCell(Cell):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
     for host in parser.parse_args().hosts:
         keep(host, measure(host))

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.hosts.levers import ALONE, join
+from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
 from benchmarks.shared.measuring import machine
 from benchmarks.shared.trainings import RANKS, Size, start
@@ -34,6 +35,7 @@ WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
 
 
 def main() -> None:
+    command_line(__doc__).parse_args()
     rows = {}
     for number, (name, (compiled, settings)) in enumerate(WAYS.items()):
         section = {"replan_threshold": 0.0, "monitoring_precision": 0.02, **settings}

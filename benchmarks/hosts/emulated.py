@@ -9,12 +9,12 @@ Writes results/hosts/emulated.json, host by host, and the table into docs/deferr
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
 from benchmarks.shared.measuring import machine
 from benchmarks.shared.trainings import HOSTS, Size, setup, start
@@ -51,7 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
     parser.add_argument(
         "--rows",

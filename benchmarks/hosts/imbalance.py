@@ -10,7 +10,6 @@ Writes results/hosts/imbalance.json, case by case, and the table into docs/paper
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import functools
 import statistics
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
 from benchmarks.shared.measuring import machine
 from benchmarks.shared.trainings import HOSTS, Size, Training, setup, start
@@ -73,7 +73,7 @@ CASES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument(
         "--cases", nargs="+", default=["*"], metavar="PATTERN", help="names of cases with *, such as 'torch: *'"
     )

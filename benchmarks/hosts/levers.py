@@ -12,7 +12,6 @@ Writes results/hosts/levers.json, host by host, and the table into docs/deferral
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import statistics
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
 from benchmarks.shared.measuring import keep_freed_memory, machine
 from benchmarks.shared.trainings import HOSTS, RANKS, Size, Training, setup, start
@@ -68,7 +68,7 @@ SHORT_STEPS, WIDE_STEPS = 300, 6
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
     parser.add_argument("--only-overhead", action="store_true")
     args = parser.parse_args()

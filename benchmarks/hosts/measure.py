@@ -10,7 +10,6 @@ the table of promises.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import io
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from benchmarks.paper.cells import Cell
 from benchmarks.paper.models import forward_flops
 from benchmarks.paper.trainings import setup, start
+from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
 from benchmarks.shared.measuring import machine
 from tf_adapters.cli import main as tf_adapters_cli
@@ -50,7 +50,7 @@ CHECKED = {
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    command_line(__doc__).parse_args()
     record: dict[str, Any] = {
         "machine": machine("deepspeed"),
         "device": "emulated",

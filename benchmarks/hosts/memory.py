@@ -9,11 +9,11 @@ Writes results/hosts/memory.json, host by host, and the table into docs/deferral
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
 from benchmarks.shared.measuring import machine
 from benchmarks.shared.trainings import HOSTS, RANKS, Size, setup, start
@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
     for host in parser.parse_args().hosts:
         keep(host, {name: measure(host, number, WAYS[name]) for number, name in enumerate(WAYS)})

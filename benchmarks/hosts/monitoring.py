@@ -12,13 +12,13 @@ results/hosts/monitoring.json.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import result_file, write_json
 from benchmarks.shared.measuring import aligned, machine
 from benchmarks.shared.trainings import HOSTS, RANKS, setup, start
@@ -113,7 +113,7 @@ HEADINGS = ["         host", "stage", "steps", "paper's", "off", "claimed", "end
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
     hosts = parser.parse_args().hosts
     rows: list[Row] = []

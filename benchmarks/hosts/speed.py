@@ -11,7 +11,6 @@ table, from what is in results/hosts/speed.json.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
 from benchmarks.shared.measuring import machine, peak_above_idle, peak_memory
 from benchmarks.shared.trainings import HOSTS, RANKS, setup, start
@@ -82,7 +82,7 @@ CELLS: dict[str, Callable[[Row], str]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
     parser.add_argument("--table", action="store_true", help="measure nothing")
     args = parser.parse_args()

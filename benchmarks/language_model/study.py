@@ -11,7 +11,6 @@ results/language_model/study.png. Trainings in the file are not run again.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -23,6 +22,7 @@ from benchmarks.language_model.table import STEPS, WALL_CLOCK, by_task, choices,
 from benchmarks.language_model.tasks import TASKS
 from benchmarks.language_model.training import train
 from benchmarks.language_model.ways import WAYS
+from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, put_table, result_file
 
 RESULTS = result_file("language_model/study.jsonl")
@@ -34,7 +34,7 @@ Cell = tuple[str, str, int]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
     parser.add_argument("--seeds", type=int, default=5)

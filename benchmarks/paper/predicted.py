@@ -21,6 +21,7 @@ from benchmarks.paper.predicting import (
     gain,
     predict,
 )
+from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, result_file, write_json
 from tf_adapters.simulate.model_costs import CostOptions
 
@@ -118,6 +119,7 @@ speaks against it: a cut of {cut:.1f}% without recomputation and {cut_recompute:
 
 
 def main() -> None:
+    command_line(__doc__).parse_args()
     table = {(model, schedule): predict(model, schedule) for model in MODELS for schedule in SCHEDULES}
     wider = [
         predict(model, schedule, ranks, microbatches)

@@ -10,7 +10,6 @@ cells are not run again. The whole table takes about 30 minutes on 2 cores.
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import functools
 import statistics
@@ -22,6 +21,7 @@ from benchmarks.paper.cells import HOSTS, SCHEDULES, TWO_STAGES, Cell, all_cells
 from benchmarks.paper.models import forward_flops
 from benchmarks.paper.predicting import gain
 from benchmarks.paper.trainings import setup, start
+from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
 from benchmarks.shared.measuring import machine
 from tf_adapters.testing import RankPool
@@ -49,7 +49,7 @@ Row = Mapping[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument(
         "--cells", nargs="+", default=["*"], metavar="PATTERN", help="names of cells with *, such as 'torch 8B * 4'"
     )
