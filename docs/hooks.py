@@ -37,8 +37,9 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages that lie outside docs/, the benchmarks' pictures, and the table of settings."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
-    for picture in sorted(RESULTS.glob("*.png")):
-        files.append(File.generated(config, f"images/{picture.name}", abs_src_path=str(picture)))
+    for picture in sorted(RESULTS.rglob("*.png")):
+        place = picture.relative_to(RESULTS).as_posix()
+        files.append(File.generated(config, f"images/{place}", abs_src_path=str(picture)))
     files.append(File.generated(config, "settings_reference.md", content=settings_page()))
     return files
 

@@ -4,7 +4,7 @@
     python tests/matrix.py deepspeed==0.19.3 --whole    # one, with the host's own distributed tests too
 
 A version that is not installed is unpacked into a folder that comes before the environment's packages. The newest torch
-brings CUDA: 5 GB. benchmarks/results/matrix.json keeps the outcomes, and docs/compatibility.md shows them.
+brings CUDA: 5 GB. benchmarks/results/hosts/matrix.json keeps the outcomes, and docs/compatibility.md shows them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import xml.etree.ElementTree as ElementTree
 from importlib import metadata
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from measuring import machine, put_table
-
+from benchmarks.shared.files import put_table, result_file, write_json
+from benchmarks.shared.measuring import machine
 from tf_adapters.cli.doctor import HOSTS, TRAINERS, Host
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "matrix"
-RESULTS = ROOT / "benchmarks" / "results" / "matrix.json"
+RESULTS = result_file("hosts/matrix.json")
 PAGE = ROOT / "docs" / "compatibility.md"
 ENGINE = Host("Transformer Engine", "transformer-engine", "", oldest="2.4.0", newest="2.20.2", on="megatron-core")
 BETWEEN = [(ENGINE.package, "2.10.0")]
@@ -184,7 +184,7 @@ def keep(row: dict[str, object]) -> None:
     kept = [other for other in rows if (other["package"], other["version"]) != (row["package"], row["version"])]
     order = list(PACKAGES)
     rows = sorted([*kept, row], key=lambda one: (order.index(one["package"]), numbers(one["version"])))
-    RESULTS.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    write_json(RESULTS, {"machine": machine(), "rows": rows})
     put_table(PAGE, "matrix", table(rows))
 
 

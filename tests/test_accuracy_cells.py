@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
-import accuracy
-from accuracy_cells import METHODS, Cell, append, grid, missing, read_records, section, sensitivity_grid
-from accuracy_tasks import CONTEXT, FIRST_TOKEN, LAST_TOKEN, TASKS, load, passages
-
+from benchmarks.accuracy import study as accuracy
+from benchmarks.accuracy.cells import METHODS, Cell, append, grid, missing, read_records, section, sensitivity_grid
+from benchmarks.accuracy.tasks import CONTEXT, FIRST_TOKEN, LAST_TOKEN, TASKS, load, passages
 from tf_adapters.config import TimelyFreezeConfig
 
 CELL = Cell("vit", "1f1b", "timely", 0)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
-from accuracy_figures import (
+from benchmarks.accuracy.figures import (
     Spread,
     clock,
     figures,
@@ -21,7 +17,7 @@ from accuracy_figures import (
     relative_times,
     summarise,
 )
-from accuracy_table import table
+from benchmarks.accuracy.table import table
 
 TASK = {"name": "vit", "steps": 10, "warmup": 2, "monitoring": 2, "progressive": 0}
 

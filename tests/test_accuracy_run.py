@@ -22,8 +22,7 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     """Runs the study's quick form on ConvNeXt, on forked ranks, with its results in ``tmp_path``; what it prints."""
     pytest.importorskip("sklearn")
     pytest.importorskip("deepspeed")
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import accuracy
+    from benchmarks.accuracy import study as accuracy
 
     command = ["accuracy.py", "--quick", "--tasks", "convnext", "--methods", "none", "timely", "--no-pictures"]
     monkeypatch.setattr(sys, "argv", [*command, "--results", str(tmp_path / "accuracy.jsonl")])

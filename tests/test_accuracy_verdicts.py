@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
-from accuracy_figures import Spread
-from accuracy_table import verdict_table
-from accuracy_verdicts import Verdict, verdicts
+from benchmarks.accuracy.figures import Spread
+from benchmarks.accuracy.table import verdict_table
+from benchmarks.accuracy.verdicts import Verdict, verdicts
 
 TASK = {"name": "vit", "steps": 10, "warmup": 2, "monitoring": 2, "progressive": 0}
 

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from example_runs import load_example
 
 pytest.importorskip("deepspeed")
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "deepspeed_configs").glob("*.json"))
-
-
-def load_example(file: str) -> ModuleType:
-    """Import a file of the examples under a name that no other test can clash with."""
-    qualified = f"examples_{file.removesuffix('.py').replace('/', '_')}"
-    spec = importlib.util.spec_from_file_location(qualified, ROOT / "examples" / file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[qualified] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
 
 
 model = load_example("deepspeed_gpt/model.py")

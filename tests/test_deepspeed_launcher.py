@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from deepspeed_ranks import PLAIN
+from example_runs import said
 from launching import BIN, deepspeed, forked_deepspeed
 
 from tf_adapters.deepspeed.__main__ import main, split_arguments
@@ -28,11 +29,6 @@ def launch(
     settings.write_text(json.dumps({**PLAIN, "steps_per_print": 1, **config}))
     sizes = ("--steps", STEPS, "--width", 16, "--blocks", 2, "--context", 8)
     return start(script, settings, *sizes, timeout_s=120)
-
-
-def said(output: str) -> list[str]:
-    """Our own lines, without the time."""
-    return [line.split("timely_freeze: ", 1)[1] for line in output.splitlines() if "] timely_freeze: " in line]
 
 
 def steps_run(output: str) -> int:

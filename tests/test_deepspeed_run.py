@@ -12,6 +12,7 @@ import pytest
 import torch
 from deepspeed_oracle import check_oracle
 from deepspeed_ranks import CONTEXT, Case, batch, build_engine, force_plan, optimizer_state, parameters_of, train
+from run_checks import assert_same
 
 pytestmark = pytest.mark.distributed
 
@@ -28,13 +29,6 @@ PATHS = {
 if HAS_DUALPIPEV:
     PATHS |= {"dualpipev": Case(dualpipev=True), "dualpipev zero1": Case(dualpipev=True, config=ZERO1)}
 FROZEN = {**{f"0B{m}": 1.0 for m in range(4)}, **{f"1B{m}": 0.75 for m in range(4)}}
-
-
-def assert_same(actual: list[dict], expected: list[dict]) -> None:
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert [s["loss"] for s in ours["steps"]] == [s["loss"] for s in theirs["steps"]]
-        for name, value in theirs["parameters"].items():
-            assert torch.equal(ours["parameters"][name], value), name
 
 
 # --- the whole life of a run ---------------------------------------------------------------------------------

@@ -28,14 +28,14 @@ from tf_adapters.testing import emulated_device
 from tf_adapters.torchtitan.settings import JobSettings
 
 ROOT = Path(__file__).resolve().parents[1]
-BENCHMARKS = ROOT / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+RESULTS = ROOT / "benchmarks" / "results"
 
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
     ROOT / "deepspeed_configs" / "paper" / "README.md",
+    ROOT / "benchmarks" / "README.md",
 ]
 USERS_OWN = {"train.py", "pretrain_gpt.py", "ds_config.json"}
 """Files of the reader's, which README and docs name as examples; an example's own page must name files that exist."""
@@ -229,7 +229,7 @@ def test_our_command_runs(command: Command, capsys: pytest.CaptureFixture[str]) 
 
 @of_program("deepspeed", "torchrun", "python")
 def test_a_launch_names_what_exists(command: Command) -> None:
-    folder = BENCHMARKS.parent if command.words[1].startswith("benchmarks/") else command.page.parent
+    folder = command.page.parent
     if any("torchtitan" in word for word in command.words):
         check_job(command.words, folder)
         return
@@ -240,7 +240,11 @@ def test_a_launch_names_what_exists(command: Command) -> None:
         word = words.pop(0)
         if word in ("-m", "--module"):
             module = words.pop(0)
-            assert importlib.util.find_spec(module)
+            found = importlib.util.find_spec(module)
+            assert found
+            if module.startswith("benchmarks."):
+                script = Path(str(found.origin))
+                break
             options = of_module if module == emulated_device.__name__ else launched
         elif word.endswith(".py"):
             script = folder / word
@@ -329,22 +333,29 @@ def test_every_setting_is_explained_with_its_default() -> None:
     }
 
 
+def test_the_table_of_benchmarks_has_every_command() -> None:
+    page = ROOT / "benchmarks" / "README.md"
+    scripts = [path for path in page.parent.rglob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    named = re.findall(r"^\| `python -m (benchmarks\.[a-z_.]+)", page.read_text(), re.MULTILINE)
+    assert set(named) == {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in scripts}
+
+
 # --- figures -------------------------------------------------------------------------------------------------
 
 
 def test_the_readme_shows_the_committed_speeds() -> None:
-    from speed import read_rows, table
+    from benchmarks.hosts.speed import read_rows, table
 
     assert table(read_rows()) in (ROOT / "README.md").read_text()
 
 
 def test_the_study_shows_its_committed_runs() -> None:
-    from accuracy import STUDIED
-    from accuracy_cells import METHODS, read_records
-    from accuracy_figures import by_run
-    from accuracy_table import markdown
+    from benchmarks.accuracy.cells import METHODS, read_records
+    from benchmarks.accuracy.figures import by_run
+    from benchmarks.accuracy.study import STUDIED
+    from benchmarks.accuracy.table import markdown
 
-    records = read_records(BENCHMARKS / "results" / "accuracy.jsonl")
+    records = read_records(RESULTS / "accuracy" / "study.jsonl")
     page = (ROOT / "docs" / "accuracy.md").read_text()
     assert markdown(records) in page
     of_methods = [run for cell, run in by_run(records) if cell.task in STUDIED and cell.group[2] in METHODS]
@@ -354,7 +365,7 @@ def test_the_study_shows_its_committed_runs() -> None:
 
 
 def test_the_page_on_measuring_shows_what_is_printed_of_its_committed_report(tmp_path, monkeypatch) -> None:
-    from measure import RESULTS, shown, table
+    from benchmarks.hosts.measure import RESULTS, shown, table
 
     record, page = json.loads(RESULTS.read_text()), (ROOT / "docs" / "measure.md").read_text()
     monkeypatch.chdir(tmp_path)
@@ -364,14 +375,14 @@ def test_the_page_on_measuring_shows_what_is_printed_of_its_committed_report(tmp
 
 def test_the_page_on_the_algorithm_shows_the_committed_draws() -> None:
     page = (ROOT / "docs" / "algorithm.md").read_text()
-    for stage, plans in json.loads((BENCHMARKS / "results" / "selection.json").read_text())["draws"].items():
+    for stage, plans in json.loads((RESULTS / "core" / "selection.json").read_text())["draws"].items():
         cells = [found[f"deviation, {how}"] for found in plans.values() for how in ("together", "each for itself")]
         assert f"| {stage} | {' | '.join(f'{cell:.2%}' for cell in cells)} |" in page
 
 
 def test_the_page_on_selection_shows_its_committed_figures() -> None:
     page = (ROOT / "docs" / "selection.md").read_text()
-    selection = json.loads((BENCHMARKS / "results" / "selection.json").read_text())
+    selection = json.loads((RESULTS / "core" / "selection.json").read_text())
     for estimate in ("apf score, tensor", "apf score, elements", "layer's update norm"):
         for cut in ("as one stage", "as four stages"):
             errors = selection["relative_error"][f"{estimate}, {cut}"]

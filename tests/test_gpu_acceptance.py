@@ -16,17 +16,14 @@ import pytest
 import torch
 from rank_pools import PRELOAD
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
-import gpu
-from gpu_parts import Check, Options, Part
-
+from benchmarks.gpu import acceptance as gpu
+from benchmarks.gpu.parts import Check, Options, Part
+from benchmarks.shared.files import ROOT, result_file
 from tf_adapters.testing import RankPool
 
-ROOT = gpu.ROOT
 STARTED = "recompilations"
 """The part that is started as a script; the others' ranks are forked from a process that has imported everything."""
-PAGE = "before\n<!-- gpu: python benchmarks/gpu.py -->\nold\n<!-- end of gpu -->\nafter\n"
+PAGE = "before\n<!-- gpu: python -m benchmarks.gpu.acceptance -->\nold\n<!-- end of gpu -->\nafter\n"
 WITHOUT_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
@@ -148,7 +145,7 @@ def test_what_a_part_lacks_is_said_before_anything_starts(name: str, monkeypatch
 
 
 def test_the_page_shows_the_committed_results() -> None:
-    assert gpu.table(gpu.read(ROOT / "benchmarks" / "results" / "gpu.json")) in (ROOT / "docs" / "gpu.md").read_text()
+    assert gpu.table(gpu.read(result_file("gpu/acceptance.json"))) in (ROOT / "docs" / "gpu.md").read_text()
 
 
 def test_the_page_tells_of_every_part() -> None:
@@ -181,7 +178,7 @@ def test_a_part_runs_on_cpus(name: str, files: list[str], monkeypatch: pytest.Mo
 
 @pytest.mark.programs
 def test_a_part_runs_on_cpus_as_a_user_starts_it(files: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--tiny", "--part", STARTED]
+    command = [sys.executable, "-m", "benchmarks.gpu.acceptance", "--device", "cpu", "--tiny", "--part", STARTED]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*command, *files], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
-from language_model_network import Shape
-from language_model_table import STEPS, WALL_CLOCK, by_task, choices, contrasts, gains
-from language_model_tasks import TASKS, rows_of
-from language_model_training import Training
-from language_model_ways import BASE, EXACT, MICROBATCHES, WAYS
+from benchmarks.language_model.network import Shape
+from benchmarks.language_model.table import STEPS, WALL_CLOCK, by_task, choices, contrasts, gains
+from benchmarks.language_model.tasks import TASKS, rows_of
+from benchmarks.language_model.training import Training
+from benchmarks.language_model.ways import BASE, EXACT, MICROBATCHES, WAYS
 
 TASK = replace(TASKS["from scratch"], shape=Shape(layers=4, width=16, heads=2, context=8))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_runs import PHASES, SAVED_AT, STEPS, freezing, held_out, losses, said
 from launching import ROOT, forked
 from rank_pools import fork_ranks
 
@@ -22,36 +22,10 @@ pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.programs
 
 TINY = ("--layers", "4", "--hidden", "16", "--context", "8", "--microbatches", "4", "--log-every", "1")
-FREEZE = {"warmup-steps": 1, "monitoring-steps": 4, "progressive-steps": 2, "on-error": "raise", "report-every": 1}
-SAVED_AT, STEPS = 18, 21  # the report says "stable" from the tenth stable step on
-PHASES = [
-    "step 2: monitoring, every second step with drawn freeze ratios",
-    "step 6: progressive freezing",
-    "step 8: stable freezing",
-]
 
 
 def train(*arguments: object) -> tuple[int, str]:
     return forked("examples/megatron_gpt/train.py", *TINY, *arguments)
-
-
-def freezing(tmp_path: Path, **more: object) -> list[str]:
-    settings = {**FREEZE, "output-dir": tmp_path, **more}
-    return ["--timely-freeze", *(f"--timely-freeze-{name}={value}" for name, value in settings.items())]
-
-
-def said(output: str) -> list[str]:
-    """Our own lines, without the time."""
-    return [line.split("timely_freeze: ", 1)[1] for line in output.splitlines() if "] timely_freeze: " in line]
-
-
-def losses(output: str) -> dict[int, str]:
-    """Training losses by step, as printed."""
-    return {int(step): loss for step, loss in re.findall(r"^step (\d+): loss ([\d.]+),", output, re.MULTILINE)}
-
-
-def held_out(output: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"held-out loss ([\d.]+)$", output, re.MULTILINE)]
 
 
 def test_it_trains_through_all_phases_and_resumes_with_the_same_losses(tmp_path: Path) -> None:

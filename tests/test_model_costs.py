@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from schedules import one_f_one_b, split_one_f_one_b
 
+from benchmarks.paper import predicted, predicting
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action
 from tf_adapters.simulate.model_costs import (
@@ -21,11 +19,6 @@ from tf_adapters.simulate.model_costs import (
     split_layers,
     stage_costs,
 )
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
-import predicted
-import predicting
 
 # Weights of a layer: q, o 8 x 8 each; k, v 4 x 8 each (2 heads of 4, 1 for keys); gate, up, down 8 x 10 each.
 TINY = LlamaShape(4, 8, 2, 1, 10, 50)

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import functools
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_pools import fork_ranks
 from torch.utils.flop_counter import FlopCounterMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
-import paper_tables
-from paper_cells import Cell, all_cells
-from paper_models import MODELS, Model, build, microbatch
-from paper_trainings import setup, start
-from predicting import PAPER
-from rank_pools import fork_ranks
-
+from benchmarks.paper import tables as paper_tables
+from benchmarks.paper.cells import Cell, all_cells
+from benchmarks.paper.models import MODELS, Model, build, microbatch
+from benchmarks.paper.predicting import PAPER
+from benchmarks.paper.trainings import setup, start
+from benchmarks.shared.files import ROOT
 from tf_adapters.schedule.orders import named_schedule
 from tf_adapters.simulate.model_costs import LLAMA_1B, LLAMA_8B, LLAMA_13B, split_layers, stage_costs
 from tf_adapters.testing import force_plan
 from tf_adapters.testing.emulated_device import EmulatedDevice
-
-ROOT = paper_tables.ROOT
 
 
 def counted(model: Model, first: int, last: int) -> float:
@@ -129,7 +124,7 @@ def test_page_and_picture_come_from_the_cells_that_are_there(tmp_path, monkeypat
 def test_the_page_shows_the_committed_cells():
     rows = paper_tables.read_rows()
     page = (ROOT / "docs" / "paper_tables.md").read_text()
-    made = page.split("`python benchmarks/paper_tables.py` -->\n")[1].split("<!-- end of paper_tables -->")[0]
+    made = page.split("`python -m benchmarks.paper.tables` -->\n")[1].split("<!-- end of paper_tables -->")[0]
     assert made.strip() == (paper_tables.generated(rows) if rows else "")
     assert paper_tables.PICTURE.exists() == bool(rows)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from deepspeed_oracle import CASES, CHECKPOINTS_ON_CPU, REPLICATED, check_oracle
 from deepspeed_ranks import train
+from run_checks import assert_tokens_drawn
 
 pytestmark = pytest.mark.distributed
 
@@ -21,10 +22,7 @@ def sampled(case, **section):
 
 def check(case, ranks):
     check_oracle(case, ranks)
-    for rank in ranks:
-        assert any(rank["draws"].values())
-        assert rank["status"] is None
-        assert not any(names for step in rank["steps"] for names in step["masks"].values())
+    assert_tokens_drawn(ranks)
 
 
 @pytest.mark.parametrize("name", IN_PLACE)

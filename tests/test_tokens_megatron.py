@@ -8,6 +8,7 @@ import pytest
 import torch
 from megatron_oracle import FOUR_RANKS, TWO_RANKS, check_oracle
 from megatron_ranks import Case, train
+from run_checks import assert_tokens_drawn
 
 pytestmark = pytest.mark.distributed
 
@@ -27,10 +28,7 @@ def sampled(case: Case, **section: str) -> Case:
 
 def check(name: str, case: Case, ranks: list[dict]) -> None:
     check_oracle(case, ranks)
-    for rank in ranks:
-        assert any(rank["draws"].values())
-        assert rank["status"] is None
-        assert not any(names for step in rank["steps"] for names in step["masks"].values())
+    assert_tokens_drawn(ranks)
 
 
 @pytest.mark.parametrize("name", IN_PLACE)

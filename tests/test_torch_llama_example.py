@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import re
@@ -10,11 +9,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from example_runs import PHASES, SAVED_AT, STEPS, freezing, held_out, load_example, losses, said
 from launching import ROOT, torchrun
 from rank_pools import fork_ranks
 
@@ -25,27 +24,6 @@ pytest.importorskip("transformers")
 EXAMPLE = ROOT / "examples" / "torch_llama"
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
 TINY = ("--layers", 5, "--width", 16, "--heads", 2, "--context", 8, "--microbatches", 4, "--log-every", 1)
-FREEZE = {"warmup-steps": 1, "monitoring-steps": 4, "progressive-steps": 2, "on-error": "raise", "report-every": 1}
-SAVED_AT, STEPS = 18, 21  # the report says "stable" from the tenth stable step on
-PHASES = [
-    "step 2: monitoring, every second step with drawn freeze ratios",
-    "step 6: progressive freezing",
-    "step 8: stable freezing",
-]
-
-
-def load_example(file: str) -> ModuleType:
-    """Import a file of the examples under a name that no other test can clash with."""
-    qualified = f"examples_{file.removesuffix('.py').replace('/', '_')}"
-    spec = importlib.util.spec_from_file_location(qualified, ROOT / "examples" / file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[qualified] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
-
-
 # --- the parts, in one process -------------------------------------------------------------------------------
 
 layout, models, stages, data = (
@@ -164,28 +142,13 @@ def train(*arguments: object) -> tuple[int, str]:
     return torchrun("examples/torch_llama/train.py", *arguments)
 
 
-def freezing(folder: Path, **more: object) -> list[str]:
-    settings = {**FREEZE, "output-dir": folder, **more}
-    return ["--timely-freeze", *(f"--timely-freeze-{name}={value}" for name, value in settings.items())]
-
-
 def check_phases(output: str, folder: Path, stage_names: list[str]) -> None:
     """All phases were gone through, and the report is there."""
-    said = [line.split("timely_freeze: ", 1)[1] for line in output.splitlines() if "] timely_freeze: " in line]
-    assert [line for line in said if line.startswith("step ")] == PHASES
+    assert [line for line in said(output) if line.startswith("step ")] == PHASES
     report = json.loads((folder / "timely_freeze" / "report.json").read_text())
     assert report["status"] == "stable"
     assert report["host"]["name"] == "torch.distributed.pipelining"
     assert sorted(report["measured"]["mean_afr"]) == stage_names
-
-
-def losses(output: str) -> dict[int, str]:
-    """Training losses by step, as printed."""
-    return {int(step): loss for step, loss in re.findall(r"^step (\d+): loss ([\d.]+),", output, re.MULTILINE)}
-
-
-def held_out(output: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"held-out loss ([\d.]+)$", output, re.MULTILINE)]
 
 
 # --- the script's parts, on ranks that run already -----------------------------------------------------------

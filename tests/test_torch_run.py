@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_checks import assert_same
 from torch_ranks import SCHEDULES, Case, Run, attached, build, losses_of, made, optimizer_state, pool, train, values
 
 pytestmark = pytest.mark.distributed
@@ -29,13 +30,6 @@ beside_the_contract = pytest.mark.parametrize("name", [name for name in HOSTS if
 
 def run_on(case: Case, function: Any = train, *args: Any) -> list[Any]:
     return pool(4 if case.replicas else case.ranks).run(function, case, *args)
-
-
-def assert_same(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert [s["loss"] for s in ours["steps"]] == [s["loss"] for s in theirs["steps"]]
-        for name, value in theirs["parameters"].items():
-            assert torch.equal(ours["parameters"][name], value), name
 
 
 # --- the whole life of a run ---------------------------------------------------------------------------------

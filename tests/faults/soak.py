@@ -4,8 +4,8 @@
 
 Two stages, two replicas. Plans are made anew now and then (their times are put wrong), the model is evaluated between,
 the run is saved and loaded. The host alone does the same for as many steps, in processes as fresh; before every look
-each of the two waits for the other, so that whatever disturbs the machine disturbs both. results/soak.json beside the
-benchmarks keeps every look, and docs/reliability.md shows the slopes.
+each of the two waits for the other, so that whatever disturbs the machine disturbs both.
+benchmarks/results/hosts/soak.json keeps every look, and docs/reliability.md shows the slopes.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import hosts
 import torch.distributed as dist
-from measuring import machine, put_table, resident
 from rank_pools import fork_ranks, prepare
 
+from benchmarks.shared.files import put_table, result_file, write_json
+from benchmarks.shared.measuring import machine, resident
 from tf_adapters.schedule.durations import Bounds
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "soak.json"
+RESULTS = result_file("hosts/soak.json")
 PAGE = ROOT / "docs" / "reliability.md"
 NAMES = {"deepspeed": "DeepSpeed", "megatron": "Megatron-Core", "torch": "torch.distributed.pipelining"}
 RANKS = 4
@@ -228,7 +229,7 @@ def slope(values: list[float], steps: float) -> dict[str, float]:
 def keep(host: str, row: dict[str, Any]) -> None:
     rows = json.loads(RESULTS.read_text())["hosts"] if RESULTS.exists() else {}
     rows = {name: {**rows, host: row}[name] for name in NAMES if name in {**rows, host: row}}
-    RESULTS.write_text(json.dumps({"machine": machine("deepspeed", "megatron-core"), "hosts": rows}, indent=1) + "\n")
+    write_json(RESULTS, {"machine": machine("deepspeed", "megatron-core"), "hosts": rows})
 
 
 def table(rows: dict[str, Any]) -> str:

@@ -1,0 +1,175 @@
+"""Gradients of masked training in Megatron-Core against an ordinary copy's, times the mask, averaged.
+
+With Transformer Engine's layers on a GPU; Megatron's own, in place, deferred and from sampled tokens, on both. Each
+case has a control: the same comparison with the masks of the next microbatch, which must fail.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.megatron import MICROBATCHES, Case, build, named, prepare, run_batch, update
+from benchmarks.gpu.parts import NOT_RUN, WAYS, Check, Options, Part, no_package, section
+from tf_adapters.overrides import Overrides
+from tf_adapters.testing import force_plan
+from tf_adapters.testing.oracle import Sampled, Samples, of_other_gradient, recorded_draws
+
+RATIO = 0.8
+FP8 = {"fp8": "hybrid"}
+OWN_LAYERS = {f"Megatron's layers, {name}": Case(engine=False, settings=settings) for name, settings in WAYS.items()}
+FUSED = {"Megatron's layers, fused weight gradients": Case(engine=False, model={"gradient_accumulation_fusion": True})}
+FULL: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+RECOMPUTED = {"Megatron's layers, recomputed": Case(engine=False, model=FULL)}
+PRECISE: dict[str, Any] = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16}
+ENGINE = {
+    **{f"Transformer Engine, {name}": Case(settings=settings) for name, settings in WAYS.items()},
+    "Transformer Engine, fused weight gradients": Case(model={"gradient_accumulation_fusion": True}),
+    **{f"fp8, {recipe}": Case(model={**FP8, "fp8_recipe": recipe}) for recipe in ("delayed", "tensorwise")},
+    "fp8, blockwise": Case(model={**FP8, "fp8_recipe": "blockwise"}),
+    "fp8, mxfp8": Case(model={**FP8, "fp8_recipe": "mxfp8"}),
+    "grouped linear": Case(model={"num_moe_experts": 4, "moe_grouped_gemm": True, "add_bias_linear": False}),
+    "Transformer Engine, recomputed": Case(model=FULL),
+    "precision-aware Adam": Case(sharded=True, optimizer=PRECISE),
+}
+Gradients = dict[str, torch.Tensor]
+
+
+def run(options: Options) -> list[Check]:
+    """Every case that this machine can run; of the others a line that says why not."""
+    prepare(options)
+    checks = []
+    for name, case in {**OWN_LAYERS, **FUSED, **RECOMPUTED, **ENGINE}.items():
+        reason = missing(options, case)
+        checks += [Check(name + NOT_RUN, 1, note=reason)] if reason else attempted(options, name, case)
+        gc.collect()
+    return checks
+
+
+def attempted(options: Options, name: str, case: Case) -> list[Check]:
+    """A case's checks; one that raises has failed, and the others still run."""
+    try:
+        return of_case(options, name, case)
+    except Exception as error:
+        return [Check(f"{name}: ran", 0, least=1, note=f"{type(error).__name__}: {error}"[:300])]
+
+
+def missing(options: Options, case: Case) -> str:
+    """Why a case cannot run here; "" where it can."""
+    major = torch.cuda.get_device_capability()[0] if options.cuda else 0
+    recipe = case.model.get("fp8_recipe")
+    if case.engine and not (options.cuda and importlib.util.find_spec("transformer_engine")):
+        return "no Transformer Engine" if options.cuda else "Transformer Engine needs a GPU"
+    if recipe and (major < 9 or (recipe == "mxfp8" and major < 10)):
+        return f"this GPU has no {recipe} fp8"
+    if case.model.get("gradient_accumulation_fusion") and not case.engine and options.cuda:
+        return "" if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") else "no Apex"
+    return ""
+
+
+def of_case(options: Options, name: str, case: Case) -> list[Check]:
+    """Two steps under masks; the second one is compared, then updated."""
+    import tf_adapters.megatron
+
+    model, optimizer = build(options, case)
+    adapter = tf_adapters.megatron.attach(
+        [model], optimizer, section(options, **case.settings), num_microbatches=MICROBATCHES
+    )
+    controller = adapter.controller
+    force_plan(controller, RATIO)
+    with recorded_draws() as draws:
+        run_batch(options, model, 0, range(MICROBATCHES))
+        update(optimizer)
+        frozen = [controller.frozen_parameters(controller.step, 0, m) for m in range(MICROBATCHES)]
+        number, before = controller.step, values(model)
+        run_batch(options, model, 1, range(MICROBATCHES))
+    found = gradients(model)
+    samples: list[Samples] = [draws.get((number, 0, m), {}) for m in range(MICROBATCHES)]
+    full = full_gradients(options, case, before, samples)
+    update(optimizer)
+    held = set.intersection(*map(set, frozen))
+    moved = sum(not torch.equal(before[name], value) for name, value in values(model).items() if name in held)
+    adapter.detach()
+    limit = (0.2 if "fp8" in case.model else 0.02) if options.cuda else 1e-5
+    checks = [Check(f"{name}: worst gradient", worst(found, full, frozen), most=limit)]
+    if any(frozen):  # sampled tokens hold nothing
+        shifted = frozen[1:] + frozen[:1]
+        checks.append(Check(f"{name}: held parameters that moved", moved, most=0))
+        checks.append(Check(f"{name}: control", worst(found, full, shifted), least=0.5))
+    return checks
+
+
+def values(model: Any) -> Gradients:
+    return {name: p.detach().clone() for name, p in named(model).items()}
+
+
+def gradients(model: Any) -> Gradients:
+    return {name: p.main_grad.detach().clone().float() for name, p in named(model).items()}
+
+
+def full_gradients(options: Options, case: Case, weights: Gradients, samples: list[Samples]) -> list[Gradients]:
+    """Each microbatch's gradients, from a copy without adapter, recomputation and fused weight gradients."""
+    own = {
+        key: value for key, value in case.model.items() if not key.startswith(("recompute_", "gradient_accumulation_"))
+    }
+    copy, _ = build(options, replace(case, model=own, optimizer={}, sharded=False))
+    for name, parameter in named(copy).items():
+        parameter.data.copy_(weights[name])
+    found = []
+    for microbatch in range(MICROBATCHES):
+        with sampling(copy, samples[microbatch]):
+            run_batch(options, copy, 1, [microbatch])
+        found.append(gradients(copy))
+    return found
+
+
+@contextmanager
+def sampling(model: Any, samples: Samples) -> Iterator[None]:
+    """Count tokens as ``samples`` says in the weight gradients of Megatron's own linear layers."""
+    from tf_adapters.megatron.chunks import innermost
+
+    overrides = Overrides()
+    for name, of_weight in samples.items():
+        layer: Any = innermost(model).get_submodule(name.removesuffix(".weight"))
+        overrides.set(layer, "_forward_impl", partial(_product, layer._forward_impl, of_weight))
+    try:
+        yield
+    finally:
+        overrides.restore()
+
+
+def _product(run: Callable[..., Any], sampled: Sampled, *, input: Any, weight: Any, bias: Any, **more: Any) -> Any:
+    counted = run(input=sampled.counted(input), weight=weight, bias=None, **more)
+    output = of_other_gradient(run(input=input, weight=weight.detach(), bias=None, **more), counted)
+    return output if bias is None else output + bias
+
+
+def worst(found: Gradients, full: list[Gradients], frozen: list[tuple[str, ...]]) -> float:
+    """The largest relative error of a parameter; what is next to nothing beside the largest is measured by that."""
+    masks = [set(names) for names in frozen]
+    expected = {
+        name: sum((f[name] for f, mask in zip(full, masks, strict=True) if name not in mask), torch.zeros_like(value))
+        / len(full)
+        for name, value in found.items()
+    }
+    sizes = {name: float(value.norm()) for name, value in expected.items()}
+    least = 1e-3 * max(sizes.values())
+    return max(float((found[name] - expected[name]).norm()) / max(sizes[name], least) for name in found)
+
+
+PART = Part(
+    title="oracle: Transformer Engine's layers, one stage, 4 microbatches",
+    run=run,
+    missing=lambda options: no_package(options, "megatron"),
+)

@@ -1,0 +1,118 @@
+"""Shared by the parts of the acceptance on GPUs: options, reasons to skip, checks, how ranks join."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.shared.files import ROOT
+
+PICTURES = ROOT / "docs" / "images"
+WAYS: dict[str, dict[str, Any]] = {
+    "tensors": {},
+    "deferred": {"weight_gradients": "deferred"},
+    "tokens": {"granularity": "token"},
+}
+"""Settings by name: the granularity of skipping, and deferral."""
+
+NOT_RUN = ": not run"
+"""How the name of a check ends that tells of a case that is left out; its note says why."""
+
+
+class Skipped(Exception):
+    """A part cannot run here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where the parts run: ``device`` is "cuda" or "cpu"; ``tiny`` sizes prove the script, and their times nothing."""
+
+    device: str = "cuda"
+    tiny: bool = False
+    folder: str = "runs/gpu"
+
+    @property
+    def cuda(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def judged(self) -> bool:
+        """True if time and memory are compared with their limits: on a GPU, at full size."""
+        return self.cuda and not self.tiny
+
+    def target(self) -> torch.device:
+        """This rank's device."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Check:
+    """A figure, and what it must not exceed (``most``) or fall below (``least``); with neither it is only shown."""
+
+    name: str
+    value: float
+    unit: str = ""
+    most: float | None = None
+    least: float | None = None
+    note: str = ""
+
+    @property
+    def passed(self) -> bool | None:
+        """None if the figure has no limit. A NaN fails."""
+        if self.most is None and self.least is None:
+            return None
+        return (self.most is None or self.value <= self.most) and (self.least is None or self.value >= self.least)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the acceptance.
+
+    Attributes:
+        title: what it shows, in a line.
+        run: called on all ranks at once; rank 0's checks count. Raises Skipped.
+        missing: why it cannot run with these options; None where it can.
+        ranks: how many processes run it.
+        backend: of the process group on a GPU.
+    """
+
+    title: str
+    run: Callable[[Options], list[Check]]
+    missing: Callable[[Options], str | None]
+    ranks: Callable[[Options], int] = field(default=lambda options: 1)
+    backend: str = "cpu:gloo,cuda:nccl"
+
+
+def no_gpu(options: Options) -> str | None:
+    """Why nothing runs on the device that is asked for."""
+    if options.cuda and not torch.cuda.is_available():
+        return "no CUDA device"
+    return None
+
+
+def no_package(options: Options, *packages: str) -> str | None:
+    """The first thing that is missing: the device, or one of these packages."""
+    missing = (f"{name} is not installed" for name in packages if importlib.util.find_spec(name) is None)
+    return no_gpu(options) or next(missing, None)
+
+
+def join(options: Options, backend: str) -> None:
+    """Join the ranks of a pool, each on a GPU of its own as long as there are some."""
+    logging.getLogger("tf_adapters").setLevel(logging.WARNING)
+    if options.cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        dist.init_process_group(backend)
+    else:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def section(options: Options, **settings: Any) -> dict[str, Any]:
+    """Settings of a run whose plan is given: no replanning, errors are raised."""
+    return {"output_dir": options.folder, "on_error": "raise", "replan_threshold": 0.0, **settings}

@@ -1,0 +1,93 @@
+"""Peak memory of ranks under deferred weight gradients, planned and measured, on every host.
+
+Two CPU ranks, 1F1B, 8 microbatches, a model whose activations are many times its weights, nothing emulated. Bytes are
+those that the C library has handed out to a rank's process, read at the ends of its actions; on an accelerator a run
+reads the allocator's.
+
+Writes results/hosts/memory.json, host by host, and the table into docs/deferral.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.shared.commands import command_line
+from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
+from benchmarks.shared.measuring import machine
+from benchmarks.shared.trainings import HOSTS, RANKS, Size, setup, start
+from tf_adapters.testing import RankPool
+from tf_adapters.testing.paired import Freezing
+from tf_adapters.timing.phase import Phase
+
+RESULTS = result_file("hosts/memory.json")
+PAGE = ROOT / "docs" / "deferral.md"
+SIZE = Size(width=128, layers=8, context=256, micro_batch=8, microbatches=8)
+FREEZING = {"warmup": 2, "monitoring": 8, "progressive": 0, "stable": 6}
+WAYS: dict[str, dict[str, Any]] = {
+    "exact": {"max_freeze_ratio": 0.0},
+    "exact, 4 more microbatches": {"max_freeze_ratio": 0.0, "extra_microbatches": 4},
+    "a quarter frozen": {"max_freeze_ratio": 0.25},
+}
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
+    for host in parser.parse_args().hosts:
+        keep(host, {name: measure(host, number, WAYS[name]) for number, name in enumerate(WAYS)})
+    rows = read_rows()
+    put_table(PAGE, "memory", table(rows))
+    print(table(rows))
+
+
+def read_rows() -> dict[str, Any]:
+    """By host, what was measured."""
+    return read_part(RESULTS, "hosts")
+
+
+def keep(host: str, row: dict[str, Any]) -> None:
+    """Replace the figures of a host."""
+    keep_row(RESULTS, "hosts", {host: row}, HOSTS, machine=machine(*HOSTS))
+
+
+def measure(host: str, number: int, settings: Mapping[str, Any]) -> list[dict[str, int]]:
+    """By rank, in processes of their own."""
+    section = {"weight_gradients": "deferred", "replan_threshold": 0.0, **settings}
+    freezing = Freezing(**FREEZING, output_dir=f"runs/bench/memory/{host}/{number}", settings=section)
+    with RankPool(RANKS, functools.partial(setup, host)) as ranks:
+        return ranks.run(held, host, freezing, timeout_s=600)
+
+
+def held(host: str, freezing: Freezing) -> dict[str, int]:
+    """Peak bytes of this rank: in the host's order, planned, measured. Called on all ranks at once."""
+    training = start(host, freezing, size=SIZE)
+    for _ in range(freezing.steps):
+        training.step()
+    run = training.adapter.controller.snapshot()
+    model, planned = run.memory.held(Phase.MONITORING_UPPER), run.planned_peak_bytes(run.schedule, run.state.plan)
+    bytes_ = {
+        "base": round(model.base),
+        "host": run.memory.peak_bytes(Phase.MONITORING_UPPER),
+        "planned": planned or model.peak_bytes(run.schedule.ranks[run.stages[0]]),
+        "measured": run.memory.peak_bytes(Phase.STABLE),
+    }
+    training.detach()
+    return bytes_
+
+
+def table(hosts: Mapping[str, Mapping[str, Sequence[Mapping[str, int]]]]) -> str:
+    """Ways down, hosts across; MiB by rank."""
+    lines = [[way, *(cell(of_host[way]) for of_host in hosts.values())] for way in WAYS]
+    return markdown_table(["", *(HOSTS[host] for host in hosts)], lines)
+
+
+def cell(ranks: Sequence[Mapping[str, int]]) -> str:
+    mib = {name: "/".join(f"{rank[name] / 2**20:.0f}" for rank in ranks) for name in ("host", "planned", "measured")}
+    ratios = ", ".join(f"{rank['measured'] / rank['planned']:.3f}" for rank in ranks)
+    return f"{mib['host']} in the host's order, {mib['planned']} planned, {mib['measured']} measured: {ratios}"
+
+
+if __name__ == "__main__":
+    main()

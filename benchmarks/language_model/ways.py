@@ -1,0 +1,130 @@
+"""The ways of the language model study: how a training uses its time, and the plan of each.
+
+Plans are the planner's, for 1F1B with forwards of 1, input gradients of 1.2, weight gradients of 1. They include
+the cost of drawing tokens, ``DRAWING``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from benchmarks.language_model.network import STAGES
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.planner.learning import Learning
+from tf_adapters.planner.problem import PlanProblem, most_of_a_microbatch
+from tf_adapters.planner.solve import solve
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.orders import one_forward_one_backward
+from tf_adapters.timing.token_cost import TokenCost
+
+MICROBATCHES = 8
+FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = 1.0, 1.2, 1.0
+DRAWING = TokenCost(fixed=0.05, per_token=1.02)
+"""Cost in layers of 1,024 columns or more (benchmarks/core/token_cost.py), which the study's layers represent."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a training uses its time.
+
+    Attributes:
+        max_freeze_ratio: 0 freezes nothing.
+        defer: weight gradients wait, with this many microbatches more in flight; None leaves them in place.
+        target: the speed-up that is enough; None asks for the most.
+        granularity, gradient_scale: the settings.
+        microbatches: fewer of them for each step than 8.
+        auto: ``max_freeze_ratio`` "auto": the plan that pays, by probes of the gradients' noise.
+        independent: each microbatch draws its masks for itself, as the paper has it.
+        evenly: tokens are drawn with equal chances.
+        learning_rate: times the task's.
+    """
+
+    max_freeze_ratio: float = 0.0
+    defer: int | None = None
+    target: float | None = None
+    granularity: str = "tensor"
+    gradient_scale: str = "skipped_as_zero"
+    microbatches: int = MICROBATCHES
+    auto: bool = False
+    independent: bool = False
+    evenly: bool = False
+    learning_rate: float = 1.0
+
+    @property
+    def samples_tokens(self) -> bool:
+        return self.granularity == "token"
+
+    @property
+    def freezes(self) -> bool:
+        return self.max_freeze_ratio > 0.0
+
+
+BASE, EXACT = "nothing frozen", "deferred, exact"
+_TENSORS = Way(0.8, target=1.25)
+_DEFERRED = Way(0.8, defer=4, target=1.36)
+_MEAN, _TOKENS, _EVENLY = (
+    {"gradient_scale": "computed_mean"},
+    {"granularity": "token"},
+    {"granularity": "token", "evenly": True},
+)
+WAYS = {
+    BASE: Way(),
+    "learning rate x 1.5": Way(learning_rate=1.5),
+    "6 microbatches instead of 8": Way(microbatches=6),
+    "5 microbatches instead of 8": Way(microbatches=5),
+    "tensors, independent masks": replace(_TENSORS, independent=True),
+    "tensors": _TENSORS,
+    "tensors, computed mean": replace(_TENSORS, **_MEAN),
+    "tensors, independent masks, the most": Way(0.8, independent=True),
+    "tensors, the most": Way(0.8),
+    "tensors, computed mean, the most": Way(0.8, **_MEAN),
+    "tensors at 1.16x": Way(0.8, target=1.16),
+    "tensors at 1.30x": Way(0.8, target=1.3),
+    "tokens drawn evenly": replace(_TENSORS, **_EVENLY),
+    "tokens": replace(_TENSORS, **_TOKENS),
+    "tokens at 1.16x": Way(0.8, target=1.16, **_TOKENS),
+    "tensors, auto": Way(0.8, auto=True, **_MEAN),
+    "tokens, auto": Way(0.8, auto=True, **_TOKENS),
+    EXACT: Way(defer=4),
+    "deferred, 6 microbatches": Way(defer=4, microbatches=6),
+    "deferred, tensors, independent masks": replace(_DEFERRED, independent=True),
+    "deferred, tensors": _DEFERRED,
+    "deferred, tensors, computed mean": replace(_DEFERRED, **_MEAN),
+    "deferred, tokens drawn evenly": replace(_DEFERRED, **_EVENLY),
+    "deferred, tokens": replace(_DEFERRED, **_TOKENS),
+    "deferred, tokens, the most": Way(0.8, defer=4, **_TOKENS),
+    "deferred, tokens, auto": Way(0.8, defer=4, auto=True, **_TOKENS),
+}
+
+
+@cache
+def planned(way: Way) -> FreezePlan:
+    """The plan of a way; that of an auto way while it has not looked: nothing frozen."""
+    return solve(problem(replace(way, max_freeze_ratio=0.0) if way.auto else way))
+
+
+def speedup(plan: FreezePlan) -> float:
+    """Return the speedup of a step over the host alone."""
+    return _batch_time() / plan.makespan_ms.planned
+
+
+def problem(way: Way, learning: Learning | None = None) -> PlanProblem:
+    schedule = one_forward_one_backward(STAGES, way.microbatches)
+    backward = Bounds(INPUT_GRADIENT, INPUT_GRADIENT + WEIGHT_GRADIENT)
+    return PlanProblem(
+        schedule,
+        {a: backward if a.freezable else Bounds(FORWARD, FORWARD) for a in schedule.actions},
+        max_freeze_ratio=way.max_freeze_ratio,
+        target_makespan_ms=_batch_time() / way.target if way.target else 0.0,
+        token_cost=DRAWING if way.samples_tokens else None,
+        max_microbatch_freeze_ratio=most_of_a_microbatch(way.max_freeze_ratio),
+        defer=way.defer is not None,
+        extra_microbatches=way.defer or 0,
+        learning=learning,
+    )
+
+
+def _batch_time() -> float:
+    """Return the batch time of the host alone, with all microbatches."""
+    return (MICROBATCHES + STAGES - 1) * (FORWARD + INPUT_GRADIENT + WEIGHT_GRADIENT)

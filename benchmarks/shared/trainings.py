@@ -1,0 +1,188 @@
+"""The examples' trainings behind one interface, for benchmarks that run on every host.
+
+1F1B, 8 microbatches. A training has the same weights and data each time it is built.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from benchmarks.shared.files import use_example
+from tf_adapters.testing.paired import Freezing, Step
+
+HOSTS = {"deepspeed": "DeepSpeed", "megatron-core": "Megatron-Core", "torch": "torch.distributed.pipelining"}
+"""By the package of each host, its name."""
+RANKS = 2
+EXAMPLES = {"deepspeed": "deepspeed_gpt", "megatron-core": "megatron_gpt", "torch": "torch_llama"}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and its pipeline: ``ranks`` stages of ``layers`` in all, microbatches of ``micro_batch`` rows.
+
+    ``replicas`` of the pipeline are trained by DeepSpeed where the group has that many times as many ranks. With
+    ``compiled`` torch's decoder layers are compiled one by one.
+    """
+
+    ranks: int = RANKS
+    layers: int = 8
+    width: int = 256
+    context: int = 64
+    micro_batch: int = 4
+    microbatches: int = 8
+    replicas: int = 1
+    compiled: bool = False
+
+
+@dataclass
+class Training:
+    """One training on this rank.
+
+    Attributes:
+        step: a whole training step.
+        held_out_loss: the loss on text that is not trained on; equal on all ranks.
+        attach: attaches an adapter and returns it.
+        detach: takes off the adapter, and whatever else the host alone would not have.
+        adapter: what freezes it; None for the host alone.
+    """
+
+    step: Step
+    held_out_loss: Callable[[], float]
+    attach: Callable[[], Any]
+    detach: Callable[[], None]
+    adapter: Any = None
+
+
+def setup(host: str) -> None:
+    """Join the ranks of a pool; runs first in every rank."""
+    logging.getLogger("tf_adapters").setLevel(logging.WARNING)
+    use_example(EXAMPLES[host])
+    if host == "deepspeed":
+        import paired
+
+        paired.setup()
+    elif host == "megatron-core":
+        import device
+
+        device.join_ranks()
+    else:
+        import train
+
+        train.join_ranks()
+
+
+def start(host: str, freezing: Freezing, *, alone: bool = False, size: Size = Size()) -> Training:
+    """A training on a fresh model, frozen as the settings say, or of the host alone. Called on all ranks at once."""
+    training = {"deepspeed": _deepspeed, "megatron-core": _megatron, "torch": _torch}[host](freezing, alone, size)
+    if not alone and training.adapter is None:
+        training.adapter = training.attach()
+    return training
+
+
+def _deepspeed(freezing: Freezing, alone: bool, size: Size) -> Training:
+    import paired
+
+    import tf_adapters.deepspeed
+
+    options = paired.Options(
+        **vars(freezing),
+        stages=size.ranks,
+        width=size.width,
+        blocks=size.layers,
+        context=size.context,
+        microbatches=size.microbatches,
+    )
+    engine, adapter = paired.build_engine(options, freezing=not alone)
+    return Training(
+        step=paired.training_step(engine, options),
+        held_out_loss=lambda: paired.held_out_loss(engine, options),
+        attach=lambda: tf_adapters.deepspeed.attach(engine),
+        detach=lambda: engine.timely_freeze.detach(),
+        adapter=adapter,
+    )
+
+
+def _megatron(freezing: Freezing, alone: bool, size: Size) -> Training:
+    from model import Sizes
+    from text import ByteDataset, load_text, split
+    from trainer import Trainer
+
+    import tf_adapters.megatron
+
+    sizes = Sizes(
+        pipeline=size.ranks,
+        layers=size.layers,
+        hidden=size.width,
+        context=size.context,
+        micro_batch=size.micro_batch,
+        microbatches=size.microbatches,
+    )
+    trainer = Trainer(sizes)
+    train, held_out = (ByteDataset(part, trainer.sizes.context) for part in split(load_text("topics")))
+    adapters: list[Any] = []
+
+    def attach() -> Any:
+        section = freezing.section()
+        adapter = tf_adapters.megatron.attach(
+            trainer.chunks, trainer.optimizer, section, num_microbatches=size.microbatches
+        )
+        adapters.append(adapter)
+        return adapter
+
+    def detach() -> None:
+        adapters.pop().detach()
+        tf_adapters.megatron.revert()
+
+    return Training(
+        step=partial(trainer.step, trainer.data(train)),
+        held_out_loss=lambda: _of_last_stage(trainer.evaluate(held_out)),
+        attach=attach,
+        detach=detach,
+    )
+
+
+def _torch(freezing: Freezing, alone: bool, size: Size) -> Training:
+    import models
+    import torch
+    from data import Batches, encode
+    from layout import Layout
+    from pipeline import Trainer
+    from text import load_text, split
+
+    import tf_adapters.torch_pipelining
+
+    config = models.new_config(layers=size.layers, width=size.width, heads=4, context=size.context, vocabulary=256)
+    layout = Layout("1f1b", size.ranks, config.num_hidden_layers, size.microbatches)
+    trainer = Trainer(layout, models.build(config), torch.device("cpu"), lr=1e-3, bf16=False)
+    for layer in [layer for s in trainer.stages.values() for layer in s.model.layers.values()] if size.compiled else []:
+        layer.compile()
+    train, held_out = (
+        Batches(encode(part), size.context, size.microbatches * size.micro_batch) for part in split(load_text("topics"))
+    )
+    adapters: list[Any] = []
+
+    def attach() -> Any:
+        section = freezing.section()
+        adapter = tf_adapters.torch_pipelining.attach(trainer.schedule, section, optimizer=trainer.optimizers)
+        adapters.append(adapter)
+        return adapter
+
+    return Training(
+        step=lambda: trainer.step(train[trainer.finished_steps]),
+        held_out_loss=lambda: _of_last_stage(trainer.evaluate(held_out)),
+        attach=attach,
+        detach=lambda: adapters.pop().detach(),
+    )
+
+
+def _of_last_stage(loss: Any) -> float:
+    """A loss that the last stage's rank has, told to all."""
+    import torch.distributed as dist
+
+    losses: list[float | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(losses, None if loss is None else float(loss))
+    return next(loss for loss in reversed(losses) if loss is not None)
