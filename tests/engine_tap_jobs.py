@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -82,6 +83,16 @@ def checked_step() -> dict[str, str]:
     taps = StageTaps(model, engine_layer)
     taps.install()
     with taps.checking(0):
+        model["used"](torch.randn(TOKENS, WIDTH)).sum().backward()
+    return taps.end_check()
+
+
+def quantizing_step() -> dict[str, str]:
+    """What a checked step finds out about a layer that computes in FP8."""
+    model = torch.nn.ModuleDict({"used": layer("Linear")})
+    taps = StageTaps(model, engine_layer)
+    taps.install()
+    with taps.checking(0), mock.patch("tf_adapters.masking.engine_taps._quantizes", return_value=True):
         model["used"](torch.randn(TOKENS, WIDTH)).sum().backward()
     return taps.end_check()
 

@@ -10,7 +10,7 @@ import pytest
 from rank_pools import fork_ranks
 from transformer_engine_jobs import install
 
-from tf_adapters.masking.tap_check import NOT_CALLED
+from tf_adapters.masking.tap_check import NOT_CALLED, QUANTIZED
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.transformer_engine_on_cpu import FOLDER
 
@@ -44,6 +44,10 @@ def test_gradients_are_the_layers_own_to_the_bit(engine: RankPool, kind: str, fu
 
 def test_the_checked_step_knows_which_layers_were_called(engine: RankPool) -> None:
     assert engine.run(jobs.checked_step) == [{"unused.weight": NOT_CALLED, "unused.bias": NOT_CALLED}]
+
+
+def test_a_layer_that_quantizes_is_left_to_the_host(engine: RankPool) -> None:
+    assert engine.run(jobs.quantizing_step) == [{"used.weight": QUANTIZED, "used.bias": QUANTIZED}]
 
 
 def test_a_first_microbatch_writes_over_no_others(engine: RankPool) -> None:

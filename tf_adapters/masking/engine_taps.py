@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tf_adapters.masking.tap_check import accumulates
+from tf_adapters.masking.tap_check import QUANTIZED, accumulates
 from tf_adapters.masking.tapped_classes import Run
 from tf_adapters.masking.taps import Choose, StageTaps, TappedLayer, transforms_run
 
@@ -87,10 +87,17 @@ class EngineTap(TappedLayer):
                 output = run(*args, **kwargs)
             if transforms_run():
                 taps.check.not_plain(self)
+            elif _quantizes():
+                taps.check.not_plain(self, QUANTIZED)
             else:
                 taps.check.trust(self, tuple(trained.values()))
             return output
-        if transforms_run() or self._overwrites(args, kwargs) or not all(map(_is_plain, trained.values())):
+        if (
+            transforms_run()
+            or _quantizes()
+            or self._overwrites(args, kwargs)
+            or not all(map(_is_plain, trained.values()))
+        ):
             return run(*args, **kwargs)
         return self._delayed(partial(run, *args, **kwargs), taps, trained)
 
@@ -161,6 +168,12 @@ class EngineTap(TappedLayer):
         store.tasks.clear()
         store.aliases.clear()
         return found
+
+
+def _quantizes() -> bool:
+    """Whether an FP8 or FP4 recipe is on: deferral under one has not run yet, on any device."""
+    base: Any = sys.modules[f"{_ENGINE}.module.base"]
+    return bool(base.FP8GlobalStateManager.is_fp8_enabled())
 
 
 def _is_plain(parameter: torch.nn.Parameter) -> bool:

@@ -19,12 +19,22 @@ from torch.utils._pytree import tree_leaves
 if TYPE_CHECKING:
     from tf_adapters.masking.taps import TappedLayer
 
-__all__ = ["ANOTHER_GRADIENT", "CHANGES", "NOT_CALLED", "NOT_PLAIN", "OTHER_USES", "TapCheck", "accumulates"]
+__all__ = [
+    "ANOTHER_GRADIENT",
+    "CHANGES",
+    "NOT_CALLED",
+    "NOT_PLAIN",
+    "OTHER_USES",
+    "QUANTIZED",
+    "TapCheck",
+    "accumulates",
+]
 
 ANOTHER_GRADIENT = "its weight gradient is not the product that a tap computes"
 OTHER_USES = "its weight is used outside of its own forward"
 NOT_CALLED = "its forward did not run in the first step"
 NOT_PLAIN = "it is called inside torch.func, or with complex, nested, sparse, distributed or not contiguous tensors"
+QUANTIZED = "it computes in FP8 or FP4, where taps have not been tested"
 CHANGES = "its weight changes within a batch, as where an optimizer steps inside the backward"
 
 _SAMPLED = 4096
@@ -138,10 +148,10 @@ class TapCheck:
             if parameter not in self._samples:
                 self._samples[parameter] = layer, _sample(parameter).clone()
 
-    def not_plain(self, layer: TappedLayer) -> None:
+    def not_plain(self, layer: TappedLayer, reason: str = NOT_PLAIN) -> None:
         """A call of ``layer`` is not one that a tap understands."""
         self._called.add(layer)
-        self._note(layer, NOT_PLAIN, True)
+        self._note(layer, reason, True)
 
     def _look_for_changes(self) -> None:
         """Compare the watched parameters' values with those that the step began with."""

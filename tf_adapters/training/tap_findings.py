@@ -63,8 +63,9 @@ class TapFindings:
             if share < _LITTLE:
                 lines.append(
                     f"stage {stage}: only {share:.0%} of the weight-gradient work can be deferred or sampled; no tap "
-                    f"for {_shown(self.others.get(stage, ()))}. torch.nn.Linear and Megatron-Core's own linear layers "
-                    'have one; else use weight_gradients "in_place" with granularity "tensor"'
+                    f"for {_shown(self.others.get(stage, ()))}. torch.nn.Linear and Megatron-Core's linear layers "
+                    "have one, and for deferral Transformer Engine's in Megatron-Core; "
+                    'else use weight_gradients "in_place" with granularity "tensor"'
                 )
         return lines
 
