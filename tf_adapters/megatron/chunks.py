@@ -54,7 +54,7 @@ class Chunk:
         """Around a forward or backward under ``mask``, for what Megatron must not stumble over."""
         self._mask = mask
         try:
-            with self.gradients.hidden(mask.names):
+            with self.gradients.hidden(mask.names), self.gradients.kept_totals(mask.names):
                 yield
         finally:
             self._mask = NOTHING_FROZEN

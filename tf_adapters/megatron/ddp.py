@@ -59,6 +59,22 @@ class FrozenGradients:
             groups.update(self._hidden)
             self._hidden = {}
 
+    @contextmanager
+    def kept_totals(self, names: tuple[str, ...]) -> Iterator[None]:
+        """Put back the ``main_grad`` of these frozen parameters if a backward has taken it away.
+
+        Transformer Engine's grouped linear layer does, with fused accumulation (seen in 2.10.0, not in 2.4.0 or
+        2.20.2); its next backward would fail.
+        """
+        frozen: list[Any] = [self._parameters[name] for name in names]
+        totals = [(parameter, parameter.main_grad) for parameter in frozen if hasattr(parameter, "main_grad")]
+        try:
+            yield
+        finally:
+            for parameter, total in totals:
+                if parameter.main_grad is None:
+                    parameter.main_grad = total
+
     def report(self, names: tuple[str, ...]) -> None:
         """Before gradients are computed: those of these parameters are as ready as they will be.
 
