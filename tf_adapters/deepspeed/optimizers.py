@@ -16,9 +16,9 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from tf_adapters.deepspeed.partitions import flat_partitions, fragments
-from tf_adapters.masking.kept import Kept
 from tf_adapters.selection.sampling import HeldValues, Piece
 from tf_adapters.training.step_masks import Scale
+from tf_adapters.weight_gradients.kept import Kept
 
 Part = tuple[int, int]
 """Where a part of a partition begins, and where it ends."""

@@ -16,7 +16,7 @@ from tf_adapters.deepspeed.partitions import misplaced
 from tf_adapters.deepspeed.replaced import replaced_problem
 from tf_adapters.deepspeed.stages import is_dualpipev, layers_by_stage
 from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, missing_name, refuse
-from tf_adapters.masking.parameters import COMPILED
+from tf_adapters.weight_gradients.parameters import COMPILED
 
 ENGINE_NAMES = (
     *("_INSTRUCTION_MAP", "_config", "_exec_schedule", "pipe_buffers", "save_checkpoint", "load_checkpoint"),

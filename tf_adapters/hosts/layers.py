@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from tf_adapters.measuring.estimates import grouped
+from tf_adapters.measuring.layers import Layers
 from tf_adapters.selection.units import FreezeUnit, joined
-from tf_adapters.timing.estimates import grouped
-from tf_adapters.timing.layers import Layers
 
 __all__ = ["blocks", "layer_of", "layers_of"]
 

@@ -11,8 +11,8 @@ import torch
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import UnsupportedError
 from tf_adapters.hosts.layers import layer_of
-from tf_adapters.masking.parameters import COMPILED, is_compiled
-from tf_adapters.timing.layers import Layers
+from tf_adapters.measuring.layers import Layers
+from tf_adapters.weight_gradients.parameters import COMPILED, is_compiled
 
 __all__ = ["Problem", "compiled_problem", "first_problem", "missing_name", "module_of", "refuse"]
 

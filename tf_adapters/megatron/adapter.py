@@ -24,7 +24,7 @@ from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.layers import layers_of
 from tf_adapters.hosts.waiting import WaitingWeights
 from tf_adapters.log import announce
-from tf_adapters.masking.taps import StageTaps
+from tf_adapters.measuring.timer import clock_for
 from tf_adapters.megatron.chunks import Chunk, device_of
 from tf_adapters.megatron.execution import before_reduction
 from tf_adapters.megatron.linear import tapped_layer
@@ -35,10 +35,10 @@ from tf_adapters.megatron.units import chunk_units, tied_places
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.selection.units import Tie
-from tf_adapters.timing.timer import clock_for
 from tf_adapters.training.batches import MOST_NUMBERS
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
+from tf_adapters.weight_gradients.taps import StageTaps
 
 HOST = HostInfo("megatron-core", metadata.version("megatron-core"))
 ATTRIBUTE = "timely_freeze"  # of a model chunk: its adapter

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-from tf_adapters.masking.engine_taps import engine_layer
-from tf_adapters.masking.taps import Choose, TappedLayer, linear_gradient, plain_layer
+from tf_adapters.weight_gradients.engine_taps import engine_layer
+from tf_adapters.weight_gradients.taps import Choose, TappedLayer, linear_gradient, plain_layer
 
 __all__ = ["ParallelLinearTap", "tapped_layer"]
 

@@ -17,9 +17,9 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from tf_adapters.masking.kept import Kept
 from tf_adapters.selection.sampling import HeldValues, Piece
 from tf_adapters.training.step_masks import Scale
+from tf_adapters.weight_gradients.kept import Kept
 
 
 class HeldParameters:

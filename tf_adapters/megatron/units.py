@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from tf_adapters.hosts.units import UnitRules, units_of
+from tf_adapters.measuring.estimates import grouped
 from tf_adapters.selection.units import FreezeUnit, Tie, joined
-from tf_adapters.timing.estimates import grouped
 
 _LAYERS = ("linear_fc1", "linear_fc2")
 

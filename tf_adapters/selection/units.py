@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tf_adapters.errors import ConfigError
-from tf_adapters.timing.estimates import grouped
+from tf_adapters.measuring.estimates import grouped
 
 Tie = tuple[tuple[int, str], ...]
 """(stage, name) of each place where one weight is held: several stages that reduce its gradient together."""

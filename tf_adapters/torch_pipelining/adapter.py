@@ -19,11 +19,10 @@ from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.layers import layers_of
 from tf_adapters.hosts.units import units_of
-from tf_adapters.masking.taps import StageTaps
+from tf_adapters.measuring.timer import clock_for
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.selection.units import FreezeUnit
-from tf_adapters.timing.timer import clock_for
 from tf_adapters.torch_pipelining.execution import RewrittenOrder
 from tf_adapters.torch_pipelining.replicas import (
     frozen_replica,
@@ -37,6 +36,7 @@ from tf_adapters.torch_pipelining.support import refuse_grad_scaler
 from tf_adapters.torch_pipelining.units import held_values, local_gradient, shared_parameters, trained_by_loss
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
+from tf_adapters.weight_gradients.taps import StageTaps
 
 HOST = HostInfo("torch.distributed.pipelining", torch.__version__)
 ATTRIBUTE = "timely_freeze"  # of the schedule: its adapter

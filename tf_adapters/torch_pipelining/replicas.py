@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tf_adapters.masking.taps import TappedLayer, plain_layer
+from tf_adapters.weight_gradients.taps import TappedLayer, plain_layer
 
 
 def replica_count(module: torch.nn.Module) -> int:

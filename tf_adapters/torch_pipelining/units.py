@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from tf_adapters.measuring.estimates import grouped
 from tf_adapters.selection.sampling import HeldValues, Piece
 from tf_adapters.selection.units import Tie
-from tf_adapters.timing.estimates import grouped
 
 TRAINED_BY_LOSS = "timely_freeze_trained_by_loss"
 """Of a stage's module: the names of layers that the loss computes with, where the loss holds the whole module."""

@@ -1,0 +1,176 @@
+"""How long the backwards of a stage take under freezing: a straight line in the frozen share, fitted to samples.
+
+A weight gradient costs the same whatever else is frozen, so what freezing saves of a backward is in proportion to the
+frozen share of the stage's work (paper section 3.2.1). One slope (``theil_sen``) serves all microbatches of a stage:
+they run the same kernels.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from tf_adapters.measuring.estimates import estimate, shrink
+from tf_adapters.measuring.phase import Phase
+from tf_adapters.measuring.theil_sen import Line, Point, fit
+from tf_adapters.measuring.timer import ActionTimer, Sample
+from tf_adapters.measuring.token_cost import TokenCost, measured_token_cost
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action, Kind
+
+_T = TypeVar("_T")
+Group = tuple[int, Kind]
+"""What does the same work: a stage's actions of one kind."""
+
+_FREEZING = (Phase.MONITORING_LOWER, Phase.MONITORING_MIXED)
+_SAME_WORK = 1.25
+"""Up to this ratio of the longest of a stage's backwards to the shortest, all do the same work: caches differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """What this rank has measured while monitoring: ms of each action with nothing frozen, and the responses.
+
+    A response is a line whose error is that of the worse known one of its two ends. ``token_costs`` are by stage, where
+    tokens are sampled.
+    """
+
+    unfrozen_ms: Mapping[Action, float]
+    responses: Mapping[Group, Line]
+    token_costs: Mapping[int, TokenCost] = field(default_factory=dict)
+
+    @property
+    def error(self) -> float:
+        """The worst of the responses' errors."""
+        return max((response.error for response in self.responses.values()), default=0.0)
+
+    def bounds(self) -> dict[Action, Bounds]:
+        """Bounds in ms. Forwards do not change with freezing (paper section 3.2.1), so their two bounds are equal.
+
+        Where a stage's backwards take about as long, freezing saves the same ms of each: they skip the same weight
+        gradients. With savings that differ by noise, the linear program would freeze the same microbatches whole in
+        every step, and nothing would be learned from their samples.
+        """
+        bounds = {action: Bounds(ms, ms) for action, ms in self.unfrozen_ms.items()}
+        groups = _by_group(self.unfrozen_ms)
+        for group, response in self.responses.items():
+            upper = groups[group]
+            alike = max(upper.values()) <= _SAME_WORK * min(upper.values())
+            mean = statistics.fmean(upper.values())
+            for action, ms in upper.items():
+                bounds[action] = Bounds(max(0.0, ms - response.saved * (mean if alike else ms)), ms)
+        return bounds
+
+    def means(self) -> dict[Group, Bounds]:
+        """Mean bounds of each stage's actions of one kind, in ms."""
+        return {group: mean_bounds(of_group.values()) for group, of_group in _by_group(self.bounds()).items()}
+
+    def typical_ms(self) -> dict[Group, float]:
+        """Median ms of each stage's actions of one kind, unfrozen: one that waits for others does not move it."""
+        return {group: statistics.median(of.values()) for group, of in _by_group(self.unfrozen_ms).items()}
+
+
+def mean_bounds(bounds: Collection[Bounds]) -> Bounds:
+    """The mean of each of the two bounds, in ms."""
+    return Bounds(statistics.fmean(b.lower for b in bounds), statistics.fmean(b.upper for b in bounds))
+
+
+def measured_times(
+    timer: ActionTimer, first_stage: int | None, sampled: bool = False, microbatches: int | None = None
+) -> StageTimes:
+    """Fit the lines to what monitoring has measured on this rank so far.
+
+    ``first_stage`` is the first stage that trains anything: its backwards vanish when all of it is frozen. ``sampled``:
+    weight gradients are made from samples of the tokens. ``microbatches`` is how many of a batch's are looked at, in
+    all steps that have them; by default all.
+    """
+    unfrozen = _unfrozen_ms(timer, math.inf if microbatches is None else microbatches)
+    upper = {action: ms for group in unfrozen.values() for action, ms in group.items()}
+    responses = {
+        group: response
+        for group, of_group in unfrozen.items()
+        if group[1].freezable and (response := _fit(timer, of_group, group[0] == first_stage)) is not None
+    }
+    costs = {
+        stage: cost
+        for (stage, kind), of_group in unfrozen.items()
+        if kind.freezable and (cost := measured_token_cost(timer, of_group)) is not None
+    }
+    return StageTimes(upper, responses, costs if sampled else {})
+
+
+def _unfrozen_ms(timer: ActionTimer, microbatches: float) -> dict[Group, dict[Action, float]]:
+    """The microbatches of a stage do the same work: their differences count as far as noise does not explain them."""
+    estimates = {
+        action: of_action
+        for action in timer.actions(Phase.MONITORING_UPPER)
+        if action.microbatch < microbatches
+        and (of_action := estimate(sample.ms for sample in timer.samples(Phase.MONITORING_UPPER, action))) is not None
+    }
+    return {group: shrink(of_group) for group, of_group in _by_group(estimates).items()}
+
+
+def _by_group(of: Mapping[Action, _T]) -> dict[Group, dict[Action, _T]]:
+    groups: dict[Group, dict[Action, _T]] = {}
+    for action, value in of.items():
+        groups.setdefault((action.stage, action.kind), {})[action] = value
+    return groups
+
+
+def _fit(timer: ActionTimer, upper: Mapping[Action, float], vanishes: bool) -> Line | None:
+    """The response of one group, given its unfrozen times; None where no sample tells it.
+
+    Backwards that compute the weight gradients which can wait at their end tell it with nothing frozen: these are what
+    a plan can move or freeze.
+    """
+    line = _weight_gradients_last(timer, upper) or fit(_points(timer, upper, vanishes))
+    if line is None:
+        return None
+    return replace(line, error=math.hypot(_unfrozen_error(timer, upper), line.error))
+
+
+def _weight_gradients_last(timer: ActionTimer, upper: Mapping[Action, float]) -> Line | None:
+    """The share of whole backwards after their first part, the input gradients; None where that was not timed."""
+    share = estimate(1.0 - part for action in upper for part in timer.first_parts(Phase.MONITORING_UPPER, action))
+    return None if share is None else Line(share.value, share.error)
+
+
+def _points(timer: ActionTimer, upper: Mapping[Action, float], vanishes: bool) -> list[list[Point]]:
+    """By step. Where a backward ``vanishes`` when it is frozen whole, such samples are no part of the line."""
+    sampled = {a: [sample for phase in _FREEZING for sample in timer.samples(phase, a)] for a in upper}
+    partial = any(0.0 < sample.share < 1.0 for samples in sampled.values() for sample in samples)
+    limit = 1.0 if vanishes and partial else math.inf
+    steps: dict[_Step, list[Point]] = {}
+    for action, samples in sampled.items():
+        for step, sample in _numbered(samples):
+            points = steps.setdefault(step, [])
+            if sample.share < limit and upper[action] > 0.0:
+                points.append(Point(sample.share, sample.ms / upper[action]))
+    return [steps[step] for step in sorted(steps)]
+
+
+_Step = tuple[int, int]
+"""A timed step; and how many samples an action already has of it, where steps were not told apart."""
+
+
+def _numbered(samples: Iterable[Sample]) -> Iterable[tuple[_Step, Sample]]:
+    """An action's samples with the steps that they are of. Not every step has every microbatch."""
+    seen: Counter[int] = Counter()
+    for sample in samples:
+        yield (sample.step, seen[sample.step]), sample
+        seen[sample.step] += 1
+
+
+def _unfrozen_error(timer: ActionTimer, upper: Mapping[Action, float]) -> float:
+    """Relative standard error of a group's unfrozen time: from step to step, and from sample to sample."""
+    steps: dict[_Step, list[float]] = {}
+    for action, ms in upper.items():
+        for step, sample in _numbered(timer.samples(Phase.MONITORING_UPPER, action)) if ms > 0.0 else ():
+            steps.setdefault(step, []).append(sample.ms / ms)
+    by_step = estimate(statistics.median(of_step) for of_step in steps.values())
+    off = estimate(ratio for of_step in steps.values() for ratio in of_step)
+    return max(by_step.error, off.error) if by_step and off else math.inf
