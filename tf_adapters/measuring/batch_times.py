@@ -1,8 +1,8 @@
-"""Where the ranks' time in a batch goes, from the traces of monitored steps: computing, transfers, waiting.
+"""Split the ranks' time in a batch into computing, waiting, transfer and overhead, from traces of monitored steps.
 
-Of each action, what passed on its rank since the action before it is one of three things. *Waiting*: its input was not
-computed yet. *Transfer*: the input was on its way. *Overhead*: the input was there and the rank was free; a receive
-that is posted late shows here, and a send that waits for its receiver.
+The time between an action and the previous action of its rank has three parts. *Waiting*: the input was not yet
+computed. *Transfer*: the input was being sent. *Overhead*: the input had arrived and the rank was free. A receive that
+is posted late counts as overhead, and so does a send that waits for its receiver.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 __all__ = ["BatchTimes", "CriticalPart", "EdgeTimes", "RankTimes", "Straggler", "batch_times", "with_replicas"]
 
 _MOST_INTERVALS = 32_768
-"""Of all steps together, unless a single step has more: they are looked at on one rank, in half a second."""
+"""Most actions of all steps together, so that one rank analyses them in half a second. A single step may have more."""
 
 _SLOWER = 0.03
-"""A replica that is slower than the median by less is no straggler: times are known no better."""
+"""A straggler is slower than the median by at least this share; less is below the measurement error."""
 
 _MOST_STRAGGLERS = 8
 
@@ -40,7 +40,7 @@ _Kind = Annotated[str, Field(pattern="^[FBIW]$")]
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """A pipeline rank's batch in ms: computing by kind of action ("F", "B", "I", "W"), and what it does not compute."""
+    """A pipeline rank's batch in ms: computing by kind of action ("F", "B", "I", "W"), and the other parts."""
 
     compute_ms: Mapping[_Kind, Milliseconds]
     transfer_ms: Milliseconds
@@ -54,9 +54,9 @@ class RankTimes:
 
 @dataclass(frozen=True, slots=True)
 class EdgeTimes:
-    """What a rank lets pass in a batch for what stage ``source`` sends stage ``target``, ms.
+    """Time in ms that a rank spends in a batch on messages from stage ``source`` to stage ``target``.
 
-    ``kind`` is that of the actions that receive it; ``late_ms`` passed before those whose input was there already.
+    ``kind`` is the kind of the receiving actions. ``late_ms`` is the time before actions whose input had arrived.
     """
 
     source: Count
@@ -69,7 +69,7 @@ class EdgeTimes:
 
 @dataclass(frozen=True, slots=True)
 class CriticalPart:
-    """How long a stage's actions of one kind are the critical path of a batch, ms."""
+    """Time in ms that a stage's actions of one kind are on the critical path of a batch."""
 
     stage: Count
     kind: _Kind
@@ -78,9 +78,10 @@ class CriticalPart:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A stage of which one replica is slower than the others.
+    """A stage with one replica that is slower than the others.
 
-    Times of a microbatch in ms; ``cost_ms`` is how much later the batch ends than if that replica were like the median.
+    Times are per microbatch in ms. ``cost_ms`` is the time that the batch would save if the replica were like the
+    median.
     """
 
     stage: Count
@@ -92,10 +93,10 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
-    """A batch with nothing frozen, a mean over ``steps`` monitored steps, ms.
+    """A batch with nothing frozen, as a mean over ``steps`` monitored steps, in ms.
 
     A rank's times add up to ``span_ms``, and so does the critical path. ``replicas`` is the number of ranks that
-    compute the same stage, ``replica_spread`` by how much the slowest of them is above their median at most, a share.
+    compute the same stage. ``replica_spread`` is (slowest - median) / median, the largest over the stages.
     """
 
     steps: Annotated[int, Field(ge=1)]
@@ -111,14 +112,14 @@ class BatchTimes:
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """The share of the batch, in [0, 1], in which each rank computes nothing."""
+        """Share of the batch, in [0, 1], in which each rank does not compute."""
         if self.span_ms <= 0.0:
             return (0.0,) * len(self.ranks)
         return tuple(max(0.0, 1.0 - rank.busy_ms / self.span_ms) for rank in self.ranks)
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in the batch, in [0, 1], in which they compute nothing."""
+        """Share of all ranks' time in the batch, in [0, 1], in which they do not compute."""
         return fmean(self.bubbles) if self.ranks else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -136,10 +137,10 @@ def _reader() -> TypeAdapter[BatchTimes]:
 
 
 def batch_times(schedule: PipelineSchedule, steps: Sequence[Trace], gaps: Gaps = NO_GAPS) -> BatchTimes | None:
-    """The mean over complete steps (``transfers.complete_steps``), nothing frozen in them; None without any.
+    """Return the mean over complete steps (``transfers.complete_steps``) with nothing frozen; None without steps.
 
-    Only the half of the steps whose batches are neither the longest nor the shortest counts: a mean of these adds up,
-    and a disturbed step does not move it. ``gaps``, from the same steps, tell how long a transfer is on its way.
+    Only the middle half of the steps, by length of the batch, counts. The parts of their mean add up, and a disturbed
+    step does not change it. ``gaps``, from the same steps, has the duration of transfers.
     """
     newest = steps[-max(1, _MOST_INTERVALS // max(1, len(schedule.actions))) :]
     batches = sorted((_Batch(schedule, aligned(schedule, step)[0], gaps) for step in newest), key=lambda b: b.span_ms)
@@ -163,7 +164,7 @@ def batch_times(schedule: PipelineSchedule, steps: Sequence[Trace], gaps: Gaps =
 
 
 class _Before(NamedTuple):
-    """What passed on an action's rank since the action before it, ms."""
+    """Time between an action and the previous action of its rank, ms."""
 
     waiting: float
     transfer: float
@@ -171,7 +172,7 @@ class _Before(NamedTuple):
 
 
 class _Path(NamedTuple):
-    """A critical path by what it spends its time on, ms."""
+    """A critical path, split by kind of time, ms."""
 
     compute_ms: Mapping[Group, float]
     transfer_ms: float
@@ -197,7 +198,7 @@ class _Batch:
         return self._start if before is None else self._step[before].end_ms
 
     def _ready(self, action: Action) -> tuple[float, float]:
-        """When the action's input was computed, and when it could be there; minus infinity where it needs none."""
+        """When the action's input was computed, and when it could arrive; minus infinity without input."""
         source = self._source.get(action)
         ready = -math.inf if source is None else self._step[source].end_ms
         return ready, ready if source is None else ready + self._delay.get((source, action), 0.0)
@@ -216,11 +217,11 @@ class _Batch:
         for action in actions:
             compute[action.kind.value] += self._step[action].end_ms - self._step[action].start_ms
         transfer, overhead = (sum(getattr(self.passed[a], name) for a in actions) for name in ("transfer", "overhead"))
-        # What is left: other ranks compute before its first action, between its actions and after its last.
+        # The rest is waiting: before its first action, between its actions and after its last.
         return RankTimes(dict(compute), transfer, overhead, self.span_ms - sum(compute.values()) - transfer - overhead)
 
     def critical_path(self) -> _Path:
-        """From the last action back to what it had to wait for, and so on."""
+        """Follow the batch backwards: from the last action to the one that it waited for, and so on."""
         compute: defaultdict[Group, float] = defaultdict(float)
         transfer = overhead = 0.0
         action: Action | None = max(self._step, key=lambda a: self._step[a].end_ms)
@@ -248,7 +249,7 @@ def _mean_rank(times: Sequence[RankTimes]) -> RankTimes:
 
 
 def _mean_edges(schedule: PipelineSchedule, batches: Sequence[_Batch]) -> tuple[EdgeTimes, ...]:
-    """Of the edges between ranks, by the stage and the kind that receive."""
+    """Mean times of the edges between ranks, by receiving stage and kind."""
     home = {stage: rank for rank in range(len(schedule.ranks)) for stage in schedule.stages_of(rank)}
     groups: defaultdict[tuple[int, int, Kind], list[Action]] = defaultdict(list)
     for source, target in schedule.transfers():
@@ -280,10 +281,10 @@ def with_replicas(
     upper: Mapping[Action, float],
     ranks: Iterable[tuple[int, Mapping[Group, float]]],
 ) -> BatchTimes:
-    """The same with the ranks that compute the same stage compared.
+    """Return the batch with a comparison of the ranks that compute the same stage.
 
-    ``ranks`` has each rank's number and the typical ms of its actions by stage and kind; ``upper`` are the times of the
-    slowest of them, which the batch ``dag`` waits for. Of two replicas the faster one is the median.
+    ``ranks`` has each rank's number and the typical ms of its actions by stage and kind. ``upper`` has the times of the
+    slowest replica, for which the batch ``dag`` waits. With two replicas, the faster one counts as the median.
     """
     by_stage: defaultdict[int, dict[int, float]] = defaultdict(dict)
     for rank, means in ranks:
@@ -315,7 +316,7 @@ def with_replicas(
 
 
 class _Slowest(NamedTuple):
-    """The slowest rank of a stage, how far it is above the median, and the median: ms of a microbatch."""
+    """The slowest rank of a stage, its excess over the median, and the median, in ms per microbatch."""
 
     above: float
     median: float
@@ -324,5 +325,5 @@ class _Slowest(NamedTuple):
 
     @property
     def share(self) -> float:
-        """How far it is above the median, as a share of it."""
+        """The excess over the median, as a share of the median."""
         return self.above / self.median if self.median > 0.0 else 0.0

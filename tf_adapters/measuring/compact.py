@@ -1,4 +1,4 @@
-"""One rank's times as arrays: what it sends of thousands of actions stays within tens of kilobytes."""
+"""One rank's times as arrays, so that a message with thousands of actions has tens of kilobytes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class PackedBounds:
     """Bounds of some actions of a schedule. Times are rounded to float32.
 
     Attributes:
-        actions: int32, by which each index into ``schedule.actions`` is larger than the one before.
-        upper: float32, ms with nothing frozen.
-        saved: float32, ms that freezing everything saves.
+        actions: int32, differences between successive indices into ``schedule.actions``.
+        upper: float32, time in ms with nothing frozen.
+        saved: float32, time in ms that full freezing saves.
     """
 
     actions: bytes
@@ -52,7 +52,7 @@ class PackedTraces:
     Attributes:
         steps: the steps' numbers.
         actions: int32, indices into ``schedule.actions``.
-        ms: float32 of shape (steps, 2, actions): when actions began and ended, since the rank's step began.
+        ms: float32 of shape (steps, 2, actions): start and end of actions, since the rank's step began.
     """
 
     steps: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ class PackedTraces:
 
     @classmethod
     def of(cls, schedule: PipelineSchedule, traces: Sequence[tuple[int, Trace]]) -> PackedTraces:
-        """Pack the steps that have the same actions as the newest one: others are incomplete."""
+        """Pack the steps that have the same actions as the newest one. Other steps are incomplete."""
         if not traces:
             return cls()
         index = {action: number for number, action in enumerate(schedule.actions)}

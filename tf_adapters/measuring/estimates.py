@@ -1,4 +1,4 @@
-"""Robust estimates: medians, their standard errors, shrinkage; and values by what they are of."""
+"""Robust estimates: medians, their standard errors, shrinkage; and grouping of values by key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TypeVar
 _K = TypeVar("_K", bound=Hashable)
 _V = TypeVar("_V")
 
-# For normal noise: the standard deviation in median absolute deviations, and a median's error in a mean's.
+# For normal noise: standard deviation / median absolute deviation, and error of a median / error of a mean.
 _SIGMA_PER_MAD = 1.4826
 _MEDIAN_ERROR = 1.2533
 
@@ -35,7 +35,7 @@ def grouped(values: Iterable[tuple[_K, _V]]) -> dict[_K, list[_V]]:
 
 
 def merged(maps: Iterable[Mapping[_K, _V]], combine: Callable[[_V, _V], _V]) -> dict[_K, _V]:
-    """One value for each key, combined of those of all maps."""
+    """Combine the values of all maps for each key."""
     result: dict[_K, _V] = {}
     for one in maps:
         for key, value in one.items():
@@ -50,14 +50,14 @@ def median(values: Iterable[float]) -> float | None:
 
 
 def weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
-    """The value with half of the weight on either side; the lower one of two that share the middle."""
+    """Return the value with half of the weight on each side; of two such values the lower one."""
     ordered = sorted(zip(values, weights, strict=True))
     passed = list(accumulate(weight for _, weight in ordered))
     return ordered[bisect_left(passed, passed[-1] / 2.0)][0]
 
 
 def estimate(values: Iterable[float]) -> Estimate | None:
-    """The median with its error, from the median absolute deviation: outliers move neither. None without values."""
+    """Return the median and its error from the median absolute deviation, both robust. None without values."""
     items = list(values)
     middle = median(items)
     if middle is None:
@@ -67,10 +67,10 @@ def estimate(values: Iterable[float]) -> Estimate | None:
 
 
 def shrink(estimates: Mapping[_K, Estimate]) -> dict[_K, float]:
-    """Move estimates of what should be alike to their common middle, as far as noise explains their differences.
+    """Shrink estimates of similar quantities towards their common median, as far as noise explains their differences.
 
-    Empirical Bayes, as James and Stein: of the variance between the estimates, the part that their own errors
-    account for is taken out. Real differences larger than the noise stay; equal things come out equal.
+    This is empirical Bayes (James and Stein): it removes the part of the variance between the estimates that their
+    errors explain. Differences that are larger than the noise stay; equal quantities become equal.
     """
     values = [e.value for e in estimates.values()]
     if len(values) < 2:

@@ -1,8 +1,8 @@
-"""How long the backwards of a stage take under freezing: a straight line in the frozen share, fitted to samples.
+"""The time of a stage's backwards under freezing: a line in the frozen share, fitted to samples.
 
-A weight gradient costs the same whatever else is frozen, so what freezing saves of a backward is in proportion to the
-frozen share of the stage's work (paper section 3.2.1). One slope (``theil_sen``) serves all microbatches of a stage:
-they run the same kernels.
+The cost of a weight gradient does not depend on other frozen parameters. The time that freezing saves is therefore
+proportional to the frozen share of the stage's work (paper section 3.2.1). One slope (``theil_sen``) serves all
+microbatches of a stage, because they run the same kernels.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from tf_adapters.schedule.ir import Action, Kind
 
 _T = TypeVar("_T")
 Group = tuple[int, Kind]
-"""What does the same work: a stage's actions of one kind."""
+"""A stage's actions of one kind, which do the same work."""
 
 _FREEZING = (Phase.MONITORING_LOWER, Phase.MONITORING_MIXED)
 _SAME_WORK = 1.25
-"""Up to this ratio of the longest of a stage's backwards to the shortest, all do the same work: caches differ."""
+"""Up to this ratio of longest to shortest, a stage's backwards count as equal work: only caches differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """What this rank has measured while monitoring: ms of each action with nothing frozen, and the responses.
+    """This rank's measurements in monitoring: ms of each action with nothing frozen, and the responses.
 
-    A response is a line whose error is that of the worse known one of its two ends. ``token_costs`` are by stage, where
-    tokens are sampled.
+    The error of a response is the larger of the two end points' errors. ``token_costs`` are by stage, if tokens are
+    sampled.
     """
 
     unfrozen_ms: Mapping[Action, float]
@@ -45,15 +45,15 @@ class StageTimes:
 
     @property
     def error(self) -> float:
-        """The worst of the responses' errors."""
+        """The largest error of the responses."""
         return max((response.error for response in self.responses.values()), default=0.0)
 
     def bounds(self) -> dict[Action, Bounds]:
         """Bounds in ms. Forwards do not change with freezing (paper section 3.2.1), so their two bounds are equal.
 
-        Where a stage's backwards take about as long, freezing saves the same ms of each: they skip the same weight
-        gradients. With savings that differ by noise, the linear program would freeze the same microbatches whole in
-        every step, and nothing would be learned from their samples.
+        If a stage's backwards take about equal times, freezing saves the same time in each: they skip the same weight
+        gradients. If savings differed by noise, the linear program would fully freeze the same microbatches in every
+        step, and training would never learn from their samples.
         """
         bounds = {action: Bounds(ms, ms) for action, ms in self.unfrozen_ms.items()}
         groups = _by_group(self.unfrozen_ms)
@@ -70,7 +70,7 @@ class StageTimes:
         return {group: mean_bounds(of_group.values()) for group, of_group in _by_group(self.bounds()).items()}
 
     def typical_ms(self) -> dict[Group, float]:
-        """Median ms of each stage's actions of one kind, unfrozen: one that waits for others does not move it."""
+        """Median ms of each stage's actions of one kind, unfrozen. A single action that waits does not change it."""
         return {group: statistics.median(of.values()) for group, of in _by_group(self.unfrozen_ms).items()}
 
 
@@ -82,10 +82,10 @@ def mean_bounds(bounds: Collection[Bounds]) -> Bounds:
 def measured_times(
     timer: ActionTimer, first_stage: int | None, sampled: bool = False, microbatches: int | None = None
 ) -> StageTimes:
-    """Fit the lines to what monitoring has measured on this rank so far.
+    """Fit the lines to this rank's measurements in monitoring so far.
 
-    ``first_stage`` is the first stage that trains anything: its backwards vanish when all of it is frozen. ``sampled``:
-    weight gradients are made from samples of the tokens. ``microbatches`` is how many of a batch's are looked at, in
+    ``first_stage`` is the first stage that trains any parameter: its backward disappears when all of it is frozen.
+    ``sampled`` says that weight gradients use sampled tokens. Only the first ``microbatches`` of a batch are used, in
     all steps that have them; by default all.
     """
     unfrozen = _unfrozen_ms(timer, math.inf if microbatches is None else microbatches)
@@ -104,7 +104,7 @@ def measured_times(
 
 
 def _unfrozen_ms(timer: ActionTimer, microbatches: float) -> dict[Group, dict[Action, float]]:
-    """The microbatches of a stage do the same work: their differences count as far as noise does not explain them."""
+    """Return unfrozen times. Microbatches of a stage do the same work, so differences are shrunk by their noise."""
     estimates = {
         action: of_action
         for action in timer.actions(Phase.MONITORING_UPPER)
@@ -122,10 +122,10 @@ def _by_group(of: Mapping[Action, _T]) -> dict[Group, dict[Action, _T]]:
 
 
 def _fit(timer: ActionTimer, upper: Mapping[Action, float], vanishes: bool) -> Line | None:
-    """The response of one group, given its unfrozen times; None where no sample tells it.
+    """Fit the response of one group, given its unfrozen times; None without samples.
 
-    Backwards that compute the weight gradients which can wait at their end tell it with nothing frozen: these are what
-    a plan can move or freeze.
+    If backwards compute their deferrable weight gradients at the end, the time of that part gives the response with
+    nothing frozen: this part is what a plan can move or freeze.
     """
     line = _weight_gradients_last(timer, upper) or fit(_points(timer, upper, vanishes))
     if line is None:
@@ -134,13 +134,13 @@ def _fit(timer: ActionTimer, upper: Mapping[Action, float], vanishes: bool) -> L
 
 
 def _weight_gradients_last(timer: ActionTimer, upper: Mapping[Action, float]) -> Line | None:
-    """The share of whole backwards after their first part, the input gradients; None where that was not timed."""
+    """Return the share of backwards after their first part, the input gradients; None if that was not timed."""
     share = estimate(1.0 - part for action in upper for part in timer.first_parts(Phase.MONITORING_UPPER, action))
     return None if share is None else Line(share.value, share.error)
 
 
 def _points(timer: ActionTimer, upper: Mapping[Action, float], vanishes: bool) -> list[list[Point]]:
-    """By step. Where a backward ``vanishes`` when it is frozen whole, such samples are no part of the line."""
+    """Group samples by step. If a fully frozen backward ``vanishes``, its samples do not belong to the line."""
     sampled = {a: [sample for phase in _FREEZING for sample in timer.samples(phase, a)] for a in upper}
     partial = any(0.0 < sample.share < 1.0 for samples in sampled.values() for sample in samples)
     limit = 1.0 if vanishes and partial else math.inf
@@ -154,11 +154,11 @@ def _points(timer: ActionTimer, upper: Mapping[Action, float], vanishes: bool) -
 
 
 _Step = tuple[int, int]
-"""A timed step; and how many samples an action already has of it, where steps were not told apart."""
+"""A timed step, and the number of earlier samples of an action in it, if steps were not distinguished."""
 
 
 def _numbered(samples: Iterable[Sample]) -> Iterable[tuple[_Step, Sample]]:
-    """An action's samples with the steps that they are of. Not every step has every microbatch."""
+    """Pair an action's samples with their steps. Not every step has every microbatch."""
     seen: Counter[int] = Counter()
     for sample in samples:
         yield (sample.step, seen[sample.step]), sample
@@ -166,7 +166,7 @@ def _numbered(samples: Iterable[Sample]) -> Iterable[tuple[_Step, Sample]]:
 
 
 def _unfrozen_error(timer: ActionTimer, upper: Mapping[Action, float]) -> float:
-    """Relative standard error of a group's unfrozen time: from step to step, and from sample to sample."""
+    """Return the relative standard error of a group's unfrozen time, from the spread over steps and over samples."""
     steps: dict[_Step, list[float]] = {}
     for action, ms in upper.items():
         for step, sample in _numbered(timer.samples(Phase.MONITORING_UPPER, action)) if ms > 0.0 else ():

@@ -1,8 +1,8 @@
-"""How long each layer of a stage takes, forward and backward: what `tf-adapters balance` cuts a model by.
+"""Time each layer of a stage, forward and backward. `tf-adapters balance` cuts a model by these times.
 
-Hooks mark moments while an action runs; the time from a mark to the next belongs to the first one's layer. A forward
-hook marks a layer's beginning and its end. In a backward a layer begins when the gradient of its output is there, or,
-where activations are recomputed, when its forward runs again. No hook changes a value or the graph.
+Hooks mark moments while an action runs. The time between two marks belongs to the layer of the first mark. A forward
+hook marks a layer's start and end. In a backward, a layer starts when the gradient of its output has been computed, or
+when its forward runs again for recomputation. No hook changes a value or the graph.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 __all__ = ["LayerTime", "LayerTimer", "Layers", "StageLayers"]
 
 Layers = Mapping[str, "torch.nn.Module"]
-"""A stage's layers by name. No one is inside another."""
+"""A stage's layers by name. No layer is inside another."""
 _REST, _WEIGHTS = "", "weight gradients"
 _ACTIONS = 16
-"""Of each stage and kind, how many are kept."""
+"""Number of samples that are kept for each stage and kind."""
 
 _Marks = list[tuple[str, Any]]
-"""(What begins, moment) of one action; the last one is its end."""
+"""(Name of the part that begins, mark) of one action; the last mark is its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """One layer of a stage, ms of a microbatch, and how many elements its parameters on this rank have."""
+    """One layer of a stage: ms per microbatch, and the number of elements of its parameters on this rank."""
 
     name: str
     forward_ms: Milliseconds
@@ -46,7 +46,7 @@ class LayerTime:
 
 @dataclass(frozen=True, slots=True)
 class StageLayers:
-    """A stage's layers in the order in which they compute; ``rest_*_ms`` is what runs outside of all of them."""
+    """A stage's layers in order of computation. ``rest_*_ms`` is the time outside of all layers."""
 
     layers: tuple[LayerTime, ...]
     rest_forward_ms: Milliseconds
@@ -54,9 +54,9 @@ class StageLayers:
 
 
 class LayerTimer:
-    """Times the layers of this rank's stages while it is on, with the clock that actions are timed with.
+    """Times the layers of this rank's stages while it is on, with the clock of the actions.
 
-    Of the layers it holds their sizes only: a report that is still to be written keeps no model alive.
+    It stores only the sizes of the layers, so a later report keeps no model alive.
     """
 
     def __init__(self, layers: Mapping[int, Layers], clock: Clock) -> None:
@@ -66,9 +66,9 @@ class LayerTimer:
             for stage, of_stage in layers.items()
         }
         self._hooks: list[Any] = []
-        self._stage: int | None = None  # whose action runs
+        self._stage: int | None = None  # stage of the current action
         self._current: _Marks = []  # its marks
-        self._order: dict[int, dict[str, None]] = defaultdict(dict)  # of a stage's layers, as they compute
+        self._order: dict[int, dict[str, None]] = defaultdict(dict)  # order in which a stage's layers compute
         self._samples: dict[tuple[int, Kind], deque[_Marks]] = defaultdict(lambda: deque(maxlen=_ACTIONS))
 
     def on(self, layers: Mapping[int, Layers]) -> None:
@@ -83,7 +83,7 @@ class LayerTimer:
 
     @contextmanager
     def timed(self, action: Action) -> Iterator[None]:
-        """Around an action. One that raises leaves no sample."""
+        """Time an action inside. An action that raises leaves no sample."""
         if not self._hooks:
             yield
             return
@@ -97,11 +97,11 @@ class LayerTimer:
             self._stage = None
 
     def weight_gradients(self) -> None:
-        """From here to the action's end, weight gradients of all of the stage's layers are computed."""
+        """Mark that the rest of the action computes weight gradients of all of the stage's layers."""
         self._mark(_WEIGHTS)
 
     def times(self) -> dict[int, StageLayers]:
-        """What has been measured, by stage; of stages whose forwards and backwards were seen."""
+        """Measured times by stage, for stages whose forwards and backwards were measured."""
         return {stage: of for stage in self._sizes if (of := self._measured(stage)) is not None}
 
     def _measured(self, stage: int) -> StageLayers | None:
@@ -124,7 +124,7 @@ class LayerTimer:
         )
 
     def _medians(self, samples: Iterable[_Marks]) -> dict[str, float]:
-        """The median over the actions that the device has passed, by what took the time."""
+        """Median time of each part over the actions that the device has passed."""
         by_name: dict[str, list[float]] = defaultdict(list)
         for marks in samples:
             if self._clock.elapsed_ms(marks[0][1], marks[-1][1]) is None:

@@ -1,7 +1,7 @@
-"""How much memory a rank holds while it trains, and how much it will hold in another order of its actions.
+"""Measure the memory of a rank in training, and predict it for another order of its actions.
 
-Bytes are read at the ends of forwards and backwards. Allocators keep peaks of their own, but they are the host's to
-reset and to log.
+Bytes are read at the ends of forwards and backwards. The peak counters of allocators are not used, because the host may
+reset and log them.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 __all__ = ["HeldMemory", "MemoryMeter"]
 
 _STEPS = 4
-"""Steps of a phase that are looked at: an allocator's counters take longer to read than a clock, and do not vary."""
+"""Number of steps of a phase that are measured. Counters are slower to read than a clock, and hardly vary."""
 
 _STATM = Path("/proc/self/statm")
 
 _Holdings = tuple[Counter[int], Counter[int], frozenset[int]]
-"""By stage, microbatches in flight and weight gradients that wait; the stages that have gradients."""
+"""Numbers of microbatches in flight and of waiting weight gradients by stage, and the stages with gradients."""
 
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """What a rank holds, in bytes, with nothing frozen.
+    """The memory of a rank with nothing frozen, in bytes.
 
     Attributes:
-        base: outside of a batch: weights, optimizer state and the like.
-        in_flight: by stage, what a microbatch holds from its forward to the end of its input gradient.
-        waiting: by stage, what a microbatch's weight gradients hold from then on.
-        gradients: by stage, what all weight gradients together hold once there are some.
+        base: memory between batches: weights, optimizer state and the like.
+        in_flight: by stage, memory of a microbatch from its forward to the end of its input gradient.
+        waiting: by stage, memory of a microbatch from then until its weight gradients are computed.
+        gradients: by stage, memory of all weight gradients from the first one on.
     """
 
     base: float
@@ -51,7 +51,7 @@ class HeldMemory:
     gradients: Mapping[int, float]
 
     def peak_bytes(self, row: Iterable[Action]) -> int:
-        """The most that a rank holds at the end of an action, if it runs these in this order."""
+        """Return the peak over the ends of these actions, in bytes, if the rank runs them in this order."""
         most = self.base
         for in_flight, waiting, having in _holdings(row):
             held = sum(self.in_flight.get(stage, 0.0) * count for stage, count in in_flight.items())
@@ -62,10 +62,10 @@ class HeldMemory:
 
 
 class MemoryMeter:
-    """The most bytes that were held in each phase; nothing where neither device nor system tells.
+    """Measures the peak memory of each phase, in bytes. Without a counter it measures nothing.
 
-    On an accelerator these are bytes of tensors. On a CPU, where tensors have no allocator of their own, they are what
-    the C library has handed out to the process; where that does not tell, what is resident of the process.
+    On an accelerator it counts bytes of tensors. On a CPU tensors have no separate allocator, so it counts the C
+    library's allocated bytes, or else the resident memory of the process.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,15 +73,15 @@ class MemoryMeter:
         self._held = _reader(device)
         self._peaks: dict[str, int] = {}
         self._steps: dict[str, int] = defaultdict(int)
-        self._ran: list[tuple[Action, int]] = []  # in the step that runs, and what was held then
+        self._ran: list[tuple[Action, int]] = []  # actions of the current step, with the bytes at their end
         self._samples: dict[str, list[list[tuple[Action, int]]]] = defaultdict(list)
 
     def start_step(self) -> None:
-        """A step begins; what was seen of one that failed is of no use."""
+        """Begin a step, and drop the measurements of an unfinished one."""
         self._ran = []
 
     def look(self, phase: str, action: Action) -> None:
-        """At the end of ``action``. An INPUT_GRAD may be the first half of a BACKWARD that ends later."""
+        """Read the memory at the end of ``action``, which may also be the first half (INPUT_GRAD) of a BACKWARD."""
         if self._held is None or self._steps[phase] >= _STEPS:
             return
         self._ran.append((action, self._held()))
@@ -97,11 +97,11 @@ class MemoryMeter:
         self._ran = []
 
     def peak_bytes(self, phase: str) -> int | None:
-        """None where nothing was seen."""
+        """Peak memory of a phase in bytes; None if it was not measured."""
         return self._peaks.get(phase)
 
     def held(self, phase: str) -> HeldMemory | None:
-        """What fits best to all that was seen in a phase, by least squares; None where nothing was."""
+        """Fit the memory model to a phase by least squares; None if it was not measured."""
         steps = self._samples.get(phase)
         if not steps:
             return None
@@ -147,7 +147,7 @@ def _holdings(row: Iterable[Action]) -> Iterator[_Holdings]:
 
 
 def _reader(device: torch.device) -> Callable[[], int] | None:
-    """Bytes of tensors on an accelerator; on a CPU of the C library's heap, else of the process."""
+    """Return a reader: bytes of tensors on an accelerator; on a CPU the C library's heap, or else the process."""
     if device.type != "cpu":
         import torch
 
@@ -166,7 +166,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def _heap_reader() -> Callable[[], int] | None:
-    """Bytes handed out in the main thread's heap and in blocks of their own; None where the C library is another."""
+    """Return a reader of glibc's allocated bytes (main heap and mmapped blocks); None with another C library."""
     read = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if read is None:
         return None

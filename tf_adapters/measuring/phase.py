@@ -1,4 +1,4 @@
-"""The phases of a run, by which everything measured is filed."""
+"""The phases of a run. Measurements are grouped by phase."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Phase"]
 
 
 class Phase(str, Enum):
-    """The phases of paper section 3, monitoring split into its two kinds of steps."""
+    """The phases of paper section 3. Monitoring has two kinds of steps."""
 
     WARMUP = "warmup"
     MONITORING_UPPER = "monitoring_upper"

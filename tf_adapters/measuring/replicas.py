@@ -1,4 +1,4 @@
-"""The planner's bounds: what the ranks have measured, merged over data-parallel replicas."""
+"""Merge the bounds that ranks have measured over data-parallel replicas."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def merge_bounds(
     per_rank: Iterable[Mapping[Action, Bounds]],
     means: Iterable[Mapping[Group, Bounds]] = (),
 ) -> tuple[dict[Action, Bounds], tuple[str, ...]]:
-    """One bound for each action, and a sentence for each that noise had crossed and that was clamped.
+    """Return the bounds of each action, and a sentence for each pair that noise had reversed and that was clamped.
 
     A stage takes as long as its slowest replica. ``per_rank`` has the bounds of each action, from the ranks of at least
-    one replica; ``means`` has the mean bounds of each stage and kind on ranks that sent no more. Raises
-    MeasurementError for an action that nobody measured.
+    one replica. ``means`` has the mean bounds of each stage and kind on ranks that sent only these. Raises
+    MeasurementError for an action that no rank has measured.
     """
     slowest = _slowest(per_rank)
     for action in schedule.actions:
@@ -49,9 +49,9 @@ def merge_bounds(
 def slowest_durations(
     steps: Iterable[Trace], per_rank: Iterable[Mapping[Action, Bounds]], merged: Mapping[Action, Bounds]
 ) -> list[dict[Action, float]]:
-    """Durations in ms of each of the traced replica's steps, on the slowest replica.
+    """Scale the traced replica's durations, in ms, to the slowest replica, for each step.
 
-    ``merged`` are the bounds that ``merge_bounds`` made of ``per_rank``; each action takes longer as its bound does.
+    ``merged`` is the result of ``merge_bounds`` for ``per_rank``. Each action is scaled as its bound is.
     """
     own = _slowest(per_rank)
     growth = {action: _growth(own[action].upper, bounds.upper) for action, bounds in merged.items()}
@@ -59,12 +59,12 @@ def slowest_durations(
 
 
 def _slowest(replicas: Iterable[Mapping[_K, Bounds]]) -> dict[_K, Bounds]:
-    """Each of the two bounds at the replica where it is longest."""
+    """Return the longest of all replicas for each of the two bounds."""
     return merged(replicas, lambda one, other: Bounds(max(one.lower, other.lower), max(one.upper, other.upper)))
 
 
 def _scales(known: Mapping[Action, Bounds], means: Mapping[Group, Bounds]) -> dict[Group, tuple[float, float]]:
-    """By how much lower and upper bounds of a group grow, so that their means are those of the slowest replica."""
+    """Return the factors of a group's lower and upper bounds that make their means those of the slowest replica."""
     groups = grouped(((action.stage, action.kind), bounds) for action, bounds in known.items())
     own = {group: mean_bounds(of_group) for group, of_group in groups.items() if group in means}
     return {

@@ -1,10 +1,10 @@
-"""A straight line from nothing frozen to everything frozen, fitted to steps of a busy machine.
+"""Fit a line of time over frozen share, from nothing frozen to everything frozen, to steps of a busy machine.
 
-Most disturbances (another process, the clock rate) slow a whole step down. Where the microbatches of one step have
-different frozen shares, the quotients of their times give the slope, and the step's speed cancels: with
-``left(x) = pace * (1 - saved * x)``, two of them give ``saved`` whatever the pace. The weighted median over all pairs
-(Theil and Sen's, weighted by how far apart the shares are) is the fit. Where all microbatches of a step have about the
-same share, the unfrozen steps are what they are compared with.
+Most disturbances (another process, the clock rate) slow down a whole step. If the microbatches of one step have
+different frozen shares, quotients of their times give the slope and the step's speed cancels. With
+``left(x) = pace * (1 - saved * x)``, two samples give ``saved`` for any pace. The fit is the weighted median over all
+pairs (Theil and Sen), weighted by the distance of the shares. If all microbatches of a step have about the same share,
+they are compared with unfrozen steps.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from dataclasses import dataclass
 from tf_adapters.measuring.estimates import estimate, weighted_median
 
 _APART = 0.1
-"""The least difference of two shares that a slope is computed from."""
+"""The least difference of two shares that gives a slope."""
 
 _FEW = 16
-"""Points of a step of which all pairs are taken."""
+"""Up to this number of points in a step, all pairs are used."""
 
 _LEFT = 0.2
-"""Share of the unfrozen time that a point needs to count for its step's pace."""
+"""The least share of the unfrozen time at which a point counts for its step's pace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One sample: the frozen share of the work, and the share of the unfrozen time that was left."""
+    """One sample: the frozen share of the work, and its time as a share of the unfrozen time."""
 
     share: float
     left: float
@@ -40,14 +40,14 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What freezing everything saves, as a share of the unfrozen time, and its standard error."""
+    """The saving of full freezing, as a share of the unfrozen time, and its standard error."""
 
     saved: float
     error: float
 
 
 def fit(steps: Iterable[Sequence[Point]]) -> Line | None:
-    """The line through the samples of some steps; None where nothing was frozen in any of them."""
+    """Fit the line to the samples of some steps; None if no step had anything frozen."""
     chosen = [points for points in steps if any(point.share > 0.0 for point in points)]
     if not chosen:
         return None
@@ -57,7 +57,7 @@ def fit(steps: Iterable[Sequence[Point]]) -> Line | None:
 
 
 _Slope = tuple[float, float]
-"""What one pair, or one point, says is saved, and its weight."""
+"""The saving according to one pair or point, and its weight."""
 
 
 def _pairs(points: Sequence[Point]) -> list[_Slope]:
@@ -71,7 +71,7 @@ def _pairs(points: Sequence[Point]) -> list[_Slope]:
 
 
 def _far_apart(points: Sequence[Point]) -> Iterator[tuple[Point, Point]]:
-    """All pairs, or of many points those a quarter to three quarters of them apart, which tell most."""
+    """Yield all pairs; for many points only pairs that are a quarter to three quarters of them apart."""
     count = len(points)
     distances = range(1, count) if count <= _FEW else (round(count * part / 8) for part in range(2, 7))
     return (pair for distance in distances for pair in zip(points, points[distance:], strict=False))
@@ -83,7 +83,7 @@ def _median(slopes: Iterable[_Slope]) -> float:
 
 
 def _within(steps: Sequence[Sequence[Point]], pairs: Sequence[Sequence[_Slope]]) -> tuple[float, float]:
-    """The slope from pairs of one step each, and its error: from step to step, and from how far points are off."""
+    """Return the slope from pairs within steps, and its error from the spread over steps and over points."""
     saved = _median(slope for of_step in pairs for slope in of_step)
     off, spread = [], []
     for points in steps:
@@ -98,7 +98,7 @@ def _within(steps: Sequence[Sequence[Point]], pairs: Sequence[Sequence[_Slope]])
 
 
 def _between(steps: Sequence[Sequence[Point]]) -> tuple[float, float]:
-    """The slope against unfrozen steps (least absolute deviations), and its error in the same two ways."""
+    """Return the slope against unfrozen steps (least absolute deviations), and its error in the same two ways."""
     frozen = [[point for point in points if point.share > 0.0] for points in steps]
     every = [point for points in frozen for point in points]
     saved = _quotient(every)
@@ -107,7 +107,7 @@ def _between(steps: Sequence[Sequence[Point]]) -> tuple[float, float]:
 
 
 def _quotient(points: Sequence[Point]) -> float:
-    """Of the line from frozen points through the unfrozen time: its least absolute deviations are a weighted median."""
+    """Return the slope of the line through the unfrozen time: by least absolute deviations, a weighted median."""
     return _median((point.saved / point.share, point.share) for point in points)
 
 
@@ -117,5 +117,5 @@ def _error(values: Iterable[float]) -> float:
 
 
 def _scaled(off: Sequence[float], squares: Sequence[float]) -> float:
-    """The error of a slope whose points are ``off`` a line, from the squared distances of their shares."""
+    """Return the error of a slope, from its points' residuals ``off`` and the squared distances of their shares."""
     return _error(off) / math.sqrt(statistics.fmean(squares)) if any(squares) else math.inf

@@ -1,6 +1,6 @@
-"""How long actions take: marks on the device's own time line, or on a host clock where there is no device.
+"""Time actions by marks in the device's stream, or by the host clock on a CPU.
 
-Nothing here synchronises inside a step: a device mark is read once the device has passed it.
+It never synchronises inside a step: a device mark is read after the device has passed it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 
 class Clock(Protocol):
-    """Marks moments and tells the time between two of them."""
+    """Marks moments and measures the time between two marks."""
 
     def mark(self) -> Any:
-        """A moment, as seen by the device that runs the work."""
+        """Return a mark of the current moment on the device that runs the work."""
 
     def elapsed_ms(self, start: Any, stop: Any) -> float | None:
-        """Milliseconds between two marks; None while the device has not passed ``stop`` yet."""
+        """Milliseconds between two marks; None if the device has not yet passed ``stop``."""
 
     def synchronize(self) -> None:
         """Wait until every mark has been passed."""
 
 
 class HostClock:
-    """For work that is done when the call returns: CPU."""
+    """The clock for a CPU, where work is done when the call returns."""
 
     def mark(self) -> int:
         return time.perf_counter_ns()
@@ -46,13 +46,13 @@ class HostClock:
 
 
 class DeviceClock:
-    """Events in the current stream of one accelerator; recording one costs microseconds and waits for nothing.
+    """Events in the current stream of one accelerator. Recording an event takes microseconds and does not wait.
 
-    The process's current device may be another one, where the host names the stage's device in every call.
+    The process's current device may be another one if the host names the stage's device in every call.
     """
 
     def __init__(self, device: torch.device) -> None:
-        import torch  # the command line reads traces without it
+        import torch  # the command line reads traces without torch
 
         self._module = torch.get_device_module(device)
         index = self._module.current_device() if device.index is None else device.index
@@ -71,12 +71,12 @@ class DeviceClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock of the device that the model lives on."""
+    """Return the clock of the model's device."""
     return HostClock() if device.type == "cpu" else DeviceClock(device)
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the device's current stream records a graph, in which nothing of a step can change later."""
+    """Return whether the device's current stream is capturing a graph, which fixes a step for ever."""
     if device.type == "cpu":
         return False
     import torch
@@ -87,9 +87,9 @@ def is_capturing(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured action. ``share`` is the share of its freezable work that was frozen (``units.frozen_share``).
+    """One measured action. ``share`` is the frozen share of its freezable work (``units.frozen_share``).
 
-    ``step`` counts this rank's timed steps, ``microbatches`` are those of the step.
+    ``step`` counts this rank's timed steps. ``microbatches`` is the number in the step.
     """
 
     share: float
@@ -99,7 +99,7 @@ class Sample:
 
 
 class _Step(NamedTuple):
-    """A step that is timed: the mark of its beginning, how many there were before it, and its microbatches."""
+    """A timed step: the mark of its start, the number of earlier steps, and its number of microbatches."""
 
     origin: Any = None
     ordinal: int = 0
@@ -107,7 +107,7 @@ class _Step(NamedTuple):
 
 
 class _Marked(NamedTuple):
-    """An action between two marks, or a whole step (no action), ``number``, and the step that it belongs to."""
+    """An action between two marks, or a whole step (no action, but its ``number``), and the step it belongs to."""
 
     phase: str
     action: Action | None
@@ -121,23 +121,23 @@ class _Marked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """When an action ran, in ms since its rank's step began."""
+    """Start and end of an action, in ms since its rank's step began."""
 
     start_ms: float
     end_ms: float
 
 
 Trace = Mapping[Action, Interval]
-"""One step of one rank."""
+"""The intervals of one step of one rank."""
 
 _TRACES = 32
 
 
 class ActionTimer:
-    """Collects samples of actions and of whole steps, by phase. Bounded: it keeps the newest ``keep`` of each.
+    """Collects samples of actions and of whole steps, by phase. It keeps the newest ``keep`` of each.
 
-    Of the newest 32 steps it also keeps the traces. Where steps have different numbers of ``microbatches``, those of
-    one number can be asked for; without it all count.
+    It also keeps the traces of the newest 32 steps. With ``microbatches``, a query uses only steps with that number of
+    microbatches; without it, all steps.
     """
 
     def __init__(self, clock: Clock, keep: int = 256) -> None:
@@ -155,7 +155,7 @@ class ActionTimer:
     def timed(self, phase: str, action: Action, share: float = 0.0, first_part: bool = False) -> Iterator[None]:
         """Time the block as one run of ``action``. A block that raises leaves no sample.
 
-        ``first_part``: as what an action that is being timed does first, a backward's input gradients.
+        With ``first_part``, the block is the first part of an action that is being timed: a backward's input gradients.
         """
         start = self._clock.mark()
         yield
@@ -167,14 +167,14 @@ class ActionTimer:
         return self._step.origin
 
     def stop_step(self, phase: str, start: Any, step: int) -> None:
-        """Step number ``step``, the same on all ranks, has ended."""
+        """Note that step number ``step``, the same on all ranks, has ended."""
         self._pending.append(
             _Marked(phase, None, share=0.0, start=start, stop=self._clock.mark(), step=self._step, number=step)
         )
         self._step = self._step._replace(origin=None)
 
     def drain(self, wait: bool = False) -> None:
-        """Turn the marks that the device has passed into samples; with ``wait``, all of them."""
+        """Turn marks that the device has passed into samples; with ``wait``, all marks."""
         if wait:
             self._clock.synchronize()
         while self._pending:
@@ -204,7 +204,7 @@ class ActionTimer:
         return tuple(sample for sample in every if microbatches in (None, sample.microbatches))
 
     def first_parts(self, phase: str, action: Action) -> tuple[float, ...]:
-        """The newest first parts of an action as shares of its time, in order."""
+        """Newest first parts of an action as shares of its time, in order."""
         parts, whole = self._first_parts.get((phase, action), ()), self.samples(phase, action)
         return tuple(ms / sample.ms for ms, sample in zip(parts, whole, strict=False) if sample.ms > 0.0)
 
@@ -212,11 +212,11 @@ class ActionTimer:
         return tuple(sorted(action for sampled, action in self._actions if sampled == phase))
 
     def traces(self, phase: str, microbatches: int) -> tuple[tuple[int, Trace], ...]:
-        """The newest steps of a phase with their numbers, in order. A rank may have drained fewer than another."""
+        """Newest steps of a phase with their numbers, in order. Ranks may have drained different numbers of steps."""
         return tuple(self._traces.get((phase, microbatches), ()))
 
     def step_ms(self, phase: str, microbatches: int | None = None) -> float | None:
-        """Median duration of this rank's steps in a phase, ms; None where there is none."""
+        """Median duration of this rank's steps in a phase, ms; None without steps."""
         return median(self.steps_ms(phase, microbatches))
 
     def steps_ms(self, phase: str, microbatches: int | None = None) -> tuple[float, ...]:

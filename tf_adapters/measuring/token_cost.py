@@ -1,7 +1,7 @@
-"""What a weight gradient from a sample of the tokens takes: a straight line in the share of the tokens that is kept.
+"""The time of a weight gradient from sampled tokens: a line in the share of the tokens that is kept.
 
-Drawing and gathering take time too, so the line does not begin at nothing. What a plan wants is time: its freeze ratio
-is the share of the weight gradients' time that a stage saves, and ``kept`` tells the tokens that leaves time for.
+Drawing and gathering also take time, so the line does not start at 0. A plan's freeze ratio is the share of the weight
+gradients' time that a stage saves. ``kept`` converts it to the share of the tokens.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from tf_adapters.measuring.estimates import median, merged, weighted_median
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.schedule.ir import Action
 
-if TYPE_CHECKING:  # the planner, which has no torch, reads costs
+if TYPE_CHECKING:  # the planner imports this module, and no torch
     from tf_adapters.measuring.timer import ActionTimer
 
 __all__ = ["TokenCost", "measured_token_cost", "slowest_cost", "slowest_costs"]
 
 _LEAST_KEPT = 1 / 4
-"""Of the tokens. A sample's noise is in proportion to ``1 / kept - 1``, and a plan without a target asks for the
-earliest end: without a limit it would leave nearly all tokens of some microbatches out."""
+"""The least share of the tokens. A sample's noise is proportional to ``1 / kept - 1``. A plan without a target asks for
+the earliest end, and without this limit would skip nearly all tokens of some microbatches."""
 
 _WHOLE_UP_TO = 0.02
-"""A freeze ratio that is not worth a draw."""
+"""Below this freeze ratio, no tokens are drawn."""
 
 _APART = 0.1
-"""The least difference of two kept shares that a slope is computed from."""
+"""The least difference of two kept shares that gives a slope."""
 
 _PACE_FROM = 0.05
-"""Share of a backward that its input gradients need to tell how fast the step was."""
+"""The least share of a backward at which its input gradients show how fast the step was."""
 
 _MOST_POINTS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCost:
-    """Times of a stage's weight gradients as shares of that of the whole product: ``fixed + per_token * kept``."""
+    """Time of a stage's weight gradients, relative to that with all tokens: ``fixed + per_token * kept``."""
 
     fixed: float = 0.0
     per_token: float = 1.0
 
     def kept(self, ratio: float) -> float:
-        """The share of the tokens, in (0, 1], that a freeze ratio in [0, 1] leaves time for."""
+        """Return the share of the tokens, in (0, 1], for a freeze ratio in [0, 1]."""
         if ratio <= _WHOLE_UP_TO:
             return 1.0
         return min(1.0, max(_LEAST_KEPT, (1.0 - ratio - self.fixed) / self.per_token))
 
     def noise(self, ratio: float) -> float:
-        """What a draw adds to a weight gradient's noise at a freeze ratio in [0, 1], for each 1 of 1 / kept - 1."""
+        """Return the added noise at a freeze ratio in [0, 1], in units of the noise at ``1 / kept - 1 = 1``."""
         return 1.0 / self.kept(ratio) - 1.0
 
     @property
     def most_frozen(self) -> float:
-        """The largest freeze ratio that can be met, in [0, 1]: some tokens are always kept."""
+        """The largest possible freeze ratio, in [0, 1]. Some tokens are always kept."""
         return max(0.0, 1.0 - self.fixed - self.per_token * _LEAST_KEPT)
 
     def to_json(self) -> list[float]:
@@ -65,13 +65,13 @@ class TokenCost:
 
 
 def slowest_cost(costs: Iterable[TokenCost]) -> TokenCost | None:
-    """The larger of each figure; None of none."""
+    """Return the larger of each figure; None without costs."""
     every = tuple(costs)
     return functools.reduce(_slower, every) if every else None
 
 
 def slowest_costs(ranks: Iterable[Mapping[int, TokenCost]]) -> dict[int, TokenCost]:
-    """By stage, the larger of its replicas' costs."""
+    """Return, for each stage, the larger figures of its replicas."""
     return merged(ranks, _slower)
 
 
@@ -80,9 +80,9 @@ def _slower(a: TokenCost, b: TokenCost) -> TokenCost:
 
 
 def measured_token_cost(timer: ActionTimer, upper: Mapping[Action, float]) -> TokenCost | None:
-    """The line through what monitoring has measured of one stage's backwards; None where no tokens were left out.
+    """Fit the line to one stage's backwards in monitoring; None if no tokens were skipped.
 
-    ``upper`` are their times in ms with nothing frozen. While monitoring the cost in force is ``TokenCost()``.
+    ``upper`` has their times in ms with nothing frozen. Monitoring uses ``TokenCost()``.
     """
     points = _points(timer, upper)[-_MOST_POINTS:]
     if not points:
@@ -98,7 +98,7 @@ def measured_token_cost(timer: ActionTimer, upper: Mapping[Action, float]) -> To
 
 
 def _points(timer: ActionTimer, upper: Mapping[Action, float]) -> list[tuple[float, float]]:
-    """The shares of the tokens that were kept, and of the weight gradients' time that was left."""
+    """Return pairs of the kept share of the tokens and the remaining share of the weight gradients' time."""
     points = []
     for action, whole_ms in upper.items():
         first = median(timer.first_parts(Phase.MONITORING_UPPER, action))
@@ -109,7 +109,7 @@ def _points(timer: ActionTimer, upper: Mapping[Action, float]) -> list[tuple[flo
             for part, sample in sampled:
                 kept = TokenCost().kept(sample.share)
                 if kept < 1.0:
-                    # The input gradients of the same backward tell how fast its step was.
+                    # The input gradients of the same backward show how fast the step was.
                     pace = part * sample.ms / (first * whole_ms) if min(first, part) >= _PACE_FROM else 1.0
                     points.append((kept, (1.0 - part) * sample.ms / ((1.0 - first) * whole_ms * pace)))
     return points

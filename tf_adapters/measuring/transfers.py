@@ -1,8 +1,8 @@
 """The time between actions: transfers between stages, and a rank's overhead before an action.
 
-Both are computed from the traces of monitored steps. Every rank has its own clock and its own start of a step. Two
-ranks that send each other something bound the difference of their clocks from both sides, as in the Network Time
-Protocol (RFC 5905, section 8): the shortest way there and the shortest way back are taken to last equally long.
+Both are computed from the traces of monitored steps. Every rank has its own clock and its own start of a step. Messages
+in both directions between two ranks bound the difference of their clocks from both sides, as in the Network Time
+Protocol (RFC 5905, section 8). The shortest times of the two directions are assumed to be equal.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule, SendWait
 __all__ = ["NO_GAPS", "Gaps", "aligned", "complete_steps", "local_traces", "measure_gaps"]
 
 _MOST_INTERVALS = 4_096
-"""Of a rank: 32 KB of what it sends, unless a single step has more."""
+"""Most intervals that a rank sends: 32 KB. A single step may have more."""
 
 
 class Gaps(NamedTuple):
-    """Milliseconds. ``communication``: on edges between stages, from the source's end to the receive's.
+    """Times between actions, in ms.
 
-    ``overhead``: before an action that waits for nobody, from the end of the one before it on its rank. ``waits``: from
-    the end of an action to one of another rank that waits until what it sent is received (``SendWait``).
+    ``communication`` is the time on edges between stages, from the end of the source to the end of the receive.
+    ``overhead`` is the time between an action and the previous one of its rank if the action does not wait. ``waits``
+    is the time between the end of an action and an action of another rank that waits for its receive (``SendWait``).
     """
 
     communication: Mapping[tuple[Action, Action], float] = MappingProxyType({})
@@ -35,7 +36,7 @@ class Gaps(NamedTuple):
     waits: Mapping[tuple[Action, Action], float] = MappingProxyType({})
 
     def to_json(self) -> dict[str, dict[str, float]]:
-        """As the planner's INPUT object has them; ``waits`` only where there are any."""
+        """Return the fields of the planner's INPUT object; ``waits`` only if there are any."""
         return {
             "communication": _edges_to_json(self.communication),
             "overhead": {str(action): ms for action, ms in self.overhead.items()},
@@ -43,7 +44,7 @@ class Gaps(NamedTuple):
         }
 
     def renamed(self, rename: Callable[[Action], Action], actions: Container[Action]) -> Gaps:
-        """The same for an order whose actions have other names; what is not among its ``actions`` is left out."""
+        """Rename the actions for another order, and drop those that are not among its ``actions``."""
 
         def renamed_edges(of: Mapping[tuple[Action, Action], float]) -> dict[tuple[Action, Action], float]:
             edges = {(rename(source), rename(target)): ms for (source, target), ms in of.items()}
@@ -74,14 +75,14 @@ def _edges_from_json(data: Mapping[str, float]) -> dict[tuple[Action, Action], f
 
 
 def local_traces(timer: ActionTimer, phase: str, microbatches: int) -> tuple[tuple[int, Trace], ...]:
-    """The newest steps of this rank with their numbers, few enough to be sent to others."""
+    """Return the newest steps of this rank with their numbers, few enough to send."""
     traces = timer.traces(phase, microbatches)
     longest = max((len(trace) for _, trace in traces), default=0)
     return traces[-max(1, _MOST_INTERVALS // longest) :] if longest else ()
 
 
 def complete_steps(schedule: PipelineSchedule, ranks: Sequence[Sequence[tuple[int, Trace]]]) -> list[Trace]:
-    """The steps that every rank of the pipeline has a trace of, all ranks' intervals together, unaligned.
+    """Return the steps that every rank of the pipeline has traced, with all ranks' intervals, on unaligned clocks.
 
     ``ranks`` has each rank's newest steps with their numbers.
     """
@@ -94,9 +95,10 @@ def complete_steps(schedule: PipelineSchedule, ranks: Sequence[Sequence[tuple[in
 
 
 def measure_gaps(schedule: PipelineSchedule, steps: Sequence[Trace]) -> Gaps:
-    """Gaps of a schedule from complete steps; none without any.
+    """Measure the gaps of a schedule from complete steps. Without steps there are no gaps.
 
-    All microbatches of a stage send the same sizes, so one median serves them all, forwards and backwards apart.
+    All microbatches of a stage send the same sizes, so one median serves all of them, separately for forwards and
+    backwards.
     """
     before = {action: previous for rank in schedule.ranks for previous, action in pairwise(rank)}
     source = {target: source for source, target in schedule.transfers()}
@@ -112,7 +114,7 @@ def measure_gaps(schedule: PipelineSchedule, steps: Sequence[Trace]) -> Gaps:
             free = on_one_clock[before[action]].end_ms if action in before else began[rank_of[action]]
             needed = posted.get(action, []) + ([source[action]] if action in source else [])
             ready = max((on_one_clock[other].end_ms for other in needed), default=-math.inf)
-            if action in before or ready > free:  # else it waited for its rank to begin the step
+            if action in before or ready > free:  # otherwise it waited for its rank to begin the step
                 lag = _Lag(max(0.0, interval.start_ms - max(free, ready)), ready - free)
                 lags.setdefault((action.stage, action.kind), []).append(lag)
     transfer = {group: _transfer(of_group) for group, of_group in lags.items()}
@@ -125,15 +127,15 @@ def measure_gaps(schedule: PipelineSchedule, steps: Sequence[Trace]) -> Gaps:
 
 
 def _holds(wait: SendWait, steps: Sequence[Mapping[Action, Interval]]) -> bool:
-    """Whether steps on one clock show it: a small message may be on its way before its receiver takes it."""
+    """Return whether the steps, on one clock, show the wait. Small messages are buffered and do not wait."""
     late = median(step[wait.blocked].start_ms - step[wait.posted].end_ms for step in steps)
     return late is not None and late >= 0.0
 
 
 class _Lag(NamedTuple):
-    """What passed before an action began, once its rank was free and its input ready: ms.
+    """The time in ms before an action began, after its rank was free and its input was ready.
 
-    ``waited`` is how long the rank was free before the input was ready, negative where the input was there first.
+    ``waited`` is the time that the rank was free before the input was ready. It is negative if the input was first.
     """
 
     ms: float
@@ -141,19 +143,19 @@ class _Lag(NamedTuple):
 
 
 def _transfer(lags: Sequence[_Lag]) -> float:
-    """Where the rank waited for its input, the lag is the transfer. Where it never did, no transfer was longer."""
+    """Return the transfer time: the lag of actions that waited for their input, or else the lag, a bound."""
     waited = median(lag.ms for lag in lags if lag.waited > 0.0)
     return (median(lag.ms for lag in lags) or 0.0) if waited is None else waited
 
 
 def _overhead(lags: Sequence[_Lag], transfer: float) -> float:
-    """Where the input had come before the rank was free, the lag is the rank's own. Else the shortest bounds it."""
+    """Return the rank's overhead: the lag of actions whose input came first. Otherwise the shortest lag bounds it."""
     own = median(lag.ms for lag in lags if -lag.waited >= transfer)
     return min(lag.ms for lag in lags) if own is None else own
 
 
 def aligned(schedule: PipelineSchedule, step: Trace) -> tuple[dict[Action, Interval], dict[int, float]]:
-    """The step on the clock of one rank, and when each rank began it there, ms."""
+    """Return the step on the clock of one rank, and the time in ms at which each rank began it."""
     rank_of = _rank_of(schedule)
     ahead = _clocks(schedule, step, rank_of)
     on_one_clock = {
@@ -168,7 +170,7 @@ def _rank_of(schedule: PipelineSchedule) -> dict[Action, int]:
 
 
 def _clocks(schedule: PipelineSchedule, step: Trace, rank_of: Mapping[Action, int]) -> dict[int, float]:
-    """How far each rank's clock is ahead of rank 0's, ms."""
+    """Return how far each rank's clock is ahead of rank 0's, in ms."""
     shortest: dict[tuple[int, int], float] = {}
     for source, target in schedule.transfers():
         way = rank_of[source], rank_of[target]
