@@ -43,7 +43,7 @@ check: $(VENV)/ready
 fuzz: SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
 fuzz: $(VENV)/ready
 	@echo "To repeat this run: make fuzz SEED=$(SEED)"
-	$(RUN) tests/fuzzing.py --cases 10000 --seed $(SEED)
+	$(RUN) tests/helpers/fuzzing.py --cases 10000 --seed $(SEED)
 	$(RUN) -m pytest -m hypothesis --hypothesis-profile=explore --hypothesis-seed=$(SEED)
 
 # Killed and stopped ranks, full disks, damaged checkpoints, NaN, clocks that jump, random events: every host.

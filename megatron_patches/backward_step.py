@@ -1,8 +1,8 @@
 """``megatron.core.pipeline_parallel.schedules.backward_step``: one microbatch's backward through one model chunk.
 
-Why here: all three schedules run every backward through it. It is told neither the chunk nor the microbatch, only the
-tensor that the forward returned, so the forward tags that tensor. What it does not cover:
-``backward_step_multimodule`` (0.17 on), whose tensors come in dicts and take no tag.
+Why here: all three schedules run every backward through it. Its arguments name neither the chunk nor the microbatch,
+only the tensor that the forward returned, so the forward tags that tensor. Not covered: ``backward_step_multimodule``
+(0.17 on), whose tensors come in dicts and take no tag.
 
 Versions: run on 0.16.1 (with ``model_type``) and 0.19.2 (without); read in 0.17.1 and 0.18.1 (without).
 """

@@ -1,9 +1,9 @@
-"""``megatron.training.checkpointing``: what a Megatron-LM checkpoint holds besides model and optimizer.
+"""``megatron.training.checkpointing``: adds our state to a Megatron-LM checkpoint.
 
-Why here: ``generate_state_dict`` makes what ``save_checkpoint`` writes, in every format; entries that are not sharded
-go to rank 0's common part. ``_load_base_checkpoint`` returns what was read, before ``load_checkpoint`` takes out what
-it knows. Both are looked up in their own module when they are called. What it does not cover: Megatron's ``local``
-and FSDP checkpoints, which have been read only.
+Why here: ``generate_state_dict`` returns the dict that ``save_checkpoint`` writes, in every format. Entries that are
+not sharded go to rank 0's common part. ``_load_base_checkpoint`` returns the dict that was read, before
+``load_checkpoint`` removes its own entries. Both are looked up in their own module when they are called. Not covered:
+Megatron's ``local`` and FSDP checkpoints, whose code was read but not run.
 
 Versions: run on Megatron-LM 0.16.1; read in 0.19.0 and main, the same names.
 """
@@ -21,9 +21,9 @@ LOAD = Patch(_MODULE, "_load_base_checkpoint", "rank0")
 
 
 def apply(key: str, to_save: Callable[[], Any], loaded: Callable[[Any], None]) -> None:
-    """Save what ``to_save()`` returns under ``key`` (nothing for None), and hand what a checkpoint has to ``loaded``.
+    """Save the value of ``to_save()`` under ``key`` (nothing for None), and pass a checkpoint's value to ``loaded``.
 
-    ``loaded`` is not called for reads that only look at a checkpoint's arguments.
+    ``loaded`` is not called when only a checkpoint's arguments are read.
     """
 
     def save(run: Callable[[], Any]) -> Any:

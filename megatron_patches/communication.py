@@ -1,8 +1,8 @@
-"""``megatron.core.pipeline_parallel.p2p_communication._batched_p2p_ops`` and ``_p2p_ops``: sends and receives begin.
+"""``megatron.core.pipeline_parallel.p2p_communication._batched_p2p_ops`` and ``_p2p_ops``: start sends and receives.
 
-Why here: every schedule communicates through one of the two, which start the transfers and return what is waited for.
-What is computed before they return is computed while the rank would wait. What it does not cover:
-``use_ring_exchange_p2p``, which waits by itself.
+Why here: every schedule communicates through one of the two. They start the transfers and return the requests on which
+the rank then waits. Work that runs before they return therefore overlaps the transfers. Not covered:
+``use_ring_exchange_p2p``, which waits inside.
 
 Versions: run on 0.16.1 and 0.19.2, the same arguments.
 """

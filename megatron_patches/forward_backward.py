@@ -1,9 +1,9 @@
 """``megatron.core.pipeline_parallel.schedules.forward_backward_*``: one batch through the pipeline.
 
-Why here: only these functions know whether a batch trains or evaluates (``forward_only``), and how many microbatches
-it has. ``get_forward_backward_func`` looks them up in the module when it is called, so wrapping them works for
-scripts that have imported that function by name, as Megatron-LM's training loop does. What it does not cover: a loop
-that called ``get_forward_backward_func`` before this patch and kept the result; ``tf_adapters.megatron`` warns then.
+Why here: only these functions know whether a batch trains or evaluates (``forward_only``), and its number of
+microbatches. ``get_forward_backward_func`` looks them up in the module when it is called. Wrapping them therefore works
+for scripts that have imported that function by name, as Megatron-LM's training loop does. Not covered: a loop that
+called ``get_forward_backward_func`` before this patch and kept the result; ``tf_adapters.megatron`` then warns.
 
 Versions: run on 0.16.1 and 0.19.2; read in 0.17.1 and 0.18.1, the same keyword arguments.
 """

@@ -1,7 +1,7 @@
 """``megatron.training.training.setup_model_and_optimizer``: model, optimizer and checkpoint of a Megatron-LM script.
 
-Why here: it is the last thing before training that has all of them, and ``pretrain``, in the same module, looks it up
-when it is called. What it does not cover: loops that build their model otherwise, which can call
+Why here: it is the last function before training that has all three, and ``pretrain``, in the same module, looks it up
+when it is called. Not covered: loops that build their model in another way, which can call
 ``tf_adapters.megatron.attach``.
 
 Versions: run on Megatron-LM 0.16.1; read in 0.19.0 and main: other arguments, the same three results.

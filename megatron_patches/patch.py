@@ -1,4 +1,4 @@
-"""A function of a module that is replaced, with a way back."""
+"""Replace a function of a module, and restore it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """Return a getter of one argument of calls to ``function``, by position or by name, or else its default.
+    """Return a function that reads one argument from a call of ``function``: by position, by name, or its default.
 
-    Cheaper than binding the signature in every call: these functions are called for every microbatch. A wrapper that
-    takes any name (ms-swift's ``_batched_p2p_ops(**kwargs)``) is called with names.
+    It is cheaper than binding the signature in every call, and these functions are called for every microbatch. A
+    wrapper that takes any name, such as ms-swift's ``_batched_p2p_ops(**kwargs)``, is called with names.
     """
     parameters = inspect.signature(function).parameters
     if name not in parameters:
@@ -28,10 +28,10 @@ def argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ..
 
 
 class Patch:
-    """Replaces ``module.symbol`` by a wrapper of it, once, until ``revert``.
+    """Replaces ``module.symbol`` by a wrapper until ``revert``.
 
-    The module looks its own globals up when it calls them, so it does not matter who imported what before. A symbol
-    that others import by name must not be patched this way.
+    A module looks up its own globals at each call, so the order of imports does not matter. A symbol that other modules
+    import by name must not be patched this way.
 
     Args:
         module: the module's full name.
@@ -53,9 +53,9 @@ class Patch:
         return self._original is not None
 
     def apply(self, wrapper: Wrapper) -> None:
-        """Replace the symbol by ``wrapper(original)``. Do nothing if it is replaced already.
+        """Replace the symbol by ``wrapper(original)``. Do nothing if it is already replaced.
 
-        Raises UnsupportedError, naming the path, where there is no such module or symbol.
+        Raises UnsupportedError, which names the path, if the module or symbol does not exist.
         """
         if self.applied:
             return
@@ -67,7 +67,7 @@ class Patch:
     def handle(self, handler: Callable[..., Any]) -> None:
         """Let ``handler(run, *arguments)`` answer every call.
 
-        ``run()`` makes the host's own call; ``arguments`` are the values of the patch's ``arguments`` in this call.
+        ``run()`` makes the original call. ``arguments`` are the values of the patch's ``arguments`` in this call.
         """
 
         def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,7 +82,7 @@ class Patch:
         self.apply(wrapper)
 
     def check(self) -> Callable[..., Any]:
-        """Return the symbol as it is now. Raises UnsupportedError, naming the symbol or argument that is missing."""
+        """Return the current symbol. Raises UnsupportedError, which names the missing symbol or argument."""
         function: Any = getattr(self._owner(), self._name, None)
         problem = None
         if not callable(function):
@@ -96,14 +96,14 @@ class Patch:
         return function  # type: ignore[no-any-return]
 
     def check_revert(self) -> None:
-        """Raise UnsupportedError if other code has wrapped the symbol since: putting it back would undo theirs."""
+        """Raise UnsupportedError if other code has wrapped the symbol since, because a revert would undo that."""
         if self.applied and getattr(self._owner(), self._name, None) is not self._replacement:
             raise UnsupportedError(
                 f"timely_freeze cannot be taken back: {self.path} was replaced by other code; take that back first"
             )
 
     def revert(self) -> None:
-        """Put the original back, if the symbol is replaced. Raises UnsupportedError as ``check_revert``."""
+        """Restore the original if the symbol is replaced. Raises UnsupportedError as ``check_revert`` does."""
         self.check_revert()
         if self._original is not None:
             setattr(self._owner(), self._name, self._original)
@@ -114,7 +114,7 @@ class Patch:
         return self.symbol.rpartition(".")[2]
 
     def _owner(self) -> Any:
-        """The module, or the class in it whose method is replaced; None where there is no such class."""
+        """Return the module, or the class in it whose method is replaced; None if the class does not exist."""
         owner = self._import()
         for part in self.symbol.split(".")[:-1]:
             owner = getattr(owner, part, None)
@@ -130,7 +130,7 @@ class Patch:
 
 
 def handle_all(handlers: Mapping[Patch, Callable[..., Any]]) -> None:
-    """Let each handler answer the calls of its patch. Raises UnsupportedError as ``check``, with none replaced."""
+    """Let each handler answer the calls of its patch. If a ``check`` fails, it raises and nothing is replaced."""
     for patch in handlers:
         patch.check()
     for patch, handler in handlers.items():
@@ -138,7 +138,7 @@ def handle_all(handlers: Mapping[Patch, Callable[..., Any]]) -> None:
 
 
 def revert_all(patches: Iterable[Patch]) -> None:
-    """Put all originals back. Raises UnsupportedError as ``check_revert``."""
+    """Restore all originals. Raises UnsupportedError as ``check_revert`` does."""
     for patch in patches:
         patch.revert()
 

@@ -1,8 +1,8 @@
-"""``TrainState`` of Megatron-Bridge: what each of its checkpoints says of how far the run has come.
+"""``TrainState`` of Megatron-Bridge: the progress of a run, which every checkpoint holds.
 
-Why here: ``save_checkpoint`` writes what ``state_dict`` returns, whatever the format and wherever it goes: at once or
-later by another process, on a disk or in an object store, global or local. ``load_checkpoint`` makes a new TrainState
-of it. Both take any further entry: a checkpoint with ours loads without us, and one without it with us.
+Why here: ``save_checkpoint`` writes the value of ``state_dict`` in every format and place: at once or later by another
+process, on a disk or in an object store, global or local. ``load_checkpoint`` makes a new TrainState from it. Both
+accept further entries, so a checkpoint with our entry loads without this package, and one without it loads with it.
 
 Versions: run on Megatron-Bridge 0.3.1; read in 0.3.0, 0.4.2, 0.5.1, 0.6.2 and main, the same names.
 """
@@ -20,10 +20,10 @@ LOAD = Patch(_MODULE, "TrainState.load_state_dict", "self", "state_dict")
 
 
 def apply(key: str, to_save: Callable[[Any], Any]) -> None:
-    """Save what ``to_save(train_state)`` returns, a tensor, under ``key`` (nothing for None).
+    """Save the tensor that ``to_save(train_state)`` returns under ``key`` (nothing for None).
 
-    A TrainState that was loaded has it as the attribute ``key`` (None without one): so it reaches the other ranks,
-    where rank 0 reads a checkpoint and sends the object.
+    A loaded TrainState has it as the attribute ``key``, or None. It thus reaches all ranks when rank 0 reads a
+    checkpoint and sends the object.
     """
 
     def save(run: Callable[[], Any], train_state: Any) -> Any:

@@ -39,15 +39,15 @@ HOST_TESTS = {
     "torch": "torch and not titan",
     "torchtitan": "titan",
 }
-CONTRACT = ("test_contract.py", "test_contract_attaching.py", "test_torchtitan.py")
+CONTRACT = ("hosts/contract", "trainers/test_torchtitan.py")
 OF_TRAINERS = {
-    "megatron-bridge": "test_megatron_bridge.py",
-    "ms-swift": "test_swift.py",
-    "slime": "test_slime.py",
-    "nemo-automodel": "test_automodel.py",
+    "megatron-bridge": "trainers/test_bridge.py",
+    "ms-swift": "trainers/test_swift.py",
+    "slime": "trainers/test_slime.py",
+    "nemo-automodel": "trainers/test_automodel.py",
 }
 """Each runs its trainings once, in two processes of its own: all that the trainer's contract asks."""
-OF_LAYERS = {ENGINE.package: "test_transformer_engine_on_cpu.py"}
+OF_LAYERS = {ENGINE.package: "unit/testing/test_transformer_engine_on_cpu.py"}
 """Its own Python, without a GPU."""
 CHECKOUTS = {"slime": ("SLIME_SOURCE", "MEGATRON_LM_SOURCE")}
 """What no package index has, by the variables that name its folders."""

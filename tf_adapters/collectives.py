@@ -1,7 +1,7 @@
-"""Decisions that every rank takes together: gathered, decided on one rank, broadcast.
+"""Decisions of all ranks together: values are gathered, one rank decides, the decision is broadcast.
 
-A rank that fails locally must not leave the others waiting in a collective, so errors travel as values and every
-rank learns of them at the same point.
+A rank that fails must not leave other ranks waiting in a collective. Errors therefore travel as values, and every rank
+learns of them at the same point.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _SHORT = 512
-"""Bytes of a message up to which padding costs less than another collective."""
+"""For messages up to this size, in bytes, padding costs less than another collective."""
 
 _TAG = 7_411
-"""Of our sends, so that no receive of the host takes them, where the backend knows tags."""
+"""Tag of our sends; the host's receives do not match it, if the backend knows tags."""
 
 
 class RemoteError(TimelyFreezeError, RuntimeError):
@@ -34,40 +34,40 @@ class RemoteError(TimelyFreezeError, RuntimeError):
 
 
 class Collectives(Protocol):
-    """What the controller needs of a process group. Every method is called on all ranks at the same point.
+    """The communication that the controller needs. Every method is called on all ranks at the same point.
 
     Values are pickled, so floats stay float64. Equal values of several ranks may arrive as one object: do not change
-    what you are given.
+    received values.
     """
 
     rank: int
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank, on every rank."""
+        """Return every rank's value, by rank, on every rank."""
 
     def collect(self, value: Any) -> list[Any] | None:
-        """Every rank's value, by rank, on rank 0; None on the others."""
+        """Return every rank's value, by rank, on rank 0; None on other ranks."""
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value on every rank."""
 
     def scatter(self, values: Sequence[Any] | None) -> Any:
-        """This rank's of rank 0's values, which are one for each rank; the others give None."""
+        """Return this rank's entry of rank 0's ``values``, one per rank. Other ranks pass None."""
 
     def close(self) -> None:
-        """Let go of what was made for them; nothing can be sent afterwards."""
+        """Free the process group. No method may be called afterwards."""
 
 
 class ProcessGroupCollectives:
-    """Collectives of the ranks of a torch process group (all ranks by default), over a gloo group of their own.
+    """Collectives of the ranks of a torch process group (all ranks by default), over a separate gloo group.
 
-    Nothing of ours is then on the device, and no message waits in the queue of the host's backend or for its watchdog.
-    Messages wait as long as the host's, so that ranks end as soon after one is lost. Make one on all ranks of ``group``
-    at the same point.
+    With gloo, our messages use no device memory and do not enter the queue or the watchdog of the host's backend. Their
+    timeout is the host's, so ranks end as soon as the host's would after a rank is lost. Create it on all ranks of
+    ``group`` at the same point.
 
-    Ranks first compare digests: of equal values, as replicas have them, one is sent. What all ranks get travels to all
-    of them: short values at once, padded to the longest; each long one by itself in its own length, compressed. What
-    rank 0 collects travels to it alone: nothing that another rank gets grows with their number.
+    Ranks first compare digests, so that equal values, which replicas have, are sent once. ``gather`` sends short values
+    in one collective, padded to the longest, and broadcasts each long value separately, compressed. ``collect`` sends
+    values to rank 0 only: the traffic of other ranks does not grow with the number of ranks.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -127,31 +127,31 @@ class ProcessGroupCollectives:
     def close(self) -> None:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
-            with contextlib.suppress(ValueError):  # the host has destroyed all groups but its own
+            with contextlib.suppress(ValueError):  # the host has destroyed our group
                 dist.destroy_process_group(group)
 
     def _gather_bytes(self, content: bytes, width: int) -> list[bytes]:
-        """Every rank's content, padded to ``width`` bytes."""
+        """Gather every rank's content, padded to ``width`` bytes."""
         received = torch.empty(self._size, width, dtype=torch.uint8)
         dist.all_gather(list(received.unbind()), self._tensor(content, width), group=self._group)
         data = received.numpy().tobytes()
         return [data[start : start + width] for start in range(0, len(data), width)]
 
     def _broadcast_bytes(self, content: bytes, length: int, source: int) -> bytes:
-        """``length`` bytes of rank ``source``, on all ranks."""
+        """Broadcast ``length`` bytes of rank ``source``."""
         tensor = self._tensor(content if self.rank == source else b"", length)
         dist.broadcast(tensor, src=self._global(source), group=self._group)
         return tensor.numpy().tobytes()
 
     def _headers_at_first(self, header: bytes) -> list[bytes]:
-        """Every rank's header on rank 0; nothing on the others."""
+        """Gather every rank's header on rank 0; return an empty list on other ranks."""
         received = torch.empty(self._size if self.rank == 0 else 0, len(header), dtype=torch.uint8)
         parts = list(received.unbind()) if self.rank == 0 else None
         dist.gather(self._tensor(header, len(header)), parts, dst=self._global(0), group=self._group)
         return [row.tobytes() for row in received.numpy()]
 
     def _scatter_bytes(self, contents: Sequence[bytes], width: int) -> bytes:
-        """This rank's of rank 0's contents, padded to ``width`` bytes."""
+        """Return this rank's entry of rank 0's contents, padded to ``width`` bytes."""
         received = torch.empty(width, dtype=torch.uint8)
         parts = [self._tensor(content, width) for content in contents] if self.rank == 0 else None
         dist.scatter(received, parts, src=self._global(0), group=self._group)
@@ -162,7 +162,7 @@ class ProcessGroupCollectives:
         dist.send(tensor, dst=self._global(0), group=self._group, tag=_TAG)
 
     def _receive(self, lengths: Mapping[int, int]) -> dict[int, bytes]:
-        """What other ranks send to rank 0, by rank, in bytes of these lengths."""
+        """Receive on rank 0 a message of given length, in bytes, from each of some ranks."""
         received = {source: torch.empty(length, dtype=torch.uint8) for source, length in lengths.items()}
         works = [
             dist.irecv(tensor, src=self._global(source), group=self._group, tag=_TAG)
@@ -182,7 +182,7 @@ class ProcessGroupCollectives:
 
 
 def _gloo_group(group: Any) -> Any:
-    """A gloo group of the ranks of ``group``, which need no other rank for it."""
+    """Create a gloo group of the ranks of ``group``. Other ranks need not take part."""
     ranks = None if group is None else dist.get_process_group_ranks(group)
     try:
         return dist.new_group(
@@ -196,14 +196,14 @@ def _gloo_group(group: Any) -> Any:
 
 
 def _timeout(group: Any) -> timedelta | None:
-    """How long the messages of ``group`` (all ranks by default) wait; None, torch's default, where it does not say."""
+    """Return the timeout of ``group`` (all ranks by default), or None, torch's default, if it has none."""
     group = group or dist.group.WORLD
     options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
     return max((limit for of in options if (limit := getattr(of, "_timeout", None)) is not None), default=None)
 
 
 def holds_first_rank(group: Any = None) -> bool:
-    """Whether rank 0 of the job is in ``group`` (all ranks by default), one of groups that no two share a rank."""
+    """Return whether rank 0 of the job is in ``group`` (all ranks by default). Groups must be disjoint."""
     return 0 in dist.get_process_group_ranks(group)
 
 
@@ -225,18 +225,19 @@ class SingleProcess:
         return None if values is None else values[0]
 
     def close(self) -> None:
-        """Nothing was made."""
+        """There is nothing to free."""
 
 
 def on_all_ranks(collectives: Collectives, function: Callable[[], T]) -> list[T]:
-    """Run ``function`` on every rank and return every rank's value; if it fails on any, raise the same on all."""
+    """Run ``function`` on every rank and return every rank's value. If a rank fails, raise the same error on all."""
     return _values(collectives.gather(_attempt(function)))
 
 
 def decide_from_all(collectives: Collectives, local: Callable[[], T], decide: Callable[[list[T]], R]) -> R:
-    """Run ``local`` on every rank and ``decide`` with all their values on rank 0; return what it decides on every rank.
+    """Run ``local`` on every rank and ``decide`` with all values on rank 0; return the decision on every rank.
 
-    If anything fails, raise the same error on all. Costs less than ``on_all_ranks``: values travel to one rank only.
+    If one of them fails, raise the same error on all ranks. It costs less than ``on_all_ranks``, since values travel to
+    one rank only.
     """
     outcomes = collectives.collect(_attempt(local))
     decided = None if outcomes is None else _attempt(lambda: decide(_values(outcomes)))
@@ -244,7 +245,7 @@ def decide_from_all(collectives: Collectives, local: Callable[[], T], decide: Ca
 
 
 def share_from_all(collectives: Collectives, local: Callable[[], T], decide: Callable[[list[T]], Sequence[R]]) -> R:
-    """As ``decide_from_all``, but rank 0 decides something for each rank, and every rank gets its own."""
+    """As ``decide_from_all``, but ``decide`` returns one value per rank, and each rank receives only its value."""
     outcomes = collectives.collect(_attempt(local))
     shares = None
     if outcomes is not None:
@@ -254,9 +255,9 @@ def share_from_all(collectives: Collectives, local: Callable[[], T], decide: Cal
 
 
 def to_first_rank(collectives: Collectives, local: Callable[[], T]) -> list[T] | None:
-    """Run ``local`` on every rank; all their values on rank 0, None on the others, which wait for nothing more.
+    """Run ``local`` on every rank. Return all values on rank 0 and None on other ranks, which do not wait for rank 0.
 
-    If it fails on any rank, raise on rank 0 alone.
+    If a rank fails, only rank 0 raises.
     """
     outcomes = collectives.collect(_attempt(local))
     return None if outcomes is None else _values(outcomes)
@@ -272,7 +273,7 @@ _Outcome = tuple[Any, _Failure | None]
 
 
 def _attempt(function: Callable[[], T]) -> tuple[T | None, _Failure | None]:
-    """The function's value, or what it failed with as plain data: never an exception."""
+    """Return the function's value, or its error as plain data. Never raises."""
     try:
         return function(), None
     except TimelyFreezeError as error:
@@ -290,7 +291,7 @@ def _value_of(outcome: _Outcome) -> Any:
 
 
 def _values(outcomes: list[_Outcome]) -> list[Any]:
-    """The values of all ranks, or one error for what failed on some."""
+    """Return the values of all ranks; raise one error if some ranks failed."""
     failures = {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure is not None}
     if failures:
         raise _together(failures, len(outcomes))
@@ -298,7 +299,7 @@ def _values(outcomes: list[_Outcome]) -> list[Any]:
 
 
 def _together(failures: dict[int, _Failure], size: int) -> TimelyFreezeError:
-    """One error for what failed on some ranks: the common text if all say the same, else each rank's own."""
+    """Join the errors of ranks: their common text if all ranks have the same error, else each rank's text."""
     if len(failures) == size and len(set(failures.values())) == 1:
         kind, text = failures[next(iter(failures))]
         return kind(text)
@@ -308,7 +309,7 @@ def _together(failures: dict[int, _Failure], size: int) -> TimelyFreezeError:
 
 
 def _header(message: bytes) -> bytes:
-    """Its length and its digest: what ranks compare."""
+    """Return the message's length and digest, which ranks compare."""
     return len(message).to_bytes(8, "little") + hashlib.blake2b(message, digest_size=16).digest()
 
 
@@ -317,7 +318,7 @@ def _length(header: bytes) -> int:
 
 
 def _first_of_each(headers: Sequence[bytes]) -> dict[bytes, int]:
-    """The first rank that has each of the messages."""
+    """Map each header to the first rank that has it."""
     sources: dict[bytes, int] = {}
     for rank, header in enumerate(headers):
         sources.setdefault(header, rank)
@@ -325,7 +326,7 @@ def _first_of_each(headers: Sequence[bytes]) -> dict[bytes, int]:
 
 
 def _packed(value: Any) -> bytes:
-    """The pickled value; compressed, where it is long. The first byte says which."""
+    """Pickle a value and compress it if it is long. The first byte says whether it is compressed."""
     data = pickle.dumps(value)
     return b"p" + data if len(data) < _SHORT else b"z" + zlib.compress(data, 1)
 

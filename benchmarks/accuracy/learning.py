@@ -148,9 +148,9 @@ class Freezing:
     """The masks that training draws, on a network that is in one piece."""
 
     def __init__(self, model: Any, ratios: Ratios, seed: int) -> None:
-        from tf_adapters.masking.parameters import ParameterMask
         from tf_adapters.selection.masks import StageMasks
         from tf_adapters.testing.plans import tensor_units
+        from tf_adapters.weight_gradients.parameters import ParameterMask
 
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         stages: list[dict[str, Any]] = [{}, {}]

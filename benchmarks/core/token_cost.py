@@ -16,8 +16,8 @@ import torch
 from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
 from benchmarks.shared.measuring import keep_freed_memory, machine
-from tf_adapters.masking.taps import linear_gradient
-from tf_adapters.masking.tokens import TokenSampler
+from tf_adapters.weight_gradients.taps import linear_gradient
+from tf_adapters.weight_gradients.tokens import TokenSampler
 
 RESULTS = result_file("core/token_cost.json")
 PAGE = ROOT / "docs" / "tokens.md"

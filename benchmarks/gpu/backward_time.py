@@ -10,9 +10,9 @@ import numpy as np
 
 from benchmarks.gpu.parts import PICTURES, Check, Options, Part, no_gpu
 from benchmarks.gpu.pipeline import Training
+from tf_adapters.measuring.phase import Phase
 from tf_adapters.schedule.ir import Kind
 from tf_adapters.testing import force_plan
-from tf_adapters.timing.phase import Phase
 
 SHARES = tuple(tenth / 10 for tenth in range(10))
 

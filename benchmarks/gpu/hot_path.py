@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.parts import WAYS, Check, Options, Part, no_gpu
 from benchmarks.gpu.pipeline import Training
+from tf_adapters.measuring.phase import Phase
 from tf_adapters.schedule.ir import Kind
 from tf_adapters.testing.paired import on_and_off
-from tf_adapters.timing.phase import Phase
 
 PROFILED = 3  # steps
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from benchmarks.gpu.parts import WAYS, Check, Options, Part, no_gpu
 from benchmarks.gpu.pipeline import LLAMA_1B, TINY, Training, smaller
 from benchmarks.gpu.transfers import through_host_memory
-from tf_adapters.timing.phase import Phase
+from tf_adapters.measuring.phase import Phase
 
 COMPARED = 4  # steps at freeze ratio 0 whose losses are compared
 MONITORED: dict[str, Any] = {"warmup_steps": 2, "monitoring_steps": 12, "progressive_steps": 2, "replan_interval": 4}

@@ -17,9 +17,9 @@ from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
 from benchmarks.shared.measuring import machine
 from benchmarks.shared.trainings import HOSTS, RANKS, Size, setup, start
+from tf_adapters.measuring.phase import Phase
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.paired import Freezing
-from tf_adapters.timing.phase import Phase
 
 RESULTS = result_file("hosts/memory.json")
 PAGE = ROOT / "docs" / "deferral.md"

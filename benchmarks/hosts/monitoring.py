@@ -22,11 +22,11 @@ from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import result_file, write_json
 from benchmarks.shared.measuring import aligned, machine
 from benchmarks.shared.trainings import HOSTS, RANKS, setup, start
+from tf_adapters.measuring.freeze_response import StageTimes, measured_times
+from tf_adapters.measuring.timer import ActionTimer, HostClock, Sample
 from tf_adapters.schedule.ir import Action
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.paired import Freezing, in_rotation
-from tf_adapters.timing.freeze_response import StageTimes, measured_times
-from tf_adapters.timing.timer import ActionTimer, HostClock, Sample
 
 STEPS = 80
 LENGTHS = (10, 20, 40, STEPS)

@@ -22,15 +22,15 @@ from benchmarks.language_model.tasks import PRETRAINING, TASKS, Rows, Task, rows
 from benchmarks.language_model.ways import DRAWING, MICROBATCHES, WAYS, Way, planned, problem, speedup
 from benchmarks.shared.files import ROOT
 from tf_adapters.hosts.units import units_of
-from tf_adapters.masking.gradient_noise import GradientNoise
-from tf_adapters.masking.taps import RowSampler, StageTaps, plain_layer
-from tf_adapters.masking.tokens import Chosen, TokenSampler
-from tf_adapters.masking.tokens import Rows as TokenRows
 from tf_adapters.planner.frontier import best_point
 from tf_adapters.planner.learning import Learning
 from tf_adapters.planner.solve import solve
 from tf_adapters.selection.masks import Mask, StageMasks
 from tf_adapters.training.step_masks import StepMasks
+from tf_adapters.weight_gradients.gradient_noise import GradientNoise
+from tf_adapters.weight_gradients.taps import RowSampler, StageTaps, plain_layer
+from tf_adapters.weight_gradients.tokens import Chosen, TokenSampler
+from tf_adapters.weight_gradients.tokens import Rows as TokenRows
 
 WARMUP = 20
 LOOK_EACH, PROBES = 20, (8, 12, 16)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from benchmarks.language_model.network import STAGES
+from tf_adapters.measuring.token_cost import TokenCost
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.learning import Learning
 from tf_adapters.planner.problem import PlanProblem, most_of_a_microbatch
 from tf_adapters.planner.solve import solve
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.orders import one_forward_one_backward
-from tf_adapters.timing.token_cost import TokenCost
 
 MICROBATCHES = 8
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = 1.0, 1.2, 1.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tf_adapters.measuring.phase import Phase
 from tf_adapters.planner.forecast import disappears, planned_dag, stable_durations
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.solve import plan
@@ -26,7 +27,6 @@ from tf_adapters.simulate.model_costs import (
     split_layers,
     stage_costs,
 )
-from tf_adapters.timing.phase import Phase
 from tf_adapters.training.phases import PhaseSchedule
 
 MAX_FREEZE_RATIO = 0.8

@@ -104,6 +104,8 @@ def main() -> None:
 
     if args.save_dir:
         engine.save_checkpoint(args.save_dir)
+    # DeepSpeed keeps groups alive until Python ends. A gloo thread that frees a tensor then would abort the process.
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tf_adapters.measuring.estimates import median
+from tf_adapters.measuring.timer import ActionTimer, clock_for
 from tf_adapters.schedule.ir import Action, Kind
-from tf_adapters.timing.estimates import median
-from tf_adapters.timing.timer import ActionTimer, clock_for
 
 WARM_UP = 3
 _PHASE = "costs"

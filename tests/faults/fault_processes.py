@@ -178,9 +178,9 @@ def fault_torchrun_starts_the_ranks_again(host: str, tmp_path: Path) -> None:
     """``--max-restarts``: the job goes on from its checkpoint, frozen as before."""
     import launching
 
-    tests = str(Path(__file__).resolve().parents[1])
+    tests = Path(__file__).resolve().parents[1]
     script = tmp_path / "job.py"
-    script.write_text(ELASTIC.format(paths=[tests, str(Path(tests).parent)], host=host))
+    script.write_text(ELASTIC.format(paths=[str(tests / "helpers"), str(tests.parent)], host=host))
     options = ["--standalone", "--max-restarts", "1", "--monitor-interval", "0.2"]
     # Without it, torch's ranks may find the addresses of the dead ones and wait for them, with or without us.
     store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 from stage_cases import AROUND, KNOWN, LEAVES, Case, case_of_one, draw_case, smaller
 from stage_runs import KNOWN_MODES, MODES, Outcome, run_case

@@ -8,10 +8,10 @@ import re
 from itertools import accumulate
 
 from tf_adapters.errors import ConfigError, TimelyFreezeError
+from tf_adapters.measuring.device import EMULATED
 from tf_adapters.report.page import Page, Table, print_page
 from tf_adapters.report.schema import Report
 from tf_adapters.simulate.balance import Balance, Cut, balance
-from tf_adapters.timing.device import EMULATED
 
 __all__ = ["add_parser", "run"]
 

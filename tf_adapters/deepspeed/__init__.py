@@ -1,10 +1,10 @@
 """TimelyFreeze for DeepSpeed's pipeline engine.
 
-Three ways in, the same result:
+There are three ways to attach it, with the same result:
 
 - ``deepspeed --module tf_adapters.deepspeed train.py --deepspeed_config ds_config.json``: the script unchanged;
 - ``tf_adapters.deepspeed.attach(engine)``: one line after ``deepspeed.initialize``;
-- ``tf_adapters.deepspeed.initialize(...)`` in the place of ``deepspeed.initialize(...)``.
+- ``tf_adapters.deepspeed.initialize(...)`` instead of ``deepspeed.initialize(...)``.
 """
 
 from __future__ import annotations

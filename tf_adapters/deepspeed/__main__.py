@@ -11,7 +11,7 @@ _LOCAL_RANK = ("--local_rank=", "--local-rank=")  # DeepSpeed's launcher, torch'
 
 
 def main() -> None:
-    """Run the script named in the arguments as ``__main__``, its ``deepspeed.initialize`` replaced by ours."""
+    """Run the script in the arguments as ``__main__``, with ``deepspeed.initialize`` replaced by ours."""
     script, arguments = split_arguments(sys.argv[1:])
     import deepspeed
 
@@ -22,9 +22,9 @@ def main() -> None:
 
 
 def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
-    """Return the script and what it is to see: the launcher puts ``--local_rank=N`` before the script's name.
+    """Return the script and its arguments. The launcher puts ``--local_rank=N`` before the script's name.
 
-    Raises SystemExit with one line where there is no such script.
+    Raises SystemExit with one line if the script is missing.
     """
     before = [index for index, text in enumerate(arguments) if not text.startswith(_LOCAL_RANK)]
     if not before:

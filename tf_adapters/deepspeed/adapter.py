@@ -1,6 +1,6 @@
 """Freezing on DeepSpeed's pipeline engine, through the engine's own instruction map.
 
-Only attributes of the one engine instance are set, so ``detach()`` takes them off again and nothing remains.
+Only attributes of one engine instance are set, so ``detach()`` can remove them all.
 Source: deepspeed/runtime/pipe/engine.py.
 """
 
@@ -49,14 +49,14 @@ from tf_adapters.deepspeed.stages import (
 from tf_adapters.deepspeed.support import refuse_another, refuse_compiled
 from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.waiting import WaitingWeights
-from tf_adapters.masking.taps import StageTaps, plain_layer
+from tf_adapters.measuring.timer import clock_for
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.selection.units import Tie, same_names
-from tf_adapters.timing.timer import clock_for
 from tf_adapters.training.batches import MOST_NUMBERS
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
+from tf_adapters.weight_gradients.taps import StageTaps, plain_layer
 
 HOST = HostInfo("deepspeed", deepspeed.__version__)
 ATTRIBUTE = "timely_freeze"  # of the engine: its adapter
@@ -82,18 +82,18 @@ class DeepSpeedAdapter(HostAdapter):
         self._tracker = MicrobatchTracker()
         self._losses: dict[int, Any] = {}
         self._running: tuple[int, int] | None = None
-        self._transfers: Transfers | None = None  # of the batch that runs, where it runs in a plan's order
-        self._waiting: WaitingWeights | None = None  # the same, where only weight gradients stand elsewhere
+        self._transfers: Transfers | None = None  # of the current batch, if it runs in a plan's order
+        self._waiting: WaitingWeights | None = None  # of the current batch, if only weight gradients move
         self._shapes_known = False
-        self._lost_in_a_row, self._said_lost = 0, False  # steps that shapes kept from the plan's order
+        self._lost_in_a_row, self._said_lost = 0, False  # steps that ran in the host's order to exchange shapes
         self._given_warmup = warmup_steps
-        self._is_gpipe = config.schedule == "gpipe"  # which is ours: its transfers keep no rank waiting, either
+        self._is_gpipe = config.schedule == "gpipe"  # our schedule: its transfers do not block either
         super().__init__(config, collectives, self._describe, metrics)
 
     def _describe(self) -> HostPipeline:
         engine, parameters = self.engine, parameters_by_stage(self.engine)
         self._stages = stages_of(engine)
-        # The engine keeps one loss, the last forward's: under GPipe that is another microbatch's. DualPipeV's does not.
+        # The engine keeps only the loss of the last forward, which under GPipe belongs to another microbatch.
         self._keeps_losses = engine.is_last_stage() and not is_dualpipev(engine)
         self._own_schedule = own_schedule(engine)
         self._schedule_type = SCHEDULES.get(self.config.schedule) or self._own_schedule
@@ -108,7 +108,7 @@ class DeepSpeedAdapter(HostAdapter):
             held_values=held_values(engine, parameters),
             taps={engine.stage_id: StageTaps(engine.module, plain_layer)} if self.config.splits_backwards else {},
             accumulating=lambda: accumulating(engine),
-            moves_forwards=not engine.dynamic_shape,  # of which receives cannot begin early
+            moves_forwards=not engine.dynamic_shape,  # with dynamic shapes, receives cannot begin early
             traced=holds_first_rank(engine.grid.get_pipe_parallel_group()),
             replicas=engine.grid.get_data_parallel_world_size(),
             adaptive=is_adaptive([engine.basic_optimizer]),
@@ -117,7 +117,7 @@ class DeepSpeedAdapter(HostAdapter):
         )
 
     def ties(self, pipeline: HostPipeline) -> tuple[Tie, ...]:
-        """A tied weight has the same name on every stage that holds it; so have others of a tied module."""
+        """A tied weight has the same name on every stage that holds it. So do other weights of a tied module."""
         tied = tied_names(self.engine, pipeline.parameters)
         return tuple(tie for tie in same_names(pipeline.units) if tie[0][1] in tied)
 
@@ -127,12 +127,12 @@ class DeepSpeedAdapter(HostAdapter):
     # --- on and off ------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Replace instructions of the engine by ours, which call the engine's own."""
+        """Replace instructions of the engine by ours, which call the engine's."""
         engine, overrides, controller = self.engine, self.overrides, self.controller
         self._holder = HeldParameters(engine)
         self._host_exec_schedule: Callable[[host.PipeSchedule], None] = engine._exec_schedule
         self._host_instructions: dict[type, Callable[..., None]] = dict(engine._INSTRUCTION_MAP)
-        self.on_detach(self._holder.after_step)  # of a step that was cut off
+        self.on_detach(self._holder.after_step)  # after a step that was cut off
         self.around_steps(engine.basic_optimizer, self._holder.before_step, self._holder.after_step)
         wrapped = {
             host.ForwardPass: self._forward,
@@ -172,7 +172,7 @@ class DeepSpeedAdapter(HostAdapter):
         self._shapes_known = True
 
     def _begin_step(self) -> host.PipeSchedule:
-        """Start a training step; the schedule that the engine is to run in it."""
+        """Start a training step, and return the schedule that the engine runs in it."""
         engine, controller = self.engine, self.controller
         refuse_compiled(engine)  # it may have been compiled after attaching
         if engine.micro_batches != controller.state.microbatches:
@@ -194,7 +194,7 @@ class DeepSpeedAdapter(HostAdapter):
         return self._schedule_type(**size)
 
     def _count_lost(self, lost: bool) -> None:
-        """Warn once if step after step loses the plan's order. Ranks reset their shapes together: all count alike."""
+        """Warn once if several steps in a row cannot run in the plan's order. The count is the same on all ranks."""
         self._lost_in_a_row = self._lost_in_a_row + 1 if lost else 0
         if self._lost_in_a_row != _LOST_STEPS or self._said_lost:
             return
@@ -222,7 +222,7 @@ class DeepSpeedAdapter(HostAdapter):
             self._losses[buffer_id] = engine.loss
 
     def _keep_graph(self, stage: int, buffer_id: int) -> None:
-        """The engine runs a backward of every floating-point output of a stage: each must require gradients."""
+        """Make every floating-point output of a stage require gradients, because the engine runs a backward of each."""
         outputs, graphs = self.engine.pipe_buffers["outputs"], self.controller.graphs[stage]
         output = outputs[buffer_id]
         if isinstance(output, tuple):
@@ -244,7 +244,7 @@ class DeepSpeedAdapter(HostAdapter):
                 self._host_instructions[host.BackwardPass](engine, buffer_id, **kwargs)
 
     def _transfer(self, kind: type, engine: Any, *args: Any, **kwargs: Any) -> None:
-        """An instruction that sends or receives: in a rewritten order none keeps its rank waiting."""
+        """Run an instruction that sends or receives. In a rewritten order it does not block the rank."""
         if self._transfers is None:
             if kind in _RECEIVES:
                 self._compute_waiting()
@@ -260,7 +260,7 @@ class DeepSpeedAdapter(HostAdapter):
                 self._host_instructions[kind](engine, *args, **kwargs)
 
     def _resetting(self, reset: Callable[[], None]) -> Callable[[], None]:
-        """The engine's shapes are to change, on all ranks: the next batch runs in its own order to exchange them."""
+        """After a reset of shapes, on all ranks, run the next batch in the engine's order, which exchanges shapes."""
 
         def reset_activation_shape() -> None:
             self._shapes_known = False
@@ -278,16 +278,16 @@ class DeepSpeedAdapter(HostAdapter):
             self._waiting.passed(action)
 
     def _compute_waiting(self) -> None:
-        """Compute the weight gradients that stand next in the row.
+        """Compute the weight gradients that are next in the row.
 
-        Called before a receive, for which the rank would wait, and not right after a backward: what that has computed
-        is sent first.
+        It is called before a receive, while the rank would wait. It is not called right after a backward, so that the
+        result of the backward is sent first.
         """
         if self._waiting is not None:
             self._waiting.run()
 
     def _skip_backward(self, buffer_id: int) -> None:
-        """Nothing of the first stage needs a gradient: only free what the host's backward would have freed."""
+        """Free the tensors that the host's backward would free: the first stage needs no gradient."""
         buffers = self.engine.pipe_buffers
         buffers["output_tensors"][buffer_id] = buffers["outputs"][buffer_id] = None
         if is_dualpipev(self.engine):
@@ -313,15 +313,16 @@ class DeepSpeedAdapter(HostAdapter):
         self.controller.end_step()
 
     def _trains(self) -> bool:
-        """Whether this forward belongs to a training batch: evaluation runs the same instruction without gradients."""
+        """Return whether this forward is part of training: evaluation runs the instruction without gradients."""
         return self.controller.in_step and torch.is_grad_enabled()
 
     # --- activation checkpointing ----------------------------------------------------------------------------
 
     def _checkpointing(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """Reentrant checkpointing passes gradients only if a segment's input needs one.
+        """Make the input of a checkpointed segment require gradients.
 
-        Behind a frozen first layer it does not, and the whole stage would lose its gradients without a word.
+        Reentrant checkpointing computes gradients only if a segment's input requires one. After a frozen first layer it
+        does not, and the stage would silently lose its gradients.
         """
 
         def checkpoint_with_gradients(function: Callable[..., Any], *inputs: Any) -> Any:
@@ -362,7 +363,7 @@ class DeepSpeedAdapter(HostAdapter):
     # --- metrics ---------------------------------------------------------------------------------------------
 
     def metrics(self) -> MetricSink | None:
-        """Figures go to the user's function, and on rank 0 to the engine's monitor."""
+        """Send figures to the user's function, and on rank 0 to the engine's monitor."""
         monitored = self.engine.monitor.enabled and torch.distributed.get_rank() == 0
         if not monitored:
             return self._given_metrics
@@ -377,7 +378,7 @@ class DeepSpeedAdapter(HostAdapter):
 
 
 def _warmup_steps(engine: Any) -> int:
-    """What is left of the learning-rate warm-up, in steps; a few steps where the scheduler names none."""
+    """Return the remaining learning-rate warm-up in steps; a few steps if the scheduler has no warm-up."""
     for name in _WARMUP_ATTRIBUTES:
         length = getattr(engine.lr_scheduler, name, None)
         if isinstance(length, int):

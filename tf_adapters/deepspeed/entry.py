@@ -1,4 +1,4 @@
-"""Deciding, on all ranks together, whether and with which settings an engine freezes."""
+"""Attach freezing to an engine: all ranks decide together whether, and with which settings."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def attach(
     metrics: MetricSink | None = None,
     warmup_steps: int | None = None,
 ) -> DeepSpeedAdapter | None:
-    """Freeze in this engine's training from here on. Call it on all ranks, before the first ``train_batch``.
+    """Attach freezing to this engine. Call it on all ranks, before the first ``train_batch``.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned for a ``PipelineModule``.
+        engine: the engine that ``deepspeed.initialize`` returned for a ``PipelineModule``.
         config: the settings; by default the ``timely_freeze`` section of the engine's JSON config.
         metrics: called on this rank after each step with named figures (ratios in [0, 1], ms).
-        warmup_steps: what ``warmup_steps: "auto"`` stands for; by default what is left of the scheduler's warm-up.
+        warmup_steps: the value of ``warmup_steps: "auto"``; by default the rest of the scheduler's warm-up.
 
     Returns:
-        The adapter, with ``controller`` and ``detach()``; also to be had as ``engine.timely_freeze``. None where
-        freezing is not asked for. Attaching twice returns the first adapter; with other
-        settings it is refused.
+        The adapter, with ``controller`` and ``detach()``, also available as ``engine.timely_freeze``. None if freezing
+        is not enabled. A second call returns the same adapter, and is refused with other settings.
 
     Raises:
-        ConfigError: a setting is wrong. UnsupportedError: freezing cannot be right with this engine. On all ranks.
+        ConfigError: a setting is wrong, on all ranks.
+        UnsupportedError: freezing cannot be right with this engine, on all ranks.
     """
     existing: DeepSpeedAdapter | None = vars(engine).get(ATTRIBUTE)
     adapter = attach_once(

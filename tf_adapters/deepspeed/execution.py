@@ -1,8 +1,8 @@
-"""A batch in an order that a plan has rewritten, as an instruction stream for DeepSpeed's engine.
+"""Run a batch in a plan's order, as an instruction stream for DeepSpeed's engine.
 
-The engine's sends wait for their receiver. Any order can then stop for ever where both neighbours send, so here sends
-are begun after their action and waited for at the end of the batch, and receives are begun when ``schedule.messages``
-says: NCCL runs the transfers between two ranks one after the other, in the order in which each has begun them.
+The engine's sends wait for their receiver, so some orders would stop for ever where both neighbours send. Here a send
+begins after its action, and the rank waits for it at the end of the batch. Receives begin when ``schedule.messages``
+says, because NCCL runs the transfers between two ranks one after the other, in the order in which each began them.
 Source: deepspeed/runtime/pipe/engine.py, schedule.py and p2p.py.
 """
 
@@ -36,11 +36,11 @@ __all__ = [
 
 
 class InputGradients(host.BufferOpInstruction):  # type: ignore[misc]
-    """A backward that leaves the weight gradients which can wait."""
+    """A backward without the weight gradients that can wait."""
 
 
 class WeightGradients(host.PipeInstruction):  # type: ignore[misc]
-    """The weight gradients that a microbatch (``microbatch``) has left."""
+    """The deferred weight gradients of a microbatch (``microbatch``)."""
 
 
 class BeginReceive(host.PipeInstruction):  # type: ignore[misc]
@@ -48,7 +48,7 @@ class BeginReceive(host.PipeInstruction):  # type: ignore[misc]
 
 
 class FinishSends(host.PipeInstruction):  # type: ignore[misc]
-    """Wait until everything that was sent has arrived."""
+    """Wait until all sent messages have arrived."""
 
 
 TRANSFERS = (host.SendActivation, host.RecvActivation, host.SendGrad, host.RecvGrad)
@@ -58,7 +58,7 @@ BATCH_ENDING = (host.ReduceTiedGrads, host.ReduceGrads, host.OptimizerStep)
 class OrderedSchedule(host.PipeSchedule):  # type: ignore[misc]
     """The instructions of one stage for its row of an order.
 
-    ``receives`` are, by the action before which they begin, the actions whose inputs are received.
+    ``receives`` maps an action to the actions whose inputs begin to be received before it.
     """
 
     ending: tuple[type[host.PipeInstruction], ...] = (FinishSends, *BATCH_ENDING)
@@ -76,7 +76,7 @@ class OrderedSchedule(host.PipeSchedule):  # type: ignore[misc]
         self._row, self._buffers, self._receives = row, _buffers(row), receives or {}
 
     def steps(self) -> Iterator[list[host.PipeInstruction]]:
-        """Yield the instructions of each action, then those that end the batch."""
+        """Yield the instructions of each action, then the instructions that end the batch."""
         for action in self._row:
             if action in self._receives:
                 yield [BeginReceive(action=target) for target in self._receives[action]]
@@ -87,7 +87,7 @@ class OrderedSchedule(host.PipeSchedule):  # type: ignore[misc]
         yield [instruction() for instruction in self.ending]
 
     def num_pipe_buffers(self) -> int:
-        """As many as microbatches are between their forward and their input gradient at once."""
+        """Return the largest number of microbatches that are between forward and input gradient at one time."""
         return max(self._buffers.values()) + 1
 
     def _instructions(self, action: Action, buffer: int) -> Iterator[host.PipeInstruction]:
@@ -108,7 +108,7 @@ class OrderedSchedule(host.PipeSchedule):  # type: ignore[misc]
 
 
 def _buffers(row: tuple[Action, ...]) -> dict[int, int]:
-    """A buffer for each microbatch, free again after its (input) gradient."""
+    """Assign a buffer to each microbatch. Its backward or input gradient frees the buffer."""
     free: list[int] = []
     buffers: dict[int, int] = {}
     made = 0
@@ -124,22 +124,22 @@ def _buffers(row: tuple[Action, ...]) -> dict[int, int]:
 
 
 def apart(received: Any) -> Any:
-    """A copy of gradients that came: the engine receives the next into the same buffer, and these are still needed."""
+    """Copy received gradients, which are still needed when the engine receives the next ones into the same buffer."""
     return received.clone() if torch.is_tensor(received) else [tensor.clone() for tensor in received]
 
 
 _BUFFER = {host.RecvActivation: "pipe_recv_buf", host.RecvGrad: "grad_layer"}
-"""Where the engine keeps what it receives into."""
+"""The engine's attribute with the receive buffer of each instruction."""
 
 _WITH_THE_NEXT = (host.SendActivation, host.RecvGrad)
 
 
 class Transfers:
-    """One batch's transfers, none of which keeps its rank waiting when it begins.
+    """The transfers of one batch. None of them blocks its rank when it begins.
 
-    What is sent is kept until it has arrived: until the device says so, or what comes from its receiver does
-    (``taken``, by the action whose input comes: ``schedule.messages``). The engine must know the shapes of what it
-    receives.
+    A sent tensor is kept until it has arrived. Either its transfer says so, or a later message from its receiver
+    implies it: ``taken`` has the number of messages that the receiver took before it sent the input of an action
+    (``schedule.messages``). The engine must know the shapes of received tensors.
     """
 
     def __init__(self, engine: Any, taken: Mapping[Action, int]) -> None:
@@ -152,7 +152,7 @@ class Transfers:
         engine, forward = self._engine, action.kind is Kind.FORWARD
         instruction = host.RecvActivation if forward else host.RecvGrad
         source = p2p._grid.stage_to_global(stage_id=engine.prev_stage if forward else engine.next_stage)
-        # Buffers of its own: weight gradients may still be made from what came before.
+        # New buffers: deferred weight gradients may still need the earlier tensors.
         like = getattr(engine, _BUFFER[instruction])
         buffers = torch.empty_like(like) if torch.is_tensor(like) else type(like)(map(torch.empty_like, like))
         works = [dist.irecv(buffer, source) for buffer in ([buffers] if torch.is_tensor(buffers) else buffers)]
@@ -160,13 +160,13 @@ class Transfers:
 
     @contextmanager
     def of(self, instruction: type) -> Iterator[None]:
-        """Around an instruction of the engine that sends, which it then begins, or that receives what is coming."""
+        """Run an engine's instruction inside: its sends only begin, and its receives finish one that has begun."""
         works: list[Any] = []
         message: list[tuple[Any, torch.Tensor]] = []
         neighbour = self._engine.next_stage if instruction in _WITH_THE_NEXT else self._engine.prev_stage
 
         def receive(tensor: torch.Tensor, src_stage: int, async_op: bool = False) -> None:
-            works.pop(0).wait()  # on a device what follows on its stream waits, not the rank
+            works.pop(0).wait()  # on a device only the stream waits
 
         def send(tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> None:
             p2p._is_valid_send_recv(p2p._grid.get_stage_id(), dest_stage)
@@ -186,6 +186,6 @@ class Transfers:
             self._sent[neighbour].keep(message)
 
     def finish(self) -> None:
-        """Wait until everything that was sent has arrived."""
+        """Wait until all sent messages have arrived."""
         for sent in self._sent.values():
             sent.finish()

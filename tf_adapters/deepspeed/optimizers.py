@@ -1,6 +1,6 @@
-"""Parameters that a whole step froze: no update, no decay, no change of optimizer state, in each optimizer path.
+"""Leave parameters that a whole step froze unchanged: no update, no decay, no change of optimizer state.
 
-DeepSpeed turns a gradient that never came into zeros, and zeros still move a parameter by momentum and decay.
+DeepSpeed replaces a missing gradient by zeros, and momentum and decay then still move the parameter.
 Source: deepspeed/runtime/engine.py, runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py.
 """
 
@@ -16,12 +16,12 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from tf_adapters.deepspeed.partitions import flat_partitions, fragments
-from tf_adapters.masking.kept import Kept
 from tf_adapters.selection.sampling import HeldValues, Piece
 from tf_adapters.training.step_masks import Scale
+from tf_adapters.weight_gradients.kept import Kept
 
 Part = tuple[int, int]
-"""Where a part of a partition begins, and where it ends."""
+"""Start and end of a part of a partition."""
 
 _BY_ELEMENT = {
     *(f"torch.optim.{name}" for name in ("adam.Adam", "adamw.AdamW", "sgd.SGD", "adagrad.Adagrad", "rmsprop.RMSprop")),
@@ -31,26 +31,26 @@ _BY_ELEMENT = {
 
 
 def works_by_element(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step does to each element what it would do to it alone; of other optimizers nothing is known."""
+    """Return whether the optimizer is known to update each element independently of the others."""
     kind = type(optimizer)
     return f"{kind.__module__}.{kind.__name__}" in _BY_ELEMENT
 
 
 class PartialSteps:
-    """Lets steps of one optimizer pass over parts of a flat partition, without a copy of these parts or of their state.
+    """Lets steps of one optimizer skip parts of a flat partition, without a copy of these parts or of their state.
 
-    An optimizer that works element by element does to a view what it does to the whole. For one step, the views of what
-    is left take the partition's place in its parameter group, each with views of its gradient and state. ``restore``
-    comes after each step.
+    The optimizer must update each element independently, so a view gets the same update as the whole. For one step,
+    views of the other parts replace the partition in its parameter group. Each view has views of the gradient and the
+    state. Call ``restore`` after each step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._replaced: list[tuple[dict[str, Any], list[torch.Tensor]]] = []  # groups, and their own parameters
+        self._replaced: list[tuple[dict[str, Any], list[torch.Tensor]]] = []  # groups, and their original parameters
         self._views: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
 
     def skip(self, flat: torch.Tensor, parts: Iterable[Part]) -> None:
-        """Let the step that follows pass over these parts of a tensor that the optimizer has a state for."""
+        """Let the next step skip these parts of ``flat``, for which the optimizer has a state."""
         group = next(g for g in self._optimizer.param_groups if any(p is flat for p in g["params"]))
         views = [] if flat.grad is None else [self._view(flat, run) for run in _between(parts, flat.numel())]
         self._replaced.append((group, group["params"]))
@@ -58,7 +58,7 @@ class PartialSteps:
         self._views.append((flat, views))
 
     def restore(self) -> None:
-        """Put the tensors back into their groups; what their state counts for a whole tensor goes on."""
+        """Put the tensors back into their groups. State that counts for a whole tensor, such as ``step``, advances."""
         for group, parameters in reversed(self._replaced):
             group["params"] = parameters
         for flat, views in self._views:
@@ -99,12 +99,12 @@ def _by_element(value: Any, flat: torch.Tensor) -> bool:
 
 
 class HeldParameters:
-    """Keeps chosen parameters and their optimizer state as they are through one optimizer step.
+    """Leaves chosen parameters and their optimizer state unchanged through one optimizer step.
 
-    With ZeRO stage 0 the inner optimizer is given no gradient for them. With flat fp32 partitions (ZeRO stage 1,
-    BF16_Optimizer) its step passes over their slices of the partition; of an optimizer that does not work element by
-    element, slices and their state are saved before the step and put back after it. The step counter of a partition
-    belongs to all of it and goes on.
+    With ZeRO stage 0 the inner optimizer gets no gradient for them. With flat fp32 partitions (ZeRO stage 1,
+    BF16_Optimizer) its step skips their slices of the partition. If the optimizer does not update each element
+    independently, slices and their state are saved before the step and restored after it. The step counter of a
+    partition belongs to the whole partition and advances.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -116,12 +116,12 @@ class HeldParameters:
         self._partial = PartialSteps(self._inner)
 
     def hold(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Hold these parameters in the steps from now on, instead of the ones before."""
+        """Hold these parameters in all steps from now on, instead of earlier ones."""
         self._held = tuple(parameters)
 
     def before_step(self, *_: Any) -> None:
-        """Keep what is held from the inner optimizer's step that follows."""
-        self.after_step()  # of one that was cut off
+        """Exclude the held parameters from the inner optimizer's next step."""
+        self.after_step()  # after a step that was cut off
         if self._outer is self._inner:
             for parameter in self._held:
                 parameter.grad = None
@@ -139,9 +139,9 @@ class HeldParameters:
         self._kept.put_back()
 
     def _held_parts(self) -> list[tuple[torch.Tensor, list[Part]]]:
-        """This rank's slices of what is held, in each of the flat partitions that the current step updates.
+        """Return this rank's slices of held parameters in each flat partition that the current step updates.
 
-        ZeRO steps one parameter group at a time and shows the inner optimizer only that group.
+        ZeRO steps one parameter group at a time, and the inner optimizer then has only that group.
         """
         stepped = {id(p) for group in self._inner.param_groups for p in group["params"]}
         flats, parts = flat_partitions(self._outer), defaultdict[int, list[Part]](list)
@@ -153,10 +153,10 @@ class HeldParameters:
 
 
 def held_values(engine: Any, parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> HeldValues:
-    """This rank's values of parameters, by stage and name, as the optimizer updates them.
+    """Return a function that gives this rank's values of a parameter, by stage and name, as the optimizer updates them.
 
-    With ZeRO stage 0 in fp32 that is the parameter itself. Else it is its fragment of this rank's flat fp32 partition,
-    told apart by where it begins in the parameter: bf16 weights would round small updates away.
+    With ZeRO stage 0 in fp32 these are the parameter itself. Otherwise they are its fragment of this rank's flat fp32
+    partition, because bf16 weights would round small updates away. The fragment's start in the parameter identifies it.
     """
 
     is_flat = engine.optimizer is not engine.basic_optimizer
@@ -167,7 +167,7 @@ def held_values(engine: Any, parameters: Mapping[int, Mapping[str, torch.nn.Para
         if not is_flat:
             return (Piece(parameter),)
         fragment = of_rank.get(id(parameter))
-        if fragment is None:  # all of it is other ranks'
+        if fragment is None:  # other ranks update all of it
             return ()
         flat = flat_partitions(engine.optimizer)[fragment.group]
         return (Piece(flat.detach().narrow(0, fragment.start, fragment.numel), (fragment.begin,)),)
@@ -176,16 +176,16 @@ def held_values(engine: Any, parameters: Mapping[int, Mapping[str, torch.nn.Para
 
 
 def fill_missing_gradients(optimizer: Any, parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Give parameters whose gradient never came in this step a zero one.
+    """Set the gradient of parameters that have none in this step to zero.
 
-    Every replica then reduces the same tensors, and no stage is left without any gradient to take the norm of.
+    Every replica then reduces the same tensors, and every stage has a gradient for the norm.
     """
     if isinstance(optimizer, BF16_Optimizer):
         wanted = set(map(id, parameters))
         for group, index, parameter in _accumulated(optimizer):
             if id(parameter) in wanted:
-                # The accumulation buffer holds zeros already. Unmarked, a stage without gradients fails in the
-                # norm while the others wait for it.
+                # The accumulation buffer holds zeros already. Without the mark, a stage without gradients fails in the
+                # norm while other stages wait for it.
                 optimizer.fp32_groups_has_gradients[group][index] = True
         return
     attribute = _gradient_attribute(optimizer)
@@ -195,7 +195,7 @@ def fill_missing_gradients(optimizer: Any, parameters: Iterable[torch.nn.Paramet
 
 
 def scale_gradients(optimizer: Any, scales: Iterable[Scale]) -> None:
-    """Multiply what a batch has left in the parameters' gradients, before they are reduced."""
+    """Multiply the accumulated gradients of parameters by their scales, before the reduction."""
     if isinstance(optimizer, BF16_Optimizer):
         buffers = _accumulation_buffers(optimizer)
         scaled = ((buffers.get(id(parameter)), scale) for parameter, scale in scales)
@@ -208,16 +208,16 @@ def scale_gradients(optimizer: Any, scales: Iterable[Scale]) -> None:
 
 
 def _gradient_attribute(optimizer: Any) -> str:
-    """Where a parameter's gradients are added up, if not in a buffer of BF16_Optimizer."""
+    """Return the attribute in which a parameter's gradient is accumulated (not used by BF16_Optimizer)."""
     accumulates_apart = isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.use_grad_accum_attribute
     return "grad_accum" if accumulates_apart else "grad"
 
 
 def fill_missing_tied_gradients(engine: Any) -> None:
-    """Give tied weights the gradient that ReduceTiedGrads looks for.
+    """Give tied weights the gradient that ReduceTiedGrads expects.
 
-    Their stages draw different masks: without it one stage would skip the all-reduce that the other waits in.
-    One that the user froze is frozen on all of its stages and gets none: AdamW would decay it.
+    Their stages draw different masks, so without a gradient one stage would skip the all-reduce in which the other
+    waits. A weight that the user froze is frozen on all its stages. It gets no gradient, since AdamW would decay it.
     """
     for weight, _ in engine.module.get_tied_weights_and_groups():
         if engine.using_bf16_optimizer:
@@ -228,12 +228,12 @@ def fill_missing_tied_gradients(engine: Any) -> None:
 
 
 def _accumulation_buffers(optimizer: Any) -> dict[int, torch.Tensor]:
-    """Of a BF16_Optimizer, by the identity of the parameter."""
+    """Return the accumulation buffers of a BF16_Optimizer, by ``id`` of the parameter."""
     return {id(p): optimizer.fp32_groups_gradients[group][index] for group, index, p in _accumulated(optimizer)}
 
 
 def _accumulated(optimizer: Any) -> Iterator[tuple[int, int, torch.nn.Parameter]]:
-    """Group, position and parameter of everything that a BF16_Optimizer accumulates gradients for."""
+    """Yield group, position and parameter of every parameter of a BF16_Optimizer."""
     for group, parameters in enumerate(optimizer.bf16_groups):
         for index, parameter in enumerate(parameters):
             yield group, index, parameter
@@ -241,10 +241,10 @@ def _accumulated(optimizer: Any) -> Iterator[tuple[int, int, torch.nn.Parameter]
 
 @contextmanager
 def accumulating(engine: Any) -> Iterator[None]:
-    """Weight gradients that are computed inside go where those of the engine's own backwards go.
+    """Add weight gradients that are computed inside to the engine's accumulated gradients.
 
-    With a high-precision copy of the gradients the engine adds them to it after every backward. What is in the
-    parameters' own gradients before has been added already.
+    An engine with a high-precision copy of the gradients adds the parameters' gradients to the copy after every
+    backward. Gradients that the parameters have on entry were added already.
     """
     optimizer = engine.optimizer
     if isinstance(optimizer, BF16_Optimizer):

@@ -1,8 +1,8 @@
-"""Where the parameters of a flat-partition optimizer (ZeRO stage 1, BF16_Optimizer) lie in this rank's fp32 partition.
+"""Locate the parameters of a flat-partition optimizer (ZeRO stage 1, BF16_Optimizer) in this rank's fp32 partition.
 
-DeepSpeed makes each parameter a view of its group's flat buffer, of which the rank updates one part. So a parameter's
-address says where it lies, in whatever order the optimizer has put the group. (``_hp_mapping`` does not: it takes the
-group's own order, also under ``round_robin_gradients``.)
+DeepSpeed makes each parameter a view of its group's flat buffer, and each rank updates one part of the buffer. The
+parameter's address therefore gives its position for any order of the group. ``_hp_mapping`` does not: it assumes the
+group's original order, also under ``round_robin_gradients``.
 Source: deepspeed/runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py.
 """
 
@@ -23,8 +23,8 @@ __all__ = ["Fragment", "flat_partitions", "fragments", "misplaced"]
 class Fragment:
     """The part of a parameter that this rank updates.
 
-    ``group`` is the parameter group, ``start`` where the part begins in the group's fp32 partition, ``begin`` where it
-    begins in the parameter, ``numel`` its length.
+    ``group`` is the parameter group. The part begins at ``start`` in the group's fp32 partition and at ``begin`` in the
+    parameter, and has ``numel`` elements.
     """
 
     group: int
@@ -41,7 +41,7 @@ def flat_partitions(optimizer: Any) -> list[torch.Tensor]:
 
 
 def fragments(optimizer: Any) -> dict[int, Fragment]:
-    """Return this rank's fragments by the identity of the parameter; parameters of other ranks only have none."""
+    """Return this rank's fragments by ``id`` of the parameter. Parameters that only other ranks update are absent."""
     found = {}
     for group, (parameters, flat, partition) in enumerate(_groups(optimizer)):
         for parameter in parameters:
@@ -52,14 +52,14 @@ def fragments(optimizer: Any) -> dict[int, Fragment]:
 
 
 def misplaced(optimizer: Any, parameters: Mapping[str, torch.nn.Parameter]) -> str | None:
-    """Return the name of a parameter whose gradient goes to another place of the partition than its values."""
+    """Return the name of a parameter whose gradient and values are at different places of the partition, or None."""
     values, gradients = fragments(optimizer), dict(_gradients(optimizer))
     held = {id(p) for of_group, _, _ in _groups(optimizer) for p in of_group}
     return next((n for n, p in parameters.items() if id(p) in held and values.get(id(p)) != gradients.get(id(p))), None)
 
 
 def _groups(optimizer: Any) -> Iterator[tuple[list[torch.nn.Parameter], torch.Tensor, torch.Tensor]]:
-    """Each group's parameters, the flat buffer that they are views of, and the part of it that this rank updates."""
+    """Yield each group's parameters, their flat buffer, and the part of the buffer that this rank updates."""
     if isinstance(optimizer, BF16_Optimizer):
         groups, flats, partitions = optimizer.bf16_groups, optimizer.bf16_groups_flat, optimizer.bf16_partitioned_groups
     else:
@@ -70,14 +70,14 @@ def _groups(optimizer: Any) -> Iterator[tuple[list[torch.nn.Parameter], torch.Te
 
 
 def _overlap(tensor: torch.Tensor, flat: torch.Tensor, partition: torch.Tensor) -> tuple[int, int, int] | None:
-    """Where the part of a tensor that lies in a partition begins in the partition and in the tensor, and its length."""
+    """Return start in the partition, start in the tensor, and length of a tensor's part inside a partition, or None."""
     at, start = ((t.data_ptr() - flat.data_ptr()) // flat.element_size() for t in (tensor, partition))
     begin, end = max(at, start), min(at + tensor.numel(), start + partition.numel())
     return (begin - start, begin - at, end - begin) if begin < end else None
 
 
 def _gradients(optimizer: Any) -> Iterator[tuple[int, Fragment]]:
-    """Where the optimizer puts the gradients of parameters, by their identity: its own map."""
+    """Yield ``id`` and place of each parameter's gradient, by the optimizer's own map."""
     for group, (parameters, _, partition) in enumerate(_groups(optimizer)):
         if isinstance(optimizer, BF16_Optimizer):
             flat = optimizer.fp32_groups_gradients_flat[group]

@@ -1,7 +1,7 @@
-"""Schedules and transfers of other projects, which an order of ours would take the place of.
+"""Find schedules and transfers of other projects that an order of ours would replace.
 
 A project may give DeepSpeed's engine other instructions, or another order of them. For example, data is loaded before
-transfers because the loader communicates. An order of ours would run without what that project relies on.
+transfers because the loader communicates. An order of ours would leave that out.
 Source: deepspeed/runtime/pipe/schedule.py, engine.py and p2p.py.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["replaced_problem"]
 
 
 def replaced_problem(engine: Any, settings: TimelyFreezeConfig) -> Problem:
-    """Return a problem if the settings ask for an order of ours in the place of another project's schedule."""
+    """Return a problem if the settings would replace another project's schedule by an order of ours."""
     reorders = settings.defers and not engine.dynamic_shape
     if not reorders and settings.schedule == "host":
         return None
@@ -38,7 +38,7 @@ def replaced_problem(engine: Any, settings: TimelyFreezeConfig) -> Problem:
 
 
 def _replaced(engine: Any) -> str | None:
-    """Return the name of what another project has put in the place of DeepSpeed's; None where there is nothing."""
+    """Return the name of the first function of DeepSpeed that another project has replaced, or None."""
     schedule = own_schedule(engine)
     functions = {
         "_exec_schedule": engine._exec_schedule,
@@ -54,9 +54,9 @@ def _replaced(engine: Any) -> str | None:
 
 
 def _streams_as_written(schedule: type[host.PipeSchedule], microbatches: int, stages: int) -> bool:
-    """Whether a schedule gives the instructions of the class of DeepSpeed that it is, or extends, on each stage.
+    """Return whether a schedule yields the same instructions as DeepSpeed's class that it is or extends, on each stage.
 
-    The class may have been changed in this process, so it is compared with a fresh copy of its module.
+    The class may have been changed in this process, so the comparison uses a fresh copy of its module.
     """
     bases = [cls for cls in schedule.__mro__ if cls.__module__ == host.__name__ and not inspect.isabstract(cls)]
     written = getattr(_fresh_module(), bases[0].__name__, None) if bases else None
@@ -67,14 +67,14 @@ def _streams_as_written(schedule: type[host.PipeSchedule], microbatches: int, st
 
 
 def _stream(schedule: Any, microbatches: int, stages: int, stage: int) -> list[list[tuple[str, str]]]:
-    """The instructions' classes, step by step."""
+    """Return the classes of the instructions, step by step."""
     steps = schedule(micro_batches=microbatches, stages=stages, stage_id=stage).steps()
     return [[(type(given).__module__, type(given).__qualname__) for given in instructions] for instructions in steps]
 
 
 @lru_cache(1)
 def _fresh_module() -> ModuleType:
-    """DeepSpeed's schedules as their file defines them."""
+    """Load DeepSpeed's schedules from their file again."""
     spec = importlib.util.spec_from_file_location(host.__name__, host.__file__)
     assert spec is not None
     assert spec.loader is not None

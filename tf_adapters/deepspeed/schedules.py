@@ -1,7 +1,7 @@
-"""DeepSpeed's instruction streams as our schedule, and GPipe as an instruction stream for DeepSpeed.
+"""Translate DeepSpeed's instruction streams to our schedule, and GPipe to an instruction stream.
 
-Source: deepspeed/runtime/pipe/schedule.py. An instruction names only a buffer; which microbatch is in it follows
-from counting the forwards.
+Source: deepspeed/runtime/pipe/schedule.py. An instruction names only a buffer. The microbatch in it follows
+from the number of forwards.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
 
 class MicrobatchTracker:
-    """Which microbatch each pipeline buffer holds: the n-th ForwardPass of a stage in a batch is microbatch n."""
+    """Tracks the microbatch in each pipeline buffer: the n-th ForwardPass of a stage in a batch is microbatch n."""
 
     def __init__(self) -> None:
         self._forwards: Counter[int] = Counter()
         self._in_buffer: dict[int, int] = {}
 
     def forward(self, buffer_id: int, phase: int = 0) -> int:
-        """A ForwardPass on ``buffer_id``: the microbatch that it runs. Phases (DualPipeV) have buffers of their own."""
+        """Return the microbatch of a ForwardPass on ``buffer_id``. Each phase (DualPipeV) has separate buffers."""
         microbatch = self._in_buffer[buffer_id] = self._forwards[phase]
         self._forwards[phase] += 1
         return microbatch
 
     def backward(self, buffer_id: int) -> int:
-        """A BackwardPass on ``buffer_id``: the microbatch whose forward was the buffer's last."""
+        """Return the microbatch of a BackwardPass on ``buffer_id``: that of the buffer's last forward."""
         return self._in_buffer[buffer_id]
 
 
 def translate(schedule_type: type[host.PipeSchedule], microbatches: int, stages: int) -> PipelineSchedule:
-    """The schedule of all ranks, from the instruction streams that the host would run on each of them."""
+    """Return the schedule of all ranks, from the instruction streams that the host runs on each."""
     streams = (schedule_type(micro_batches=microbatches, stages=stages, stage_id=s) for s in range(stages))
     return PipelineSchedule(tuple(tuple(_actions(stream)) for stream in streams)).validate()
 
@@ -47,7 +47,7 @@ def _actions(stream: host.PipeSchedule) -> Iterator[Action]:
         for instruction in instructions:
             if type(instruction) not in (host.ForwardPass, host.BackwardPass):
                 continue
-            phase = instruction.kwargs.get("phase", 0)  # of the DualPipeV schedule
+            phase = instruction.kwargs.get("phase", 0)  # DualPipeV's schedule has phases
             stage = stage_of(stream.stage_id, stream.stages, phase)
             if type(instruction) is host.ForwardPass:
                 yield Action(stage, Kind.FORWARD, tracker.forward(instruction.buffer_id, phase))
@@ -58,14 +58,14 @@ def _actions(stream: host.PipeSchedule) -> Iterator[Action]:
 class GPipeSchedule(OrderedSchedule):
     """All forwards, then all backwards in the same order (GPipe), for DeepSpeed's engine.
 
-    Two stages, three microbatches (time to the right)::
+    Two stages, three microbatches, time to the right. ::
 
         stage 0   F0 F1 F2          B0 B1 B2
         stage 1      F0 F1 F2 B0 B1 B2
 
-    Every microbatch keeps a buffer of its own until its backward, so activations cost as many microbatches as the
-    batch has. The engine must keep the loss of each microbatch until then too; the adapter sees to it. Here each send
-    waits for its receiver; once shapes are known the adapter runs the same row with transfers that are begun ahead.
+    Each microbatch keeps its buffer until its backward, so all microbatches hold activations at once. The
+    adapter also keeps the loss of each microbatch until then. In this class each send waits for its receiver. Once
+    shapes are known, the adapter runs the same row with transfers that begin early.
     """
 
     ending = BATCH_ENDING
@@ -77,9 +77,9 @@ class GPipeSchedule(OrderedSchedule):
 
 
 SCHEDULES: dict[str, type[host.PipeSchedule]] = {"1f1b": host.TrainSchedule, "gpipe": GPipeSchedule}
-"""The schedules that the ``schedule`` setting can put in the place of the engine's own."""
+"""The schedules that the ``schedule`` setting can choose instead of the engine's."""
 
 
 def own_schedule(engine: Any) -> type[host.PipeSchedule]:
-    """The schedule that the engine runs by itself. Before 0.19.8 it had no method to ask for it."""
+    """Return the engine's default schedule. Before 0.19.8 the engine had no method for it."""
     return type(engine._train_schedule()) if hasattr(engine, "_train_schedule") else host.TrainSchedule

@@ -17,7 +17,7 @@ from tf_adapters.selection.units import FreezeUnit
 
 
 def is_dualpipev(engine: Any) -> bool:
-    """Whether this is DeepSpeed's DualPipeVEngine (from 0.19.8 on)."""
+    """Return whether this is DeepSpeed's DualPipeVEngine (from 0.19.8 on)."""
     return any(cls.__name__ == "DualPipeVEngine" for cls in type(engine).__mro__)
 
 
@@ -27,15 +27,15 @@ def stage_of(rank: int, ranks: int, phase: int) -> int:
 
 
 def stages_of(engine: Any) -> dict[int, int]:
-    """This rank's stage in each phase."""
+    """Return this rank's stage in each phase."""
     phases = (0, 1) if is_dualpipev(engine) else (0,)
     return {phase: stage_of(engine.stage_id, engine.num_stages, phase) for phase in phases}
 
 
 def parameters_by_stage(engine: Any) -> dict[int, dict[str, torch.nn.Parameter]]:
-    """This rank's parameters by stage, and by the names that they have in ``engine.module``.
+    """Return this rank's parameters by stage and by name in ``engine.module``.
 
-    Layers tied between the first and the last stage of DualPipeV are one module on rank 0, and so in both.
+    In DualPipeV, layers that the first and the last stage share are one module on rank 0, and belong to both stages.
     """
     named = dict(engine.module.named_parameters())
     if not is_dualpipev(engine):
@@ -47,10 +47,10 @@ def parameters_by_stage(engine: Any) -> dict[int, dict[str, torch.nn.Parameter]]
 
 
 def tied_names(engine: Any, parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> set[str]:
-    """The names of this rank's weights whose gradients are the sum over several stages.
+    """Return the names of this rank's weights whose gradients are summed over several stages.
 
-    A tied module may hold others too: on each stage but its ``tied_weight_attr`` is the stage's own. In DualPipeV one
-    module serves both stages of rank 0, and each of its weights.
+    A tied module's ``tied_weight_attr`` is summed; its other weights belong to each stage. In DualPipeV one
+    module serves both stages of rank 0, so all its weights are summed.
     """
     reduced = {id(weight) for weight, _ in engine.module.get_tied_weights_and_groups()}
     places = Counter(name for of_stage in parameters.values() for name in of_stage)
@@ -63,7 +63,7 @@ def tied_names(engine: Any, parameters: Mapping[int, Mapping[str, torch.nn.Param
 
 
 def layers_by_stage(engine: Any) -> dict[int, dict[str, torch.nn.Module]]:
-    """This rank's layers by stage, under their numbers in the whole model."""
+    """Return this rank's layers by stage and by their number in the whole model."""
     module = engine.module
     return {
         stage: {
@@ -76,14 +76,14 @@ def layers_by_stage(engine: Any) -> dict[int, dict[str, torch.nn.Module]]:
 
 
 def _layer(module: Any, index: int) -> torch.nn.Module | None:
-    """The module of a layer; None where that is a function."""
+    """Return the module of a layer, or None if the layer is a function."""
     key = getattr(module._layer_specs[index], "key", None)
     layer: torch.nn.Module | None = module.tied_modules[key] if key else module._modules.get(str(index))
     return layer
 
 
 def _bounds(engine: Any, phase: int) -> tuple[int, int]:
-    """The first layer of a phase of this rank, and the one behind its last."""
+    """Return the index of the first layer of this rank's phase, and the index after its last."""
     module = engine.module
     start, stop = module.phase_bounds[phase] if is_dualpipev(engine) else (module._local_start, module._local_stop)
     return start, stop
@@ -92,7 +92,7 @@ def _bounds(engine: Any, phase: int) -> tuple[int, int]:
 def units_by_stage(
     engine: Any, parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]
 ) -> dict[int, tuple[FreezeUnit, ...]]:
-    """This rank's units by stage. A tied table is work of a whole matrix where a layer multiplies by it."""
+    """Return this rank's units by stage. A tied table counts as a whole matrix if a layer multiplies by it."""
     return {
         stage: tuple(
             unit
@@ -104,7 +104,7 @@ def units_by_stage(
 
 
 def _multiplies(engine: Any, phase: int) -> Callable[[str, torch.nn.Parameter], bool]:
-    """Whether a tied weight of a phase goes through a function of the user's, an output layer for one."""
+    """Return a test for tied weights that a user's function multiplies by, as an output layer does."""
     module = engine.module
     start, stop = _bounds(engine, phase)
     specs = [spec for spec in module._layer_specs[start:stop] if isinstance(spec, TiedLayerSpec)]
@@ -113,7 +113,7 @@ def _multiplies(engine: Any, phase: int) -> Callable[[str, torch.nn.Parameter], 
 
 
 def _layers(module: Any, phase: int) -> set[str]:
-    """The first parts of the names of a phase's parameters: a layer's index, or a tied layer's key."""
+    """Return the name prefixes of a phase's parameters: a layer's index, or a tied layer's key."""
     start, stop = module.phase_bounds[phase]
     indices = range(start, stop)
     tied = {f"tied_modules.{key}" for index in indices if (key := getattr(module._layer_specs[index], "key", None))}

@@ -1,4 +1,4 @@
-"""What freezing cannot be right under in DeepSpeed, checked by symbol before any training starts."""
+"""Refuse DeepSpeed features with which freezing would be wrong, before training starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tf_adapters.deepspeed.partitions import misplaced
 from tf_adapters.deepspeed.replaced import replaced_problem
 from tf_adapters.deepspeed.stages import is_dualpipev, layers_by_stage
 from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, missing_name, refuse
-from tf_adapters.masking.parameters import COMPILED
+from tf_adapters.weight_gradients.parameters import COMPILED
 
 ENGINE_NAMES = (
     *("_INSTRUCTION_MAP", "_config", "_exec_schedule", "pipe_buffers", "save_checkpoint", "load_checkpoint"),
@@ -63,7 +63,7 @@ def refuse_compiled(engine: Any) -> None:
 
 
 def refuse_another(schedule: Any, attached: type) -> None:
-    """Raise UnsupportedError if the engine is to run another kind of schedule than it had when it was attached."""
+    """Raise UnsupportedError if the engine runs another kind of schedule than at attach."""
     kind = type(schedule)
     text = (
         f"the engine runs a {kind.__name__} of {kind.__module__}, not the {attached.__name__} that it chooses by itself"
@@ -72,7 +72,7 @@ def refuse_another(schedule: Any, attached: type) -> None:
 
 
 def warnings(engine: Any) -> list[str]:
-    """Return what a user should know of the host itself before trusting a run, one line each."""
+    """Return warnings about faults of the host itself, one line each."""
     lines = []
     version = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
     if version < _FIRST_RIGHT_VERSION:
@@ -93,7 +93,7 @@ def _setting_problem(engine: Any) -> Problem:
     has_experts = getattr(engine, "has_moe_layers", False)
     uses_apex = getattr(engine, "amp_enabled", lambda: False)()  # DeepSpeed before 0.19.8
     size = engine.grid.model_parallel_size
-    autocasts = getattr(engine, "torch_autocast_enabled", lambda: False)()  # with a GradScaler for each rank
+    autocasts = getattr(engine, "torch_autocast_enabled", lambda: False)()  # each rank has its own GradScaler
     return first_problem(
         {
             "DualPipeV on one pipeline rank is not supported; use two or more, or the default pipeline engine": alone,
@@ -128,7 +128,7 @@ def _optimizer_problem(engine: Any) -> Problem:
 
 
 def _scaled_problem(inner: torch.optim.Optimizer) -> Problem:
-    """Return a problem if moments have scales that frozen elements of a flat partition would share with others."""
+    """Return a problem if moments have scales per block, which frozen and updated elements would share."""
     name = type(inner).__name__
     dtypes = [getattr(inner, f"{moment}_dtype", None) for moment in ("exp_avg", "exp_avg_sq")]  # of FusedAdam
     scaled = (
@@ -141,12 +141,12 @@ def _scaled_problem(inner: torch.optim.Optimizer) -> Problem:
 
 
 def missing_partition_name(outer: Any) -> Problem:
-    """Return a problem if a flat-partition optimizer lacks a name without which frozen parameters were updated."""
+    """Return a problem if a flat-partition optimizer lacks a name that holding parameters needs."""
     return missing_name(outer, BF16_NAMES if isinstance(outer, BF16_Optimizer) else ZERO_NAMES)
 
 
 def _partition_problem(engine: Any) -> Problem:
-    """Return a problem if it is not sure which part of a flat partition a parameter is."""
+    """Return a problem if the place of a parameter in the flat partition is ambiguous."""
     if engine.optimizer is engine.basic_optimizer:
         return None
     name = misplaced(engine.optimizer, dict(engine.module.named_parameters()))

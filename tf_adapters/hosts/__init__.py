@@ -1,1 +1,1 @@
-"""What every host adapter is built from."""
+"""Parts that every host adapter is built from."""

@@ -1,4 +1,4 @@
-"""What every host's adapter shares: one controller, a way back, the state of a run."""
+"""The base class of all host adapters: it owns the controller, can undo every change, and saves a run's state."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _PARTIAL = f"{SECTION}_of_another_rank"
 
 
 class HostAdapter(ABC):
-    """Runs a Controller inside one host object. A host's adapter extends it; ``attach`` of the host makes it.
+    """Runs a Controller inside one host object. Each host's adapter extends this class; the host's ``attach`` makes it.
 
-    Making one changes nothing in the host or the process; ``put_in`` does. A subclass sets attributes of host objects
-    through ``overrides`` only, and gives ``on_detach`` what else is to be taken back. As a context manager it detaches
-    on leaving.
+    The constructor changes nothing in the host or the process; ``put_in`` does. A subclass sets attributes of host
+    objects only through ``overrides``, and passes other undo functions to ``on_detach``. As a context manager it
+    detaches on exit.
 
     Args:
         config: the settings, equal on all ranks.
         collectives: the group of all ranks that train together. The adapter closes it.
-        describe: this rank's part of the pipeline; ``units`` are those of its own stages. What it raises on one rank
-            is raised on all of them. It changes nothing, and must not communicate.
+        describe: returns this rank's part of the pipeline; its ``units`` are those of this rank's stages. It changes
+            nothing and must not communicate. An error on one rank is raised on all ranks.
         metrics: called on this rank after each step with named figures (ratios in [0, 1], ms).
     """
 
@@ -58,7 +58,7 @@ class HostAdapter(ABC):
     ) -> None:
         self.config, self.collectives, self._given_metrics = config, collectives, metrics
         self.overrides = Overrides()
-        self._undo = ExitStack()  # what takes everything back on this rank, and closes the collectives last
+        self._undo = ExitStack()  # undoes every change on this rank, then closes the collectives
         self._undo.callback(collectives.close)
         self._undo.callback(self.overrides.restore)
         self._detached = False
@@ -83,10 +83,10 @@ class HostAdapter(ABC):
 
     @abstractmethod
     def install(self) -> None:
-        """Take our place in the host. What it raises on one rank is raised on all of them. It must not communicate."""
+        """Install our hooks in the host. It must not communicate. An error on one rank is raised on all ranks."""
 
     def put_in(self) -> None:
-        """Change the host, on all ranks or, where one fails, on none; then all raise the same error."""
+        """Change the host on all ranks. If one rank fails, no rank is changed and all raise the same error."""
 
         def install() -> None:
             for taps in self.controller.pipeline.taps.values():
@@ -98,17 +98,17 @@ class HostAdapter(ABC):
             on_all_ranks(self.collectives, install)
 
     def metrics(self) -> MetricSink | None:
-        """What takes this rank's figures."""
+        """Return the function that receives this rank's figures after each step, if any."""
         return self._given_metrics
 
     def ties(self, pipeline: HostPipeline) -> tuple[Any, ...]:
-        """Weights that several stages hold, told from all stages' units. Called on all ranks."""
+        """Return the tied weights that the host finds by comparing all stages' units. Called on all ranks."""
         return ()
 
     def receives(self, order: PipelineSchedule) -> Receives:
-        """When ranks begin to receive in an ``order``, and what then has arrived elsewhere (``schedule.messages``).
+        """Return when ranks begin to receive in an ``order``, and which messages have arrived by then.
 
-        By the plan's times; those of an order without a plan are a forward's 1 and a backward's 2.
+        Times come from the plan; without one, assume forward : backward = 1 : 2. See ``schedule.messages``.
         """
         plan = self.controller.state.plan
         if self._receives is None or self._receives[:2] != (order, plan):
@@ -127,14 +127,14 @@ class HostAdapter(ABC):
         self.on_detach(optimizer.register_step_post_hook(lambda given, *_: after(given)).remove)
 
     def on_detach(self, undo: Callable[[], None]) -> None:
-        """Call ``undo`` when the adapter is detached; the last one first."""
+        """Call ``undo`` when the adapter is detached, in reverse order of registration."""
         self._undo.callback(undo)
 
     def detach(self) -> None:
-        """Give the host back as it was, and leave the last report. Call it on all ranks, between two steps.
+        """Restore the host and write the last report. Call it on all ranks, between two steps.
 
-        A second call does nothing. Raises UnsupportedError, on all ranks and with nothing taken back, where other code
-        has wrapped ours since.
+        A second call does nothing. Raises UnsupportedError on all ranks, and changes nothing, if other code has wrapped
+        our functions since attach.
         """
         if self._detached:
             return
@@ -144,13 +144,13 @@ class HostAdapter(ABC):
             self.controller.close()
 
     def abandon(self) -> None:
-        """Give the host back on this rank, without a report and without the other ranks: an error has reached all."""
+        """Restore the host on this rank, without a report or communication: every rank has the same error."""
         self._detached = True
         self._undo.close()
 
     @contextmanager
     def abandoned_on_error(self) -> Iterator[None]:
-        """Around what belongs to attaching: an error, which must reach all ranks, leaves nothing attached."""
+        """Abandon the adapter if the block raises. The error must reach all ranks."""
         try:
             yield
         except BaseException:
@@ -158,10 +158,11 @@ class HostAdapter(ABC):
             raise
 
     def state_dict(self) -> dict[str, str]:
-        """What resuming needs: the Stateful protocol of torch.distributed.checkpoint.
+        """Return the state that a resumed run needs (the Stateful protocol of torch.distributed.checkpoint).
 
-        One text, because that package loads only the keys that a fresh run has too. Of a key that several ranks have it
-        saves any rank's value, so where only rank 0's is whole (see ``Controller.state_dict``) others have another key.
+        It is one text, because that package loads only keys that a fresh run has too. If several ranks have a key, the
+        package saves the value of any of them. If only rank 0's state is complete (see ``Controller.state_dict``),
+        other ranks therefore use another key.
         """
         key = SECTION if self.controller.is_whole else _PARTIAL
         return {key: json.dumps(self.controller.state_dict())}
@@ -172,23 +173,23 @@ class HostAdapter(ABC):
         try:
             state = None if text is None else json.loads(text)
         except (TypeError, ValueError):
-            state = text  # all ranks go on to the broadcast, where rank 0's counts
+            state = text  # all ranks go on to the broadcast, which takes rank 0's
         self.controller.load_state_dict(state)
 
     def __enter__(self) -> HostAdapter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if kind is None:  # after an error on one rank the others may be anywhere
+        if kind is None:  # after an error on this rank the others may not be here
             self.detach()
 
     def __deepcopy__(self, memo: Any) -> None:
-        """A copy of a model (a moving average of its weights, say) is not attached to anything."""
+        """A copy of a model, such as a moving average of its weights, has no adapter."""
         return
 
 
 def _units(config: TimelyFreezeConfig, pipeline: HostPipeline) -> Mapping[int, Sequence[FreezeUnit]]:
-    """A rank's units at the granularity of the settings; never frozen where no tap can sample a layer's tokens."""
+    """Return a rank's units at the granularity of the settings. With tokens, units without a tap are never frozen."""
 
     def without_tap(unit: FreezeUnit, stage: int) -> FreezeUnit:
         return replace(unit, cap=0.0) if pipeline.taps[stage].names.isdisjoint(unit.names) else unit
@@ -201,7 +202,7 @@ def _units(config: TimelyFreezeConfig, pipeline: HostPipeline) -> Mapping[int, S
 
 
 def _check_scaled(config: TimelyFreezeConfig, pipeline: HostPipeline) -> None:
-    """Raise ConfigError where a parameter's gradient is a sum over stages that computed different microbatches."""
+    """Raise ConfigError if stages with different masks add up the gradient of one parameter, which cannot be scaled."""
     if config.gradient_scale == "skipped_as_zero":
         return
     stages: dict[int, int] = {}
@@ -215,7 +216,7 @@ def _check_scaled(config: TimelyFreezeConfig, pipeline: HostPipeline) -> None:
 
 
 def is_adaptive(optimizers: Iterable[Any]) -> bool:
-    """Whether these optimizers divide by the size of the gradient: those with ``betas`` do, as Adam and its kin."""
+    """Return whether all optimizers normalise by gradient size, as Adam does: their groups have ``betas``."""
     groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
     return bool(groups) and all("betas" in group for group in groups)
 
@@ -234,9 +235,9 @@ def attach_once(
 ) -> A | None:
     """Return the adapter to use: the attached one, a new one, or None where freezing is not asked for.
 
-    ``connect`` makes the collectives of all ranks that train together; ``given`` are the settings in the call, if any,
-    else ``section`` gives them: all defaults, or those of the host's own config, None without any. Where they are
-    enabled, ``check`` raises if the host cannot be frozen. Called on all ranks.
+    ``connect`` makes the collectives of all ranks that train together. ``given`` are the settings in the call. Without
+    them, ``section`` returns the settings: all defaults, those of the host's own config, or None for no freezing. If
+    freezing is enabled, ``check`` raises if the host cannot be frozen. Called on all ranks.
 
     Raises:
         ConfigError: the settings are wrong, differ between ranks, or differ from those of the attached adapter.

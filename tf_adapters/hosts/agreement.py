@@ -1,4 +1,4 @@
-"""What all ranks must agree on before a host trains with freezing: the settings, and what each stage can freeze."""
+"""Make all ranks agree, before training, on the settings and on the freezable units of each stage."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ GivenConfig = TimelyFreezeConfig | Mapping[str, Any] | None
 def same_on_all_ranks(
     collectives: Collectives, name: str, read: Callable[[], T], shown: Callable[[T], object] = repr
 ) -> T:
-    """Return what ``read`` returns on every rank. Called on all ranks.
+    """Return the value that ``read`` returns on every rank. Called on all ranks.
 
-    Raises on all of them what ``read`` raises on one, or ConfigError, which names the values as ``shown``, if they
-    differ.
+    An error of ``read`` on one rank is raised on all ranks. If values differ, raises ConfigError with the values as
+    ``shown`` formats them.
     """
     values = on_all_ranks(collectives, read)
     for rank, value in enumerate(values):
@@ -45,11 +45,11 @@ def refuse_other_schedules(settings: TimelyFreezeConfig, why: str) -> None:
 def agree_on_settings(
     collectives: Collectives, host: HostInfo, read: Callable[[], TimelyFreezeConfig | None]
 ) -> TimelyFreezeConfig | None:
-    """The settings that every rank read; None, with a line that says why, where freezing is not wanted.
+    """Return the settings that every rank read. Return None and log the reason if freezing is not wanted.
 
-    ``read`` also checks that the host can be frozen. Called on all ranks. Raises what it raises, or ConfigError if
-    the ranks' settings differ or rank 0 cannot write the report, on all of them. Where ``enabled`` is false, a
-    report says so.
+    ``read`` also checks that the host can be frozen. Called on all ranks. An error of ``read`` is raised on all ranks,
+    and so is ConfigError if the settings differ or rank 0 cannot write the report. If ``enabled`` is false, a report
+    says so.
     """
     settings = same_on_all_ranks(collectives, "timely_freeze settings", read, shown=_shown)
     if settings is None:
@@ -65,7 +65,7 @@ def agree_on_settings(
 
 
 def _check_output(settings: TimelyFreezeConfig) -> None:
-    """Raise ConfigError where no report can be written, before any training starts."""
+    """Raise ConfigError, before training starts, if no report can be written."""
     folder = settings.report_path.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,10 +81,10 @@ def _check_output(settings: TimelyFreezeConfig) -> None:
 def gather_units(
     collectives: Collectives, local: Callable[[], Mapping[int, tuple[FreezeUnit, ...]]]
 ) -> dict[int, tuple[FreezeUnit, ...]]:
-    """The units of every stage, from those of each rank's stages. Called on all ranks.
+    """Gather the units of every stage from all ranks. Called on all ranks.
 
-    Raises on all of them what ``local`` raises on one, or UnsupportedError if replicas of a stage would freeze
-    different things.
+    An error of ``local`` on one rank is raised on all ranks. Raises UnsupportedError if replicas of a stage have
+    different units.
     """
 
     def merge(ranks: Sequence[Mapping[int, tuple[FreezeUnit, ...]]]) -> dict[int, tuple[FreezeUnit, ...]]:

@@ -1,4 +1,4 @@
-"""What the launcher modules share: run a script, and end with one line where freezing cannot run."""
+"""Run a training script from a launcher module, and turn our errors into one line."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ __all__ = ["check_script", "errors_in_one_line", "run_command", "run_script"]
 def check_script(module: str, script: str, usage: str) -> Path:
     """Return the script's path. Call it before importing the host, which takes seconds.
 
-    Raises SystemExit: with status 0 after printing ``usage`` where it was asked for, or with one line where there is
-    no such script.
+    Raises SystemExit: with status 0 after printing ``usage`` for ``-h``, or with one line if the script is missing.
     """
     if script in ("-h", "--help"):
         print(usage)
@@ -31,20 +30,23 @@ def check_script(module: str, script: str, usage: str) -> Path:
 def run_script(module: str, script: str, arguments: list[str], prepare: Callable[[], object] = lambda: None) -> None:
     """Call ``prepare``, then run ``script`` as ``__main__``, as ``python script arguments`` would.
 
-    Errors are as ``errors_in_one_line`` has them.
+    ``errors_in_one_line`` handles errors.
     """
     with errors_in_one_line(module):
         run_command([script, *arguments], prepare)
 
 
 def run_command(command: list[str], prepare: Callable[[], object] = lambda: None) -> None:
-    """What ``python`` does with ``-m MODULE ...`` or ``SCRIPT ...``, once ``prepare`` has run."""
+    """Call ``prepare``, then do as ``python -m MODULE ...`` or ``python SCRIPT ...`` does."""
     if command[0] == "-m":
         sys.path[0], sys.argv = os.getcwd(), command[1:]
         prepare()
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0], sys.argv = str(Path(command[0]).resolve().parent), command  # it imports its neighbours
+        sys.path[0], sys.argv = (
+            str(Path(command[0]).resolve().parent),
+            command,
+        )  # the script may import modules from its folder
         prepare()
         runpy.run_path(command[0], run_name="__main__")
 

@@ -1,4 +1,4 @@
-"""Which modules of a stage are its layers: what a pipeline may be cut between."""
+"""Find the layers of a stage's module. A pipeline may be cut between layers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from tf_adapters.measuring.estimates import grouped
+from tf_adapters.measuring.layers import Layers
 from tf_adapters.selection.units import FreezeUnit, joined
-from tf_adapters.timing.estimates import grouped
-from tf_adapters.timing.layers import Layers
 
 __all__ = ["blocks", "layer_of", "layers_of"]
 
@@ -16,17 +16,17 @@ _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 def layers_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The layers of a stage's module by name: members of its outermost lists of modules, and modules beside these."""
+    """Return a stage's layers by name: items of its outermost module lists, and modules outside of these."""
     return dict(_layers("", model))
 
 
 def layer_of(name: str, layers: Layers) -> str | None:
-    """The layer that a module or parameter of this name is, or is part of; None outside of all layers."""
+    """Return the layer that contains a module or parameter of this name; None if it is outside of all layers."""
     return next((layer for layer in layers if name == layer or name.startswith(f"{layer}.")), None)
 
 
 def blocks(units: Sequence[FreezeUnit], layers: Layers) -> tuple[FreezeUnit, ...]:
-    """Units joined by layer: each is frozen whole or not at all. What is outside of all layers stays as it is."""
+    """Join units by layer, so that a layer is frozen as a whole. Units outside of all layers stay as they are."""
     by_layer = grouped((layer_of(unit.names[0], layers) or unit.names[0], unit) for unit in units)
     return tuple(map(joined, by_layer.values()))
 
@@ -35,7 +35,7 @@ def _layers(name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.
     dot = f"{name}." if name else ""
     if isinstance(module, (*_LISTS, torch.nn.Sequential)):
         for child_name, child in module.named_children():
-            if isinstance(child, _LISTS):  # which computes nothing itself
+            if isinstance(child, _LISTS):  # a list computes nothing itself
                 yield from _layers(dot + child_name, child)
             else:
                 yield dot + child_name, child

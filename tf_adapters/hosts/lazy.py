@@ -1,4 +1,4 @@
-"""Packages that import their host when it is needed: that takes seconds."""
+"""Import a host only when a name of its package is used, since the import takes seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["exported"]
 
 
 def exported(module: str, names: Sequence[str]) -> Callable[[str], Any]:
-    """A package's ``__getattr__``: the ``names`` are those of ``module``, which is imported when one is asked for."""
+    """Return a package's ``__getattr__`` that takes ``names`` from ``module``, imported at first use."""
 
     def get(name: str) -> Any:
         if name in names:

@@ -1,4 +1,4 @@
-"""What a rank has sent to one neighbour, kept until it has arrived."""
+"""Keep the tensors that a rank has sent to one neighbour until they have arrived."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["SentMessages"]
 
 
 class SentMessages:
-    """Messages in the order in which they were sent; each is the transfers of some tensors."""
+    """Messages in the order in which they were sent. Each message is the transfers of some tensors."""
 
     def __init__(self) -> None:
         self._kept = deque[Sequence[tuple[Any, torch.Tensor]]]()
         self._arrived = 0
 
     def keep(self, message: Sequence[tuple[Any, torch.Tensor]]) -> None:
-        """A message has begun: torch's work and tensor of each of its transfers."""
+        """Keep a message that has begun: torch's work and tensor of each transfer."""
         self._kept.append(message)
 
     def let_go(self, taken: int) -> None:
-        """Keep no message that has arrived: the first ``taken`` ones have, others where the device says so.
+        """Drop the messages that have arrived: the first ``taken`` ones, and others whose transfers are completed.
 
-        What failed raises. Only a message that is known to have arrived is waited for.
+        Raises if a transfer failed. It waits only for messages that are known to have arrived.
         """
         while self._kept and (self._arrived < taken or all(work.is_completed() for work, _ in self._kept[0])):
             for work, _ in self._kept.popleft():
@@ -33,5 +33,5 @@ class SentMessages:
             self._arrived += 1
 
     def finish(self) -> None:
-        """Wait until everything has arrived."""
+        """Wait until all messages have arrived."""
         self.let_go(self._arrived + len(self._kept))

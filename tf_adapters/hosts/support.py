@@ -1,4 +1,4 @@
-"""What every host's refusals share: one line, on all ranks, before any training starts."""
+"""Refuse unsupported hosts and models: the same one-line error on all ranks, before training starts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import UnsupportedError
 from tf_adapters.hosts.layers import layer_of
-from tf_adapters.masking.parameters import COMPILED, is_compiled
-from tf_adapters.timing.layers import Layers
+from tf_adapters.measuring.layers import Layers
+from tf_adapters.weight_gradients.parameters import COMPILED, is_compiled
 
 __all__ = ["Problem", "compiled_problem", "first_problem", "missing_name", "module_of", "refuse"]
 
 Problem = str | None
-"""Why a host cannot be frozen, in one line; None where it can."""
+"""The reason why a host cannot be frozen, in one line; None if it can."""
 
 
 def refuse(problem: Problem) -> None:
@@ -32,14 +32,14 @@ def first_problem(checks: Mapping[str, object]) -> Problem:
 
 
 def module_of(function: Any) -> str:
-    """Return the module in which a function, under its wrappers, is defined; its text if it is no function."""
+    """Return the module that defines a function, without its wrappers; ``str(function)`` if it is not callable."""
     return str(getattr(inspect.unwrap(function), "__module__", "")) if callable(function) else str(function)
 
 
 def missing_name(owner: Any, names: Iterable[str], called: str = "") -> Problem:
     """Return a problem that names the first of a host's (private) names that ``owner`` does not have.
 
-    ``called`` is the owner in that line; by default its class. Each host's guide lists the names.
+    The line names ``called``, by default the owner's class. Each host's guide lists the names.
     """
     for name in names:
         if not hasattr(owner, name):
@@ -51,9 +51,10 @@ def missing_name(owner: Any, names: Iterable[str], called: str = "") -> Problem:
 def compiled_problem(
     wrapped: torch.nn.Module, model: torch.nn.Module, layers: Layers, settings: TimelyFreezeConfig | None
 ) -> Problem:
-    """Return a problem if a part of a stage is compiled with torch.compile that cannot be frozen whole.
+    """Return a problem if a compiled part of a stage (torch.compile) cannot be frozen as a whole.
 
-    ``layers`` are of ``model``, the stage's own module inside the host's wrappers. Without settings nothing may be.
+    ``layers`` are those of ``model``, the stage's module inside the host's wrappers. Without settings, every compiled
+    part is a problem.
     """
     names = {id(part): name for name, part in model.named_modules()}
     compiled = [names.get(id(part), "") for part in wrapped.modules() if is_compiled(part)]

@@ -1,4 +1,4 @@
-"""What of a module can be frozen on its own, and how much work that spares: one function, with a host's rules."""
+"""Find the freezable units of a module and their work, by a host's rules."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tf_adapters.selection.units import FreezeUnit
 __all__ = ["UnitRules", "units_of"]
 
 Own = Mapping[str, torch.nn.Parameter]
-"""A module's own trainable parameters, by the module's names for them."""
+"""A module's own trainable parameters, by the module's names for them (not those of submodules)."""
 
 
 @dataclass(frozen=True)
 class UnitRules:
-    """What differs between hosts.
+    """The rules that differ between hosts.
 
     Attributes:
-        groups: which of a module's own parameters are frozen together; by default each alone.
-        is_table: whether a module looks rows of its weight up and multiplies by none of it.
-        projects: whether a table, by its name and parameter, is also multiplied by somewhere on the stage.
-        token_share: the share of a rank's tokens that reach a module, by its name, in [0, 1].
+        groups: groups a module's own parameters that are frozen together; by default each alone.
+        is_table: returns whether a module is an embedding: it gathers rows, and computes no matrix product.
+        projects: returns whether a table, given by name and parameter, is also a factor of a product on the stage.
+        token_share: returns the share of a rank's tokens that reach a module, given by name, in [0, 1].
     """
 
     groups: Callable[[torch.nn.Module, Own], Sequence[tuple[str, ...]]] = lambda module, own: [(n,) for n in own]
@@ -33,15 +33,15 @@ class UnitRules:
 
 
 def units_of(model: torch.nn.Module, rules: UnitRules | None = None) -> tuple[FreezeUnit, ...]:
-    """The freezable units of a stage's module. What the user froze stays frozen and counts as no work.
+    """Return the freezable units of a stage's module. Parameters that the user froze stay frozen and count as no work.
 
-    Work is in elements that a token's weight gradient touches: all of a matrix, one row of an embedding table.
+    A unit's work counts the elements that one token's weight gradient touches: a whole matrix, one row of a table.
     """
     rules = rules or UnitRules()
-    names = dict(model.named_parameters())  # a parameter that two modules share has one name
+    names = dict(model.named_parameters())  # a shared parameter has one name
     multiplied = {
         id(p) for m in model.modules() if not rules.is_table(m) for p in m.parameters(recurse=False)
-    }  # a table tied to an output layer of the same stage is among them
+    }  # includes a table that is tied to an output layer of the stage
     units = []
     for prefix, module in model.named_modules():
         dot = f"{prefix}." if prefix else ""

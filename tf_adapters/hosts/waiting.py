@@ -1,4 +1,4 @@
-"""Weight gradients that wait while a host runs forwards and backwards in its own order."""
+"""Run deferred weight gradients between the forwards and backwards of a host that keeps its own order."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["WaitingWeights"]
 
 
 class WaitingWeights:
-    """The weight-gradient actions of one rank's row, each due once the action before it has run.
+    """The weight-gradient actions of one rank's row. Each is due when the action before it has run.
 
     Args:
-        row: what the rank runs in a batch, in order.
-        compute: runs a WEIGHT_GRAD action; told whether it is the last one of its stage.
+        row: the rank's actions in a batch, in order.
+        compute: runs a WEIGHT_GRAD action; its flag says whether the action is the last one of its stage.
     """
 
     def __init__(self, row: tuple[Action, ...], compute: Callable[[Action, bool], None]) -> None:
@@ -24,16 +24,16 @@ class WaitingWeights:
         self._passed: set[Action] = set()
 
     def backward_kind(self, stage: int, microbatch: int) -> Kind:
-        """What the host's backward of a microbatch is: BACKWARD, or INPUT_GRAD where its weight gradients wait."""
+        """Return the kind of a microbatch's backward: INPUT_GRAD if its weight gradients wait, else BACKWARD."""
         split = Action(stage, Kind.WEIGHT_GRAD, microbatch) in self._weights
         return Kind.INPUT_GRAD if split else Kind.BACKWARD
 
     def passed(self, action: Action) -> None:
-        """A forward or backward has run."""
+        """Note that a forward or backward has run."""
         self._passed.add(action)
 
     def run(self) -> None:
-        """Compute what stands in the row before the next forward or backward."""
+        """Compute the weight gradients that are due before the next forward or backward of the row."""
         for action in self._row:
             if action.kind is Kind.WEIGHT_GRAD:
                 self._run_once(action)
@@ -41,7 +41,7 @@ class WaitingWeights:
                 return
 
     def finish(self, stage: int | None = None) -> None:
-        """Compute everything, of one stage or of all, whose input gradient has run."""
+        """Compute all weight gradients whose input gradient has run, of one stage or of all."""
         for action in self._weights:
             if (
                 stage in (None, action.stage)

@@ -1,10 +1,10 @@
 """TimelyFreeze for Megatron-Core's pipeline schedules.
 
-Three ways in, the same result:
+There are three ways to attach it, with the same result:
 
 - ``torchrun ... -m tf_adapters.megatron pretrain_gpt.py ... --timely-freeze``: a Megatron-LM script, unchanged;
 - ``tf_adapters.megatron.install()`` in such a script, before it parses its arguments;
-- ``tf_adapters.megatron.attach(model_chunks, optimizer, config)`` for a training loop of your own.
+- ``tf_adapters.megatron.attach(model_chunks, optimizer, config)`` for your own training loop.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ __all__ = ["add_arguments", "attach", "install", "revert"]
 __getattr__ = exported("tf_adapters.megatron.entry", ["attach"])
 
 
-_script: TrainingScript | None = None  # of this process, which runs one
+_script: TrainingScript | None = None  # the script that this process runs
 
 
 def install() -> TrainingScript:
-    """Give a Megatron-LM script the ``--timely-freeze`` arguments, and freezing where they ask for it.
+    """Add the ``--timely-freeze`` arguments to a Megatron-LM script, and attach freezing if they enable it.
 
-    Call it before the script parses its arguments; what was imported before does not matter. The handle that it returns
-    has ``adapter`` and ``revert()``; calling it twice does nothing more and returns the same one. Raises
-    UnsupportedError where ``megatron.training`` cannot be imported or lacks a symbol.
+    Call it before the script parses its arguments; the order of imports does not matter. The returned handle has
+    ``adapter`` and ``revert()``. A second call returns the same handle. Raises UnsupportedError if
+    ``megatron.training`` cannot be imported or lacks a symbol.
     """
     from tf_adapters.megatron.training import TrainingScript
 
@@ -41,7 +41,7 @@ def install() -> TrainingScript:
 
 
 def revert() -> None:
-    """Take every patch of Megatron back, and what ``install`` has attached. Detach other adapters first."""
+    """Revert every patch of Megatron, and detach the adapter of ``install``. Detach other adapters first."""
     if _script is not None:
         _script.revert()
         return

@@ -11,7 +11,7 @@ _USAGE = "usage: torchrun [...] -m tf_adapters.megatron SCRIPT.py [its arguments
 
 
 def main() -> None:
-    """Run the script named first in the arguments as ``__main__``, with ``megatron.training`` patched."""
+    """Run the script in the first argument as ``__main__``, with ``megatron.training`` patched."""
     if len(sys.argv) < 2:
         print(_USAGE)
         raise SystemExit(2)

@@ -1,7 +1,7 @@
 """Freezing inside Megatron-Core's pipeline schedules, for one model on this rank.
 
-The patches in ``megatron_patches`` hand it every batch, forward and backward of its model chunks; everything else is
-set on the chunks and the optimizer themselves and taken off again by ``detach()``.
+The patches in ``megatron_patches`` pass it every batch, forward and backward of its model chunks. Everything else is
+set on the chunks and the optimizer, and ``detach()`` removes it.
 Source: megatron/core/pipeline_parallel/schedules.py.
 """
 
@@ -24,7 +24,7 @@ from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.layers import layers_of
 from tf_adapters.hosts.waiting import WaitingWeights
 from tf_adapters.log import announce
-from tf_adapters.masking.taps import StageTaps
+from tf_adapters.measuring.timer import clock_for
 from tf_adapters.megatron.chunks import Chunk, device_of
 from tf_adapters.megatron.execution import before_reduction
 from tf_adapters.megatron.linear import tapped_layer
@@ -35,23 +35,23 @@ from tf_adapters.megatron.units import chunk_units, tied_places
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.selection.units import Tie
-from tf_adapters.timing.timer import clock_for
 from tf_adapters.training.batches import MOST_NUMBERS
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
+from tf_adapters.weight_gradients.taps import StageTaps
 
 HOST = HostInfo("megatron-core", metadata.version("megatron-core"))
 ATTRIBUTE = "timely_freeze"  # of a model chunk: its adapter
-TIMER = "timely-freeze"  # among Megatron's timers: what freezing itself takes between the batches
-_TAG = "timely_freeze_action"  # of a forward's output: what its backward is
+TIMER = "timely-freeze"  # Megatron's timer for our own work between batches
+_TAG = "timely_freeze_action"  # attribute of a forward's output that identifies its backward
 
 
 @dataclass(frozen=True)
 class MegatronModel:
-    """A model as Megatron trains it on this rank: its chunks, what updates them, and the pipeline they are in.
+    """A model as Megatron trains it on this rank: its chunks, their optimizer, and its place in the pipeline.
 
-    ``config`` is the TransformerConfig, ``num_microbatches`` the number in a training batch; ``moves_forwards`` says
-    whether a plan may move forwards, too.
+    ``config`` is the TransformerConfig, and ``num_microbatches`` the number of microbatches in a training batch.
+    ``moves_forwards`` says whether a plan may also move forwards.
     """
 
     chunks: Sequence[torch.nn.Module]
@@ -81,11 +81,11 @@ class MegatronAdapter(HostAdapter):
         self._batch_seen = False
         self._waiting: WaitingWeights | None = None
         self._ordered: OrderedBatch | None = None
-        self._unscaled: set[int] = set()  # stages whose gradients of this step are still to be scaled
+        self._unscaled: set[int] = set()  # stages whose gradients are not yet scaled in this step
         self.collectives = collectives
         self._orders = functools.lru_cache(MOST_NUMBERS)(self._translate)
         on_all_ranks(collectives, self._take_place)
-        self._orders(model.num_microbatches)  # which communicates, as describing does not
+        self._orders(model.num_microbatches)  # it communicates, which describe() must not
         super().__init__(config, collectives, self._describe, metrics)
 
     def _take_place(self) -> None:
@@ -95,7 +95,7 @@ class MegatronAdapter(HostAdapter):
         self._chunks = {id(c): Chunk(self._position.stage(index), c) for index, c in enumerate(model.chunks)}
 
     def install(self) -> None:
-        """Hook the chunks, and take the place of the optimizer's step."""
+        """Hook the chunks, and replace the optimizer's step."""
         model = self._model
         self._holder = HeldParameters(model.optimizer)
         for keeper in self._holder.keepers.values():
@@ -136,7 +136,7 @@ class MegatronAdapter(HostAdapter):
         )
 
     def ties(self, pipeline: HostPipeline) -> tuple[Tie, ...]:
-        """The embedding that Megatron shares between the first stage and the last."""
+        """Return the embedding that the first and the last stage share."""
         of_ranks = on_all_ranks(self.collectives, lambda: tied_places(pipeline.parameters))
         everywhere = {place for places in of_ranks for place in places}
         return (tuple(sorted(everywhere)),) if len(everywhere) > 1 else ()
@@ -145,7 +145,7 @@ class MegatronAdapter(HostAdapter):
 
     @contextmanager
     def batch(self, num_microbatches: int, communicator: Any = None) -> Iterator[None]:
-        """Around one training batch, which sends and receives by a P2PCommunicator; None is the host's own."""
+        """Run one training batch inside. It communicates through a P2PCommunicator; None is the host's default."""
         if num_microbatches != self.controller.state.microbatches:
             self.controller.reschedule(self._orders(num_microbatches))
         self.controller.begin_step()
@@ -181,12 +181,12 @@ class MegatronAdapter(HostAdapter):
         return self._run(run, kind, microbatch, chunk=chunk)
 
     def compute_waiting(self) -> None:
-        """Compute the weight gradients that the plan has put where this rank waits."""
+        """Compute the weight gradients that the plan has placed where this rank now waits."""
         if self._waiting is not None:
             self._waiting.run()
 
     def _finish_weight_gradients(self, chunk: int | None = None) -> None:
-        """Compute the weight gradients that are left of a model chunk, or of all: they are reduced now."""
+        """Compute the remaining weight gradients of one model chunk, or of all, before they are reduced."""
         if self._ordered is not None:
             self._ordered.finish()
         elif self._waiting is not None:
@@ -207,7 +207,7 @@ class MegatronAdapter(HostAdapter):
         return result
 
     def _follow_plan(self, communicator: Any) -> None:
-        """Where this step's order is a rewritten one: run it, or its weight gradients between the host's actions."""
+        """If a plan has rewritten this step's order, run it, or its weight gradients between the host's actions."""
         order, by_stage = self.controller.execution, {chunk.stage: chunk for chunk in self._chunks.values()}
         if order is self.controller.schedule:
             return
@@ -234,7 +234,7 @@ class MegatronAdapter(HostAdapter):
             self._waiting = WaitingWeights(row, compute)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's step, and with it the end of ours."""
+        """Run the optimizer's step, then end our step."""
         if not self.controller.in_step:
             self._warn_unseen()
             return self._host_step(*args, **kwargs)
@@ -256,7 +256,7 @@ class MegatronAdapter(HostAdapter):
         @functools.wraps(run)
         def finish_grad_sync(*args: Any, **kwargs: Any) -> None:
             run(*args, **kwargs)
-            self._scale(stage)  # an embedding's gradients, before those of its other stage are added
+            self._scale(stage)  # before the gradients of a tied embedding's other stage are added
 
         return finish_grad_sync
 
@@ -276,7 +276,7 @@ class MegatronAdapter(HostAdapter):
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Count our own time in Megatron's timers, where the model's config has them."""
+        """Count our time in Megatron's timers, if the model's config has them."""
         timers = self._model.config.timers
         if timers is not None:
             timers(TIMER, log_level=1).start()
@@ -296,10 +296,10 @@ class MegatronAdapter(HostAdapter):
 
 
 def tag(output: Any, value: tuple[MegatronAdapter, Chunk, int]) -> None:
-    """Remember on a forward's output what its backward will be: the host tells the backward nothing else.
+    """Mark a forward's output with its chunk and microbatch, since the host passes nothing else to the backward.
 
-    Several modules in one pipeline (0.17 on) put their outputs into dicts, which take no tag: their backwards then
-    run unmasked, and the check of what was executed ends freezing before any mask is drawn.
+    Pipelines of several modules (0.17 on) have dicts as outputs, which take no tag. Their backwards run unmasked, and
+    the check of the executed order ends freezing before any mask is drawn.
     """
     tensor = output[0] if isinstance(output, list) else output
     if isinstance(tensor, torch.Tensor):
@@ -307,7 +307,7 @@ def tag(output: Any, value: tuple[MegatronAdapter, Chunk, int]) -> None:
 
 
 def tagged(output: Any) -> tuple[MegatronAdapter, Chunk, int] | None:
-    """Take what ``tag`` left on a forward's output; None where that forward was not ours."""
+    """Return the mark that ``tag`` left on a forward's output; None if the output has no mark."""
     tensor = output[0] if isinstance(output, list) else output
     return vars(tensor).pop(_TAG, None) if isinstance(tensor, torch.Tensor) else None
 

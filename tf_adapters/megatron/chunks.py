@@ -1,4 +1,4 @@
-"""One model chunk of this rank: its stage, its parameters, and what masking it takes."""
+"""One model chunk of this rank: its stage, its parameters, and the hooks that masking needs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _FUSIONS = ("bias_activation_fusion", "bias_dropout_fusion")
 
 
 class Chunk:
-    """A model chunk as the schedule gets it (wrapped), as its ``stage`` of the pipeline.
+    """A model chunk of the schedule, with wrappers. It is ``stage`` of the pipeline.
 
-    ``model`` is the innermost module, and ``parameters`` its parameters by the names that they have there.
+    ``model`` is the innermost module, and ``parameters`` are its parameters by their names in it.
     """
 
     def __init__(self, stage: int, wrapped: torch.nn.Module) -> None:
@@ -29,7 +29,7 @@ class Chunk:
         self._hooks: list[Any] = []
 
     def hook(self, config: Any) -> None:
-        """Put our hooks on the model, whose TransformerConfig this is."""
+        """Put our hooks on the model. ``config`` is its TransformerConfig."""
         self.gradients.hook()
         self._hooks += hook_biases(self.model, config)
         if config.recompute_granularity is not None:
@@ -41,7 +41,7 @@ class Chunk:
                     self._hooks.append(hook)
 
     def __deepcopy__(self, memo: Any) -> Chunk:
-        """A copy of the model has our hooks, not another chunk of the pipeline."""
+        """A copy of the model shares this chunk: it is not another chunk of the pipeline."""
         return self
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class Chunk:
 
     @contextmanager
     def masked(self, mask: Mask) -> Iterator[None]:
-        """Around a forward or backward under ``mask``, for what Megatron must not stumble over."""
+        """Run a forward or backward under ``mask`` inside, with the precautions that Megatron needs."""
         self._mask = mask
         try:
             with self.gradients.hidden(mask.names), self.gradients.kept_totals(mask.names):
@@ -60,15 +60,15 @@ class Chunk:
             self._mask = NOTHING_FROZEN
 
     def _keep_gradients(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        """Recomputed segments pass gradients only if their input needs one.
+        """Make the output of an embedding require gradients for recomputed segments.
 
-        Behind a frozen embedding, whether we froze it or the user, it does not, and the whole stage would lose its
-        gradients without a word.
+        A recomputed segment computes gradients only if its input requires one. After a frozen embedding it does not,
+        and the stage would silently lose its gradients.
         """
         self._require_gradients(output if isinstance(output, tuple) else (output,))
 
     def _keep_inputs_gradients(self, module: torch.nn.Module, inputs: Any, named: Any) -> None:
-        """The same at the entrance of a block of layers, whatever embeds its input (an image encoder, say)."""
+        """Do the same for the input of a block of layers, which an image encoder may have embedded."""
         self._require_gradients(inputs[:1] or (named.get("hidden_states"),))
 
     def _require_gradients(self, tensors: tuple[Any, ...]) -> None:
@@ -85,20 +85,20 @@ def innermost(module: Any) -> torch.nn.Module:
 
 
 def device_of(chunks: Sequence[torch.nn.Module]) -> torch.device:
-    """The device of this rank's model; a chunk of an "empty stage" layout has no parameters."""
+    """Return the device of this rank's model. A chunk of an "empty stage" layout has no parameters."""
     devices = (parameter.device for chunk in chunks for parameter in chunk.parameters())
     fallback = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     return next(devices, fallback)
 
 
 def hook_biases(model: torch.nn.Module, config: Any) -> list[Any]:
-    """Hooks on the layers that hand out their bias, where the model's TransformerConfig fuses what takes it.
+    """Hook the layers that return their bias, if the model's TransformerConfig fuses the function that uses it.
 
-    Masks must not be what Megatron's compiled functions are compiled for. ``jit_fuser`` is torch.compile: it compiles a
-    function anew for every combination of its arguments' ``requires_grad``, and after eight of them runs it uncompiled,
-    without a word. Linear layers hand their bias to such functions. Here it is always a tensor that requires a gradient
-    where the layer's output does, which is one combination less for every mask; what then comes for a frozen bias ends
-    there. Source: megatron/core/jit.py, fusions/fused_bias_dropout.py, fusions/fused_bias_gelu.py.
+    The hooks keep masks from causing recompilation. ``jit_fuser`` is torch.compile: it compiles a function again for
+    every combination of its arguments' ``requires_grad``, and after eight combinations silently runs it uncompiled.
+    Linear layers pass their bias to such functions. With the hook, the bias requires a gradient whenever the layer's
+    output does, for every mask. The gradient of a frozen bias is then dropped.
+    Source: megatron/core/jit.py, fusions/fused_bias_dropout.py, fusions/fused_bias_gelu.py.
     """
     if not any(getattr(config, fusion, False) for fusion in _FUSIONS):
         return []
@@ -107,7 +107,7 @@ def hook_biases(model: torch.nn.Module, config: Any) -> list[Any]:
 
 
 def _with_constant_flags(layer: Any, inputs: Any, result: Any) -> Any:
-    """The layer's result with its bias as said above; nothing else has this form and the layer's own bias in it."""
+    """Return the layer's result with such a bias, if it is an (output, bias) pair with the layer's own bias."""
     if not (isinstance(result, tuple) and len(result) == 2):
         return None
     output, bias = result
@@ -119,7 +119,7 @@ def _with_constant_flags(layer: Any, inputs: Any, result: Any) -> Any:
 
 
 class _Frozen(torch.autograd.Function):
-    """The bias as a tensor that requires a gradient, since the output does, and passes it on to neither."""
+    """Returns the bias as a tensor that requires a gradient because the output does. Its backward passes on nothing."""
 
     @staticmethod
     def forward(ctx: Any, bias: torch.Tensor, output: torch.Tensor) -> torch.Tensor:

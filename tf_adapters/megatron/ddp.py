@@ -1,7 +1,7 @@
-"""Gradients that will not come, and Megatron's DistributedDataParallel.
+"""Make Megatron's DistributedDataParallel work with frozen parameters.
 
-It counts the parameters of each bucket as their gradients arrive and reduces a bucket when all are there, and it
-waits for a parameter's all-gather in the forward that uses it. Both expect every parameter to train in every
+DDP counts the parameters of each bucket as their gradients arrive, and reduces the bucket when all have arrived. It
+also waits for a parameter's all-gather in the forward that uses it. Both assume that every parameter trains in every
 microbatch. Source: megatron/core/distributed/distributed_data_parallel.py and param_and_grad_buffer.py.
 """
 
@@ -16,9 +16,9 @@ from megatron.core.distributed import DistributedDataParallel
 
 
 class FrozenGradients:
-    """What one model chunk's data parallelism must be told while some of its parameters are frozen.
+    """Handles one model chunk's data parallelism while some of its parameters are frozen.
 
-    ``chunk`` is what the schedule gets; without DistributedDataParallel around the model there is nothing to tell.
+    ``chunk`` is the chunk of the schedule. Without DistributedDataParallel around the model there is nothing to do.
     """
 
     def __init__(self, chunk: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -26,14 +26,14 @@ class FrozenGradients:
         self._ddp = chunk if isinstance(chunk, DistributedDataParallel) else None
         self._hidden: dict[torch.nn.Parameter, Any] = {}
         self._hooks: list[Any] = []
-        self._ready: list[bool] = []  # of each group of buckets, in the newest backward
+        self._ready: list[bool] = []  # for each group of buckets, from the newest backward
 
     def __deepcopy__(self, memo: Any) -> FrozenGradients:
         """A copy of the model reduces no gradients."""
         return self
 
     def hook(self) -> None:
-        """Put our hooks on the model, where DDP gathers parameters in the forward."""
+        """Put our hooks on the model if DDP gathers parameters in the forward."""
         if self._ddp is not None and self._ddp.use_forward_hook:
             self._hooks = [m.register_forward_pre_hook(self._finish_gather) for m in self._ddp.module.modules()]
 
@@ -43,9 +43,9 @@ class FrozenGradients:
 
     @contextmanager
     def hidden(self, names: tuple[str, ...]) -> Iterator[None]:
-        """While these are frozen, keep them from DDP's forward hook: it asserts that what it gathers trains.
+        """Hide these frozen parameters from DDP's forward hook, which asserts that each gathered parameter trains.
 
-        Our hook waits for their all-gathers in its place, in the module that uses them, so these still overlap.
+        Our hook waits for their all-gathers instead, in the module that uses them, so the gathers still overlap.
         """
         if not self._hooks or self._ddp is None or not self._ddp.remove_forward_pre_hook_handles:
             yield
@@ -61,10 +61,10 @@ class FrozenGradients:
 
     @contextmanager
     def kept_totals(self, names: tuple[str, ...]) -> Iterator[None]:
-        """Put back the ``main_grad`` of these frozen parameters if a backward has taken it away.
+        """Restore the ``main_grad`` of these frozen parameters if a backward has removed it.
 
-        Transformer Engine's grouped linear layer does, with fused accumulation (seen in 2.10.0, not in 2.4.0 or
-        2.20.2); its next backward would fail.
+        With fused accumulation, Transformer Engine's grouped linear layer removes it (seen in 2.10.0, not in 2.4.0 or
+        2.20.2). Its next backward would fail.
         """
         frozen: list[Any] = [self._parameters[name] for name in names]
         totals = [(parameter, parameter.main_grad) for parameter in frozen if hasattr(parameter, "main_grad")]
@@ -76,10 +76,10 @@ class FrozenGradients:
                     parameter.main_grad = total
 
     def report(self, names: tuple[str, ...]) -> None:
-        """Before gradients are computed: those of these parameters are as ready as they will be.
+        """Report these parameters' gradients as ready, before the backward computes the others.
 
-        With ``overlap_grad_reduce`` their bucket would otherwise never be reduced. Reported afterwards, it would be
-        reduced once nothing is left to compute meanwhile.
+        Without the report, ``overlap_grad_reduce`` would never reduce their bucket. A report after the backward would
+        reduce it too late to overlap.
         """
         ddp = self._ddp
         if ddp is None or not ddp.ddp_config.overlap_grad_reduce:
@@ -90,15 +90,15 @@ class FrozenGradients:
                 group.register_grad_ready(parameter, ddp.force_all_reduce)
 
     def ready_as_now(self) -> None:
-        """A backward has run: the last weight gradients of a batch are as ready as what the newest one computed.
+        """Note which buckets a backward reported as ready. The last deferred weight gradients report the same.
 
-        The host tells DDP before the batch's last backward; where all ranks reduce at the same time it does not.
+        The host tells DDP before the last backward of a batch. If all ranks reduce at the same time, it does not.
         """
         self._ready = [group.is_last_microbatch for group in self._groups]
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
-        """Around weight gradients that are computed after their backward; ``last`` ones of a batch may be reduced."""
+        """Compute deferred weight gradients inside. The ``last`` ones of a batch may be reduced."""
         groups = self._groups
         before = [group.is_last_microbatch for group in groups]
         for group, ready in zip(groups, self._ready, strict=True):

@@ -1,4 +1,4 @@
-"""Deciding, on all ranks together, whether and with which settings a Megatron model freezes."""
+"""Attach freezing to a Megatron model: all ranks decide together whether, and with which settings."""
 
 from __future__ import annotations
 
@@ -43,24 +43,25 @@ def attach(
     metrics: MetricSink | None = None,
     collectives: Collectives | None = None,
 ) -> MegatronAdapter | None:
-    """Freeze in this model's training from here on. Call it on all ranks, before the first training batch.
+    """Attach freezing to this model. Call it on all ranks, before the first training batch.
 
     Args:
-        model: the model chunks of this rank, as they are given to Megatron's forward-backward function.
-        optimizer: what ``get_megatron_optimizer`` returned, or a torch optimizer.
+        model: the model chunks of this rank, as passed to Megatron's forward-backward function.
+        optimizer: the result of ``get_megatron_optimizer``, or a torch optimizer.
         config: the settings; by default all defaults.
-        num_microbatches: of a training batch; by default what Megatron's num_microbatches_calculator says.
+        num_microbatches: the number in a training batch; by default from Megatron's num_microbatches_calculator.
         pp_group: the pipeline's process group; by default that of ``parallel_state``.
-        warmup_steps: what ``warmup_steps: "auto"`` stands for: the length of the learning-rate warm-up; by default 10.
+        warmup_steps: the value of ``warmup_steps: "auto"``: the length of the learning-rate warm-up; by default 10.
         metrics: called on this rank after each step with named figures (ratios in [0, 1], ms).
-        collectives: of all ranks that train together; by default over a gloo group of their own.
+        collectives: those of all ranks that train together; by default over a new gloo group.
 
     Returns:
-        The adapter, with ``controller`` and ``detach()``; None where ``enabled`` is false. Attaching twice returns
-        the first adapter; with other settings it is refused.
+        The adapter, with ``controller`` and ``detach()``; None if ``enabled`` is false. A second call returns the same
+        adapter, and is refused with other settings.
 
     Raises:
-        ConfigError: a setting is wrong. UnsupportedError: freezing cannot be right with this model. On all ranks.
+        ConfigError: a setting is wrong, on all ranks.
+        UnsupportedError: freezing cannot be right with this model, on all ranks.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
     patched = ExitStack()
@@ -84,14 +85,14 @@ def attach(
             check=lambda settings: _check(chunks, optimizer, settings),
             make=make,
         )
-        patched.pop_all()  # they stay when it is detached: a loop may hold a function that they have wrapped
+        patched.pop_all()  # they stay after detach: a loop may hold a wrapped function
     return adapter
 
 
 def _agreed_model(
     ours: Collectives, chunks: Sequence[Any], optimizer: Any, *, num_microbatches: int | None, pp_group: Any
 ) -> MegatronModel:
-    """The model on this rank, once all ranks have described theirs and agree. Called on all ranks."""
+    """Return this rank's model after all ranks have described theirs. Called on all ranks."""
     described: list[MegatronModel] = []
     microbatches = same_on_all_ranks(
         ours, "numbers of microbatches", lambda: num_microbatches or _microbatches_of_the_run()
@@ -117,10 +118,10 @@ def _agreed_model(
 
 
 def patch_schedules() -> Callable[[], None]:
-    """Let the adapters see every batch, forward and backward. Models without an adapter run as before.
+    """Patch the schedules, so that adapters see every batch, forward and backward. Other models run as before.
 
-    Returns what takes back those that this call has put in. Raises UnsupportedError where Megatron lacks a symbol, with
-    none of them replaced.
+    Returns a function that reverts the patches of this call. Raises UnsupportedError, and patches nothing, if Megatron
+    lacks a symbol.
     """
     forward, backward = megatron_patches.forward_step, megatron_patches.backward_step
     communication = megatron_patches.communication
@@ -149,7 +150,7 @@ def _on_batch(run: Any, model: Any, num_microbatches: int, forward_only: bool, c
 
 
 def _on_communication(run: Any, *received: Any) -> Any:
-    """What is computed after a receive has begun is computed while the rank would wait for it."""
+    """Compute waiting weight gradients after a receive has begun, while the rank would wait for it."""
     requests = run()
     if _running is not None and any(tensor is not None for tensor in received):
         _running.compute_waiting()

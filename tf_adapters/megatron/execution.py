@@ -1,4 +1,4 @@
-"""Weight gradients that wait, in Megatron's schedules: they are computed before their gradients are reduced.
+"""Compute deferred weight gradients in Megatron's schedules before gradients are reduced.
 
 Source: megatron/core/pipeline_parallel/schedules.py.
 """
@@ -16,7 +16,7 @@ __all__ = ["before_reduction"]
 
 @contextmanager
 def before_reduction(config: Any, finish: Callable[[int | None], None]) -> Iterator[None]:
-    """Around a batch: ``finish`` is called before the host reduces the gradients of a model chunk, or of all (None)."""
+    """Run a batch inside. ``finish`` is called before the host reduces the gradients of a chunk, or of all (None)."""
 
     def first(function: Callable[..., Any], chunk: int | None = None) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

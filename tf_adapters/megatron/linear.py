@@ -1,7 +1,8 @@
 """Taps on Megatron's own tensor-parallel linear layers.
 
-The tap is on the product itself, inside of what the layer does for tensor and sequence parallelism: gradients of its
-output are this rank's already, and only its input may have to be gathered once more, as the host's backward does.
+The tap is on the matrix product, inside the layer's communication for tensor and sequence parallelism. The gradient of
+the product's output is therefore already this rank's. Its input may have to be gathered again, as the host's backward
+does.
 Source: megatron/core/tensor_parallel/layers.py (``_forward_impl``).
 """
 
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-from tf_adapters.masking.engine_taps import engine_layer
-from tf_adapters.masking.taps import Choose, TappedLayer, linear_gradient, plain_layer
+from tf_adapters.weight_gradients.engine_taps import engine_layer
+from tf_adapters.weight_gradients.taps import Choose, TappedLayer, linear_gradient, plain_layer
 
 __all__ = ["ParallelLinearTap", "tapped_layer"]
 
@@ -48,7 +49,7 @@ class ParallelLinearTap(TappedLayer):
     attribute = "_forward_impl"
 
     def training(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.nn.Parameter, ...]:
-        """The weight and bias of this product, where the weight is the layer's own and trains."""
+        """Return the weight and bias of this product if the weight belongs to the layer and trains."""
         weight, bias = kwargs.get("weight"), kwargs.get("bias")
         own: Any = self.module
         if weight is None or weight is not own.weight or not weight.requires_grad:
@@ -72,7 +73,7 @@ class ParallelLinearTap(TappedLayer):
         return of_weight, *(flat.sum(dim=0) for _ in biases)
 
     def _gathered(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The input of the product: under sequence parallelism each rank has a part of it."""
+        """Return the whole input of the product. Under sequence parallelism each rank has a part of it."""
         module: Any = self.module
         if isinstance(module, RowParallelLinear) or not module.sequence_parallel or module.explicit_expert_comm:
             return inputs

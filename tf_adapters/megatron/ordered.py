@@ -1,10 +1,9 @@
 """A batch in the order of a plan, driven by Megatron's own function of the schedule.
 
-The host's function asks for forwards and backwards in its own order. Each time the plan's row runs up to what is asked
-for, with the host's own forward and backward steps; in the host's tensors' place it gets stand-ins, and what it sends
-and receives is left out. Everything else in it stays the host's: timers, when gradients may be reduced, tokens, the
-losses, what ends the batch. No forward or backward runs before its row's turn, nor the last backward before the host
-has asked for it: until then gradients are not to be reduced.
+The host's function requests forwards and backwards in its own order. At each request, the plan's row runs up to the
+requested action, with the host's own forward and backward steps. The host gets stand-ins for tensors, and its sends and
+receives are skipped. Timers, the time at which gradients may be reduced, token counts, losses and the end of the batch
+stay the host's. The last backward never runs before the host requests it, since gradients must not be reduced earlier.
 Source: megatron/core/pipeline_parallel/schedules.py and p2p_communication.py.
 """
 
@@ -33,27 +32,27 @@ from tf_adapters.schedule.messages import Receives
 __all__ = ["Links", "OrderedBatch", "is_replaceable"]
 
 Run = Callable[[Callable[[], Any], Kind, int], Any]
-"""Runs the host's forward or backward of a microbatch, masked and timed, and returns what that returned."""
+"""Runs the host's forward or backward of a microbatch, masked and timed, and returns its result."""
 
 
 class Message(NamedTuple):
-    """A transfer under way. What is sent is kept here until it has arrived."""
+    """A transfer in progress. It keeps a sent tensor until it has arrived."""
 
     work: Any
     tensor: torch.Tensor
 
     def wait(self) -> torch.Tensor:
-        """The tensor, once it is there; on a device what follows on its stream waits, not the caller."""
+        """Return the tensor when it has arrived. On a device only the stream waits, not the caller."""
         self.work.wait()
         return self.tensor
 
 
 class Links:
-    """This rank's way to its neighbours in a pipeline's process group. Sends do not wait for their receivers.
+    """Sends to and receives from this rank's neighbours in a pipeline's process group. Sends do not block.
 
-    Nothing else is under way on that group while a batch runs in a plan's order. Both ends begin their transfers in one
-    sequence (``schedule.messages``), so that they match on gloo, where each stands alone, and on NCCL, which runs those
-    of a pair, or of the whole group, one after the other.
+    No other transfer uses the group while a batch runs in a plan's order. Both ends begin their transfers in the same
+    sequence (``schedule.messages``). They therefore match on gloo, where transfers are independent, and on NCCL, which
+    runs the transfers of a pair or of the group one after the other.
     """
 
     def __init__(self, group: Any) -> None:
@@ -61,12 +60,12 @@ class Links:
         self.is_first, self.is_last = self._rank == 0, self._rank == group.size() - 1
 
     def send(self, tensor: torch.Tensor, step: int) -> Message:
-        """Begin to send to the next rank (``step`` 1) or the one before (-1)."""
-        tensor = tensor.detach().contiguous()  # the host may take the data of its own tensor away
+        """Begin to send to the next rank (``step`` 1) or the previous one (-1)."""
+        tensor = tensor.detach().contiguous()  # the host may free the data of its tensor
         return Message(dist.isend(tensor, self._peer(step), group=self._group), tensor)
 
     def receive(self, tensor: torch.Tensor, step: int) -> Message:
-        """Begin to receive into ``tensor`` from the next rank (``step`` 1) or the one before (-1)."""
+        """Begin to receive into ``tensor`` from the next rank (``step`` 1) or the previous one (-1)."""
         return Message(dist.irecv(tensor.detach(), self._peer(step), group=self._group), tensor)
 
     def _peer(self, step: int) -> int:
@@ -75,7 +74,7 @@ class Links:
 
 @dataclass
 class _InFlight:
-    """What a microbatch has between its forward and its backward: as the host's steps take and give it."""
+    """The tensors of a microbatch between its forward and its backward."""
 
     inputs: list[Any]
     outputs: list[Any]
@@ -86,12 +85,12 @@ class OrderedBatch:
     """One rank's part of one batch.
 
     Args:
-        row: what the rank runs, in order; forwards, and backwards, in the order of the microbatches.
-        receives: before which action the rank begins to receive which inputs, and what has then arrived elsewhere.
-        links: to its neighbours.
-        device: where its messages live.
-        run: for a forward or backward.
-        compute: runs a WEIGHT_GRAD action; told whether it is the last one.
+        row: the rank's actions in order. Forwards, and backwards, are in the order of the microbatches.
+        receives: the action before which each receive begins, and the messages that have arrived by then.
+        links: the transfers with neighbours.
+        device: the device of messages.
+        run: runs a forward or backward.
+        compute: runs a WEIGHT_GRAD action; its flag says whether it is the last one.
     """
 
     def __init__(
@@ -107,11 +106,11 @@ class OrderedBatch:
         self._run, self._compute = run, compute
         self._last = next((action for action in reversed(row) if action.kind is Kind.WEIGHT_GRAD), None)
         self._window = most_held(row)
-        self._forwards = self._backwards = 0  # that have run
+        self._forwards = self._backwards = 0  # number that have run
         self._forward_step: Callable[..., Any] = host.forward_step
-        self._arguments: dict[str, Any] = {}  # of the host's first forward
+        self._arguments: dict[str, Any] = {}  # arguments of the host's first forward
         self._of_backward: dict[str, Any] = {}
-        self._shapes: dict[bool, Any] = {}  # of an input and (True) of an output's gradient
+        self._shapes: dict[bool, Any] = {}  # shape of an input (False) and of an output's gradient (True)
         self._coming: dict[Action, Message] = {}
         self._in_flight: dict[int, _InFlight] = {}
         self._tokens: dict[int, Any] = {}
@@ -119,7 +118,7 @@ class OrderedBatch:
 
     @contextmanager
     def without_transfers(self) -> Iterator[None]:
-        """Around the host's function: what it sends and receives by itself is left out."""
+        """Run the host's function inside, and skip its own sends and receives."""
 
         def communicate(communicator: Any, *, recv_prev: bool, tensor_shape: Any, **_: Any) -> tuple[None, None, None]:
             if recv_prev:
@@ -131,7 +130,7 @@ class OrderedBatch:
             yield
 
     def forward(self, call: functools.partial[Any], microbatch: int) -> tuple[list[torch.Tensor], Any]:
-        """The host asks for a forward by this ``call``: a stand-in for its output, and its number of tokens."""
+        """Answer the host's request for a forward with a stand-in for its output and its number of tokens."""
         if not self._arguments:
             self._take_arguments(call)
         while self._forwards <= microbatch:
@@ -139,13 +138,13 @@ class OrderedBatch:
         return [torch.empty(1)], self._tokens.pop(microbatch)
 
     def backward(self, microbatch: int) -> list[None]:
-        """The host asks for a backward: a stand-in for the gradient of its input."""
+        """Answer the host's request for a backward with a stand-in for the gradient of its input."""
         while self._backwards <= microbatch:
             self._advance()
         return [None]
 
     def finish(self) -> None:
-        """Run what is left, and wait until everything that was sent has arrived."""
+        """Run the remaining actions, and wait until all sent messages have arrived."""
         while self._row:
             self._advance()
         self._sent.finish()
@@ -200,7 +199,7 @@ class OrderedBatch:
     def _run_backward(self, action: Action, grads: list[Any]) -> None:
         of = self._in_flight.pop(action.microbatch)
         if of.sent is not None:
-            of.sent.wait()  # it has arrived: its gradient is here
+            of.sent.wait()  # the output has arrived, since its gradient is here
         call = functools.partial(
             host.backward_step,
             input_tensor=of.inputs,
@@ -215,7 +214,7 @@ class OrderedBatch:
 
 
 def is_replaceable(communicator: Any, pp_group: Any) -> bool:
-    """Whether the host's transfers by a ``communicator`` that a batch was given (None: its own) can be left out."""
+    """Return whether transfers through the batch's ``communicator`` (None: the host's default) can be skipped."""
     if communicator is None:
         return True
     ours = type(communicator)._communicate is P2PCommunicator._communicate

@@ -1,4 +1,4 @@
-"""Megatron-Core's pipeline schedules as ours, from Megatron's own tables and warm-up counts.
+"""Translate Megatron-Core's pipeline schedules, using Megatron's own tables and warm-up counts.
 
 Source: megatron/core/pipeline_parallel/schedules.py (``get_schedule_table``, ``get_pp_rank_microbatches``) and
 megatron/core/transformer/cuda_graphs.py (``convert_schedule_table_to_order``).
@@ -23,7 +23,7 @@ from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
 @dataclass(frozen=True)
 class PipelinePosition:
-    """Where this rank is in the pipeline. Chunk c of rank r is stage ``c * size + r``, as activations flow."""
+    """The position of this rank in the pipeline. Chunk c of rank r is stage ``c * size + r``."""
 
     rank: int
     size: int
@@ -36,9 +36,9 @@ class PipelinePosition:
 def translate(
     collectives: Collectives, position: PipelinePosition, config: Any, pp_group: Any, num_microbatches: int
 ) -> PipelineSchedule:
-    """The schedule of all ranks, each rank's row made by Megatron's own functions on that rank.
+    """Return the schedule of all ranks. Megatron's functions make each rank's row on that rank.
 
-    ``config`` is the model's. Called on all ranks. Raises ScheduleError on all if replicas disagree.
+    ``config`` is the model's TransformerConfig. Called on all ranks. Raises ScheduleError on all if replicas disagree.
     """
 
     def local() -> tuple[int, Row]:
@@ -56,7 +56,7 @@ def translate(
 
 
 def local_row(position: PipelinePosition, config: Any, pp_group: Any, num_microbatches: int) -> Row:
-    """What this rank runs in one batch, in order."""
+    """Return this rank's actions in one batch, in order."""
     interleaved = position.chunks > 1
     group_size = config.microbatch_group_size_per_vp_stage if interleaved else num_microbatches
     warmup = get_pp_rank_microbatches(
@@ -68,7 +68,7 @@ def local_row(position: PipelinePosition, config: Any, pp_group: Any, num_microb
 
 
 def actions_of_order(order: Sequence[int], position: PipelinePosition) -> tuple[Action, ...]:
-    """Actions from Megatron's order: c is a forward of chunk c - 1, -c a backward; microbatches ascend for each."""
+    """Translate Megatron's order: c is a forward of chunk c - 1, -c a backward; microbatches ascend for each."""
     done: Counter[int] = Counter()
     actions = []
     for entry in order:

@@ -1,10 +1,10 @@
-"""Where a rank of Megatron-Core's interleaved schedule waits until what it sent is received.
+"""Find the actions that wait for a send, in Megatron-Core's interleaved schedule.
 
-Up to its last warm-up forward and after its last steady backward, a rank sends a result, begins to receive the next
-action's input, and waits for both. Between them is the steady phase. With ``overlap_p2p_comm`` a rank waits there for a
-send only once the next action of that kind has run, and begins to receive an input right after the action of that kind
-before. Without, it runs a forward and a backward, then exchanges all four tensors and waits for them. A send is over
-only once its receiver has begun to receive (gloo and NCCL, but for messages so small that they are buffered).
+The schedule has a warm-up, a steady phase and a cool-down. In warm-up and cool-down, a rank sends a result, begins to
+receive the next action's input, and waits for both. In the steady phase with ``overlap_p2p_comm``, a rank waits for a
+send after the next action of the same kind, and begins to receive an input after the previous action of that kind.
+Without it, a rank runs a forward and a backward, then exchanges all four tensors and waits for them. A send ends when
+its receiver has begun to receive. (Gloo and NCCL buffer very small messages.)
 
 Source: megatron/core/pipeline_parallel/schedules.py (``forward_backward_pipelining_with_interleaving``).
 """
@@ -20,7 +20,7 @@ from tf_adapters.schedule.ir import Action, PipelineSchedule, SendWait
 
 @dataclass(frozen=True)
 class Row:
-    """What one pipeline rank runs, and when it sends and receives. Everything below is by position in ``actions``.
+    """The actions of one pipeline rank, and when it sends and receives. Methods use positions in ``actions``.
 
     The first ``warmup`` actions come before the steady phase. ``overlaps`` is the host's ``overlap_p2p_comm``.
     """
@@ -31,32 +31,32 @@ class Row:
 
     @property
     def _steady(self) -> range:
-        """Forwards and backwards in turn."""
+        """Positions of the steady phase, in which forwards and backwards alternate."""
         return range(self.warmup, len(self.actions) - self.warmup)
 
     def _together(self, position: int) -> tuple[int, int]:
-        """First and last of what runs between two exchanges: a steady forward and its backward, else one action."""
+        """First and last action between two exchanges: a steady forward and its backward, else the action alone."""
         if self.overlaps or position not in self._steady:
             return position, position
         first = position - (position - self.warmup) % 2
         return first, first + 1
 
     def receives_after(self, position: int) -> int:
-        """What ends right before the receive of an action's input begins; below 0: nothing."""
+        """The action after which the receive of an action's input begins; negative: at the start."""
         if self.overlaps and position in self._steady:
             return max(position - 2, self.warmup - 1)
         return self.needs_at(position) - 1
 
     def needs_at(self, position: int) -> int:
-        """What does not begin before an action's input has come."""
+        """The first action that waits for the input of the action at ``position``."""
         return self._together(position)[0]
 
     def sends_after(self, position: int) -> int:
-        """What ends right before an action's result is sent."""
+        """The action after which the result of the action at ``position`` is sent."""
         return self._together(position)[1]
 
     def holds_up(self, position: int) -> int | None:
-        """What does not begin before an action's result is received; None where nothing of the batch waits for that."""
+        """The first action that the send of an action's result blocks; None if it blocks no action of the batch."""
         held = self.sends_after(position) + 1
         if self.overlaps and position in self._steady:
             held = position + 3 if position + 2 in self._steady else len(self.actions)
@@ -64,7 +64,7 @@ class Row:
 
 
 def send_waits(rows: Sequence[Row]) -> tuple[SendWait, ...]:
-    """Of all ranks. Empty if ranks would then wait for one another for ever: the host is not as it is read here."""
+    """Return the waits of all ranks. Empty if they form a circle: the host then differs from this model."""
     schedule = PipelineSchedule(tuple(row.actions for row in rows))
     at = {action: (row, position) for row in rows for position, action in enumerate(row.actions)}
     waits = []

@@ -1,4 +1,4 @@
-"""The state of a run as a file in a checkpoint's folder, for loops whose own files have no room for it."""
+"""Store the state of a run as a file in a checkpoint's folder, for loops whose own files cannot hold it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FILE = f"{SECTION}.json"
 
 
 def write_state(folder: str | Path, state: Mapping[str, Any]) -> None:
-    """Write the state on the rank that calls; a disk that fails costs the state and not the run."""
+    """Write the state on this rank. If the disk fails, the state is lost but the run goes on."""
     path = Path(folder) / _FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ def write_state(folder: str | Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(folder: str | Path) -> Any:
-    """The state that a checkpoint has; None where it has none that can be read. Rank 0's counts."""
+    """Read the state of a checkpoint; None if it is absent or unreadable. Rank 0's state is used."""
     try:
         return json.loads((Path(folder) / _FILE).read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What freezing cannot be right under in Megatron-Core, checked before any training starts."""
+"""Refuse Megatron-Core features with which freezing would be wrong, before training starts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check(
 ) -> None:
     """Raise UnsupportedError, one line, if freezing these model chunks could be wrong.
 
-    ``config`` is the model's TransformerConfig; by default the first chunk's own.
+    ``config`` is the model's TransformerConfig; by default the first chunk's.
     """
     if not chunks:
         refuse("there is no model chunk; it needs the list of modules that the schedule gets")
@@ -83,9 +83,10 @@ def check(
 
 
 def keeps_order(config: Any, pipeline_size: int, chunks: int) -> bool:
-    """Whether only Megatron itself can run this model's forwards: its interleaved schedule; none to be moved.
+    """Return whether a plan must keep the order of forwards, as in Megatron's interleaved schedule.
 
-    With variable lengths every transfer is two, and the first one waits; so are pipelines of several modules.
+    It must with variable lengths and with pipelines of several modules, too: there each tensor takes two transfers, and
+    the first one blocks.
     """
     return (
         pipeline_size == 1
@@ -98,7 +99,7 @@ def keeps_order(config: Any, pipeline_size: int, chunks: int) -> bool:
 
 def _config_problem(config: Any) -> Problem:
     for field, wrong, why in _REFUSED:
-        value = getattr(config, field, None)  # a field that this version does not have asks for nothing
+        value = getattr(config, field, None)  # a missing field is off
         if value is not None and wrong(value):
             return f"{field} is {value!r}, and {why}"
     if _reduces_with_weight_gradients(config):
@@ -112,9 +113,9 @@ def _config_problem(config: Any) -> Problem:
 
 
 def _reduces_with_weight_gradients(config: Any) -> bool:
-    """Whether Transformer Engine reduce-scatters a layer's input gradient inside of its weight gradient's product.
+    """Return whether Transformer Engine reduce-scatters a layer's input gradient inside its weight gradient's product.
 
-    ``tp_comm_overlap_rs_dgrad`` does it in the input gradient's own product, but not in layers where it is disabled.
+    ``tp_comm_overlap_rs_dgrad`` does it in the input gradient's product instead, except in layers that disable it.
     Source: transformer_engine/pytorch/module/linear.py; megatron/core/extensions/transformer_engine.py.
     """
     if not (getattr(config, "tp_comm_overlap", False) and getattr(config, "tp_comm_bulk_wgrad", True)):
@@ -134,7 +135,7 @@ def _chunk_problem(chunk: Any) -> Problem:
 
 
 def missing_ddp_name(chunk: Any) -> Problem:
-    """Return a problem if this version's DistributedDataParallel, where there is one, lacks a name that we use."""
+    """Return a problem if the chunk's DistributedDataParallel lacks a name that we use."""
     if not isinstance(chunk, DistributedDataParallel):
         return None
     problem = missing_name(chunk, DDP_NAMES) or missing_name(chunk.ddp_config, DDP_CONFIG_NAMES)
@@ -161,7 +162,7 @@ def _optimizer_problem(leaf: Any) -> Problem:
 
 
 def missing_optimizer_name(leaf: Any) -> Problem:
-    """Return a problem if an optimizer of Megatron's lacks a name by which we tell what it updates."""
+    """Return a problem if one of Megatron's optimizers lacks a name that finds the tensors it updates."""
     if isinstance(leaf, DistributedOptimizer):
         return missing_name(leaf, DISTRIBUTED_OPTIMIZER_NAMES)
     if not isinstance(leaf, Float16OptimizerWithFloat16Params):

@@ -22,9 +22,9 @@ from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
 
 class TrainingScript:
-    """One run of a Megatron-LM script: what the patches of ``megatron.training`` tell, and what they are told.
+    """One run of a Megatron-LM script. The patches of ``megatron.training`` call its methods.
 
-    ``adapter`` is there once the script has set up its model, where its arguments ask for freezing.
+    ``adapter`` is set when the script has set up its model, if its arguments enable freezing.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class TrainingScript:
         self._loaded: Mapping[str, Any] | None = None
 
     def install(self) -> None:
-        """Patch ``megatron.training``. Raises UnsupportedError where a symbol is missing, with none replaced."""
+        """Patch ``megatron.training``. Raises UnsupportedError, and patches nothing, if a symbol is missing."""
         checkpointing = megatron_patches.checkpointing
         setup = (megatron_patches.arguments.PATCH, megatron_patches.model_setup.PATCH)
         for patch in (*setup, checkpointing.SAVE, checkpointing.LOAD):
@@ -42,7 +42,7 @@ class TrainingScript:
         megatron_patches.checkpointing.apply(SECTION, self._state_to_save, self._keep)
 
     def revert(self) -> None:
-        """Detach, if attached, and take every patch of Megatron back. Call it on all ranks, between two batches."""
+        """Detach, if attached, and revert every patch of Megatron. Call it on all ranks, between two batches."""
         if self.adapter is not None:
             self.adapter.detach()
         self.adapter = self._loaded = None
@@ -75,7 +75,7 @@ class TrainingScript:
 
 
 class TrainingLogs:
-    """Figures to Megatron's writers, which live on the last rank, and our time to its timers: in its intervals."""
+    """Sends figures to Megatron's writers on the last rank, and our time to its timers, at its log intervals."""
 
     def __init__(self, args: Any) -> None:
         from megatron.training import get_tensorboard_writer, get_timers, get_wandb_writer
@@ -84,7 +84,7 @@ class TrainingLogs:
         self._args = args
 
     def due(self) -> bool:
-        """Whether Megatron logs after the step that has ended."""
+        """Return whether Megatron logs after the step that has ended."""
         return self._iteration % self._args.log_interval == 0 or self._writes
 
     def __call__(self, figures: Mapping[str, float]) -> None:
@@ -99,7 +99,7 @@ class TrainingLogs:
 
     @property
     def _iteration(self) -> int:
-        """Megatron counts the finished ones there."""
+        """Return Megatron's count of finished iterations."""
         return int(self._args.curr_iteration) + 1
 
     @property
@@ -109,7 +109,7 @@ class TrainingLogs:
 
 
 def warmup_left(scheduler: Any, global_batch_size: int) -> int:
-    """What is left of the learning-rate warm-up, in steps; Megatron's scheduler counts samples."""
+    """Return the rest of the learning-rate warm-up, in steps. Megatron's scheduler counts samples."""
     if scheduler.lr_warmup_steps <= 0:
         return DEFAULT_WARMUP_STEPS
     samples_left: float = scheduler.lr_warmup_steps - scheduler.num_steps

@@ -1,4 +1,4 @@
-"""What Megatron can freeze on its own, how much work that spares, and which weights several stages hold."""
+"""Megatron's rules for freeze units, and the weights that several stages share."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from tf_adapters.hosts.units import UnitRules, units_of
+from tf_adapters.measuring.estimates import grouped
 from tf_adapters.selection.units import FreezeUnit, Tie, joined
-from tf_adapters.timing.estimates import grouped
 
 _LAYERS = ("linear_fc1", "linear_fc2")
 
 
 def unit_rules(config: Any, expert_parallel_size: int) -> UnitRules:
-    """Megatron's rules; ``config`` is the model's TransformerConfig.
+    """Return Megatron's rules; ``config`` is the model's TransformerConfig.
 
-    A weight and its bias are one unit: Megatron's linear layer gives a frozen weight's bias no gradient either.
-    All of a grouped linear's weights are one: it asks only the first one whether it trains.
+    A weight and its bias are one unit, because Megatron's linear layer computes no bias gradient for a frozen weight.
+    All weights of a grouped linear layer are one unit, because the layer checks only whether the first one trains.
     """
     return UnitRules(
         groups=_groups,
@@ -29,7 +29,7 @@ def unit_rules(config: Any, expert_parallel_size: int) -> UnitRules:
 
 
 def chunk_units(model: torch.nn.Module, config: Any, expert_parallel_size: int) -> tuple[FreezeUnit, ...]:
-    """The units of a model chunk.
+    """Return the units of a model chunk.
 
     Transformer Engine's fused experts have one flag for both of their layers: these two are then one unit.
     Source: transformer_engine/pytorch/ops/fused/grouped_mlp.py.
@@ -52,16 +52,16 @@ def chunk_units(model: torch.nn.Module, config: Any, expert_parallel_size: int) 
 
 
 def _is_unused(model: Any, parameter: torch.nn.Parameter) -> bool:
-    """Whether this is an output layer's own weight on a stage that has the embedding, too, and computes with that.
+    """Return whether this is the unused weight of an output layer whose stage also has the embedding.
 
-    Megatron makes one for multi-token prediction with tied embeddings, and trains the embedding's copy.
+    Megatron makes it for multi-token prediction with tied embeddings, but computes with the embedding's copy.
     """
     tied, predicts = (getattr(model, name, False) for name in ("share_embeddings_and_output_weights", "mtp_process"))
     return tied and predicts and parameter is getattr(getattr(model, "output_layer", None), "weight", None)
 
 
 def tied_places(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> Tie:
-    """(stage, name) of this rank's copies of the embedding that Megatron shares between first and last stage."""
+    """Return (stage, name) of this rank's copies of the embedding that the first and the last stage share."""
     return tuple(
         (stage, name)
         for stage, of_stage in parameters.items()
@@ -79,7 +79,7 @@ def _groups(module: torch.nn.Module, own: Mapping[str, torch.nn.Parameter]) -> l
 
 
 def _token_share(prefix: str, config: Any, expert_parallel_size: int) -> float:
-    """The share of a rank's tokens that reach a module: an expert sees only those routed to it."""
+    """Return the share of a rank's tokens that reach a module. An expert gets only the tokens routed to it."""
     if "experts" not in prefix.split("."):
         return 1.0
     return float(config.moe_router_topk * expert_parallel_size / config.num_moe_experts)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean
 
+from tf_adapters.measuring.estimates import grouped
 from tf_adapters.planner.forecast import gaps_in
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import PlanProblem
@@ -20,7 +21,6 @@ from tf_adapters.schedule.deferral import (
 )
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.timing.estimates import grouped
 
 __all__ = ["describe_deferral", "plan_deferred"]
 

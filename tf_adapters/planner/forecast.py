@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tf_adapters.measuring.transfers import NO_GAPS, Gaps
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.deferral import backward_of, first_half, keeps_order
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.timing.transfers import NO_GAPS, Gaps
 
 __all__ = ["Forecast", "disappears", "durations_under", "forecast", "planned_dag", "stable_durations"]
 

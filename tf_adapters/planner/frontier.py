@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from tf_adapters.measuring.estimates import grouped
 from tf_adapters.planner.freeze_plan import FreezePlan, FrontierPoint
 from tf_adapters.planner.learning import Learning, Progress
 from tf_adapters.planner.problem import PlanProblem
-from tf_adapters.timing.estimates import grouped
 
 __all__ = ["SOLVES", "best_point", "describe_frontier", "plan_that_pays"]
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from tf_adapters.errors import PlanInputError
-from tf_adapters.timing.estimates import merged
-from tf_adapters.timing.token_cost import TokenCost
+from tf_adapters.measuring.estimates import merged
+from tf_adapters.measuring.token_cost import TokenCost
 
 __all__ = ["SAMPLED_AT", "Learning", "Probe", "Progress", "StageLearning"]
 

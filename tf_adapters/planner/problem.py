@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tf_adapters.errors import PlanInputError, ScheduleError
+from tf_adapters.measuring.token_cost import TokenCost
+from tf_adapters.measuring.transfers import Gaps
 from tf_adapters.planner.learning import Learning
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
-from tf_adapters.timing.token_cost import TokenCost
-from tf_adapters.timing.transfers import Gaps
 
 __all__ = ["PlanProblem", "most_of_a_microbatch"]
 

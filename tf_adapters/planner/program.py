@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tf_adapters.errors import PlanInputError
+from tf_adapters.measuring.estimates import grouped
 from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.schedule.dag import PipelineDag
-from tf_adapters.timing.estimates import grouped
 
 __all__ = ["Corners", "Floats", "Flow", "FreezeProgram", "Optimum", "Progress", "SolverStatus"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tf_adapters.errors import TimelyFreezeError
+from tf_adapters.measuring.batch_times import BatchTimes, batch_times
+from tf_adapters.measuring.timer import Interval
 from tf_adapters.report.layout import before
 from tf_adapters.report.schema import Report
-from tf_adapters.timing.batch_times import BatchTimes, batch_times
-from tf_adapters.timing.timer import Interval
 from tf_adapters.training import batch_words
 from tf_adapters.training.batch_words import milliseconds
 

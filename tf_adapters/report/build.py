@@ -11,6 +11,12 @@ from statistics import fmean
 
 from tf_adapters import __version__
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.measuring.device import EMULATED
+from tf_adapters.measuring.estimates import estimate, grouped, median, merged
+from tf_adapters.measuring.layers import StageLayers
+from tf_adapters.measuring.phase import Phase
+from tf_adapters.measuring.timer import ActionTimer
+from tf_adapters.measuring.token_cost import TokenCost
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.learning import Learning
 from tf_adapters.report.schema import (
@@ -25,12 +31,6 @@ from tf_adapters.report.schema import (
     Status,
 )
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.timing.device import EMULATED
-from tf_adapters.timing.estimates import estimate, grouped, median, merged
-from tf_adapters.timing.layers import StageLayers
-from tf_adapters.timing.phase import Phase
-from tf_adapters.timing.timer import ActionTimer
-from tf_adapters.timing.token_cost import TokenCost
 from tf_adapters.training.observer import RunSnapshot
 from tf_adapters.training.pipeline import HostInfo
 

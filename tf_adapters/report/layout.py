@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tf_adapters.errors import ConfigError
+from tf_adapters.measuring.device import EMULATED
 from tf_adapters.planner.forecast import durations_under, planned_dag
 from tf_adapters.report.schema import BackwardSample, Report
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Action, PipelineSchedule
-from tf_adapters.timing.device import EMULATED
 
 __all__ = ["Block", "Panel", "after", "before", "exact", "measured", "panels_of", "stable_samples", "timeline"]
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from tf_adapters.errors import ConfigError
+from tf_adapters.measuring.batch_times import RankTimes
+from tf_adapters.measuring.estimates import grouped
 from tf_adapters.report.batch import batch_of
 from tf_adapters.report.colours import BASE, Rgb
 from tf_adapters.report.gantt_marks import matplotlib_module
 from tf_adapters.report.schema import Report
 from tf_adapters.schedule.ir import Action, Kind
-from tf_adapters.timing.batch_times import RankTimes
-from tf_adapters.timing.estimates import grouped
 from tf_adapters.training.phases import PhaseSchedule
 
 __all__ = ["Line", "draw_plots", "fitted", "planned_ratio_by_step", "plots_of", "rank_parts"]

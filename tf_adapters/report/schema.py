@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 
 from tf_adapters.errors import ConfigError, first_problem
+from tf_adapters.measuring.batch_times import BatchTimes
+from tf_adapters.measuring.layers import StageLayers
+from tf_adapters.measuring.transfers import Gaps
 from tf_adapters.planner.freeze_plan import FreezePlan, Order
 from tf_adapters.schedule.durations import Bounds, Count, Milliseconds, Quotient, Share
 from tf_adapters.schedule.ir import Action
-from tf_adapters.timing.batch_times import BatchTimes
-from tf_adapters.timing.layers import StageLayers
-from tf_adapters.timing.transfers import Gaps
 
 __all__ = ["BackwardSample", "Batches", "Host", "Measured", "PeakMemory", "Phases", "Report", "Status"]
 

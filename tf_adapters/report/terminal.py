@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from tf_adapters.measuring.device import EMULATED
 from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.planner.frontier import describe_frontier
 from tf_adapters.report.batch import batch_facts, bubble_headline
@@ -12,7 +13,6 @@ from tf_adapters.report.page import Page, Table, as_text
 from tf_adapters.report.schema import Batches, Report, SampledTokens
 from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.timing.device import EMULATED
 from tf_adapters.training.batch_words import milliseconds as _ms
 
 __all__ = ["page", "summary"]

@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: actions, their order on every rank, and the graph that they make."""
+"""Pipeline schedules as data: actions, their order on every rank, and their graph."""

@@ -1,10 +1,10 @@
-"""A pipeline schedule as a directed acyclic graph: when each action starts and how long the batch takes.
+"""A pipeline schedule as a directed acyclic graph: the start time of each action, and the length of the batch.
 
-The paper's appendix "Edge Construction Rules" lists source and destination, intra-stage, inter-stage and
-schedule edges. A rank's order already implies the intra-stage ones, so only the order chain and the
-inter-stage edges are built. Instead of one named source and one named destination, every action without a
-predecessor starts no earlier than 0 and every action without a successor ends no later than the batch: with
-split backwards or idle ranks the last action need not be the first stage's.
+The paper's appendix "Edge Construction Rules" lists source and destination, intra-stage, inter-stage and schedule
+edges. A rank's order already implies the intra-stage edges, so only the chain of each rank's order and the inter-stage
+edges are built. There is no source or destination node. Instead, an action without a predecessor starts at 0 or later,
+and an action without a successor ends no later than the batch. With split backwards or idle ranks, the last action need
+not be on the first stage.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Edges", "PipelineDag"]
 class Edges(NamedTuple):
     """Edge k goes from ``sources[k]`` to ``targets[k]`` (positions in ``PipelineDag.actions``), by target.
 
-    ``delay[k]`` is the communication time in ms between the source's end and the target's earliest start.
+    ``delay[k]`` is the time in ms between the source's end and the target's earliest start.
     """
 
     sources: NDArray[np.int64]
@@ -36,7 +36,7 @@ class Edges(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PipelineDag:
-    """Actions in topological order and the edges between them; time and memory are linear in their number."""
+    """Actions in topological order, and their edges. Time and memory are linear in the number of actions."""
 
     actions: tuple[Action, ...]
     index: dict[Action, int]
@@ -50,13 +50,14 @@ class PipelineDag:
         overhead: Mapping[Action, float] | None = None,
         waits: Mapping[tuple[Action, Action], float] | None = None,
     ) -> PipelineDag:
-        """Build the DAG of ``schedule``; ``communication`` gives ms for edges between stages, 0 where absent.
+        """Build the DAG of ``schedule``. Times in ms are 0 where absent.
 
-        ``overhead`` is ms that a rank spends before an action besides waiting for its input: receiving, launching.
-        ``waits`` are further edges: the second of a pair starts so many ms after the first's end, or later.
+        ``communication`` has the time of edges between stages. ``overhead`` is the time that a rank spends before an
+        action in addition to the wait for its input: receiving, launching. ``waits`` are further edges: the second
+        action of a pair starts at least this time after the end of the first.
 
-        Raises ScheduleError when the schedule cannot run, when ``communication`` names a pair that is not an edge
-        between stages, or ``waits`` an action that there is not.
+        Raises ScheduleError if the schedule cannot run, if ``communication`` names a pair that is not an edge between
+        stages, or if ``waits`` names an unknown action.
         """
         schedule.validate()
         delays = dict.fromkeys(schedule.transfers(), 0.0)
@@ -91,7 +92,7 @@ class PipelineDag:
         return np.array(starts, dtype=np.float64)
 
     def start_times(self, durations: Mapping[Action, float]) -> dict[Action, float]:
-        """Earliest start of each action in ms, the batch starting at 0."""
+        """Earliest start of each action in ms; the batch starts at 0."""
         return dict(zip(self.actions, self.earliest_starts(self.durations(durations)).tolist(), strict=True))
 
     def makespan(self, durations: Mapping[Action, float]) -> float:
@@ -100,7 +101,7 @@ class PipelineDag:
 
     def end(self, durations: NDArray[np.float64]) -> float:
         """``makespan`` of durations in the order of ``actions``."""
-        with np.errstate(over="ignore"):  # the caller sees the infinity
+        with np.errstate(over="ignore"):  # the caller handles infinity
             return float(np.max(self.earliest_starts(durations) + durations, initial=0.0))
 
     def critical_path(self, durations: Mapping[Action, float]) -> tuple[Action, ...]:

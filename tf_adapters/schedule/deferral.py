@@ -1,8 +1,9 @@
-"""Orders with deferred weight gradients: a host's B becomes an I where it stands and a W where its rank would wait.
+"""Orders with deferred weight gradients: a host's B becomes an I in its place and a W where its rank would wait.
 
-Nothing else in the batch needs a weight gradient, so it can wait, and the batch ends earlier with the same gradients
-(zero-bubble pipelines: Qi et al. 2024). ``defer`` is list scheduling: in the order of time each rank runs the first of
-its actions whose input is there, and a weight gradient while none is. What a rank may hold bounds how much waits.
+No other action of the batch needs a weight gradient. Deferring it therefore lets the batch end earlier with the same
+gradients (zero-bubble pipelines: Qi et al. 2024). ``defer`` is list scheduling: in the order of time, each rank runs
+its first action whose input has arrived, and a weight gradient if there is no such action. The number of microbatches
+that a rank may hold limits how many weight gradients are deferred.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = [
 Edge = tuple[Action, Action]
 
 _PATIENCE = (0.0, 0.5, 1.0)
-"""How long a rank waits for an input that is known to come, as shares of the weight gradient that it could run."""
+"""How long a rank waits for an input before it runs a weight gradient, as shares of that weight gradient's time."""
 
 
 @dataclass(frozen=True)
@@ -46,27 +47,27 @@ class DeferralTimes:
 
 
 def backward_of(half: Action) -> Action:
-    """The B that an I or W is a half of; any other action itself."""
+    """Return the B that an I or W is a half of; any other action itself."""
     return replace(half, kind=Kind.BACKWARD) if half.kind in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD) else half
 
 
 def first_half(action: Action) -> Action:
-    """The I of a B: what its neighbours wait for; any other action itself."""
+    """Return the I of a B, for which its neighbours wait; any other action itself."""
     return replace(action, kind=Kind.INPUT_GRAD) if action.kind is Kind.BACKWARD else action
 
 
 def second_half(action: Action) -> Action:
-    """The W of a B or I."""
+    """Return the W of a B or I."""
     return replace(action, kind=Kind.WEIGHT_GRAD)
 
 
 def split(schedule: PipelineSchedule) -> PipelineSchedule:
-    """Every B as an I with its W right after it."""
+    """Replace every B by an I and its W right after it."""
     return PipelineSchedule(tuple(tuple(half for a in rank for half in _halves(a)) for rank in schedule.ranks))
 
 
 def keeps_order(host: PipelineSchedule, rewritten: PipelineSchedule) -> bool:
-    """Whether a rewritten order has the host's order of forwards and backwards: only weight gradients have moved."""
+    """Return whether only weight gradients have moved: forwards and backwards are in the host's order."""
 
     def without_weights(schedule: PipelineSchedule) -> list[list[Action]]:
         return [[backward_of(a) for a in rank if a.kind is not Kind.WEIGHT_GRAD] for rank in schedule.ranks]
@@ -75,18 +76,18 @@ def keeps_order(host: PipelineSchedule, rewritten: PipelineSchedule) -> bool:
 
 
 def most_in_flight(schedule: PipelineSchedule) -> int:
-    """The most microbatches that any rank holds at once: forwards that have run, weight gradients that have not."""
+    """Return the most microbatches that any rank holds at once, from their forward to their weight gradient."""
     return max(map(most_held, schedule.ranks))
 
 
 def defer(
     schedule: PipelineSchedule, times: DeferralTimes, extra_microbatches: int = 0, moves_forwards: bool = True
 ) -> PipelineSchedule:
-    """The best order found; never one that ends later than every B as an I with its W right after it.
+    """Return the best order found. It never ends later than the order with each W right after its I.
 
-    No rank holds more than ``extra_microbatches`` microbatches above what the host's fullest rank holds.
-    ``moves_forwards``: F and I may stand in another order, too, each kind in the order of its own. Every stage's W
-    follow the order of its I, in which the host accumulates gradients.
+    No rank holds more than ``extra_microbatches`` microbatches above the maximum of the host's order. With
+    ``moves_forwards``, F and I may also move relative to each other; F stay in their order, and so do I. Each stage's W
+    are in the order of its I, in which the host accumulates gradients.
     """
     best = split(schedule)
     numbered = _Numbered(best, times)
@@ -95,13 +96,13 @@ def defer(
     for moves in (False, True) if moves_forwards else (False,):
         for patience in _PATIENCE:
             outcome = _Simulation(numbered, limit=limit, patience=patience, moves=moves).run()
-            if outcome is not None and outcome[0] < earliest * (1.0 - 1e-9):  # of equal ones the host's own order
+            if outcome is not None and outcome[0] < earliest * (1.0 - 1e-9):  # on a tie keep the host's order
                 earliest, best = outcome
     return best
 
 
 def most_held(row: tuple[Action, ...]) -> int:
-    """The most microbatches that a rank with this row holds at once."""
+    """Return the most microbatches that a rank with this row holds at once."""
     held = most = 0
     for action in row:
         held += (action.kind is Kind.FORWARD) - action.freezable
@@ -114,7 +115,7 @@ def _halves(action: Action) -> tuple[Action, ...]:
 
 
 class _Numbered:
-    """The split order in numbers, which are quick to look up: actions count from 0 in the order of ``actions``."""
+    """The split order with actions as integers, for fast lookup: they count from 0 in the order of ``actions``."""
 
     def __init__(self, parts: PipelineSchedule, times: DeferralTimes) -> None:
         self.actions = parts.actions
@@ -134,9 +135,10 @@ class _Numbered:
 
 
 class _Rank:
-    """One rank while its order is made: what it still has to run, and what it holds.
+    """One rank during the simulation: its remaining actions, and the microbatches that it holds.
 
-    Input gradients come first where both kinds may run: they free what is held, and other ranks wait for them.
+    If both a forward and an input gradient may run, the input gradient comes first: it frees memory, and other ranks
+    wait for it.
     """
 
     def __init__(self, row: list[int], kind: list[Kind], moves: bool) -> None:
@@ -153,7 +155,7 @@ class _Rank:
 
 
 class _Simulation:
-    """List scheduling, in the order of time."""
+    """List scheduling in the order of time."""
 
     def __init__(self, numbered: _Numbered, limit: int, patience: float, moves: bool) -> None:
         self._n, self._limit, self._patience = numbered, limit, patience
@@ -162,7 +164,7 @@ class _Simulation:
         self._free: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(self._ranks))]
 
     def run(self) -> tuple[float, PipelineSchedule] | None:
-        """The end of the batch and its order; None where the ranks would wait for one another for ever."""
+        """Return the end of the batch and its order; None for a deadlock."""
         while self._free:
             now, number = heapq.heappop(self._free)
             self._act(self._ranks[number], number, now)
@@ -207,7 +209,7 @@ class _Simulation:
                 heapq.heappush(self._free, (end, other))
 
     def _ready(self, action: int) -> float:
-        """When the action's input is there; infinite while nobody knows."""
+        """Return when the action's input arrives; infinity if it is not yet known."""
         source, forward = self._n.source[action], self._n.forward[action]
         if forward != action and self._end[forward] is None:
             return math.inf
@@ -218,7 +220,7 @@ class _Simulation:
 
 
 def joined(order: PipelineSchedule, host: Container[Action]) -> PipelineSchedule:
-    """The same with stage 0's W that follow their own I at once as the ``host``'s B again: nobody waits for these I."""
+    """Join stage 0's I and W to the ``host``'s B where they are adjacent, because no other rank waits for these I."""
     rows = []
     for row in order.ranks:
         halves = {i for i, w in pairwise(row) if i.stage == 0 and i.kind is Kind.INPUT_GRAD and w == second_half(i)}

@@ -1,7 +1,7 @@
-"""Pipeline schedules as pure data: actions, their text, and what makes a schedule one that can run.
+"""Pipeline schedules as pure data: actions, their text form, and the check that a schedule can run.
 
-The text of an action is the one torch.distributed.pipelining prints, ``{stage}{kind}{microbatch}``: ``2F0``
-is stage 2's forward of microbatch 0. Indices start at 0.
+The text of an action is that of torch.distributed.pipelining, ``{stage}{kind}{microbatch}``: ``2F0`` is stage 2's
+forward of microbatch 0. Indices start at 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Action", "Kind", "PipelineSchedule", "SendWait"]
 
 
 class Kind(str, Enum):
-    """What an action computes; the value is its letter in an action's text."""
+    """The kind of work of an action. The value is its letter in an action's text."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -29,7 +29,7 @@ class Kind(str, Enum):
 
     @property
     def freezable(self) -> bool:
-        """Whether it computes weight gradients, which freezing can skip."""
+        """Return whether it computes weight gradients, which freezing can skip."""
         return self in (Kind.BACKWARD, Kind.WEIGHT_GRAD)
 
 
@@ -57,15 +57,15 @@ class Action:
 
     @property
     def freezable(self) -> bool:
-        """Whether it computes weight gradients, which freezing can skip."""
+        """Return whether it computes weight gradients, which freezing can skip."""
         return self.kind.freezable
 
 
 class SendWait(NamedTuple):
-    """An action that waits for one of another rank otherwise than for its input: ``blocked`` for the end of ``posted``.
+    """``blocked`` cannot start before ``posted`` of another rank ends, although it uses no result of ``posted``.
 
-    Most often ``blocked`` comes after a send, and its receiver begins to receive when ``posted`` ends. ``sent`` is the
-    action whose result is sent, and the one whose input it is.
+    Usually ``blocked`` follows a send whose receiver begins to receive when ``posted`` ends. ``sent`` has the action
+    whose result is sent and the action that receives it.
     """
 
     posted: Action
@@ -75,10 +75,10 @@ class SendWait(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PipelineSchedule:
-    """What each pipeline rank runs in one batch, in order.
+    """The actions of each pipeline rank in one batch, in order.
 
     A stage lives on one rank; a rank may hold several stages (interleaved and V-shaped schedules) or none.
-    ``send_waits`` are where the host's ranks wait for their receivers; they are no part of the order.
+    ``send_waits`` are the actions of the host that wait for receivers. They are not part of the order.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
@@ -86,7 +86,7 @@ class PipelineSchedule:
 
     @classmethod
     def from_text(cls, ranks: Sequence[Sequence[str]]) -> PipelineSchedule:
-        """Read one list of action texts per rank. Raises ScheduleError for the first that is no action."""
+        """Read one list of action texts per rank. Raises ScheduleError for a text that is not an action."""
         return cls(tuple(tuple(Action.parse(text) for text in rank) for rank in ranks))
 
     def to_text(self) -> list[list[str]]:
@@ -120,7 +120,7 @@ class PipelineSchedule:
         return tuple(sorted({action.stage for action in self.ranks[rank]}))
 
     def transfers(self) -> Iterator[tuple[Action, Action]]:
-        """Every pair (source, target) in which the target needs what another stage's action sends it.
+        """Yield every pair (source, target) in which the target needs the result of the source on another stage.
 
         Activations go from F(s, m) to F(s+1, m); input gradients from B or I(s+1, m) to B or I(s, m).
         """
@@ -131,10 +131,9 @@ class PipelineSchedule:
                 yield source, target
 
     def execution_order(self, also: Iterable[tuple[Action, Action]] = ()) -> tuple[Action, ...]:
-        """All actions in an order in which each comes after everything it waits for (Kahn, linear time).
+        """Return all actions in a topological order (Kahn, linear time).
 
-        Of each pair in ``also`` the second waits for the first. Raises ScheduleError when ranks wait for one another
-        for ever.
+        In each pair of ``also``, the second action waits for the first. Raises ScheduleError for a deadlock.
         """
         waiting = dict.fromkeys(self.actions, 0)
         released: dict[Action, list[Action]] = {action: [] for action in waiting}
@@ -259,7 +258,7 @@ class PipelineSchedule:
 
 
 def _upstream(action: Action, present: set[Action]) -> Action | None:
-    """The action of a neighbouring stage whose result ``action`` needs, if there is one."""
+    """Return the action of a neighbouring stage whose result ``action`` needs, or None."""
     if action.kind is Kind.FORWARD:
         candidates = [Action(action.stage - 1, Kind.FORWARD, action.microbatch)]
     elif action.kind is Kind.WEIGHT_GRAD:
@@ -270,7 +269,7 @@ def _upstream(action: Action, present: set[Action]) -> Action | None:
 
 
 def _local_need(action: Action) -> Action | None:
-    """The action of the same stage that must have run before ``action``."""
+    """Return the action of the same stage that must run before ``action``, or None."""
     if action.kind is Kind.FORWARD:
         return None
     before = Kind.INPUT_GRAD if action.kind is Kind.WEIGHT_GRAD else Kind.FORWARD

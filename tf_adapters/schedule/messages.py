@@ -1,13 +1,14 @@
-"""When a rank begins to receive: an order of all sends and receives in which no two ranks wait for one another.
+"""An order of all sends and receives of a schedule that cannot deadlock.
 
-All actions of a schedule stand in one sequence that respects its graph, and a message stands where its source does.
-Every rank begins its transfers in that sequence: a send right after its action, a receive before the first action of
-its own that stands behind the message. Then nothing can hang, however much the transfers wait for one another: even if
-each blocked its rank until it has arrived, or queued behind all that its rank began before.
+All actions of a schedule are put into one sequence that respects its graph. A message has the position of its source.
+Every rank begins its transfers in this sequence: a send right after its action, and a receive before the rank's first
+action after the message. No deadlock is then possible, even if each transfer blocks its rank until it has arrived, or
+queues behind all earlier transfers of its rank.
 
-Take the first of the sequence that is never done. An action waits for actions of its rank and messages to its rank that
-stand before it. A message waits for its source, for the receiver's actions before the point where the receive begins,
-and for the messages that either end began earlier. All of these stand before it, so they are done, and so is it.
+Proof: suppose an item of the sequence is never done, and take the first. If it is an action, it waits for earlier
+actions of its rank and earlier messages to its rank. If it is a message, it waits for its source, for the receiver's
+actions before the receive begins, and for messages that either end began earlier. All these items come earlier in the
+sequence, so they are done. Then the item gets done too, which is a contradiction.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class Receives(NamedTuple):
 
 
 def in_time(schedule: PipelineSchedule, end_ms: Mapping[Action, float]) -> tuple[Action, ...]:
-    """All actions in one sequence that respects the schedule's graph, and else the times at which they are to end.
+    """Return all actions in one sequence that respects the schedule's graph, sorted by end time where it allows that.
 
-    The same on every rank that has the same arguments. ``end_ms`` may lack actions or contradict the graph.
+    The result depends only on the arguments. ``end_ms`` may lack actions or contradict the graph.
     """
     after: defaultdict[Action, list[Action]] = defaultdict(list)
     waits_for: Counter[Action] = Counter()
@@ -55,7 +56,7 @@ def in_time(schedule: PipelineSchedule, end_ms: Mapping[Action, float]) -> tuple
 
 
 def receive_points(schedule: PipelineSchedule, end_ms: Mapping[Action, float]) -> dict[Action, tuple[Action, ...]]:
-    """By the action before which a rank begins to receive: the actions whose inputs these are, in order."""
+    """Map an action to the actions whose inputs its rank begins to receive before it, in order."""
     place = {action: n for n, action in enumerate(in_time(schedule, end_ms))}
     _, sources = _between_ranks(schedule)
     points: dict[Action, tuple[Action, ...]] = {}
@@ -71,9 +72,9 @@ def receive_points(schedule: PipelineSchedule, end_ms: Mapping[Action, float]) -
 
 
 def messages_taken(schedule: PipelineSchedule) -> dict[Action, int]:
-    """By an action whose input comes from another rank: how many of this rank's messages to it that one has had.
+    """Count, for an action with input from another rank, the messages that the sender has received from this rank.
 
-    It had waited for them before it sent that input: they need not be kept longer.
+    The sender had waited for them before it sent the input, so this rank can free them.
     """
     rank_of, sources = _between_ranks(schedule)
     targets = {source: target for target, source in sources.items()}
@@ -89,6 +90,6 @@ def messages_taken(schedule: PipelineSchedule) -> dict[Action, int]:
 
 
 def _between_ranks(schedule: PipelineSchedule) -> tuple[dict[Action, int], dict[Action, Action]]:
-    """Every action's rank, and the source of every action whose input comes from another rank."""
+    """Return the rank of every action, and the source of every action whose input comes from another rank."""
     rank_of = {action: rank for rank, row in enumerate(schedule.ranks) for action in row}
     return rank_of, {t: s for s, t in schedule.transfers() if rank_of[s] != rank_of[t]}

@@ -1,6 +1,6 @@
 """Orders of actions for named pipeline schedules, generated without a host.
 
-F is a forward, B a full backward; the number behind it is the microbatch.
+F is a forward, B a full backward. The number after it is the microbatch.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _one_rank(stage: int, warmup: int, microbatches: int) -> Iterator[Action]:
 
 
 def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> PipelineSchedule:
-    """All forwards of a rank's first stage, of its second, ...; then the backwards in the opposite order.
+    """All forwards of a rank's first stage, then of its second, and so on; then the backwards in opposite order.
 
     Source: Lamy-Poirier, Breadth-First Pipeline Parallelism, 2022. Stages 0 and 2 on rank 0, two microbatches
     (in each cell: stage, kind, microbatch)::
@@ -79,8 +79,8 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Pipel
 def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> PipelineSchedule:
     """1F1B over rounds of microbatches, each of which passes all of a rank's stages before the next round.
 
-    Source: Narayanan et al., Efficient Large-Scale Language Model Training, 2021. Raises ScheduleError where the
-    rounds do not come out even. Stages 0 and 2 on rank 0, two microbatches::
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training, 2021. Raises ScheduleError if the
+    microbatches do not fill whole rounds. Stages 0 and 2 on rank 0, two microbatches::
 
         rank 0 | 0F0 0F1 2F0 2F1 .   2B0 .   2B1 0B0 .   0B1
         rank 1 | .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 .   1B1
@@ -99,8 +99,8 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Pipe
 def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int = 2) -> PipelineSchedule:
     """Interleaved 1F1B with split backwards; rank r computes weight gradients from its r-th backward on.
 
-    Source: Qi et al., Zero Bubble Pipeline Parallelism, 2024 (its ZB-H1, interleaved). Raises ScheduleError where the
-    rounds do not come out even. Two stages a rank, two microbatches::
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, 2024 (its ZB-H1, interleaved). Raises ScheduleError if the
+    microbatches do not fill whole rounds. Two stages a rank, two microbatches::
 
         rank 0 | 0F0 0F1 2F0 .   2I0 2W0 2F1 ...
     """
@@ -122,7 +122,7 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int 
 def _interleaved_stages(
     rank: int, ranks: int, microbatches: int, stages_per_rank: int
 ) -> tuple[list[Action], list[Action], int]:
-    """A rank's forwards in order, its backwards, and the microbatches of a round, which passes stage after stage."""
+    """Return a rank's forwards, its backwards, and the number of microbatches in a round."""
     count = max(1, microbatches // ranks)
     if microbatches % count:
         raise ScheduleError(f"{microbatches} microbatches on {ranks} ranks: {count} rounds of equal size are needed")
@@ -143,7 +143,7 @@ def zbv(ranks: int, microbatches: int) -> PipelineSchedule:
         rank 0 | 0F0 0F1 .   .   3F0 3I0 3W0 ...
         rank 1 | .   1F0 2F0 1F1 2I0 ...
     """
-    enough = max(2 * ranks - 1, microbatches)  # the pattern is for so many; those that are not there are left out
+    enough = max(2 * ranks - 1, microbatches)  # the pattern needs this many; absent microbatches are skipped
     orders = []
     for rank in range(ranks):
         down, up = _Chunk(rank), _Chunk(2 * ranks - 1 - rank)
@@ -181,7 +181,7 @@ def dualpipev(ranks: int, microbatches: int) -> PipelineSchedule:
             order += [*down.run("F"), *up.run("BF"), *down.run("B")]
         for _ in range(after):
             order += [*up.run("BF"), *down.run("B")]
-        waiting: list[Action] = []  # weight gradients of the backwards that are split
+        waiting: list[Action] = []  # weight gradients of split backwards
         last = [chunk for _ in range(rank + 1) for chunk in (up, down)]
         order += [action for chunk in last[: rank + 1] for action in chunk.run("B")]
         for chunk in last[rank + 1 :]:
@@ -194,14 +194,14 @@ def dualpipev(ranks: int, microbatches: int) -> PipelineSchedule:
 
 
 class _Chunk:
-    """One stage, and how many microbatches of each kind of action it has run."""
+    """One stage, with the number of microbatches that it has run for each kind of action."""
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
         self.done: Counter[str] = Counter()
 
     def run(self, kinds: str, times: int = 1) -> list[Action]:
-        """Its next actions of each kind, ``times`` over."""
+        """Return its next actions of these kinds, ``times`` times."""
         actions = []
         for kind in kinds * times:
             backward = kind in "BI"
@@ -210,7 +210,7 @@ class _Chunk:
         return actions
 
     def split(self, waiting: list[Action]) -> list[Action]:
-        """Its next input gradient; the weight gradient joins those that wait."""
+        """Return its next input gradient, and append the weight gradient to ``waiting``."""
         (action,) = self.run("I")
         waiting.append(Action(self.stage, Kind.WEIGHT_GRAD, action.microbatch))
         return [action]
@@ -225,14 +225,14 @@ _GENERATORS: dict[str, Callable[..., PipelineSchedule]] = {
     "dualpipev": dualpipev,
     "looped_bfs": looped_bfs,
 }
-_STAGES_PER_RANK = {"gpipe": 1, "one_f_one_b": 1, "zbv": 2, "dualpipev": 2}  # the others take any number
+_STAGES_PER_RANK = {"gpipe": 1, "one_f_one_b": 1, "zbv": 2, "dualpipev": 2}  # others accept any number
 NAMES = tuple(_GENERATORS)
 
 
 def named_schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> PipelineSchedule:
     """The order of one of ``NAMES``; ``stages_per_rank`` is 1 for gpipe and one_f_one_b, else 2 unless given.
 
-    Raises ScheduleError for a name or a size that there is no such schedule of.
+    Raises ScheduleError for an unknown name or an impossible size.
 
     >>> named_schedule("one_f_one_b", ranks=2, microbatches=2).to_text()
     [['0F0', '0F1', '0B0', '0B1'], ['1F0', '1B0', '1F1', '1B1']]

@@ -1,14 +1,14 @@
 """APF: parameters whose updates oscillate without a trend are stable (paper section 2.3).
 
-E_K = alpha E_{K-1} + (1 - alpha) Delta_K, the same of |Delta_K|, and the score is |E_K| over that: 1 for a steady
-trend, near 0 for oscillation. The formula is one scalar's; freezing saves time for whole tensors only, so a unit has
-one score:
+E_K = alpha E_{K-1} + (1 - alpha) Delta_K, and E_K^abs is the same average of |Delta_K|. The score is |E_K| / E_K^abs:
+1 for a steady trend, near 0 for oscillation. The paper defines it for one scalar. Freezing saves time for whole tensors
+only, so each unit gets one score:
 
-- ``"tensor"``: Delta_K is the mean update of the unit's elements, |Delta_K| the mean of its magnitudes. That is what
-  the thresholds in the paper's table of settings belong to: a scalar's score stays above about 1/sqrt(K) even when
-  its updates are nothing but noise, and 0.0001 would never be reached.
-- ``"elements"``: a moving average for each sampled element; the score is the sum of |E_K| over the sum of E_K^abs,
-  so that elements count by how much they move.
+- ``"tensor"``: Delta_K is the mean update of the unit's elements, and |Delta_K| the mean of their magnitudes. The
+  thresholds in the paper's table of settings need this score: a scalar's score stays above about 1/sqrt(K) even when
+  its updates are pure noise, and would never reach 0.0001.
+- ``"elements"``: each sampled element has its moving averages. The score is the sum of |E_K| over the sum of E_K^abs,
+  so an element counts by how much it moves.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tf_adapters.selection.updates import Memory, Updates
 
 @dataclass(frozen=True)
 class Apf:
-    """Tells which units are stable, from check to check.
+    """Finds the stable units at each check.
 
     Args:
-        threshold: T_APF; a unit is stable below it.
+        threshold: T_APF; a unit is stable if its score is below it.
         alpha: weight of the past in the moving averages, in [0, 1).
-        score: what a unit's score is made from.
-        periods: APF alone, which does not train what it freezes: a score then says nothing until the unit has trained
-            again. So, as APF has it, a stable unit is frozen for one check longer than the last time, and one that
-            came back unstable for half as long, and in between each trains for one interval.
-            Without, as in the hybrids, where every unit goes on learning, each check decides anew.
+        score: "tensor" or "elements", see above.
+        periods: true for APF alone. It does not train frozen units, so a unit needs one interval of training before
+            its score means anything. APF freezes a stable unit for one check longer than the last time. It halves the
+            period of a unit that is unstable again. False for the hybrids, where every unit goes on learning: each
+            check decides anew.
     """
 
     threshold: float
@@ -41,14 +41,14 @@ class Apf:
     periods: bool
 
     def check(self, memory: Memory, updates: Updates) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """The memory for the next check, and which units are stable: bools ``[units]``."""
+        """Return the memory for the next check, and the stable units as bools ``[units]``."""
         period = _kept(memory, "period", updates.units).astype(np.int64)
         waiting = _kept(memory, "waiting", updates.units).astype(np.int64)
         trained = waiting == 0
         trend, size = self.averages(memory, updates, trained)
         scores = self.scores(trend, size, updates)
         stable = scores < self.threshold
-        kept = np.float64 if self.score == "tensor" else np.float32  # a line for each element is worth halving
+        kept = np.float64 if self.score == "tensor" else np.float32  # float32: one value per element is much
         averages = {"trend": trend.astype(kept), "size": size.astype(kept), "scores": scores}
         if not self.periods:
             return averages, stable
@@ -57,7 +57,7 @@ class Apf:
         return {**averages, "period": period, "waiting": waiting}, waiting > 0
 
     def averages(self, memory: Memory, updates: Updates, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """E_K and E_K^abs: ``[units]``, or ``[samples]`` by element. What is not ``trained`` keeps what it had."""
+        """E_K and E_K^abs: ``[units]``, or ``[samples]`` by element. Units that did not train keep their averages."""
         if self.score == "tensor":
             moved, magnitude, moves = updates.mean, updates.mean_abs, trained
         else:
@@ -70,9 +70,10 @@ class Apf:
         )
 
     def scores(self, trend: np.ndarray, size: np.ndarray, updates: Updates) -> np.ndarray:
-        """Effective perturbation of each unit, in [0, 1]: 0 for what has never moved, NaN for what is not finite.
+        """Return the effective perturbation of each unit, in [0, 1].
 
-        NaN as well, and so never stable, for a unit of which nothing was read.
+        It is 0 for a unit that has never moved. It is NaN, so that the unit is never stable, where values are not
+        finite or where no element was read.
         """
         strength = np.abs(trend)
         if self.score == "elements":
@@ -82,12 +83,12 @@ class Apf:
         return np.where(updates.numel > 0, np.minimum(1.0, scores), np.nan)
 
     def resharded(self, memory: Memory) -> dict[str, np.ndarray]:
-        """What still holds once other elements are sampled."""
+        """Return the part of the memory that stays valid when other elements are sampled."""
         lost = ("trend", "size") if self.score == "elements" else ()
         return {name: array for name, array in memory.items() if name not in lost}
 
 
 def _kept(memory: Memory, name: str, length: int) -> np.ndarray:
-    """What is remembered; zeros where nothing is, or where it is of another score."""
+    """Return the remembered array, or zeros if it is absent or of another length."""
     found = memory.get(name)
     return found if found is not None and len(found) == length else np.zeros(length)

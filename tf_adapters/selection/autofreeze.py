@@ -14,8 +14,8 @@ from tf_adapters.selection.updates import Memory, Updates
 def layers_of(units: Mapping[int, Sequence[FreezeUnit]]) -> np.ndarray:
     """The layer of every unit of all stages, in order (int64 ``[units]``), counted from the model's first.
 
-    A layer is what a parameter's name says up to its first number, on its stage ("layers.3" of
-    "layers.3.attention.wq.weight"), or without a number up to its last part ("norm" of "norm.weight").
+    A layer's name is the part of a parameter's name that ends with its first number: "layers.3" of
+    "layers.3.attention.wq.weight". Without a number it is the name without its last part: "norm" of "norm.weight".
     """
     numbers: dict[tuple[int, str], int] = {}
     named = [(stage, _layer(unit.names[0])) for stage in sorted(units) for unit in units[stage]]
@@ -30,19 +30,19 @@ def _layer(name: str) -> str:
 
 @dataclass(frozen=True)
 class AutoFreeze:
-    """Tells which layers are stable, from check to check; the whole model's layers are compared with each other.
+    """Finds the stable layers at each check, by comparing all layers of the model.
 
-    At the K-th check a layer's score is | |Delta_{K-1}| - |Delta_K| | / |Delta_{K-1}|, of L2 norms over all of its
-    elements, estimated from the sampled ones. A layer becomes stable when its score is among the lowest ``percentile``
-    percent of all layers' and every layer before it is stable. It stays so: the method only ever freezes more. What is
-    stable already counts as unchanged, so no more than ``percentile`` percent of the layers ever are.
+    At the K-th check a layer's score is | |Delta_{K-1}| - |Delta_K| | / |Delta_{K-1}|. The norms are L2 norms over all
+    elements of the layer, estimated from the sampled ones. A layer becomes stable when its score is among the lowest
+    ``percentile`` percent of all layers and every earlier layer is stable. It then stays stable. Stable layers count as
+    unchanged, so at most ``percentile`` percent of the layers become stable.
     """
 
     layers: np.ndarray
     percentile: float
 
     def check(self, memory: Memory, updates: Updates) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """The memory for the next check, and which units are stable: bools ``[units]``."""
+        """Return the memory for the next check, and the stable units as bools ``[units]``."""
         norms = self.norms(updates)
         prefix = int(memory["prefix"][0]) if "prefix" in memory else 0
         before = memory.get("norms")
@@ -51,14 +51,14 @@ class AutoFreeze:
         return {"norms": norms, "prefix": np.array([prefix]), "scores": scores}, self.layers < prefix
 
     def norms(self, updates: Updates) -> np.ndarray:
-        """Estimated |Delta_K| of each layer, an L2 norm; NaN, so that it is never stable, where nothing was read."""
+        """Estimated |Delta_K| of each layer, an L2 norm. It is NaN, so never stable, if nothing was read."""
         count = 1 + int(self.layers.max(initial=-1))
         squares, read = (np.bincount(self.layers, of, count) for of in (updates.sums(updates.delta**2), updates.numel))
         norms: np.ndarray = np.where(read > 0, np.sqrt(squares), np.nan)
         return norms
 
     def resharded(self, memory: Memory) -> dict[str, np.ndarray]:
-        """What still holds once other elements are sampled: all of it, since norms are estimates of whole layers'."""
+        """All of the memory stays valid when other elements are sampled: norms are estimates for whole layers."""
         return dict(memory)
 
     def _extended(self, prefix: int, changes: np.ndarray) -> int:
@@ -71,9 +71,10 @@ class AutoFreeze:
 
 
 def _changes(before: np.ndarray, norms: np.ndarray, prefix: int) -> np.ndarray:
-    """Gradient-norm change of each layer: 0 for stable ones and those at rest, infinite for one that began to move.
+    """Relative change of each layer's norm.
 
-    NaN, and so among the highest, for one whose weights are not finite or not read.
+    It is 0 for a stable layer and for one that never moved, and infinite for one that began to move. It is NaN, which
+    sorts last, for a layer whose weights are not finite or were not read.
     """
     with np.errstate(invalid="ignore"):
         moved = np.abs(before - norms)

@@ -16,6 +16,6 @@ def encode(array: np.ndarray) -> dict[str, Any]:
 
 
 def decode(data: Mapping[str, Any]) -> np.ndarray:
-    """The array that ``encode`` took."""
+    """The inverse of ``encode``."""
     stored = np.dtype(data["dtype"]).newbyteorder("<")
     return np.frombuffer(base64.b64decode(data["base64"]), stored).astype(data["dtype"])

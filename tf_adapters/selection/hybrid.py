@@ -1,6 +1,6 @@
-"""The hybrids' selection (paper Algorithm 2): what a base method prefers, thinned or filled at random to the budget.
+"""Selection of the hybrid methods (paper Algorithm 2): the base method's units, thinned or filled up to the budget.
 
-The budget is a share of the stage's freezable work, AFR times the total, where the paper counts parameters.
+The budget is AFR times the stage's freezable work. The paper counts parameters instead.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _EPSILON = 1e-9
 
 
 class HybridSelection:
-    """Draws what the microbatches of a step freeze of one stage, the units at ``preferred`` before any other.
+    """Draws the frozen units of one stage for each microbatch of a step, ``preferred`` units first.
 
-    Where they hold more work than a microbatch's budget, each of them is frozen with the same probability and nothing
-    else is; where they hold less, all of them are frozen and each other unit with the same probability. A cap makes a
-    unit's probability that much smaller, "all" included. The expected work is the budget. Each draw is as close to it,
-    and as spread over the microbatches, as ``UniformSelection`` makes it among the units that it draws from.
+    If the preferred units hold more work than a microbatch's budget, each is frozen with the same probability and no
+    other unit is. If they hold less, all of them are frozen, and every other unit with the same probability. A unit's
+    cap scales its probability in both cases. The expected work equals the budget. ``UniformSelection`` draws within
+    each of the two groups, so its error bound and its spread over the microbatches apply.
     """
 
     def __init__(self, units: Sequence[FreezeUnit], preferred: Iterable[int]) -> None:
@@ -33,7 +33,7 @@ class HybridSelection:
         self._other_work = freezable_work(self._filled.units)
 
     def draw(self, ratios: Sequence[float], rng: np.random.Generator) -> list[frozenset[int]]:
-        """Indices of what each microbatch freezes, whose actual freeze ratios in [0, 1] these are."""
+        """Return the indices of the frozen units of each microbatch, for these actual freeze ratios in [0, 1]."""
         both = [shares(ratio, self._preferred_work, self._other_work) for ratio in ratios]
         thinned = self._thinned.draw([first for first, _ in both], rng)
         filled = self._filled.draw([second for _, second in both], rng)
@@ -44,7 +44,7 @@ class HybridSelection:
 
 
 def shares(ratio: float, preferred: float, others: float) -> tuple[float, float]:
-    """The freeze ratios among what is preferred and among the rest, whose work this is, for one of both together."""
+    """Split a freeze ratio of all units into one for the preferred units and one for the others, given their work."""
     budget = ratio * (preferred + others)
     if budget < preferred * (1.0 - _EPSILON):
         return budget / preferred, 0.0

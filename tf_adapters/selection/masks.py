@@ -1,4 +1,4 @@
-"""The masks of every stage, as a pure function of (seed, step, stage), of the ratios and of what is preferred."""
+"""The masks of every stage: a pure function of (seed, step, stage), the ratios and the preferred units."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tf_adapters.selection.units import FreezeUnit, frozen_share, limited, prefe
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What is frozen while one microbatch passes one stage.
+    """The frozen parameters of one stage for one microbatch.
 
-    ``names`` are frozen, ``share`` of the stage's freezable work (``frozen_share``). ``complete``: no weight gradient
-    is left to compute, which is always so on a stage that trains nothing.
+    ``names`` are frozen; they are ``share`` of the stage's freezable work (``frozen_share``). ``complete`` means that
+    no weight gradient is left to compute. It is always true on a stage that trains nothing.
     """
 
     names: tuple[str, ...] = ()
@@ -33,12 +33,12 @@ NO_CAPS: Mapping[str, float] = {}
 
 
 class StageMasks:
-    """Draws masks from nothing but its arguments, so replicas agree without talking and a restart repeats them.
+    """Draws masks from its arguments alone, so replicas agree without communication and a restart repeats them.
 
-    ``units`` holds every stage of the pipeline, not only this rank's: any rank can then tell what any other
-    freezes, which tied parameters need. What a pattern of ``exclude`` matches is never frozen and counts as no work;
-    what a pattern of ``caps`` matches is frozen with its cap, in [0, 1], times the ratio. With ``tokens`` masks name no
-    parameter: ``share`` is of every weight gradient's work. ConfigError for a pattern that matches nothing.
+    ``units`` holds every stage of the pipeline, not only this rank's: tied parameters need the masks of other ranks.
+    Parameters that match a pattern of ``exclude`` are never frozen and count as no work. Those that match a pattern of
+    ``caps`` are frozen with probability cap * ratio, with the cap in [0, 1]. With ``tokens`` a mask names no parameter,
+    and ``share`` applies to every weight gradient. Raises ConfigError for a pattern that matches nothing.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class StageMasks:
         caps: Mapping[str, float] = NO_CAPS,
         tokens: bool = False,
     ) -> None:
-        self.units = limited(units, exclude, caps)  # what can be frozen, by stage
+        self.units = limited(units, exclude, caps)  # freezable units by stage
         self._tokens = tokens
         self._excludes = {stage: len(self.units[stage]) < len(of_stage) for stage, of_stage in units.items()}
         self._uniform = {stage: _selection(of_stage) for stage, of_stage in self.units.items()}
@@ -59,7 +59,7 @@ class StageMasks:
         self._seed = seed
 
     def leave_unsampled(self, stage: int, names: Iterable[str]) -> None:
-        """Where masks are of tokens: sample none of these parameters' gradients from now on, as if excluded."""
+        """With tokens: from now on treat these parameters as excluded, so that their gradients use all tokens."""
         left = frozenset(names)
         if not self._tokens or left.isdisjoint(self._names[stage]):
             return
@@ -74,23 +74,23 @@ class StageMasks:
 
     @property
     def first_training_stage(self) -> int | None:
-        """The first stage that trains anything, frozen now and then or never."""
+        """The first stage that trains any parameter."""
         return next((stage for stage in self.stages if self.units[stage] or self._excludes[stage]), None)
 
     def can_freeze_all(self, stage: int) -> bool:
-        """Whether a ratio of 1 freezes everything that a stage trains."""
+        """Return whether a ratio of 1 freezes all parameters that the stage trains."""
         return not self._excludes[stage] and all(unit.cap == 1.0 for unit in self.units[stage])
 
     def excludes(self, stage: int) -> bool:
-        """Whether a stage trains something that no mask ever freezes."""
+        """Return whether the stage trains parameters that no mask freezes."""
         return self._excludes[stage]
 
     def draw(
         self, step: int, stage: int, ratios: Sequence[float], preferred: frozenset[int] = NONE_PREFERRED
     ) -> tuple[Mask, ...]:
-        """The masks of a step's microbatches on a stage, whose actual freeze ratios in [0, 1] these are.
+        """Return the masks of all microbatches of a step on one stage, for actual freeze ratios in [0, 1].
 
-        Units at ``preferred`` are frozen before any other. The newest draw of a stage is remembered.
+        Units at indices ``preferred`` are frozen first. The newest draw of each stage is cached.
         """
         wanted = (step, tuple(ratios), preferred)
         if stage not in self._drawn or self._drawn[stage][0] != wanted:
@@ -107,7 +107,7 @@ class StageMasks:
             yield self.of_units(stage, frozen)
 
     def of_units(self, stage: int, frozen: frozenset[int]) -> Mask:
-        """The mask that freezes the units of a stage at ``frozen`` and no other."""
+        """Return the mask that freezes exactly the stage's units at indices ``frozen``."""
         units = self.units[stage]
         complete = len(frozen) == len(units) and not self._excludes[stage]
         names = tuple(name for index in sorted(frozen) for name in units[index].names)
@@ -117,11 +117,11 @@ class StageMasks:
         return self._names[stage]
 
     def caps(self, stage: int) -> Mapping[str, float]:
-        """By parameter that can be frozen, how often it is at a ratio of 1, in (0, 1]."""
+        """Cap of each freezable parameter: its probability to be frozen at a ratio of 1, in (0, 1]."""
         return {name: unit.cap for unit in self.units[stage] for name in unit.names}
 
     def share(self, stage: int, chosen: frozenset[int]) -> float:
-        """The ratio at which a mask that prefers the units at ``chosen`` freezes them and no other, in [0, 1]."""
+        """Return the ratio, in [0, 1], at which a mask that prefers the units at ``chosen`` freezes exactly these."""
         return preferred_share(self.units[stage], chosen)
 
     def _selection_of(self, stage: int, preferred: frozenset[int]) -> _Selection:

@@ -1,4 +1,7 @@
-"""Which rank reads which part of the model, and how much of it: settled once, until what the ranks hold changes."""
+"""Choose the rank that reads each part of the model, and the size of its sample.
+
+The choice stands until the ranks hold other parts.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ from tf_adapters.selection.sampling import PieceKey, sample_sizes, unpacked
 from tf_adapters.selection.updates import Snapshot
 
 Held = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[int, ...]]
-"""What one rank holds, a line for each piece: the parameter, as its place among all, the part of it, its elements."""
+"""The pieces of one rank: each one's parameter (its position among all), its part, and its number of elements."""
 
 _SIZE = np.dtype("<u2")
 
 
 @dataclass(frozen=True, eq=False)
 class Readers:
-    """What is read of the model, and in which order it arrives.
+    """The pieces of the model that are read, and the order in which they arrive.
 
-    ``numel`` and ``sizes`` (of the samples) are those of ``keys``, and ``arrival`` is each one's place among all that
-    the ranks send; ``pieces`` is how many each rank sends.
+    ``numel`` and ``sizes`` (sample sizes) belong to ``keys``. ``arrival`` is each key's position among all pieces that
+    the ranks send, and ``pieces`` is the number of pieces that each rank sends.
     """
 
     keys: tuple[PieceKey, ...]
@@ -32,10 +35,11 @@ class Readers:
 
     @classmethod
     def of(cls, held: Sequence[Held], parameters: Sequence[tuple[int, str]]) -> tuple[Readers, list[bytes]]:
-        """Let the first rank that holds a piece read it: a replica's other ranks then send nothing.
+        """Let the first rank that holds a piece read it, so that other replicas send nothing.
 
-        ``held`` is every rank's, ``parameters`` are all stages' (stage, name), in order. Returns what each rank is told
-        besides: the sizes of its own pieces' samples, 0 for what it does not read; nothing where it reads nothing.
+        ``held`` are the pieces of every rank; ``parameters`` are the (stage, name) of all stages, in order. Returns the
+        readers and one message per rank: the sample size of each of its pieces, 0 for a piece that it does not read.
+        The message is empty for a rank that reads nothing.
         """
         found: dict[PieceKey, tuple[int, int]] = {}
         keys = [[(*parameters[place], part) for place, part, _ in zip(*of_rank, strict=True)] for of_rank in held]
@@ -58,7 +62,7 @@ class Readers:
         return chosen, told
 
     def snapshot(self, readings: Sequence[bytes], seed: int) -> Snapshot:
-        """The whole model, from what each rank has read."""
+        """Join the readings of all ranks to a snapshot of the whole model."""
         totals, samples = zip(*map(unpacked, readings, self.pieces), strict=True)
         arrived = np.empty_like(self.sizes)
         arrived[self.arrival] = self.sizes
@@ -74,11 +78,11 @@ class Readers:
 
 
 def _told(rank: int, pieces: Sequence[tuple[int, int]]) -> bytes:
-    """Sizes of the samples, of pieces with their readers, that ``rank`` takes."""
+    """Encode the sample sizes of ``rank``, given each piece's reader and size."""
     sizes = [size if reader == rank else 0 for reader, size in pieces]
     return np.array(sizes, _SIZE).tobytes() if any(sizes) else b""
 
 
 def sizes_of(told: bytes, pieces: int) -> list[int]:
-    """The size of the sample of each of a rank's pieces, from what it was told."""
+    """Decode the sample size of each of a rank's pieces from its message."""
     return np.frombuffer(told, _SIZE).tolist() if told else [0] * pieces

@@ -1,8 +1,7 @@
-"""How far parameters have moved since the last stability check, from a fixed sample of their elements.
+"""Fixed samples of parameters' elements, which show how far parameters have moved since the last stability check.
 
-Two more copies of the model would tell exactly; a sample tells almost as well and costs next to nothing. Which
-elements are in it is a function of the seed, the parameter's name and the sample's size alone, so that replicas and
-restarts take the same.
+An exact answer would take two more copies of the model. The sampled elements depend only on the seed, the parameter's
+name and the size of the sample, so replicas and restarts sample the same.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ import numpy as np
 import torch
 
 READING_BYTES = 62 * 1024
-"""What one rank sends of one check, and one stage's samples, at most: 64 KB with all that goes around it."""
+"""The limit of one rank's message in a check, and of the samples of one stage: 64 KB with headers."""
 
-_SAMPLE = 4096  # elements of one piece, at most
-_SMALLEST = 256  # biases and norms are a small part of a model, and few of their elements say little
+_SAMPLE = 4096  # most elements of one piece
+_SMALLEST = 256  # least elements: a few elements of a bias or norm are a poor estimate
 _ONE_IN = 100
 _TOTAL, _ELEMENT = np.dtype("<f8"), np.dtype("<f4")
 _CHUNK = 1 << 22
 
 PieceKey = tuple[int, str, tuple[int, ...]]
-"""Stage, parameter name, and which part of the parameter."""
+"""Stage, parameter name, and the part of the parameter that a rank holds."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Values of a parameter that one rank holds, as its optimizer updates them: fp32 masters where there are any.
+    """Values of a parameter that one rank holds and its optimizer updates: the fp32 master copy if there is one.
 
-    ``part`` tells the shards of one parameter apart; ranks that hold the same values give the same ``part``.
+    ``part`` identifies the shard of the parameter. Ranks that hold the same values give the same ``part``.
     """
 
     values: torch.Tensor
@@ -39,11 +38,11 @@ class Piece:
 
 
 HeldValues = Callable[[int, str], Sequence[Piece]]
-"""What this rank holds of a parameter, by stage and name: all of it, shards of it, or nothing."""
+"""Return this rank's pieces of a parameter, given by stage and name: the whole, shards, or nothing."""
 
 
 def whole_parameters(parameters: Mapping[int, Mapping[str, torch.Tensor]]) -> HeldValues:
-    """The values of ordinary parameters, which every replica holds whole."""
+    """Pieces of ordinary parameters: every replica holds each of them whole."""
     return lambda stage, name: (Piece(parameters[stage][name]),)
 
 
@@ -51,12 +50,11 @@ def whole_parameters(parameters: Mapping[int, Mapping[str, torch.Tensor]]) -> He
 
 
 def sample_sizes(stages: np.ndarray, readers: np.ndarray, numel: np.ndarray) -> np.ndarray:
-    """How many elements of each piece are sampled; all arrays are int64 ``[pieces]``.
+    """Choose the sample size of each piece. All arrays are int64 ``[pieces]``.
 
-    1% of a piece, at least 256 (or all there are) and at most 4,096; less where the samples of a stage would exceed
-    ``READING_BYTES`` together, or what one rank reads would: down to one element, large samples more than small ones.
-    Where a rank has more pieces than there is room for, 5,290, it reads as many, spread over all of them, and the
-    others' samples are of size 0.
+    A sample has 1% of the piece's elements, at least 256 (or all) and at most 4,096. Samples shrink, large ones more
+    than small ones, so that neither the samples of one stage nor those of one rank exceed ``READING_BYTES``. A rank
+    with more than 5,290 pieces reads only 5,290 of them, evenly spread; the other samples have size 0.
     """
     sizes: np.ndarray = np.minimum(np.minimum(numel, _SAMPLE), np.maximum(_SMALLEST, numel // _ONE_IN))
     for of_stage in _alike(stages):
@@ -80,10 +78,10 @@ def _alike(values: np.ndarray) -> list[np.ndarray]:
 
 
 def _capped(sizes: np.ndarray, room: int) -> np.ndarray:
-    """These samples, or smaller ones that have ``room`` together: an element each, and more by the root of the size."""
+    """Shrink samples to ``room`` elements in all: one each, the rest by the square root of the size."""
     order = np.argsort(sizes, kind="stable")
     more, weights = sizes[order] - 1, np.sqrt(sizes[order])
-    left = max(0, room - len(sizes)) - np.cumsum(more) + more  # by what is smaller
+    left = max(0, room - len(sizes)) - np.cumsum(more) + more  # after the smaller samples
     shares = left / np.cumsum(weights[::-1])[::-1]
     cut = np.flatnonzero(more > shares * weights)
     if not len(cut):
@@ -93,7 +91,7 @@ def _capped(sizes: np.ndarray, room: int) -> np.ndarray:
 
 
 def sample_indices(seed: int, key: PieceKey, numel: int, size: int) -> np.ndarray:
-    """Ascending indices (int64) of a piece's sampled elements: one at random in each of as many equal runs."""
+    """Ascending indices (int64) of a piece's sampled elements: one at random in each of ``size`` equal runs."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     rng = np.random.default_rng([seed, int.from_bytes(digest[:8], "little")])
     places = (np.arange(size) + rng.random(size)) * (numel / size)
@@ -104,9 +102,9 @@ def sample_indices(seed: int, key: PieceKey, numel: int, size: int) -> np.ndarra
 
 
 def read(seed: int, pieces: Iterable[tuple[PieceKey, torch.Tensor, int]]) -> bytes:
-    """Read pieces of one device, each with the size of its sample; they are copied from it together, with one wait.
+    """Read pieces of one device, each with its sample size. All values are copied from the device at once.
 
-    Returns the pieces' sums over all of their elements (float64), then their samples (float32): ``unpacked`` has both.
+    Returns each piece's sum over all elements (float64), then the samples (float32). ``unpacked`` decodes them.
     """
     samples, totals = [], []
     for key, values, size in pieces:
@@ -122,11 +120,11 @@ def read(seed: int, pieces: Iterable[tuple[PieceKey, torch.Tensor, int]]) -> byt
 
 
 def unpacked(reading: bytes, pieces: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sums (float64 ``[pieces]``) and samples (float32) of what ``read`` returned for as many pieces."""
+    """Decode the result of ``read`` for this number of pieces: sums (float64 ``[pieces]``) and samples (float32)."""
     totals = np.frombuffer(reading, _TOTAL, pieces)
     return totals.astype(np.float64), np.frombuffer(reading, _ELEMENT, offset=totals.nbytes).astype(np.float32)
 
 
 def _sum(flat: torch.Tensor) -> torch.Tensor:
-    """In float64, a part at a time: a CPU would make a float64 copy of the whole."""
+    """Sum in float64, a part at a time: on a CPU one sum would make a float64 copy of the whole tensor."""
     return torch.stack([part.sum(dtype=torch.float64) for part in torch.split(flat, _CHUNK)]).sum()

@@ -1,4 +1,4 @@
-"""Stability checks: every rank's part of the model is sampled, and the first rank judges it for all."""
+"""Stability checks: every rank samples its part of the model, and rank 0 decides for all ranks."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ Units = Mapping[int, Sequence[FreezeUnit]]
 
 
 class StabilityMetric(Protocol):
-    """APF or AutoFreeze: which units are stable, given how far each has moved since the last check."""
+    """APF or AutoFreeze: finds the stable units from the distances that units have moved since the last check."""
 
     def check(self, memory: Memory, updates: Updates) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """The memory for the next check, and bools ``[units]``."""
+        """Return the memory for the next check, and the stable units as bools ``[units]``."""
 
     def resharded(self, memory: Memory) -> dict[str, np.ndarray]:
-        """What of the memory still holds once other elements are sampled."""
+        """Return the part of the memory that stays valid when other elements are sampled."""
 
 
 @dataclass(frozen=True, eq=False)
 class StabilityState:
-    """What is stable as of the last check, and what the next one needs.
+    """The result of the last check, and the data that the next one needs.
 
-    ``stable`` holds indices of units by stage; it, ``checks`` and ``begun``, whether the model has been read, are the
-    same on every rank. ``memory``, the metric's own arrays, and ``snapshot`` are the first rank's alone.
+    ``checks`` is the number of checks, ``stable`` has the indices of stable units by stage, and ``begun`` says whether
+    the model has been read: these are equal on all ranks. Only rank 0 has ``memory``, the metric's arrays, and
+    ``snapshot``.
     """
 
     checks: int = 0
@@ -60,22 +61,22 @@ class StabilityState:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any] | None) -> StabilityState:
-        """The inverse of ``to_json``. Of what cannot be read only what all ranks have is an error."""
+        """The inverse of ``to_json``. Unreadable data of rank 0 alone is ignored: the model is then read again."""
         if data is None:
             return cls()
-        begun = data.get("begun", data.get("snapshot") is not None)  # an earlier version has it on every rank
+        begun = data.get("begun", data.get("snapshot") is not None)  # old: snapshot on all ranks
         stable = {int(stage): frozenset(units) for stage, units in data["stable"].items()}
         shared = cls(data["checks"], stable, begun)
         try:
             memory = {name: decode(array) for name, array in data["memory"].items()}
             snapshot = Snapshot.from_json(data["snapshot"]) if data["snapshot"] else None
-        except (AttributeError, LookupError, TypeError, ValueError):  # the model is read anew
+        except (AttributeError, LookupError, TypeError, ValueError):
             return shared
         return replace(shared, memory=memory, snapshot=snapshot)
 
 
 def without_evidence(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What other ranks need of the first rank's ``to_json``: a few bytes of several MB."""
+    """Remove the data that only rank 0 needs from its ``to_json``: most of several MB."""
     return {**data, "begun": data.get("begun", data.get("snapshot") is not None), "memory": {}, "snapshot": None}
 
 
@@ -83,10 +84,10 @@ class StabilityChecks:
     """The checks of one run on one rank.
 
     Args:
-        config: the settings; where their method asks for no stability metric, no check is ever due.
+        config: the settings. If the method has no stability metric, no check is ever due.
         units: the freezable units of every stage, the same on every rank.
         stages: this rank's stages.
-        held: what this rank holds of their parameters.
+        held: returns this rank's pieces of their parameters.
         collectives: the group of all ranks that train together.
     """
 
@@ -104,20 +105,20 @@ class StabilityChecks:
         self._places = unit_places(units)
         self._order = {parameter: place for place, parameter in enumerate(self._places)}
         self._metric = metric_of(config, units)
-        self._known: Held | None = None  # what this rank held when readers were chosen; None on all ranks, or on none
-        self._sizes: list[int] = []  # of the samples of its pieces
-        self._readers: Readers | None = None  # the first rank's
+        self._known: Held | None = None  # this rank's pieces when readers were chosen; None on all ranks or on no rank
+        self._sizes: list[int] = []  # sample sizes of this rank's pieces
+        self._readers: Readers | None = None  # on rank 0 only
 
     def due(self, step: int, start: int) -> bool:
-        """Whether a check follows step ``step``, the first step that may freeze being ``start`` + 1."""
+        """Return whether a check follows step ``step``. ``start`` + 1 is the first step that may freeze."""
         return self._metric is not None and step >= start and (step - start) % self._interval == 0
 
     def run(self, state: StabilityState, step: int, start: int) -> StabilityState:
-        """The state after the check that follows ``step``. Called on all ranks.
+        """Return the state after the check that follows ``step``. Called on all ranks.
 
-        Where freezing starts, or the sharding has changed, there is nothing to compare with: the model is only read.
-        The first rank reads what all send and decides: another processor might round its sums otherwise.
-        Raises TimelyFreezeError, the same on all ranks, if it fails on one.
+        When freezing starts, and after a change of the sharding, the model is only read: there is no earlier snapshot
+        to compare with. Rank 0 alone decides, since another processor might round sums differently. Raises
+        TimelyFreezeError, the same on all ranks, if the check fails on one.
         """
         metric = self._metric
         if metric is None:
@@ -125,7 +126,7 @@ class StabilityChecks:
         judged: list[tuple[Memory, Snapshot]] = []
 
         def judge(readings: Sequence[bytes | None]) -> bytes | None:
-            """Whether each unit is stable, a bit for each; nothing where the model is only read."""
+            """Return one bit per unit, set if it is stable; no bits if the model was only read."""
             snapshot = self._snapshot(readings)
             if snapshot is None:
                 return None
@@ -137,7 +138,7 @@ class StabilityChecks:
             judged.append((memory, snapshot))
             return np.packbits(stable).tobytes()
 
-        for _ in range(2):  # what a rank holds may have changed since the readers were chosen, and then not again
+        for _ in range(2):  # the second time with new readers, if a rank's pieces have changed
             if self._known is None:
                 self._choose_readers()
             bits = decide_from_all(self._collectives, self._read, judge)
@@ -154,7 +155,7 @@ class StabilityChecks:
         return replace(read_now, checks=state.checks + 1, stable=stable)
 
     def _choose_readers(self) -> None:
-        """Settle who reads what. Called on all ranks; each sends what it holds and is told its own part."""
+        """Choose the reader of each piece. Called on all ranks: each sends its pieces and receives its sample sizes."""
         mine: list[Held] = []
 
         def local() -> Held:
@@ -169,7 +170,7 @@ class StabilityChecks:
         self._known, self._sizes = mine[0], sizes_of(told, len(mine[0][0]))
 
     def _read(self) -> bytes | None:
-        """What this rank reads for all; None where it no longer holds what it did."""
+        """Read this rank's share for all ranks; return None if its pieces have changed."""
         pieces = list(self._pieces())
         if self._held_now(pieces) != self._known:
             return None
@@ -177,19 +178,19 @@ class StabilityChecks:
         return read(self._seed, ((key, values, size) for (key, values), size in sized if size))
 
     def _snapshot(self, readings: Sequence[bytes | None]) -> Snapshot | None:
-        """The model as all ranks have read it; None where one holds something else than it did."""
+        """Join the readings of all ranks; return None if the pieces of one have changed."""
         read = [reading for reading in readings if reading is not None]
         assert self._readers is not None
         return self._readers.snapshot(read, self._seed) if len(read) == len(readings) else None
 
     def _held_now(self, pieces: Iterable[tuple[PieceKey, torch.Tensor]]) -> Held:
-        """What this rank holds of its stages' units, as others are told."""
+        """Describe this rank's pieces to other ranks."""
         lines = [(self._order[stage, name], part, values.numel()) for (stage, name, part), values in pieces]
         places, parts, numels = zip(*lines, strict=True) if lines else ((), (), ())
         return places, parts, numels
 
     def _pieces(self) -> Iterator[tuple[PieceKey, torch.Tensor]]:
-        """Everything that this rank holds of its stages' units."""
+        """Iterate over this rank's pieces of its stages' units."""
         for stage in self._stages:
             for unit in self._units[stage]:
                 for name in unit.names:
@@ -199,7 +200,7 @@ class StabilityChecks:
 
 
 def metric_of(config: TimelyFreezeConfig, units: Units) -> StabilityMetric | None:
-    """The metric that the settings name, for a model of these units; None where they name none."""
+    """Return the metric that the settings name, for a model of these units; None if they name none."""
     if config.stability_metric == "autofreeze":
         return AutoFreeze(layers_of(units), config.autofreeze_percentile)
     if config.stability_metric == "apf":

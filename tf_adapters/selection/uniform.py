@@ -1,12 +1,15 @@
-"""Uniform selection: every parameter has the same chance to be frozen, in one draw for all microbatches of a step.
+"""Uniform selection: every unit has the same probability to be frozen, in one draw for all microbatches of a step.
 
-Paper section 3.3 freezes parameters uniformly at random; its convergence proof needs equal chances. Tensors differ in
-size by orders of magnitude, so neither coin flips nor a share of the *number* of tensors would meet the planned work,
-and a draw for each microbatch by itself would now and then leave a tensor out of a whole step. This is dependent
-rounding instead, over units and microbatches. Units of equal work form a stratum. How many of its units a microbatch
-freezes is rounded first, the largest units' stratum before the others; what rounding gives or takes there, the
-microbatch's chance of all smaller units gives back. Then the stratum's units are assigned in turn, in random order, to
-one microbatch after the other: no unit is frozen twice before each was frozen once.
+Paper section 3.3 freezes parameters uniformly at random, and its convergence proof needs equal probabilities. Tensors
+differ in size by orders of magnitude. Independent draws per tensor would therefore miss the planned work, and
+independent draws per microbatch could freeze a tensor in a whole step. This module uses dependent rounding over units
+and microbatches instead:
+
+1. Units of equal work form a stratum. Strata are visited from the largest work to the smallest.
+2. The number of units that each microbatch freezes in the stratum is rounded to an integer. The microbatch's
+   probability for all smaller units moves the other way, so that its expected work stays.
+3. The stratum's units, in random order, are assigned to one microbatch after the other. No unit is frozen a second time
+   before each was frozen once.
 
 Source of the rounding: Gandhi et al., Dependent rounding and its applications to approximation algorithms, 2006.
 """
@@ -25,12 +28,12 @@ _EPSILON = 1e-9
 
 
 class UniformSelection:
-    """Draws what the microbatches of a step freeze of one stage.
+    """Draws the frozen units of one stage for each microbatch of a step.
 
-    Each unit is frozen in each microbatch with exactly that microbatch's ratio, times the unit's cap. Over the step it
-    is frozen in floor or ceiling of its expected number of microbatches. The work that a microbatch freezes misses its
-    ratio times the freezable work by less than a unit of the first stratum whose rounding the smaller units together
-    cannot make up for.
+    The probability that a microbatch freezes a unit is exactly the microbatch's ratio times the unit's cap. Over the
+    step, a unit is frozen in floor or ceiling of its expected number of microbatches. The frozen work of a microbatch
+    differs from ratio * freezable work by less than one unit of the largest stratum whose rounding error all smaller
+    units together cannot compensate.
     """
 
     def __init__(self, units: Sequence[FreezeUnit]) -> None:
@@ -38,7 +41,7 @@ class UniformSelection:
         self._strata = _strata(self.units)
 
     def draw(self, ratios: Sequence[float], rng: np.random.Generator) -> list[frozenset[int]]:
-        """Indices of what each microbatch freezes, whose actual freeze ratios in [0, 1] these are."""
+        """Return the indices of the frozen units of each microbatch, for these actual freeze ratios in [0, 1]."""
         frozen: list[list[int]] = [[] for _ in ratios]
         chances = [min(1.0, max(0.0, ratio)) for ratio in ratios]
         mean = sum(chances)
@@ -53,7 +56,7 @@ class UniformSelection:
 class _Stratum:
     """Units of equal work and cap: their indices, by shape.
 
-    ``smaller`` is the freezable work of all later strata, ``caps`` are theirs.
+    ``smaller`` is the freezable work of all strata of smaller work, and ``caps`` are the caps of those.
     """
 
     shapes: list[list[int]]
@@ -67,9 +70,9 @@ class _Stratum:
         return sum(map(len, self.shapes))
 
     def assigned(self, counts: Sequence[int], rng: np.random.Generator) -> Iterator[list[int]]:
-        """So many units for each microbatch, in turn; each shape has about its share of any run of units.
+        """Assign ``counts[m]`` units to each microbatch m, in turn. Shapes are mixed evenly along the order.
 
-        Every unit may be the first with the same chance, so it falls to a microbatch with its count over the size.
+        Each unit is the first with the same probability, so microbatch m gets a unit with probability counts[m] / size.
         """
         places = np.concatenate([(np.arange(len(of)) + rng.random()) / len(of) for of in self.shapes])
         order = np.concatenate([rng.permutation(of) for of in self.shapes])[np.argsort(places)]
@@ -80,7 +83,7 @@ class _Stratum:
 
 
 def _strata(units: Sequence[FreezeUnit]) -> list[_Stratum]:
-    """Units by work and cap, the largest work first."""
+    """Group units by work and cap, largest work first."""
     grouped: dict[tuple[float, float], dict[tuple[int, ...], list[int]]] = {}
     for index, unit in enumerate(units):
         grouped.setdefault((unit.work, unit.cap), {}).setdefault(unit.shape, []).append(index)
@@ -96,17 +99,20 @@ def _strata(units: Sequence[FreezeUnit]) -> list[_Stratum]:
 
 
 class _Counts:
-    """Rounds how many units of a stratum each microbatch freezes.
+    """Rounds the number of units of a stratum that each microbatch freezes.
 
-    Two microbatches whose expected count has a fraction pass part of a unit from one to the other, while their chances
-    of the smaller units move the other way, so that the expected work of both stays. Either direction is a fair game,
-    so no unit's chance changes. It ends where one of the two has a whole count, or where a chance is at its bound.
-    What is left of a fraction then is passed with compensation for the other one alone, where the sum of the chances
-    may change, and at last without any: only there is work gained or lost.
+    A *place* is a microbatch with its expected count of frozen units and its *chance*, the probability that it freezes
+    a smaller unit (before caps). Two places whose counts have a fraction exchange a part of a unit in a random
+    direction. The direction's probabilities leave both expected counts unchanged, so no unit's probability changes. An
+    exchange ends when one count is an integer, or when a chance reaches its bound. There are three passes:
 
-    One more place, behind the microbatches', makes the total whole. Its "chance" is how far the sum of the others may
-    grow: each smaller unit's expected number of microbatches, its cap times that sum, keeps between the floor and the
-    ceiling that ``mean``, the sum at first, gives it.
+    1. Both chances move against the exchange, so that the expected work of both microbatches stays.
+    2. Only a chance that is off its bounds moves, so the sum of the chances changes.
+    3. No chance moves. Only this pass gains or loses work.
+
+    One more place, after the microbatches, makes the sum of the counts an integer. Its chance is the amount by which
+    the sum of the other chances may still grow. That bound keeps each smaller unit's expected number of microbatches,
+    its cap times the sum, between floor and ceiling of its value at the start (``mean`` is that sum).
     """
 
     def __init__(self, stratum: _Stratum, chances: Sequence[float], mean: float) -> None:
@@ -118,10 +124,10 @@ class _Counts:
         self._whole = [math.floor(count + _EPSILON) for count in expected]
         self._parts = [count - whole for count, whole in zip(expected, self._whole, strict=True)]
         self._parts.append(math.ceil(sum(self._parts) - _EPSILON) - sum(self._parts))
-        self._price = stratum.work / stratum.smaller if stratum.smaller else 0.0  # of a unit, in chance of smaller ones
+        self._price = stratum.work / stratum.smaller if stratum.smaller else 0.0  # chance per unit
 
     def rounded(self, rng: np.random.Generator) -> tuple[list[int], list[float]]:
-        """Whole counts, and the chances of smaller units that are left to the microbatches."""
+        """Return the integer counts, and the chances that are left for smaller units."""
         places = list(range(len(self._parts)))
         if self._price:
             parted = self._settled(places, places, rng)
@@ -132,9 +138,9 @@ class _Counts:
         return [whole + round(part) for whole, part in zip(self._whole, self._parts, strict=False)], self._chances[:-1]
 
     def _settled(self, places: Sequence[int], payers: Sequence[int] | None, rng: np.random.Generator) -> list[int]:
-        """Pass parts of units until no two places can; those that still have a part.
+        """Exchange parts of units until no two places can, and return the places whose count still has a fraction.
 
-        ``payers`` says whose chance compensates a place; without, nothing is compensated.
+        ``payers[place]`` is the place whose chance compensates; with None no chance moves.
         """
         parted: list[int] = []
         for place in places:
@@ -150,11 +156,11 @@ class _Counts:
         return min(self._parts[place], 1.0 - self._parts[place]) > _EPSILON
 
     def _is_free(self, place: int) -> bool:
-        """Whether the place's chance is off its bounds."""
+        """Return whether the place's chance is strictly between its bounds."""
         return min(self._chances[place], self._highest[place] - self._chances[place]) > _EPSILON
 
     def _pass(self, giver: int, taker: int, payers: tuple[int, int] | None, rng: np.random.Generator) -> None:
-        """Part of a unit goes from one place to the other, or the other way round."""
+        """Move a part of a unit from one place to the other, in a random direction."""
         there, back = (
             min(self._parts[giver], 1.0 - self._parts[taker]),
             min(self._parts[taker], 1.0 - self._parts[giver]),
@@ -173,5 +179,5 @@ class _Counts:
             self._chances[loses] -= moved * self._price
 
     def _room(self, gains: int, loses: int) -> float:
-        """The units whose price the one's chance can gain and the other's lose."""
+        """Return the largest part of a unit that the two chances can compensate."""
         return min(self._highest[gains] - self._chances[gains], self._chances[loses]) / self._price

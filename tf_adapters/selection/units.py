@@ -1,4 +1,4 @@
-"""What a mask is made of: the smallest sets of parameters that a host can freeze on their own."""
+"""Freeze units: the smallest sets of parameters that a host can freeze separately."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tf_adapters.errors import ConfigError
-from tf_adapters.timing.estimates import grouped
+from tf_adapters.measuring.estimates import grouped
 
 Tie = tuple[tuple[int, str], ...]
-"""(stage, name) of each place where one weight is held: several stages that reduce its gradient together."""
+"""(stage, name) of every copy of one tied weight. The stages that hold it reduce its gradient together."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreezeUnit:
-    """Parameters that are frozen together: usually one tensor, where a host needs it a weight with its bias.
+    """Parameters that are frozen together: usually one tensor; a weight with its bias if the host needs that.
 
-    ``work`` is the unit's weight-gradient work in arbitrary but common units (elements: a weight gradient
-    costs as many multiply-adds per token as the tensor has elements). Units of one work and ``shape`` are drawn alike.
-    ``cap``, in [0, 1], is its chance to be frozen at a freeze ratio of 1; at a ratio r it is r times that.
+    ``work`` is the work of the unit's weight gradient, in elements: it takes as many multiply-adds per token as the
+    tensor has elements. Units of equal work and ``shape`` are interchangeable in a draw. ``cap``, in [0, 1], is the
+    probability that the unit is frozen at a freeze ratio of 1; at a ratio r the probability is r times ``cap``.
     """
 
     names: tuple[str, ...]
@@ -29,26 +29,26 @@ class FreezeUnit:
 
     @property
     def freezable_work(self) -> float:
-        """What a freeze ratio of 1 freezes of the unit's work, on average."""
+        """Expected frozen work of the unit at a freeze ratio of 1."""
         return self.work * self.cap
 
 
 def joined(units: Sequence[FreezeUnit]) -> FreezeUnit:
-    """One unit of several, with the smallest of their caps."""
+    """Join units to one, with the smallest of their caps."""
     names = tuple(name for unit in units for name in unit.names)
     work, cap = sum(unit.work for unit in units), min(unit.cap for unit in units)
     return FreezeUnit(names, work, units[0].shape, cap)
 
 
 def freezable_work(units: Iterable[FreezeUnit]) -> float:
-    """What a freeze ratio of 1 freezes of the units' work, on average: freeze ratios are shares of it."""
+    """Expected frozen work of the units at a freeze ratio of 1. Freeze ratios are shares of it."""
     return sum(unit.freezable_work for unit in units)
 
 
 def frozen_share(units: Sequence[FreezeUnit], frozen: frozenset[int]) -> float:
-    """Work of the units at ``frozen`` as a share of the stage's freezable work.
+    """Work of the units at indices ``frozen``, as a share of the stage's freezable work.
 
-    The mean over draws is the ratio drawn for. A single draw may exceed 1 where units have caps below 1.
+    Its mean over draws is the requested ratio. One draw may exceed 1 if units have caps below 1.
     """
     total = freezable_work(units)
     work = sum(units[index].work for index in frozen)
@@ -64,10 +64,10 @@ def preferred_share(units: Sequence[FreezeUnit], chosen: frozenset[int]) -> floa
 def limited(
     units: Mapping[int, Sequence[FreezeUnit]], exclude: Sequence[str], caps: Mapping[str, float]
 ) -> dict[int, tuple[FreezeUnit, ...]]:
-    """The units that can be frozen, each with the smallest cap of the patterns (of ``fnmatch``) that match its names.
+    """Return the units that can be frozen, each with the smallest cap of the ``fnmatch`` patterns that match its names.
 
-    A cap of 0, which is what ``exclude`` means, leaves a unit out. Raises ConfigError for a pattern that matches
-    nothing: it would be a typing error that nobody sees.
+    A cap of 0, which is the meaning of ``exclude``, removes the unit. Raises ConfigError for a pattern that matches
+    nothing, since it is probably a typing error.
     """
     names = [name for of_stage in units.values() for unit in of_stage for name in unit.names]
     _must_match("freeze_exclude", exclude, names)
@@ -91,6 +91,6 @@ def _must_match(field: str, patterns: Iterable[str], names: Sequence[str]) -> No
 
 
 def same_names(units: Mapping[int, Iterable[FreezeUnit]]) -> tuple[Tie, ...]:
-    """The ties of a host that gives a tied weight the same name on every stage that holds it."""
+    """Find tied weights in a host that gives a weight the same name on every stage that holds it."""
     stages = grouped((name, stage) for stage in sorted(units) for unit in units[stage] for name in unit.names)
     return tuple(tuple((stage, name) for stage in held) for name, held in stages.items() if len(held) > 1)

@@ -1,4 +1,4 @@
-"""Cumulative updates: the paper's Delta_K, how far every unit has moved between two stability checks."""
+"""Cumulative updates, the paper's Delta_K: the distance that every unit has moved between two stability checks."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from tf_adapters.selection.sampling import PieceKey
 from tf_adapters.selection.units import FreezeUnit
 
 Memory = Mapping[str, np.ndarray]
-"""What a stability metric knows from the checks before, by name; ``scores`` are the last check's."""
+"""Arrays that a stability metric keeps between checks, by name. ``scores`` are those of the last check."""
 UnitPlaces = Mapping[tuple[int, str], int]
-"""The unit of each (stage, parameter name): its position among the units of all stages, in order."""
+"""For each (stage, parameter name), the position of its unit among the units of all stages, in order."""
 
 
 def unit_places(units: Mapping[int, Sequence[FreezeUnit]]) -> dict[tuple[int, str], int]:
-    """Units counted over all stages, ascending, each stage's in its order."""
+    """Number the units of all stages, stage by stage."""
     ordered = [(stage, unit) for stage in sorted(units) for unit in units[stage]]
     return {(stage, name): place for place, (stage, unit) in enumerate(ordered) for name in unit.names}
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What all ranks together read of the model at one moment, one line of each array for each piece, in order of keys.
+    """Sums and samples of the model's values at one moment, read by all ranks together.
 
-    ``seed`` chose the sampled elements. ``numel`` and ``sizes`` (of the samples) are int64, ``totals`` float64,
-    ``samples`` all pieces' float32 in a row.
+    ``numel`` (int64), ``sizes`` (sample sizes, int64) and ``totals`` (float64) have one entry per key. ``samples``
+    (float32) holds the samples of all keys in a row. ``seed`` chose the sampled elements.
     """
 
     seed: int
@@ -40,7 +40,7 @@ class Snapshot:
     samples: np.ndarray
 
     def matches(self, other: Snapshot) -> bool:
-        """Whether both read the same elements; after a change of the sharding or the seed they do not."""
+        """Return whether both hold the same elements. They differ after a change of the sharding or the seed."""
         alike = (self.seed, self.keys) == (other.seed, other.keys)
         return alike and np.array_equal(self.numel, other.numel) and np.array_equal(self.sizes, other.sizes)
 
@@ -57,10 +57,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Updates:
-    """Delta_K of every unit. Arrays of a line per unit are ``[units]``, of a line per sampled element ``[samples]``.
+    """Delta_K of every unit.
 
-    ``mean`` is over all elements, exactly; what is made from samples is an estimate. An element of the sample stands
-    for ``weight`` elements of unit ``unit_of``.
+    ``mean`` and ``numel`` are ``[units]``; ``unit_of``, ``weight`` and ``delta`` are ``[samples]``. ``mean`` is exact,
+    over all elements. Figures that come from samples are estimates: each sampled element stands for ``weight`` elements
+    of unit ``unit_of``.
     """
 
     units: int
@@ -72,7 +73,7 @@ class Updates:
 
     @classmethod
     def between(cls, before: Snapshot, after: Snapshot, places: UnitPlaces) -> Updates:
-        """From two snapshots that match. Pieces that are in no unit (``places``) are left out."""
+        """Compare two matching snapshots. Pieces that belong to no unit (``places``) are ignored."""
         units = 1 + max(places.values(), default=-1)
         known = np.array([(stage, name) in places for stage, name, _ in after.keys], bool)
         place = np.array([places.get((stage, name), 0) for stage, name, _ in after.keys], np.int64)
@@ -91,7 +92,7 @@ class Updates:
         )
 
     def sums(self, of_samples: np.ndarray) -> np.ndarray:
-        """Estimated sum over each unit's elements of something known of the sampled ones."""
+        """Estimate the sum over each unit's elements from values of the sampled ones."""
         return _summed(self.unit_of, of_samples * self.weight, self.units)
 
     @property
@@ -107,6 +108,6 @@ def _summed(places: np.ndarray, values: np.ndarray, length: int) -> np.ndarray:
 
 
 def by_stage(units: Mapping[int, Sequence[FreezeUnit]], chosen: Iterable[bool]) -> dict[int, frozenset[int]]:
-    """Units chosen out of all stages' as each stage's indices."""
+    """Turn one flag per unit of all stages into the chosen indices of each stage."""
     flags = iter(chosen)
     return {stage: frozenset(i for i, _ in enumerate(units[stage]) if next(flags)) for stage in sorted(units)}

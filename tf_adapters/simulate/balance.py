@@ -8,10 +8,10 @@ from itertools import accumulate, pairwise
 from statistics import fmean
 
 from tf_adapters.errors import ConfigError
+from tf_adapters.measuring.layers import StageLayers
 from tf_adapters.report.schema import Report
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.simulate.partition import CutPipeline, Cuts, Piece
-from tf_adapters.timing.layers import StageLayers
 
 __all__ = ["Balance", "Cut", "balance"]
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from tf_adapters.errors import ConfigError, TimelyFreezeError
+from tf_adapters.measuring.token_cost import TokenCost, slowest_cost
+from tf_adapters.measuring.transfers import Gaps
 from tf_adapters.planner.forecast import forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import PlanProblem, most_of_a_microbatch
@@ -24,8 +26,6 @@ from tf_adapters.simulate.balance import balance
 from tf_adapters.simulate.model_costs import action_bounds
 from tf_adapters.simulate.orders import Sizes, named_order
 from tf_adapters.simulate.pipeline import Pipeline, carried_gaps, recut, stage_times
-from tf_adapters.timing.token_cost import TokenCost, slowest_cost
-from tf_adapters.timing.transfers import Gaps
 
 __all__ = ["Lever", "Levers", "levers", "levers_table"]
 

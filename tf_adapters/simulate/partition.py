@@ -9,9 +9,9 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from tf_adapters.measuring.transfers import Gaps
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Kind, PipelineSchedule
-from tf_adapters.timing.transfers import Gaps
 
 __all__ = ["CutPipeline", "Cuts", "Piece"]
 

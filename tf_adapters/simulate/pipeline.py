@@ -8,10 +8,10 @@ from itertools import pairwise
 from statistics import fmean
 
 from tf_adapters.errors import ConfigError
+from tf_adapters.measuring.transfers import NO_GAPS, Gaps
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.simulate.model_costs import StageCost
-from tf_adapters.timing.transfers import NO_GAPS, Gaps
 
 __all__ = ["Pipeline", "between_ranks", "carried_gaps", "recut", "stage_times"]
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from tf_adapters.errors import ConfigError, PlanInputError
+from tf_adapters.measuring.transfers import NO_GAPS, Gaps
 from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.report.schema import Report
 from tf_adapters.schedule.ir import PipelineSchedule
@@ -24,7 +25,6 @@ from tf_adapters.simulate.model_costs import (
 from tf_adapters.simulate.options import Options
 from tf_adapters.simulate.orders import Sizes, named_order, read_csv
 from tf_adapters.simulate.pipeline import Pipeline, between_ranks, carried_gaps, recut, stage_times
-from tf_adapters.timing.transfers import NO_GAPS, Gaps
 
 __all__ = ["Request", "read_request"]
 

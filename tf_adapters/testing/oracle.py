@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 import torch
 
-from tf_adapters.masking.tokens import Sample, TokenSampler
 from tf_adapters.overrides import Overrides
+from tf_adapters.weight_gradients.tokens import Sample, TokenSampler
 
 
 class Sampled(NamedTuple):

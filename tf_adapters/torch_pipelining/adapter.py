@@ -1,7 +1,7 @@
 """Freezing on torch.distributed.pipelining, through the stages' own forward and backward of one microbatch.
 
-Only attributes of this rank's stage objects and of the schedule object are set, and hooks on the optimizers, so
-``detach()`` takes them off again and nothing remains.
+It sets attributes of this rank's stage objects and of the schedule object, and hooks on the optimizers. ``detach()``
+removes them all.
 Source: torch/distributed/pipelining/schedules.py and stage.py.
 """
 
@@ -19,11 +19,10 @@ from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.layers import layers_of
 from tf_adapters.hosts.units import units_of
-from tf_adapters.masking.taps import StageTaps
+from tf_adapters.measuring.timer import clock_for
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.selection.units import FreezeUnit
-from tf_adapters.timing.timer import clock_for
 from tf_adapters.torch_pipelining.execution import RewrittenOrder
 from tf_adapters.torch_pipelining.replicas import (
     frozen_replica,
@@ -37,6 +36,7 @@ from tf_adapters.torch_pipelining.support import refuse_grad_scaler
 from tf_adapters.torch_pipelining.units import held_values, local_gradient, shared_parameters, trained_by_loss
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
+from tf_adapters.weight_gradients.taps import StageTaps
 
 HOST = HostInfo("torch.distributed.pipelining", torch.__version__)
 ATTRIBUTE = "timely_freeze"  # of the schedule: its adapter
@@ -45,9 +45,9 @@ ATTRIBUTE = "timely_freeze"  # of the schedule: its adapter
 class TorchPipeliningAdapter(HostAdapter):
     """Runs a Controller inside one schedule object. Made by ``tf_adapters.torch_pipelining.attach``.
 
-    Masks hold inside ``forward_one_chunk`` and the two backwards of a stage, never around the first step's metadata
-    pass, which keeps what it sees of ``requires_grad``. The last stage's loss is computed between its forward and its
-    backward, outside of both: its time is part of the measured rest of the step.
+    Masks apply inside ``forward_one_chunk`` and the two backwards of a stage. They never apply to the first step's
+    metadata pass, which stores ``requires_grad``. The last stage's loss is computed between its forward and its
+    backward; its time belongs to the measured rest of the step.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class TorchPipeliningAdapter(HostAdapter):
         self.schedule = schedule
         self._training = False
         self._scaler_checked = False
-        self._ran_backward: set[int] = set()  # stages, in this batch
-        self._stepped: set[int] = set()  # optimizers, in this step
-        self._scaled: list[tuple[torch.Tensor, float]] = []  # gradients, by what
+        self._ran_backward: set[int] = set()  # stages with a backward in this batch
+        self._stepped: set[int] = set()  # optimizers that have stepped in this step
+        self._scaled: list[tuple[torch.Tensor, float]] = []  # scaled gradients and their scales
 
         def describe() -> HostPipeline:
             self._stages = stages_of(schedule)
@@ -93,7 +93,7 @@ class TorchPipeliningAdapter(HostAdapter):
         self._optimizers = tuple(optimizers)
 
     def install(self) -> None:
-        """Watch the optimizers; mask and time the stages' own computations."""
+        """Hook the optimizers, and mask and time the computations of the stages."""
         for optimizer in self._optimizers:
             self.around_steps(optimizer, self._before_update, self._after_update)
         overrides = self.overrides
@@ -111,7 +111,7 @@ class TorchPipeliningAdapter(HostAdapter):
     def _stepping(self, run: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(run)
         def step(*args: Any, **kwargs: Any) -> Any:
-            if not self.schedule._has_backward:  # eval() runs step() too
+            if not self.schedule._has_backward:  # eval() also runs step()
                 return run(*args, **kwargs)
             # Several batches may accumulate gradients for one update. All of them take the step's masks; what was
             # executed and how long the step took is said of the last.
@@ -134,7 +134,7 @@ class TorchPipeliningAdapter(HostAdapter):
         return step
 
     def _batch(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A batch in the order of ``controller.execution``."""
+        """Wrap the host's loop to run a batch in the order of ``controller.execution``."""
         rewritten = RewrittenOrder(self.schedule)
 
         @functools.wraps(run)
@@ -147,29 +147,29 @@ class TorchPipeliningAdapter(HostAdapter):
         return step_microbatches
 
     def _scale(self) -> None:
-        """After a batch: its gradients have been reduced, and the user may clip them before the update."""
+        """Scale the gradients after a batch: they have been reduced, and the user may clip them before the update."""
         scales = (scale for of_stage in self.controller.gradient_scales().values() for scale in of_stage)
         self._scaled = [(gradient, factor) for p, factor in scales if (gradient := local_gradient(p)) is not None]
         for gradient, factor in self._scaled:
             gradient.mul_(factor)
 
     def _unscale(self) -> None:
-        """Before another batch of the same step, whose gradients are added to the last one's."""
+        """Undo the scaling before another batch of the same step adds its gradients."""
         for gradient, factor in self._scaled if self.controller.in_step else ():
             gradient.div_(factor)
         self._scaled = []
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the gradients of held parameters away: an optimizer passes by what has none.
+        """Remove the gradients of held parameters, so that the optimizer skips them.
 
-        ``zero_grad(set_to_none=False)`` or a reducer would leave them zeros, which still move a parameter by momentum
-        and decay.
+        ``zero_grad(set_to_none=False)`` or a reducer would leave zeros, and momentum and decay would still move the
+        parameter.
         """
         for parameter in self.controller.held_parameters() if self.controller.in_step else ():
             parameter.grad = None
 
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """End the step if this optimizer was the last. An update that no pipeline batch came before is none."""
+        """End the step if this optimizer is the last one. Updates without a pipeline batch before them do not count."""
         if self.controller.in_step:
             self._stepped.add(id(optimizer))
             if len(self._stepped) == len(self._optimizers):
@@ -189,7 +189,7 @@ class TorchPipeliningAdapter(HostAdapter):
         return forward_one_chunk
 
     def _defers(self, stage: Any) -> bool:
-        """Whether taps keep this stage's weight gradients for their W."""
+        """Return whether taps defer this stage's weight gradients to their W."""
         return self._training and stage.stage_index in self.controller.pipeline.taps
 
     def _backward(self, stage: Any) -> Callable[..., None]:
@@ -199,7 +199,7 @@ class TorchPipeliningAdapter(HostAdapter):
         def backward_one_chunk(
             bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
         ) -> None:
-            # Where the taps keep the weight gradients, a whole backward of the host's is an input gradient.
+            # If taps defer the weight gradients, the host's full backward is only an input gradient.
             whole = full_backward or self._defers(stage)
             kind = Kind.BACKWARD if full_backward else Kind.INPUT_GRAD
             with self._reported(stage, bwd_chunk_id, last_backward), self._action(stage, kind, bwd_chunk_id):
@@ -230,7 +230,7 @@ class TorchPipeliningAdapter(HostAdapter):
 
     @contextmanager
     def _action(self, stage: Any, kind: Kind, microbatch: int) -> Iterator[None]:
-        """Around one computation of a training batch: its mask and its time. Evaluation runs without."""
+        """Mask and time one computation of a training batch inside. Evaluation runs without either."""
         if not self._training:
             yield
             return
@@ -241,6 +241,6 @@ class TorchPipeliningAdapter(HostAdapter):
 
 
 def _units(schedule: Any, model: torch.nn.Module) -> tuple[FreezeUnit, ...]:
-    """A stage's units; what the loss trains is never frozen."""
+    """Return a stage's units. Parameters that the loss trains are never frozen."""
     outside = trained_by_loss(schedule._loss_fn, model)
     return tuple(unit for unit in units_of(model) if outside.isdisjoint(unit.names))

@@ -1,4 +1,4 @@
-"""Deciding, on all ranks together, whether and with which settings a schedule freezes."""
+"""Attach freezing to a schedule: all ranks decide together whether, and with which settings."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ def attach(
     metrics: MetricSink | None = None,
     warmup_steps: int | None = None,
 ) -> TorchPipeliningAdapter | None:
-    """Freeze in this schedule's training from here on. Call it on all ranks, before the first training step.
+    """Attach freezing to this schedule. Call it on all ranks, before the first training step.
 
     Args:
         schedule: a schedule of torch.distributed.pipelining, made with a ``loss_fn``.
         config: the settings; by default all defaults.
-        optimizer: what updates this rank's stages, one or several. A step ends when all of them have stepped, so
+        optimizer: the optimizer of this rank's stages, one or several. A step ends when all of them have stepped, so
             several ``schedule.step()`` calls may accumulate gradients for one update. Without it every
             ``schedule.step()`` is a step.
-        metrics: called after each step, on each rank that passes it, with named figures (ratios in [0, 1], ms).
-        warmup_steps: what ``warmup_steps: "auto"`` stands for: the length of the learning-rate warm-up; by default 10.
+        metrics: called on this rank after each step with named figures (ratios in [0, 1], ms).
+        warmup_steps: the value of ``warmup_steps: "auto"``: the length of the learning-rate warm-up; by default 10.
 
     Returns:
-        The adapter, with ``controller``, ``detach()``, ``state_dict()`` and ``load_state_dict()``; also to be had as
-        ``schedule.timely_freeze``. None where ``enabled`` is false. Attaching twice returns the first
-        adapter; with other settings it is refused.
+        The adapter, with ``controller``, ``detach()``, ``state_dict()`` and ``load_state_dict()``, also available as
+        ``schedule.timely_freeze``. None if ``enabled`` is false. A second call returns the same adapter, and is refused
+        with other settings.
 
     Raises:
-        ConfigError: a setting is wrong. UnsupportedError: freezing cannot be right here. On all ranks.
+        ConfigError: a setting is wrong, on all ranks.
+        UnsupportedError: freezing cannot be right with this schedule, on all ranks.
     """
     if optimizer is None:
         optimizers: tuple[Any, ...] = ()

@@ -1,7 +1,7 @@
-"""A batch in an order that a plan has rewritten, on torch's own runtime for lists of actions.
+"""Run a batch in a plan's order, on torch's runtime for lists of actions.
 
-The runtime splits backwards (I and W) and moves tensors as the order needs. Stages, loss and microbatches are those of
-the schedule object that the user made.
+The runtime splits backwards (I and W) and moves tensors as the order needs. Stages, loss and microbatches stay those
+of the user's schedule object.
 Source: torch/distributed/pipelining/schedules.py (``_PipelineScheduleRuntime``).
 """
 
@@ -19,7 +19,7 @@ __all__ = ["RewrittenOrder"]
 
 
 class RewrittenOrder:
-    """Runs the batches of one schedule object in another order than its own."""
+    """Runs the batches of one schedule object in another order."""
 
     def __init__(self, schedule: Any) -> None:
         self._schedule = schedule
@@ -29,9 +29,9 @@ class RewrittenOrder:
         self._lowered: Any = None
 
     def run(self, order: PipelineSchedule, *args: Any, **kwargs: Any) -> Any:
-        """One batch in ``order``; the arguments are those of the schedule's ``_step_microbatches``.
+        """Run one batch in ``order``. The arguments are those of the schedule's ``_step_microbatches``.
 
-        What torch raises for an order that it cannot lower is the same on every rank: all of them have all of it.
+        If torch cannot lower the order, it raises the same error on every rank, because each rank has the whole order.
         """
         if order is not self._order:
             self._lower(order)
@@ -39,7 +39,7 @@ class RewrittenOrder:
             return type(runtime)._step_microbatches(runtime, *args, **kwargs)
 
     def _lower(self, order: PipelineSchedule) -> None:
-        """Add what sends, receives and reduces: torch's own lowering."""
+        """Let torch add the actions that send, receive and reduce."""
         runtime = self._runtime = self._runtime or self._make_runtime()
         own = getattr(runtime, "pipeline_order_with_comms", None)
         lists: dict[int, list[host._Action | None]] = {
@@ -52,7 +52,7 @@ class RewrittenOrder:
             runtime.pipeline_order_with_comms = own
 
     def _make_runtime(self) -> Any:
-        """The schedule object itself, or for one that has a loop of its own a runtime for the same stage."""
+        """Return the schedule object, or a runtime for its stage if the object has another kind of loop."""
         schedule = self._schedule
         if not self._single:
             return schedule
@@ -62,7 +62,7 @@ class RewrittenOrder:
 
     @contextmanager
     def _running(self) -> Iterator[Any]:
-        """The runtime with the order, and with what the schedule object knows by now; the object's own afterwards."""
+        """Give the runtime the order and the schedule object's state; restore the object's order on exit."""
         schedule, runtime = self._schedule, self._runtime
         own = runtime.pipeline_order_with_comms
         runtime.pipeline_order_with_comms = self._lowered

@@ -1,4 +1,4 @@
-"""Masks under data parallelism: what DDP and FSDP must be told of gradients that will not come.
+"""Masks under data parallelism: make DDP and FSDP work with parameters that get no gradient.
 
 Replicas draw the same masks, so both reduce the same tensors everywhere.
 Source: torch/distributed/pipelining/stage.py, torch/nn/parallel/distributed.py,
@@ -16,27 +16,27 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tf_adapters.masking.taps import TappedLayer, plain_layer
+from tf_adapters.weight_gradients.taps import TappedLayer, plain_layer
 
 
 def replica_count(module: torch.nn.Module) -> int:
-    """The replicas of a stage in DDP; 1 of any other, whoever else may average its gradients."""
+    """Return the number of a stage's replicas in DDP; 1 without DDP, even if the user averages gradients."""
     return int(module.process_group.size()) if isinstance(module, DistributedDataParallel) else 1
 
 
 def inside_replica(module: torch.nn.Module) -> torch.nn.Module:
-    """A stage's own module: parameters have the same names with and without DDP around it."""
+    """Return a stage's module without DDP, so that parameters have the same names with and without it."""
     inside: torch.nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
     return inside
 
 
 @contextmanager
 def frozen_replica(module: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Freeze what the module itself computes with, beside the parameters that its optimizer knows.
+    """Freeze the unsharded parameters that an FSDP module computes with.
 
-    FSDP puts unsharded parameters into the place of the sharded ones while it computes. It gives them the sharded ones'
-    ``requires_grad`` when it gathers them, and the pipeline gathers them long before a microbatch and keeps them for
-    several: so they are frozen, and put back, by themselves.
+    FSDP replaces sharded parameters by unsharded ones while it computes. They take over ``requires_grad`` when FSDP
+    gathers them. The pipeline gathers them long before a microbatch and keeps them for several microbatches, so they
+    must be frozen and restored separately.
     """
     unsharded = names if isinstance(module, FSDPModule) else ()
     for name in unsharded:
@@ -49,14 +49,14 @@ def frozen_replica(module: torch.nn.Module, names: Sequence[str]) -> Iterator[No
 
 
 def linear_layer(stage: torch.nn.Module) -> Callable[[torch.nn.Module], TappedLayer | None]:
-    """What finds the layers of a stage whose weight gradients can be computed apart.
+    """Return a function that makes the tap of a layer of this stage, or None for a layer without one.
 
-    FSDP holds a shard of a weight as a DTensor and has the layer compute with all of it. Tensor parallelism has a
-    layer compute with a DTensor, and so has both together, whose mesh has more dimensions: these have no tap.
+    Under FSDP alone, a weight is a DTensor shard and the layer computes with the gathered weight: it can be tapped.
+    Under tensor parallelism, also together with FSDP, a layer computes with a DTensor: it has no tap.
     """
 
     def layer(module: torch.nn.Module) -> TappedLayer | None:
-        weight = vars(module)["_parameters"].get("weight")  # a parametrization would compute one, and maybe change
+        weight = vars(module)["_parameters"].get("weight")  # a parametrization would compute it
         sharded = isinstance(stage, FSDPModule) and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1
         return plain_layer(module, DTensor if sharded else torch.nn.Parameter)
 
@@ -64,7 +64,7 @@ def linear_layer(stage: torch.nn.Module) -> Callable[[torch.nn.Module], TappedLa
 
 
 def reshards_after_forward(module: Any) -> bool:
-    """Whether FSDP gives a part's unsharded parameters up after its forward; torch decides it for the root itself."""
+    """Return whether FSDP frees a part's unsharded parameters after its forward. Torch decides it for the root."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             state = part._get_fsdp_state()
@@ -76,11 +76,12 @@ def reshards_after_forward(module: Any) -> bool:
 
 @contextmanager
 def reported_to_reducer(module: torch.nn.Module, names: Iterable[str], first: bool, last: bool) -> Iterator[None]:
-    """Around a stage's backward: as it begins, DDP's reducer hears of the gradients that will not come in it.
+    """Run a stage's backward inside, and tell DDP's reducer at its start which gradients will be missing.
 
-    It reduces a bucket when it has heard of all of its parameters, to overlap that with what is left of the backward.
-    It waits for them in the ``last`` backward of a batch, once it has been prepared for it. In the ``first`` it may:
-    the metadata pass of a first step runs the module outside of ``no_sync``. Where it does not, nothing happens.
+    The reducer reduces a bucket when all of its parameters have reported, so that the reduction overlaps the rest of
+    the backward. It expects reports in the ``last`` backward of a batch, after it was prepared. In the ``first``
+    backward it may expect them, because the metadata pass of a first step runs the module outside of ``no_sync``. In
+    other backwards a report has no effect.
     """
     frozen = [inside_replica(module).get_parameter(name) for name in names]
     if not (frozen and isinstance(module, DistributedDataParallel) and (first or last)):
@@ -99,7 +100,7 @@ def reported_to_reducer(module: torch.nn.Module, names: Iterable[str], first: bo
 
 
 class _Preparing:
-    """DDP's reducer, with something to be called whenever it has been prepared for a backward."""
+    """DDP's reducer with a function that is called whenever the reducer is prepared for a backward."""
 
     def __init__(self, reducer: Any, prepared: Callable[[], None]) -> None:
         self._reducer, self._prepared = reducer, prepared
@@ -113,7 +114,7 @@ class _Preparing:
 
 
 def _fire_hooks(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Fire the hooks behind these parameters' gradients and leave the gradients themselves as they are."""
+    """Fire the hooks on these parameters' gradients without a change of the gradients."""
     required = [parameter.requires_grad for parameter in parameters]
     for parameter in parameters:
         parameter.requires_grad_(True)
@@ -124,7 +125,7 @@ def _fire_hooks(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 class _NoGradients(torch.autograd.Function):
-    """A scalar whose backward reaches its arguments with nothing: no zeros are made for them."""
+    """A scalar whose backward passes None to its arguments, so no zeros are allocated."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""torch.distributed.pipelining's action lists as our schedule.
+"""Translate the action lists of torch.distributed.pipelining to our schedule.
 
-Source: torch/distributed/pipelining/schedules.py. Its actions print as ours do; those that move tensors, shard
-parameters or reduce gradients are left out.
+Source: torch/distributed/pipelining/schedules.py. Its actions print as ours do. Actions that move
+tensors, shard parameters or reduce gradients are ignored.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def stages_of(schedule: Any) -> tuple[Any, ...]:
 
 
 def translate(schedule: Any) -> PipelineSchedule:
-    """What every rank runs in one ``schedule.step()``, from a schedule object.
+    """Return the actions of every rank in one ``schedule.step()``, from a schedule object.
 
-    Raises UnsupportedError if the object does not tell, ScheduleError if what it tells cannot run.
+    Raises UnsupportedError if the object has no such lists, ScheduleError if the lists cannot run.
     """
     if isinstance(
         schedule, host.Schedule1F1B
@@ -35,7 +35,7 @@ def translate(schedule: Any) -> PipelineSchedule:
 
 
 def from_action_lists(lists: Mapping[int, Iterable[Any]]) -> PipelineSchedule:
-    """The schedule that the host's action lists by rank stand for; None in a list is an idle slot.
+    """Return the schedule of the host's action lists by rank. None in a list is an idle slot.
 
     Raises ScheduleError if it cannot run.
     """
@@ -43,8 +43,8 @@ def from_action_lists(lists: Mapping[int, Iterable[Any]]) -> PipelineSchedule:
 
 
 def _action_lists(schedule: Any) -> Mapping[int, Iterable[Any]]:
-    """The lists by rank that the schedule's own loop walks along."""
-    # The runtime walks along the lowered lists; one loaded from a lowered CSV file has no others.
+    """Return the lists by rank that the schedule's loop runs."""
+    # The runtime runs the lowered lists; a schedule that was loaded from a lowered CSV file has no others.
     name = "pipeline_order_with_comms" if isinstance(schedule, host._PipelineScheduleRuntime) else "pipeline_order"
     lists: Mapping[int, Iterable[Any]] | None = getattr(schedule, name, None)
     if not lists:
@@ -59,7 +59,9 @@ def _computations(actions: Iterable[Any]) -> Iterator[Action]:
     for action in actions:
         if action is None:
             continue
-        if action.sub_actions is not None:  # an overlapped forward and backward: the host runs one after the other
+        if (
+            action.sub_actions is not None
+        ):  # an overlapped forward and backward, which the host runs one after the other
             yield from _computations(action.sub_actions)
         elif action.computation_type.value in _KINDS:
             yield Action(action.stage_index, _KINDS[action.computation_type.value], action.microbatch_index)

@@ -1,4 +1,4 @@
-"""What freezing cannot be right under in torch.distributed.pipelining, checked before any training starts."""
+"""Refuse features of torch.distributed.pipelining with which freezing would be wrong, before training starts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check(schedule: Any, optimizers: Sequence[Any], settings: TimelyFreezeConfig
 
 
 def check_split_backwards(schedule: Any, advice: str) -> None:
-    """Raise UnsupportedError, with an ``advice``, where reducers look for weight gradients in the host's backward."""
+    """Raise UnsupportedError, with ``advice``, if reducers expect weight gradients in the host's backward."""
     for stage in stages_of(schedule):
         if isinstance(stage.submod, DistributedDataParallel):
             refuse(
@@ -59,9 +59,9 @@ def check_split_backwards(schedule: Any, advice: str) -> None:
 
 
 def refuse_grad_scaler() -> None:
-    """Raise UnsupportedError where a GradScaler is in use: it skips an update on the rank that met an infinity only.
+    """Raise UnsupportedError if a GradScaler is in use: it skips an update only on a rank with an infinite gradient.
 
-    The ranks' step counts would then differ, and they would wait for each other for ever.
+    The ranks' step counts would then differ, and ranks would wait for each other for ever.
     """
     if any(scaler.is_enabled() for scaler in _grad_scalers()):
         refuse(
@@ -101,7 +101,7 @@ def _schedule_problem(schedule: Any) -> Problem:
 
 
 def _replaced_problem(schedule: Any) -> Problem:
-    """Return a problem if a batch runs in another project's loop, which a rewritten order would run without."""
+    """Return a problem if another project has replaced the schedule's loop, which a rewritten order would bypass."""
     module = module_of(schedule._step_microbatches)
     if module.split(".")[0] == "torch":
         return None

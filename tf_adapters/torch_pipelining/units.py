@@ -1,4 +1,4 @@
-"""Parameters that stages share or the loss trains, and what of its parameters a rank holds."""
+"""Find parameters that stages share, parameters that the loss trains, and a rank's part of each parameter."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from tf_adapters.measuring.estimates import grouped
 from tf_adapters.selection.sampling import HeldValues, Piece
 from tf_adapters.selection.units import Tie
-from tf_adapters.timing.estimates import grouped
 
 TRAINED_BY_LOSS = "timely_freeze_trained_by_loss"
-"""Of a stage's module: the names of layers that the loss computes with, where the loss holds the whole module."""
+"""Attribute of a stage's module: names of the layers that the loss computes with, if the loss has the whole module."""
 
 
 def shared_parameters(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> tuple[Tie, ...]:
-    """Parameters that several stages of this rank hold as one object, as a V-shaped schedule's ends may."""
+    """Return parameters that are one object on several stages of this rank, as at the ends of a V-shaped schedule."""
     places = grouped((id(p), (stage, name)) for stage, of_stage in parameters.items() for name, p in of_stage.items())
     return tuple(tuple(held) for held in places.values() if len(held) > 1)
 
 
 def trained_by_loss(loss: Any, model: torch.nn.Module) -> frozenset[str]:
-    """The parameters of a stage's module that its loss computes with: by layers of it that the loss holds.
+    """Return the parameters of a stage's module that the loss computes with: those of layers that it refers to.
 
-    TorchTitan's ChunkedLossWrapper, for one, runs the output layer forward and backward inside the loss: no mask of
-    ours is on there, and no time of ours holds it. A loss that knows the whole model says nothing: there the module
-    may be marked (``TRAINED_BY_LOSS``).
+    For example, TorchTitan's ChunkedLossWrapper runs the output layer forward and backward inside the loss, where masks
+    and timing do not apply. If a loss refers to the whole model, these layers cannot be found; the module may then be
+    marked (``TRAINED_BY_LOSS``).
     """
     layers = {id(part) for part in model.modules() if part is not model}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -39,7 +39,7 @@ def trained_by_loss(loss: Any, model: torch.nn.Module) -> frozenset[str]:
 
 
 def _held_by(thing: Any, depth: int = 4, seen: set[int] | None = None) -> Iterator[Any]:
-    """What a function or an object holds: in its closure, as a bound method or partial, in its attributes."""
+    """Yield the objects that a function or object refers to: closure, bound method, partial, attributes."""
     seen = set() if seen is None else seen
     if id(thing) in seen:
         return
@@ -67,15 +67,16 @@ def _is_filled(cell: Any) -> bool:
 
 
 def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of a parameter's gradient, if there is one."""
+    """Return this rank's part of a parameter's gradient, or None."""
     gradient = parameter.grad
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def held_values(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> HeldValues:
-    """This rank's values of parameters, by stage and name: whole, or its shard where FSDP2 or tensor parallelism cut.
+    """Return a function that gives this rank's values of a parameter, by stage and name.
 
-    Shards are told apart by the rank's coordinates in the dimensions of the device mesh that they are cut along.
+    They are the whole parameter, or this rank's shard under FSDP2 or tensor parallelism. The rank's coordinates in the
+    sharded dimensions of the device mesh identify the shard.
     """
 
     def held(stage: int, name: str) -> tuple[Piece, ...]:

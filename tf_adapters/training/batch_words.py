@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from tf_adapters.measuring.batch_times import BatchTimes, EdgeTimes
 from tf_adapters.schedule.ir import Kind
-from tf_adapters.timing.batch_times import BatchTimes, EdgeTimes
 
 __all__ = ["KINDS", "bubbles", "held_by", "late_receives", "log_line", "milliseconds", "stragglers", "waits"]
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from tf_adapters.measuring.estimates import grouped
+from tf_adapters.measuring.transfers import Gaps
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.timing.estimates import grouped
-from tf_adapters.timing.transfers import Gaps
 from tf_adapters.training.plan_maker import Measured
 
 __all__ = [

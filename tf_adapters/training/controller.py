@@ -18,22 +18,17 @@ from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import UnsupportedError
 from tf_adapters.log import announce
-from tf_adapters.masking.activations import ActivationGraphs
-from tf_adapters.masking.gradient_noise import GradientNoise, RowObserver
-from tf_adapters.masking.parameters import ParameterMask, any_compiled
-from tf_adapters.masking.taps import StageTaps
-from tf_adapters.masking.tokens import TokenSampler
+from tf_adapters.measuring.layers import LayerTimer
+from tf_adapters.measuring.memory import MemoryMeter
+from tf_adapters.measuring.phase import Phase
+from tf_adapters.measuring.timer import ActionTimer, clock_for, is_capturing
+from tf_adapters.measuring.token_cost import TokenCost
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.schedule.deferral import first_half
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.masks import Mask, StageMasks
 from tf_adapters.selection.sampling import whole_parameters
 from tf_adapters.selection.stability import StabilityChecks
-from tf_adapters.timing.layers import LayerTimer
-from tf_adapters.timing.memory import MemoryMeter
-from tf_adapters.timing.phase import Phase
-from tf_adapters.timing.timer import ActionTimer, clock_for, is_capturing
-from tf_adapters.timing.token_cost import TokenCost
 from tf_adapters.training import messages
 from tf_adapters.training.batches import same_pipeline
 from tf_adapters.training.decisions import Decisions
@@ -43,6 +38,11 @@ from tf_adapters.training.pipeline import HostPipeline
 from tf_adapters.training.plan_maker import RunSetup
 from tf_adapters.training.state import RunState, compatible_state, for_other_ranks, saved_taps
 from tf_adapters.training.step_masks import MaskTally, Scale, StepMasks
+from tf_adapters.weight_gradients.activations import ActivationGraphs
+from tf_adapters.weight_gradients.gradient_noise import GradientNoise, RowObserver
+from tf_adapters.weight_gradients.parameters import ParameterMask, any_compiled
+from tf_adapters.weight_gradients.taps import StageTaps
+from tf_adapters.weight_gradients.tokens import TokenSampler
 
 __all__ = ["Controller"]
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 from tf_adapters.collectives import Collectives, decide_from_all
 from tf_adapters.errors import ScheduleError, TimelyFreezeError
 from tf_adapters.log import announce
+from tf_adapters.measuring.phase import Phase
+from tf_adapters.measuring.timer import ActionTimer
 from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.frontier import describe_frontier
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.stability import StabilityChecks
-from tf_adapters.timing.phase import Phase
-from tf_adapters.timing.timer import ActionTimer
 from tf_adapters.training import batch_words, messages, tap_findings
 from tf_adapters.training.batches import MonitoredBatches
 from tf_adapters.training.observer import Observer, RunSnapshot

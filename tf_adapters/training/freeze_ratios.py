@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.measuring.phase import Phase
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.masks import NONE_PREFERRED, Mask, StageMasks
-from tf_adapters.timing.phase import Phase
 from tf_adapters.training.state import RunState
 
 _FIRST_STAGE_MONITORING_RATIO = 0.8  # far along the line, yet short of its end

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.measuring.estimates import grouped
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.schedule.ir import Kind, PipelineSchedule
 from tf_adapters.selection.stability import StabilityState
-from tf_adapters.timing.estimates import grouped
 from tf_adapters.training.phases import PhaseSchedule
 
 

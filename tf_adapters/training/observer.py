@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.measuring.layers import LayerTimer
+from tf_adapters.measuring.memory import MemoryMeter
+from tf_adapters.measuring.phase import Phase
+from tf_adapters.measuring.timer import ActionTimer
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
-from tf_adapters.timing.layers import LayerTimer
-from tf_adapters.timing.memory import MemoryMeter
-from tf_adapters.timing.phase import Phase
-from tf_adapters.timing.timer import ActionTimer
 from tf_adapters.training.freeze_ratios import FreezeRatios
 from tf_adapters.training.pipeline import HostInfo
 from tf_adapters.training.state import RunState

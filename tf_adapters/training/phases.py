@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tf_adapters.timing.phase import Phase
+from tf_adapters.measuring.phase import Phase
 
 LEAST_MIXED_STEPS = 10  # five of each kind: an error cannot be estimated from fewer
 DEFAULT_WARMUP_STEPS = 10  # enough for kernels and allocators to settle where no scheduler names a warm-up

@@ -7,6 +7,14 @@ from dataclasses import dataclass, field, replace
 
 from tf_adapters.collectives import Collectives, decide_from_all, on_one_rank
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.measuring.batch_times import BatchTimes, batch_times, with_replicas
+from tf_adapters.measuring.compact import PackedBounds, PackedTraces
+from tf_adapters.measuring.freeze_response import Group, StageTimes, measured_times
+from tf_adapters.measuring.phase import Phase
+from tf_adapters.measuring.replicas import merge_bounds, slowest_durations
+from tf_adapters.measuring.timer import ActionTimer
+from tf_adapters.measuring.token_cost import TokenCost, slowest_cost, slowest_costs
+from tf_adapters.measuring.transfers import NO_GAPS, Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.planner.forecast import Forecast, forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.frontier import SOLVES
@@ -18,14 +26,6 @@ from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
-from tf_adapters.timing.batch_times import BatchTimes, batch_times, with_replicas
-from tf_adapters.timing.compact import PackedBounds, PackedTraces
-from tf_adapters.timing.freeze_response import Group, StageTimes, measured_times
-from tf_adapters.timing.phase import Phase
-from tf_adapters.timing.replicas import merge_bounds, slowest_durations
-from tf_adapters.timing.timer import ActionTimer
-from tf_adapters.timing.token_cost import TokenCost, slowest_cost, slowest_costs
-from tf_adapters.timing.transfers import NO_GAPS, Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.training import messages
 from tf_adapters.training.pipeline import HostPipeline
 from tf_adapters.training.tap_findings import TapFindings

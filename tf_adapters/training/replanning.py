@@ -12,6 +12,12 @@ from dataclasses import dataclass, replace
 
 from tf_adapters.collectives import decide_from_all
 from tf_adapters.errors import TimelyFreezeError
+from tf_adapters.measuring.compact import PackedBounds, PackedTraces
+from tf_adapters.measuring.estimates import median, merged
+from tf_adapters.measuring.freeze_response import Group
+from tf_adapters.measuring.phase import Phase
+from tf_adapters.measuring.timer import ActionTimer, Sample, Trace
+from tf_adapters.measuring.transfers import Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.planner.forecast import durations_under, planned_dag, stable_durations
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.frontier import best_point
@@ -20,12 +26,6 @@ from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.timing.compact import PackedBounds, PackedTraces
-from tf_adapters.timing.estimates import median, merged
-from tf_adapters.timing.freeze_response import Group
-from tf_adapters.timing.phase import Phase
-from tf_adapters.timing.timer import ActionTimer, Sample, Trace
-from tf_adapters.timing.transfers import Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.training import messages
 from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned, RunSetup
 from tf_adapters.training.state import RunState

@@ -10,6 +10,9 @@ from typing import Any
 
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import TimelyFreezeError
+from tf_adapters.measuring.batch_times import BatchTimes
+from tf_adapters.measuring.token_cost import TokenCost
+from tf_adapters.measuring.transfers import Gaps
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.learning import Learning
@@ -17,9 +20,6 @@ from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.stability import StabilityState, without_evidence
-from tf_adapters.timing.batch_times import BatchTimes
-from tf_adapters.timing.token_cost import TokenCost
-from tf_adapters.timing.transfers import Gaps
 from tf_adapters.training.batches import BatchPlan, BatchPlans, carried_over, known_microbatches, same_pipeline
 from tf_adapters.training.phases import PhaseSchedule
 from tf_adapters.training.plan_maker import NOTHING_MEASURED, Measured, Planned, other_ms

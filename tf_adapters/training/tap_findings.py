@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tf_adapters.collectives import Collectives, decide_from_all
-from tf_adapters.masking.taps import StageTaps
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.training.pipeline import HostPipeline
+from tf_adapters.weight_gradients.taps import StageTaps
 
 __all__ = ["TapFindings", "agree"]
 

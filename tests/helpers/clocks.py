@@ -1,0 +1,74 @@
+"""Clocks that stand still until a test moves them, and a timer on one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tf_adapters.measuring.freeze_response import StageTimes, measured_times
+from tf_adapters.measuring.phase import Phase
+from tf_adapters.measuring.timer import ActionTimer
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action
+from tf_adapters.testing.emulated_device import EmulatedDevice
+
+BACKWARD = Action.parse("1B0")
+
+
+class FakeClock:
+    """Time stands still until the test moves it; the device has passed the marks up to ``reached``."""
+
+    def __init__(self, reached: float = float("inf")) -> None:
+        self.now = 0.0
+        self.reached = reached
+        self.waits = 0
+
+    def mark(self) -> float:
+        return self.now
+
+    def elapsed_ms(self, start: Any, stop: Any) -> float | None:
+        return stop - start if stop <= self.reached else None
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self.reached = float("inf")
+
+
+class Filled:
+    """A timer with samples of our choice."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.timer = ActionTimer(self.clock)
+
+    def add(self, phase: Phase, action: Action, share: float, ms: float) -> None:
+        with self.timer.timed(phase, action, share):
+            self.clock.now += ms
+        self.timer.drain()
+
+    def times(self) -> StageTimes:
+        return measured_times(self.timer, first_stage=0)
+
+    def bounds(self, action: Action = BACKWARD) -> Bounds:
+        return self.times().bounds()[action]
+
+
+@dataclass
+class Time:
+    """A clock that only sleeping moves, and by how much longer than asked each sleep lasts."""
+
+    now: float = 0.0
+    oversleep: float = 0.0
+    computed: float = 0.0
+    slept: list[float] = field(default_factory=list)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds + self.oversleep
+
+    def compute(self, seconds: float) -> None:
+        self.now += seconds
+        self.computed += seconds
+
+    def device(self, rate: float, **more: object) -> EmulatedDevice:
+        return EmulatedDevice(rate, clock=lambda: self.now, sleep=self.sleep, busy=lambda: self.computed, **more)

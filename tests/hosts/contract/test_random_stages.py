@@ -1,0 +1,45 @@
+"""A few of the random stages of `make faults`, and that what is wrong with one is found."""
+
+from __future__ import annotations
+
+import pytest
+from random_stages import judge, some_modes
+from rank_pools import rank_pool
+from stage_cases import KNOWN, LEAVES, PARTS, Case, Spec, draw_case, smaller
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_random_stages_train_as_the_host_and_the_oracle_say(number: int) -> None:
+    case = draw_case(number)
+    result = judge(rank_pool("torch", 2), case, some_modes(case))
+    assert not result.wrong, str(result)
+    assert not result.skipped
+
+
+def test_a_backward_inside_a_forward_accumulates_there() -> None:
+    """Later, its gradients would be added up in another order wherever the plan moves forwards."""
+    case = Case(1, ((Spec("LocalLoss"), Spec("Perceptron")), (Spec("Perceptron"),)), extra_microbatches=1)
+    result = judge(rank_pool("torch", 2), case, ("nothing, deferred",))
+    assert not result.wrong, str(result)
+
+
+def test_masks_of_another_microbatch_are_found() -> None:
+    case = Case(1, ((Spec("Linear"), Spec("Norm")), (Spec("Perceptron"),)))
+    result = judge(rank_pool("torch", 2), case, ("masks, in place", "masks, deferred"), plant="masks")
+    assert set(result.wrong) == {"masks, in place", "masks, deferred"}
+
+
+def test_what_one_rank_raises_is_found_and_the_next_mode_goes_on() -> None:
+    case = Case(1, ((Spec("Linear"),), (Spec("Linear"),)))
+    modes = ("nothing, deferred", "masks, in place")
+    result = judge(rank_pool("torch", 2), case, modes, plant="raise on rank 1")
+    assert list(result.wrong) == ["nothing, deferred"]
+    assert result.wrong["nothing, deferred"] == ["raised ZeroDivisionError: planted"]
+
+
+def test_a_case_is_a_function_of_its_number_and_gets_smaller() -> None:
+    assert draw_case(5) == draw_case(5) != draw_case(6)
+    assert {kind for known in KNOWN for kind in known.rstrip(")").split("(")} <= {*PARTS, *LEAVES}
+    assert all(case.kinds <= draw_case(5).kinds for case in smaller(draw_case(5)))

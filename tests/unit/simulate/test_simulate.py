@@ -1,0 +1,185 @@
+"""What freezing would bring to tiny pipelines that can be added up by hand; who holds them; stages recut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+from schedules import gpipe, one_f_one_b, split_gpipe, v_shape
+
+from tf_adapters.errors import ConfigError, PlanInputError
+from tf_adapters.measuring.transfers import Gaps
+from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.orders import named_schedule
+from tf_adapters.simulate.model_costs import StageCost, action_bounds
+from tf_adapters.simulate.pipeline import Pipeline, between_ranks, carried_gaps, recut, stage_times
+from tf_adapters.simulate.simulation import held_by, simulate
+
+# F 10 ms, B 20 ms, of which 10 are weight gradients, on every stage.
+PIECE = StageCost(10.0, 10.0, 10.0)
+
+
+def pipeline(schedule: PipelineSchedule, *costs: StageCost, delay: float = 0.0) -> Pipeline:
+    pieces = costs or (PIECE,) * schedule.num_stages
+    return Pipeline("tiny", schedule, action_bounds(schedule, pieces, 1.0), between_ranks(schedule, delay))
+
+
+def durations(schedule: PipelineSchedule, **stages: float) -> dict[Action, float]:
+    return {action: stages.get(f"s{action.stage}", 1.0) for action in schedule.actions}
+
+
+def test_one_microbatch_on_two_stages_is_a_sum() -> None:
+    """F0 F1 B1 B0: 10 + 10 + 20 + 20 = 60; 50 at r_max 0.5; 40 with everything frozen, 30 with 0B0 gone."""
+    found = simulate(pipeline(gpipe(2, 1)), 0.5, (0.0, 0.5, 1.0))
+    assert found.unfrozen.end_ms == pytest.approx(60.0)
+    assert found.gain.ms == pytest.approx(50.0)
+    assert found.gain.gain == pytest.approx(0.2)
+    assert found.gain.stable_ms == pytest.approx(50.0)
+    assert found.most.ms == pytest.approx(40.0)
+    assert found.most.gain == pytest.approx(0.5)
+    assert found.most.stable_ms == pytest.approx(30.0)
+    assert found.most.stable_gain == pytest.approx(1.0)
+    assert [point.batch.ms for point in found.sweep] == pytest.approx([60.0, 50.0, 40.0])
+    assert [point.batch.stable_ms for point in found.sweep] == pytest.approx([60.0, 50.0, 30.0])
+    assert [point.mean_freeze_ratio for point in found.sweep] == pytest.approx([0.0, 0.5, 1.0])
+
+
+def test_busy_times_and_bubbles_before_and_after() -> None:
+    """GPipe, two stages, two microbatches: 90 ms, each rank works 60 of them; 60 and 40 with everything frozen."""
+    found = simulate(pipeline(gpipe(2, 2)), 1.0)
+    assert found.unfrozen.end_ms == pytest.approx(90.0)
+    assert found.unfrozen.busy_ms == pytest.approx((60.0, 60.0))
+    assert found.unfrozen.bubbles == pytest.approx((1 / 3, 1 / 3))
+    assert found.unfrozen.bubble == pytest.approx(1 / 3)
+    assert found.frozen.end_ms == pytest.approx(60.0)
+    assert found.frozen.busy_ms == pytest.approx((40.0, 40.0))
+    assert found.planned.end_ms == pytest.approx(found.plan.makespan_ms.planned)
+
+
+def test_another_order_has_the_measured_gaps_on_average() -> None:
+    schedule = named_schedule("one_f_one_b", 2, 4)
+    slow = {edge: 1.0 + 2.0 * edge[1].stage for edge in schedule.transfers()}
+    before = {action: 0.5 if action.kind is Kind.FORWARD else 1.5 for rank in schedule.ranks for action in rank[1:]}
+    measured = Pipeline("measured", schedule, {}, Gaps(slow, before))
+    assert carried_gaps(measured, schedule).overhead == before
+    other = named_schedule("zbv", 2, 4)
+    gaps = carried_gaps(measured, other)
+    assert gaps.communication == between_ranks(other, 2.0).communication
+    assert {(action.kind, ms) for action, ms in gaps.overhead.items()} == {(Kind.FORWARD, 0.5), (Kind.INPUT_GRAD, 1.5)}
+
+
+def test_communication_between_ranks_is_in_every_number() -> None:
+    """5 ms on each of two hand-overs: 60 -> 70, everything frozen 40 -> 50, with 0B0 gone 40."""
+    found = simulate(pipeline(gpipe(2, 1), delay=5.0), 1.0)
+    assert found.unfrozen.end_ms == pytest.approx(70.0)
+    assert found.gain.ms == pytest.approx(50.0)
+    assert found.gain.stable_ms == pytest.approx(40.0)
+    assert found.most.ms == pytest.approx(50.0)
+
+
+def test_a_rank_hands_over_to_itself_at_once() -> None:
+    schedule = v_shape(2, 1)  # rank 0: stages 0 and 3, rank 1: 1 and 2
+    pairs = {f"{source}->{target}" for source, target in between_ranks(schedule, 2.0).communication}
+    assert pairs == {"0F0->1F0", "2F0->3F0", "3B0->2B0", "1B0->0B0"}
+    assert between_ranks(schedule, 0.0).communication == {}
+
+
+def test_the_slowest_stage_holds_the_batch() -> None:
+    schedule = one_f_one_b(3, 4)
+    lengths = durations(schedule, s1=5.0)
+    holder = held_by(schedule, PipelineDag.from_schedule(schedule), lengths)
+    # 0F0, the eight actions of stage 1, 0B3: 40 of 42 ms.
+    assert (holder.rank, holder.stages) == (1, (1,))
+    assert holder.share == pytest.approx(40 / 42)
+    assert str(holder) == "stage 1"
+
+
+def test_of_many_critical_paths_the_longest_on_a_rank_counts() -> None:
+    """Equal stages: paths wander, and only on the last stage can one stay for all 2 x 3 actions of the 8 slots."""
+    schedule = one_f_one_b(2, 3)
+    holder = held_by(schedule, PipelineDag.from_schedule(schedule), durations(schedule))
+    assert holder.stages == (1,)
+    assert holder.share == pytest.approx(6 / 8)
+
+
+def test_a_rank_of_several_stages_is_named_with_them() -> None:
+    schedule = v_shape(2, 2)
+    lengths = durations(schedule, s1=3.0, s2=3.0)
+    assert str(held_by(schedule, PipelineDag.from_schedule(schedule), lengths)) == "rank 1 (stages 1, 2)"
+
+
+def test_a_batch_that_takes_no_time_has_no_gain_and_no_bubble() -> None:
+    schedule = gpipe(2, 1)
+    found = simulate(Pipeline("empty", schedule, dict.fromkeys(schedule.actions, Bounds(0.0, 0.0))), 0.8)
+    assert (found.gain.gain, found.most.gain, found.unfrozen.bubble, found.holder.share) == (0.0, 0.0, 0.0, 0.0)
+
+
+def test_wrong_times_are_the_planners_errors() -> None:
+    schedule = gpipe(2, 1)
+    with pytest.raises(PlanInputError, match="min exceeds max"):
+        simulate(Pipeline("wrong", schedule, dict.fromkeys(schedule.actions, Bounds(2.0, 1.0))), 0.8)
+
+
+def test_json_holds_every_number() -> None:
+    data = json.loads(json.dumps(simulate(pipeline(gpipe(2, 1)), 0.5, (1.0,)).to_json()))
+    assert (data["ranks"], data["stages"], data["microbatches"]) == (2, 2, 1)
+    assert data["unfrozen"]["ms"] == pytest.approx(60.0)
+    assert data["unfrozen"]["rank_busy_ms"] == pytest.approx([30.0, 30.0])
+    assert data["unfrozen"]["critical_path"] == ["0F0", "1F0", "1B0", "0B0"]
+    assert data["planned"]["gain"] == pytest.approx(0.2)
+    assert data["most"]["stable_ms"] == pytest.approx(30.0)
+    assert data["most"]["held_by"]["stages"] == [0]
+    assert data["sweep"][0]["max_freeze_ratio"] == 1.0
+    assert data["plan"]["freeze_ratio"] == {"0B0": pytest.approx(0.5), "1B0": pytest.approx(0.5)}
+
+
+def test_recut_keeps_the_sum_and_the_order() -> None:
+    pieces = (StageCost(1.0, 2.0, 3.0), StageCost(5.0, 6.0, 7.0))
+    assert recut(pieces, 4) == (StageCost(0.5, 1.0, 1.5),) * 2 + (StageCost(2.5, 3.0, 3.5),) * 2
+    assert recut(recut(pieces, 4), 2) == pieces
+    assert recut(pieces, 1) == (StageCost(6.0, 8.0, 10.0),)
+    with pytest.raises(ConfigError, match="times of 2 stages cannot become those of 3"):
+        recut(pieces, 3)
+
+
+@pytest.mark.parametrize("schedule", [gpipe(3, 2), split_gpipe(3, 2)])
+def test_stage_times_are_the_inverse_of_action_bounds(schedule: PipelineSchedule) -> None:
+    costs = tuple(StageCost(1.0 + stage, 2.0 + stage, 3.0 + stage) for stage in range(3))
+    found = stage_times(schedule, action_bounds(schedule, costs, 1.0))
+    for one, other in zip(found, costs, strict=True):
+        assert (one.forward, one.input_grad, one.weight_grad) == pytest.approx(
+            (other.forward, other.input_grad, other.weight_grad)
+        )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_holder_is_found_among_all_critical_paths(seed: int) -> None:
+    """Small whole durations make many paths critical: every one of them is walked here."""
+    random = Random(seed)
+    schedule = random.choice([gpipe(3, 3), one_f_one_b(3, 3), v_shape(2, 2), split_gpipe(2, 3)])
+    lengths = {action: float(random.randint(1, 2)) for action in schedule.actions}
+    dag = PipelineDag.from_schedule(schedule)
+    starts = dag.start_times(lengths)
+    end = dag.makespan(lengths)
+    before: dict[Action, list[Action]] = {action: [] for action in dag.actions}
+    for source, target in zip(dag.edges.sources, dag.edges.targets, strict=True):
+        one, other = dag.actions[source], dag.actions[target]
+        if starts[one] + lengths[one] == starts[other]:
+            before[other].append(one)
+
+    def walk(action: Action, on_rank: tuple[float, ...]) -> Iterator[tuple[float, ...]]:
+        rank = schedule.rank_of(action.stage)
+        here = tuple(ms + lengths[action] * (number == rank) for number, ms in enumerate(on_rank))
+        if not before[action]:
+            yield here
+        for earlier in before[action]:
+            yield from walk(earlier, here)
+
+    last = [action for action in dag.actions if starts[action] + lengths[action] == end]
+    paths = [path for action in last for path in walk(action, (0.0,) * len(schedule.ranks))]
+    assert all(sum(path) == end for path in paths)
+    assert held_by(schedule, dag, lengths).share == pytest.approx(max(map(max, paths)) / end)

@@ -1,0 +1,63 @@
+"""What the deprecation policy of docs/compatibility.md promises, held with files that earlier versions wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from schedules import one_f_one_b
+
+from tf_adapters.cli import main
+from tf_adapters.cli.doctor import HOSTS, TRAINERS
+from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.errors import ConfigError
+from tf_adapters.report import Report
+from tf_adapters.selection.masks import StageMasks
+from tf_adapters.selection.units import FreezeUnit
+from tf_adapters.training.state import FORMAT, compatible_state
+
+ROOT = Path(__file__).resolve().parents[3]
+DATA = ROOT / "tests" / "data"
+REPORTS = sorted(DATA.glob("report_format_*.json"))
+CONFIG = TimelyFreezeConfig(warmup_steps=5, monitoring_steps=10, progressive_steps=20)
+
+
+def load(name: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((DATA / name).read_text())
+    return data
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
+def test_a_report_of_every_format_is_shown_and_simulated(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert Report.read(path).plan is not None
+    assert main(["show", str(path)]) == 0
+    assert main(["simulate", str(path), "--sweep", "none"]) == 0
+    assert "deepspeed" in capsys.readouterr().out
+
+
+def test_a_report_of_a_newer_format_is_refused_with_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"^format 99 is newer than this version reads \(1\): update tf-adapters$"):
+        Report.from_json({**load("report_format_1.json"), "format": 99})
+
+
+def test_a_state_of_an_older_format_keeps_its_step_and_is_monitored_anew() -> None:
+    data = load("state_format_1.json")
+    assert data["format"] == 1 < FORMAT
+    masks = StageMasks({stage: [FreezeUnit((f"{stage}.weight",), 4.0, (2, 2))] for stage in (0, 1)}, seed=0)
+    state = compatible_state(data, CONFIG, one_f_one_b(2, 2), masks, 3)
+    assert state.completed_steps == data["completed_steps"]
+    assert state.plan is None
+    assert state.phases.warmup_end == data["completed_steps"]
+    assert "of format 1, this version reads 2" in state.notes[-1]
+
+
+def test_the_table_of_hosts_is_what_doctor_compares_with() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    rows = re.findall(r"^\| ([\w. -]+) \| `([\w-]+)` \| ([\d.]+) \| .* \| (\d+) \| \d+ \|$", page, re.MULTILINE)
+    ran = {(name, package, version) for name, package, version, _ in rows}
+    for host in (*HOSTS, *TRAINERS):
+        assert {(host.name, host.package, host.oldest), (host.name, host.package, host.newest)} <= ran
+    assert {failed for *_, failed in rows} == {"0"}

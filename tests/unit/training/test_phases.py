@@ -1,0 +1,80 @@
+import pytest
+
+from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.measuring.phase import Phase
+from tf_adapters.training import messages
+from tf_adapters.training.phases import PhaseSchedule
+
+
+def test_phases_follow_each_other_at_the_papers_steps():
+    phases = PhaseSchedule.of_lengths(warmup=3, monitoring=4, progressive=5)
+    assert (phases.warmup_end, phases.monitoring_end, phases.progressive_end) == (3, 7, 12)
+    expected = (
+        [Phase.WARMUP] * 3
+        + [Phase.MONITORING_UPPER] * 2
+        + [Phase.MONITORING_LOWER] * 2
+        + [Phase.PROGRESSIVE] * 5
+        + [Phase.STABLE] * 2
+    )
+    assert [phases.phase(step) for step in range(1, 15)] == expected
+
+
+def test_upper_monitoring_is_half_of_monitoring_and_not_half_of_the_steps_so_far():
+    assert PhaseSchedule.of_lengths(warmup=100, monitoring=40, progressive=50).upper_end == 120
+
+
+def test_the_ramp_rises_in_equal_parts_and_stays():
+    phases = PhaseSchedule.of_lengths(warmup=0, monitoring=2, progressive=4)
+    assert [phases.ramp(step) for step in range(1, 9)] == [0, 0, 0.25, 0.5, 0.75, 1, 1, 1]
+
+
+def test_without_progressive_steps_freezing_is_stable_at_once():
+    phases = PhaseSchedule.of_lengths(warmup=0, monitoring=2, progressive=0)
+    assert phases.phase(3) is Phase.STABLE
+    assert phases.ramp(3) == 1
+
+
+@pytest.mark.parametrize("monitoring", [2, 3, 7])
+def test_both_bounds_get_at_least_one_step(monitoring):
+    phases = PhaseSchedule.of_lengths(warmup=1, monitoring=monitoring, progressive=0)
+    seen = {phases.phase(step) for step in range(2, 2 + monitoring)}
+    assert seen == {Phase.MONITORING_UPPER, Phase.MONITORING_LOWER}
+
+
+def test_mixed_monitoring_draws_in_every_second_step():
+    phases = PhaseSchedule.of_lengths(warmup=1, monitoring=4, progressive=1, mixed=True)
+    assert [phases.phase(step) for step in range(1, 8)] == [
+        Phase.WARMUP,
+        *[Phase.MONITORING_UPPER, Phase.MONITORING_MIXED] * 2,
+        Phase.PROGRESSIVE,
+        Phase.STABLE,
+    ]
+    assert [phases.mixed_turn(step) for step in (3, 5)] == [0, 1]
+
+
+def test_mixed_monitoring_is_one_phase_to_the_reader():
+    phases = PhaseSchedule.of_lengths(warmup=0, monitoring=4, progressive=1, mixed=True)
+    assert len({phases.description(step) for step in range(1, 5)}) == 1
+    halves = PhaseSchedule.of_lengths(warmup=0, monitoring=4, progressive=1)
+    assert len({halves.description(step) for step in range(1, 5)}) == 2
+
+
+def test_mixed_monitoring_may_end_after_pairs_of_steps_once_there_are_enough():
+    phases = PhaseSchedule.of_lengths(warmup=3, monitoring=16, progressive=5, mixed=True)
+    assert [step for step in range(1, 25) if phases.may_end_monitoring(step)] == [13, 15, 17, 19]
+    halves = PhaseSchedule.of_lengths(warmup=3, monitoring=16, progressive=5)
+    assert not any(halves.may_end_monitoring(step) for step in range(1, 25))
+
+
+def test_monitoring_that_ends_early_brings_everything_after_it_forward():
+    phases = PhaseSchedule.of_lengths(warmup=2, monitoring=40, progressive=5, mixed=True).monitored_until(12)
+    assert phases.phase(12) is Phase.MONITORING_MIXED
+    assert [phases.phase(step) for step in (13, 17, 18)] == [Phase.PROGRESSIVE, Phase.PROGRESSIVE, Phase.STABLE]
+
+
+def test_monitoring_that_freezes_nothing_is_called_that():
+    phases = PhaseSchedule.of_lengths(0, 10, 5, mixed=True)
+    mixed = messages.phase(TimelyFreezeConfig(), phases, 1)
+    assert mixed == "monitoring, every second step with drawn freeze ratios"
+    assert messages.phase(TimelyFreezeConfig(weight_gradients="deferred"), phases, 1) == "monitoring, nothing frozen"
+    assert messages.phase(TimelyFreezeConfig(weight_gradients="deferred", granularity="token"), phases, 1) == mixed

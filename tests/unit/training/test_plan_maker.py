@@ -1,0 +1,267 @@
+"""A plan made at once, or beside training: when freezing starts, and what is left when there is no plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import one_rank
+import pytest
+from one_rank import train
+from schedules import gpipe
+
+import tf_adapters.training.plan_maker as planning
+from tf_adapters.collectives import SingleProcess
+from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.errors import SolverError
+from tf_adapters.measuring.phase import Phase
+from tf_adapters.measuring.transfers import NO_GAPS
+from tf_adapters.planner.worker import BackgroundPlan
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.selection.masks import StageMasks
+from tf_adapters.selection.units import FreezeUnit
+from tf_adapters.training.pipeline import HostInfo, HostPipeline
+
+SCHEDULE = gpipe(1, 3)
+LAST_MONITORED = 5
+controller_of = partial(one_rank.controller_of, SCHEDULE, plan_wait=False)
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BackgroundPlan]]:
+    """The processes that planning started, stopped where they stand until a test lets them go on."""
+    started: list[BackgroundPlan] = []
+
+    class Held(BackgroundPlan):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            os.kill(self._process.pid, signal.SIGSTOP)
+            started.append(self)
+
+    monkeypatch.setattr(planning, "BackgroundPlan", Held)
+    yield started
+    for worker in started:
+        worker.close()
+
+
+class LaggingClock:
+    """A device that has passed only the marks of the steps before; it counts how often somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.now, self.passed, self.waits = 0.0, 0.0, 0
+        self._random = random.Random(0)
+
+    def mark(self) -> float:
+        self.now += self._random.uniform(0.5, 1.5)
+        return self.now
+
+    def elapsed_ms(self, start: float, stop: float) -> float | None:
+        return stop - start if stop <= self.passed else None
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self.passed = self.now
+
+
+def go_on(worker: BackgroundPlan) -> None:
+    os.kill(worker._process.pid, signal.SIGCONT)
+    worker._process.wait()
+
+
+def test_a_small_plan_is_there_when_monitoring_ends(tmp_path, workers):
+    controller = controller_of(tmp_path, plan_wait="auto")
+    train(controller, LAST_MONITORED)
+    assert controller.state.plan is not None
+    assert controller.phase is Phase.PROGRESSIVE
+    assert workers == []
+
+
+@pytest.mark.parametrize("precision", [1e-6, 1.0], ids=["never precise", "precise at once"])
+def test_monitoring_waits_for_the_device_once_at_its_end(tmp_path, precision):
+    """A wait empties the queue of launches: steps after it look slow, and only unfrozen ones would follow one."""
+    clock = LaggingClock()
+    controller = controller_of(tmp_path, clock, plan_wait="auto", monitoring_steps=40, monitoring_precision=precision)
+    waits = []
+    while controller.state.plan is None:
+        assert controller.step <= 1 + 40
+        waits.append(clock.waits)
+        passed = clock.now  # the device is one step behind
+        train(controller, 1)
+        clock.passed = max(clock.passed, passed)
+    assert set(waits) == {0}
+    assert clock.waits == 1
+    assert len(waits) == 1 + 40 if precision < 1.0 else len(waits) < 1 + 40
+
+
+def test_a_large_plan_is_made_beside_training(tmp_path, workers, monkeypatch):
+    monkeypatch.setattr(planning, "_SOLVED_AT_ONCE", 0)
+    controller = controller_of(tmp_path, plan_wait="auto")
+    train(controller, LAST_MONITORED)
+    assert controller.phase is Phase.PLANNING
+    assert len(workers) == 1
+
+
+def test_until_the_plan_is_there_nothing_is_frozen_and_then_the_ramp_begins(tmp_path, workers):
+    controller = controller_of(tmp_path)
+    train(controller, LAST_MONITORED + 3)
+    assert controller.phase is Phase.PLANNING
+    assert all(controller.mask(0, m).names == () for m in range(3))
+    go_on(workers[0])
+    train(controller, 1)
+    assert controller.state.phases.freezing_start == LAST_MONITORED + 4
+    assert [controller.state.phases.ramp(step) for step in (9, 10, 11, 12)] == [0.0, 0.5, 1.0, 1.0]
+    assert controller.phase is Phase.PROGRESSIVE
+    train(controller, 2)
+    assert controller.phase is Phase.STABLE
+
+
+def test_it_is_the_plan_that_would_have_been_made_at_once(tmp_path, workers):
+    controller = controller_of(tmp_path)
+    train(controller, LAST_MONITORED)
+    go_on(workers[0])
+    train(controller, 1)
+    beside = controller.state.plan
+    again = controller_of(tmp_path, plan_wait="auto")
+    at_once = again._decisions.plan_maker.start(SCHEDULE, controller.state.measured)
+    assert at_once is not None
+    assert beside is not None
+    assert at_once.plan.freeze_ratio == pytest.approx(beside.freeze_ratio, abs=1e-12)
+
+
+def test_plan_wait_makes_the_step_sure(tmp_path):
+    controller = controller_of(tmp_path, plan_wait=True)
+    train(controller, LAST_MONITORED)
+    assert controller.state.plan is not None
+    assert controller.state.phases.freezing_start == LAST_MONITORED
+
+
+def test_ranks_that_wait_for_a_plan_exchange_messages_all_along(tmp_path, monkeypatch):
+    """A wait of any length is no single operation of a process group, whose timeout would end the job."""
+    monkeypatch.setattr(planning, "_PATIENCE_S", 0.01)
+    messages = []
+    broadcast = SingleProcess.broadcast
+    monkeypatch.setattr(
+        SingleProcess, "broadcast", lambda self, value: messages.append(value) or broadcast(self, value)
+    )
+    controller = controller_of(tmp_path, plan_wait=True)
+    train(controller, LAST_MONITORED)
+    assert controller.state.plan is not None
+    assert messages.count((None, None)) > 10
+
+
+def test_where_gradients_cannot_be_seen_auto_freezes_nothing_and_says_so():
+    planner = planner_of(max_freeze_ratio="auto")
+    bounds = {a: Bounds(1.0, 2.0) if a.freezable else Bounds(1.0, 1.0) for a in SCHEDULE.actions}
+    planned = planner.start(SCHEDULE, planning.Measured(bounds, NO_GAPS, 10.0))
+    assert planned is not None
+    assert planned.plan.mean_freeze_ratio == 0.0
+    assert any("cannot be seen here" in note for note in planned.notes)
+
+
+def planner_of(**settings: Any) -> planning.PlanMaker:
+    config = TimelyFreezeConfig(**{"max_freeze_ratio": 0.8, **settings})
+    units = {stage: [FreezeUnit(("weight",), 1.0, (1,))] for stage in range(2)}
+    pipeline = HostPipeline(HostInfo("host", "1"), SCHEDULE, units={}, parameters={})
+    return planning.PlanMaker(
+        planning.RunSetup(config, SingleProcess(), pipeline, StageMasks(units, seed=0), probes=dict)
+    )
+
+
+def measured(step_ms: float = 100.0) -> planning.Measured:
+    """Two stages and 4 microbatches, 10 ms forwards, 20 ms backwards of which half is weight gradients."""
+    bounds = {a: Bounds(10.0, 20.0) if a.freezable else Bounds(10.0, 10.0) for a in PIPELINE.actions}
+    return planning.Measured(bounds, NO_GAPS, step_ms)
+
+
+PIPELINE = gpipe(2, 4)
+UNFROZEN = 10.0 * 5 + 20.0 * 5
+
+
+def test_a_target_is_for_the_whole_step():
+    """200 ms a step, 150 of them the pipeline: 1.1 times as fast is 18 ms less of the pipeline."""
+    fastest = planner_of().start(PIPELINE, measured(200.0))
+    asked = planner_of(target_speedup=1.1).start(PIPELINE, measured(200.0))
+    assert fastest is not None
+    assert asked is not None
+    assert asked.plan.makespan_ms.planned == pytest.approx(UNFROZEN - 200.0 * (1 - 1 / 1.1))
+    assert asked.step_ms <= 200.0 / 1.1 + 1e-6
+    assert asked.plan.mean_freeze_ratio < fastest.plan.mean_freeze_ratio
+    assert asked.notes == ()
+    same = planner_of(target_step_time_ms=200.0 / 1.1).start(PIPELINE, measured(200.0))
+    assert same is not None
+    assert same.plan.freeze_ratio == pytest.approx(asked.plan.freeze_ratio)
+
+
+def test_a_target_out_of_reach_is_said():
+    asked = planner_of(target_speedup=3.0).start(PIPELINE, measured(200.0))
+    assert asked is not None
+    assert len(asked.notes) == 1
+    assert "66.7 ms (3.00x) is out of reach within max_freeze_ratio 0.8" in asked.notes[0]
+
+
+def test_a_planner_that_dies_leaves_training_without_freezing(tmp_path, workers):
+    controller = controller_of(tmp_path)
+    train(controller, LAST_MONITORED)
+    workers[0]._process.kill()
+    workers[0]._process.wait()
+    train(controller, 4)
+    assert controller.state.failure == "the planner was killed by SIGKILL"
+    assert controller.mask(0, 0).names == ()
+
+
+def test_a_planner_that_dies_is_an_error_where_errors_are_asked_for(tmp_path, workers):
+    controller = controller_of(tmp_path, on_error="raise")
+    train(controller, LAST_MONITORED)
+    workers[0]._process.kill()
+    workers[0]._process.wait()
+    with pytest.raises(SolverError, match="killed by SIGKILL"):
+        train(controller, 1)
+
+
+def test_a_checkpoint_in_between_needs_no_second_monitoring(tmp_path, workers):
+    controller = controller_of(tmp_path)
+    train(controller, LAST_MONITORED + 2)
+    saved = json.loads(json.dumps(controller.state_dict()))
+    resumed = controller_of(tmp_path)
+    resumed.load_state_dict(saved)
+    assert resumed.phase is Phase.PLANNING
+    assert resumed.state.measured == controller.state.measured
+    go_on(workers[1])
+    train(resumed, 1)
+    assert resumed.state.plan is not None
+    assert resumed.state.phases.freezing_start == LAST_MONITORED + 3
+
+
+def test_a_plan_is_looked_for_ever_more_rarely_and_after_a_restart_often_again(tmp_path, workers, monkeypatch):
+    looked: list[int] = []
+    monkeypatch.setattr(BackgroundPlan, "poll", lambda self: looked.append(controller.step - 1))
+    controller = controller_of(tmp_path)
+    train(controller, LAST_MONITORED + 40)
+    waited = [step - LAST_MONITORED for step in looked]
+    assert waited == [*range(1, 16), *range(16, 24, 2), *range(24, 32, 3), *range(32, 41, 4)]
+    saved = controller.state_dict()
+    looked.clear()
+    controller = controller_of(tmp_path)
+    controller.load_state_dict(saved)
+    train(controller, 3)
+    assert looked == [LAST_MONITORED + 41, LAST_MONITORED + 42, LAST_MONITORED + 43]
+
+
+def test_another_schedule_gives_the_plan_up(tmp_path, workers):
+    controller = controller_of(tmp_path)
+    train(controller, LAST_MONITORED)
+    controller.reschedule(gpipe(1, 3))
+    assert workers[0]._process.poll() is not None
+    assert controller.phase is Phase.MONITORING_UPPER
+
+
+def test_the_end_of_training_ends_the_planner(tmp_path, workers):
+    controller = controller_of(tmp_path)
+    train(controller, LAST_MONITORED)
+    controller.close()
+    assert workers[0]._process.poll() is not None

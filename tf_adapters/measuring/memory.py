@@ -1,0 +1,186 @@
+"""Measure the memory of a rank in training, and predict it for another order of its actions.
+
+Bytes are read at the ends of forwards and backwards. The peak counters of allocators are not used, because the host may
+reset and log them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tf_adapters.measuring.device import device_name
+from tf_adapters.schedule.deferral import first_half
+from tf_adapters.schedule.ir import Action, Kind
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["HeldMemory", "MemoryMeter"]
+
+_STEPS = 4
+"""Number of steps of a phase that are measured. Counters are slower to read than a clock, and hardly vary."""
+
+_STATM = Path("/proc/self/statm")
+
+_Holdings = tuple[Counter[int], Counter[int], frozenset[int]]
+"""Numbers of microbatches in flight and of waiting weight gradients by stage, and the stages with gradients."""
+
+
+@dataclass(frozen=True)
+class HeldMemory:
+    """The memory of a rank with nothing frozen, in bytes.
+
+    Attributes:
+        base: memory between batches: weights, optimizer state and the like.
+        in_flight: by stage, memory of a microbatch from its forward to the end of its input gradient.
+        waiting: by stage, memory of a microbatch from then until its weight gradients are computed.
+        gradients: by stage, memory of all weight gradients from the first one on.
+    """
+
+    base: float
+    in_flight: Mapping[int, float]
+    waiting: Mapping[int, float]
+    gradients: Mapping[int, float]
+
+    def peak_bytes(self, row: Iterable[Action]) -> int:
+        """Return the peak over the ends of these actions, in bytes, if the rank runs them in this order."""
+        most = self.base
+        for in_flight, waiting, having in _holdings(row):
+            held = sum(self.in_flight.get(stage, 0.0) * count for stage, count in in_flight.items())
+            held += sum(self.waiting.get(stage, 0.0) * count for stage, count in waiting.items())
+            held += sum(self.gradients.get(stage, 0.0) for stage in having)
+            most = max(most, self.base + held)
+        return round(most)
+
+
+class MemoryMeter:
+    """Measures the peak memory of each phase, in bytes. Without a counter it measures nothing.
+
+    On an accelerator it counts bytes of tensors. On a CPU tensors have no separate allocator, so it counts the C
+    library's allocated bytes, or else the resident memory of the process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device_type = device_name(device)
+        self._held = _reader(device)
+        self._peaks: dict[str, int] = {}
+        self._steps: dict[str, int] = defaultdict(int)
+        self._ran: list[tuple[Action, int]] = []  # actions of the current step, with the bytes at their end
+        self._samples: dict[str, list[list[tuple[Action, int]]]] = defaultdict(list)
+
+    def start_step(self) -> None:
+        """Begin a step, and drop the measurements of an unfinished one."""
+        self._ran = []
+
+    def look(self, phase: str, action: Action) -> None:
+        """Read the memory at the end of ``action``, which may also be the first half (INPUT_GRAD) of a BACKWARD."""
+        if self._held is None or self._steps[phase] >= _STEPS:
+            return
+        self._ran.append((action, self._held()))
+
+    def stop_step(self, phase: str) -> None:
+        self._steps[phase] += 1
+        if not self._ran:
+            return
+        whole = {first_half(action) for action, _ in self._ran if action.kind is Kind.BACKWARD}
+        ends = [held for action, held in self._ran if action not in whole]
+        self._peaks[phase] = max(*ends, self._peaks.get(phase, 0))
+        self._samples[phase].append(self._ran)
+        self._ran = []
+
+    def peak_bytes(self, phase: str) -> int | None:
+        """Peak memory of a phase in bytes; None if it was not measured."""
+        return self._peaks.get(phase)
+
+    def held(self, phase: str) -> HeldMemory | None:
+        """Fit the memory model to a phase by least squares; None if it was not measured."""
+        steps = self._samples.get(phase)
+        if not steps:
+            return None
+        stages = sorted({action.stage for action, _ in steps[0]})
+        rows = [
+            [1.0, *(count[s] for count in (in_flight, waiting) for s in stages), *(float(s in having) for s in stages)]
+            for step in steps
+            for in_flight, waiting, having in _holdings(action for action, _ in step)
+        ]
+        seen = [held for step in steps for _, held in step]
+        base, *of_stages = np.linalg.lstsq(np.array(rows, float), np.array(seen, float), rcond=None)[0].tolist()
+        in_flight, waiting, gradients = (
+            dict(zip(stages, of_stages[start : start + len(stages)], strict=True))
+            for start in range(0, 3 * len(stages), len(stages))
+        )
+        return HeldMemory(base, in_flight, waiting=waiting, gradients=gradients)
+
+    def clear(self) -> None:
+        self._peaks.clear()
+        self._steps.clear()
+        self._ran.clear()
+        self._samples.clear()
+
+
+def _holdings(row: Iterable[Action]) -> Iterator[_Holdings]:
+    in_flight, waiting, having = Counter[int](), Counter[int](), set[int]()
+    ran = set[Action]()
+    for action in row:
+        ran.add(action)
+        stage, split = action.stage, first_half(action) in ran
+        if action.kind is Kind.FORWARD:
+            in_flight[stage] += 1
+        elif action.kind is Kind.INPUT_GRAD:
+            in_flight[stage] -= 1
+            waiting[stage] += 1
+        elif action.kind is Kind.BACKWARD and not split:
+            in_flight[stage] -= 1
+        else:
+            waiting[stage] -= 1
+        if action.freezable:
+            having.add(stage)
+        yield Counter(in_flight), Counter(waiting), frozenset(having)
+
+
+def _reader(device: torch.device) -> Callable[[], int] | None:
+    """Return a reader: bytes of tensors on an accelerator; on a CPU the C library's heap, or else the process."""
+    if device.type != "cpu":
+        import torch
+
+        allocated = getattr(torch.get_device_module(device), "memory_allocated", None)
+        return None if allocated is None else lambda: int(allocated(device))
+    return _heap_reader() or _resident_reader()
+
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2`` (malloc.h, since 2.33)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks")
+    ] + [("keepcost", ctypes.c_size_t)]
+
+
+def _heap_reader() -> Callable[[], int] | None:
+    """Return a reader of glibc's allocated bytes (main heap and mmapped blocks); None with another C library."""
+    read = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if read is None:
+        return None
+    read.restype = _MallocInfo
+
+    def held() -> int:
+        info = read()
+        return int(info.uordblks + info.hblkhd)
+
+    return held
+
+
+def _resident_reader() -> Callable[[], int] | None:
+    if not _STATM.exists():
+        return None
+    page = resource.getpagesize()
+    return lambda: int(_STATM.read_text(encoding="ascii").split()[1]) * page

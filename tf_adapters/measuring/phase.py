@@ -1,0 +1,23 @@
+"""The phases of a run. Measurements are grouped by phase."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+__all__ = ["Phase"]
+
+
+class Phase(str, Enum):
+    """The phases of paper section 3. Monitoring has two kinds of steps."""
+
+    WARMUP = "warmup"
+    MONITORING_UPPER = "monitoring_upper"
+    MONITORING_LOWER = "monitoring_lower"
+    MONITORING_MIXED = "monitoring_mixed"
+    PLANNING = "planning"
+    PROGRESSIVE = "progressive"
+    STABLE = "stable"
+
+    @property
+    def monitors(self) -> bool:
+        return self in (Phase.MONITORING_UPPER, Phase.MONITORING_LOWER, Phase.MONITORING_MIXED)

@@ -1,0 +1,238 @@
+"""Time actions by marks in the device's stream, or by the host clock on a CPU.
+
+It never synchronises inside a step: a device mark is read after the device has passed it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from tf_adapters.measuring.estimates import median
+from tf_adapters.schedule.ir import Action
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Clock(Protocol):
+    """Marks moments and measures the time between two marks."""
+
+    def mark(self) -> Any:
+        """Return a mark of the current moment on the device that runs the work."""
+
+    def elapsed_ms(self, start: Any, stop: Any) -> float | None:
+        """Milliseconds between two marks; None if the device has not yet passed ``stop``."""
+
+    def synchronize(self) -> None:
+        """Wait until every mark has been passed."""
+
+
+class HostClock:
+    """The clock for a CPU, where work is done when the call returns."""
+
+    def mark(self) -> int:
+        return time.perf_counter_ns()
+
+    def elapsed_ms(self, start: int, stop: int) -> float:
+        return (stop - start) / 1e6
+
+    def synchronize(self) -> None:
+        return None
+
+
+class DeviceClock:
+    """Events in the current stream of one accelerator. Recording an event takes microseconds and does not wait.
+
+    The process's current device may be another one if the host names the stage's device in every call.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        import torch  # the command line reads traces without torch
+
+        self._module = torch.get_device_module(device)
+        index = self._module.current_device() if device.index is None else device.index
+        self._device = torch.device(device.type, index)
+
+    def mark(self) -> Any:
+        event = self._module.Event(enable_timing=True)
+        event.record(self._module.current_stream(self._device))
+        return event
+
+    def elapsed_ms(self, start: Any, stop: Any) -> float | None:
+        return float(start.elapsed_time(stop)) if stop.query() else None
+
+    def synchronize(self) -> None:
+        self._module.synchronize(self._device)
+
+
+def clock_for(device: torch.device) -> Clock:
+    """Return the clock of the model's device."""
+    return HostClock() if device.type == "cpu" else DeviceClock(device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether the device's current stream is capturing a graph, which fixes a step for ever."""
+    if device.type == "cpu":
+        return False
+    import torch
+
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured action. ``share`` is the frozen share of its freezable work (``units.frozen_share``).
+
+    ``step`` counts this rank's timed steps. ``microbatches`` is the number in the step.
+    """
+
+    share: float
+    ms: float
+    step: int = 0
+    microbatches: int = 0
+
+
+class _Step(NamedTuple):
+    """A timed step: the mark of its start, the number of earlier steps, and its number of microbatches."""
+
+    origin: Any = None
+    ordinal: int = 0
+    microbatches: int = 0
+
+
+class _Marked(NamedTuple):
+    """An action between two marks, or a whole step (no action, but its ``number``), and the step it belongs to."""
+
+    phase: str
+    action: Action | None
+    share: float
+    start: Any
+    stop: Any
+    step: _Step
+    number: int = 0
+    first_part: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Start and end of an action, in ms since its rank's step began."""
+
+    start_ms: float
+    end_ms: float
+
+
+Trace = Mapping[Action, Interval]
+"""The intervals of one step of one rank."""
+
+_TRACES = 32
+
+
+class ActionTimer:
+    """Collects samples of actions and of whole steps, by phase. It keeps the newest ``keep`` of each.
+
+    It also keeps the traces of the newest 32 steps. With ``microbatches``, a query uses only steps with that number of
+    microbatches; without it, all steps.
+    """
+
+    def __init__(self, clock: Clock, keep: int = 256) -> None:
+        self._clock = clock
+        self._step = _Step()
+        self._pending: deque[_Marked] = deque()
+        self._actions: dict[tuple[str, Action], deque[Sample]] = defaultdict(lambda: deque(maxlen=keep))
+        self._first_parts: dict[tuple[str, Action], deque[float]] = defaultdict(lambda: deque(maxlen=keep))
+        self._steps: dict[str, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=keep))
+        self._newest_step_ms: float | None = None
+        self._trace: dict[Action, Interval] = {}
+        self._traces: dict[tuple[str, int], deque[tuple[int, Trace]]] = defaultdict(lambda: deque(maxlen=_TRACES))
+
+    @contextmanager
+    def timed(self, phase: str, action: Action, share: float = 0.0, first_part: bool = False) -> Iterator[None]:
+        """Time the block as one run of ``action``. A block that raises leaves no sample.
+
+        With ``first_part``, the block is the first part of an action that is being timed: a backward's input gradients.
+        """
+        start = self._clock.mark()
+        yield
+        stop, step = self._clock.mark(), self._step
+        self._pending.append(_Marked(phase, action, share, start, stop=stop, step=step, first_part=first_part))
+
+    def start_step(self, microbatches: int = 0) -> Any:
+        self._step = _Step(self._clock.mark(), self._step.ordinal + 1, microbatches)
+        return self._step.origin
+
+    def stop_step(self, phase: str, start: Any, step: int) -> None:
+        """Note that step number ``step``, the same on all ranks, has ended."""
+        self._pending.append(
+            _Marked(phase, None, share=0.0, start=start, stop=self._clock.mark(), step=self._step, number=step)
+        )
+        self._step = self._step._replace(origin=None)
+
+    def drain(self, wait: bool = False) -> None:
+        """Turn marks that the device has passed into samples; with ``wait``, all marks."""
+        if wait:
+            self._clock.synchronize()
+        while self._pending:
+            marked = self._pending[0]
+            elapsed = self._clock.elapsed_ms(marked.start, marked.stop)
+            if elapsed is None:
+                return
+            self._pending.popleft()
+            step = marked.step
+            if marked.action is None:
+                self._steps[marked.phase].append((step.microbatches, elapsed))
+                self._newest_step_ms = elapsed
+                self._traces[marked.phase, step.microbatches].append((marked.number, self._trace))
+                self._trace = {}
+                continue
+            if marked.first_part:
+                self._first_parts[marked.phase, marked.action].append(elapsed)
+                continue
+            sample = Sample(marked.share, elapsed, step.ordinal, step.microbatches)
+            self._actions[marked.phase, marked.action].append(sample)
+            if step.origin is not None:
+                begin = self._clock.elapsed_ms(step.origin, marked.start) or 0.0
+                self._trace[marked.action] = Interval(begin, begin + elapsed)
+
+    def samples(self, phase: str, action: Action, microbatches: int | None = None) -> tuple[Sample, ...]:
+        every = self._actions.get((phase, action), ())
+        return tuple(sample for sample in every if microbatches in (None, sample.microbatches))
+
+    def first_parts(self, phase: str, action: Action) -> tuple[float, ...]:
+        """Newest first parts of an action as shares of its time, in order."""
+        parts, whole = self._first_parts.get((phase, action), ()), self.samples(phase, action)
+        return tuple(ms / sample.ms for ms, sample in zip(parts, whole, strict=False) if sample.ms > 0.0)
+
+    def actions(self, phase: str) -> tuple[Action, ...]:
+        return tuple(sorted(action for sampled, action in self._actions if sampled == phase))
+
+    def traces(self, phase: str, microbatches: int) -> tuple[tuple[int, Trace], ...]:
+        """Newest steps of a phase with their numbers, in order. Ranks may have drained different numbers of steps."""
+        return tuple(self._traces.get((phase, microbatches), ()))
+
+    def step_ms(self, phase: str, microbatches: int | None = None) -> float | None:
+        """Median duration of this rank's steps in a phase, ms; None without steps."""
+        return median(self.steps_ms(phase, microbatches))
+
+    def steps_ms(self, phase: str, microbatches: int | None = None) -> tuple[float, ...]:
+        """Durations of this rank's newest steps in a phase, ms, in order."""
+        return tuple(ms for number, ms in self._steps.get(phase, ()) if microbatches in (None, number))
+
+    @property
+    def newest_step_ms(self) -> float | None:
+        """Duration of the newest step that has been drained, ms."""
+        return self._newest_step_ms
+
+    def clear(self) -> None:
+        self._pending.clear()
+        self._actions.clear()
+        self._first_parts.clear()
+        self._steps.clear()
+        self._newest_step_ms = None
+        self._trace = {}
+        self._traces.clear()

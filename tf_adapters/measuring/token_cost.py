@@ -1,0 +1,115 @@
+"""The time of a weight gradient from sampled tokens: a line in the share of the tokens that is kept.
+
+Drawing and gathering also take time, so the line does not start at 0. A plan's freeze ratio is the share of the weight
+gradients' time that a stage saves. ``kept`` converts it to the share of the tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tf_adapters.measuring.estimates import median, merged, weighted_median
+from tf_adapters.measuring.phase import Phase
+from tf_adapters.schedule.ir import Action
+
+if TYPE_CHECKING:  # the planner imports this module, and no torch
+    from tf_adapters.measuring.timer import ActionTimer
+
+__all__ = ["TokenCost", "measured_token_cost", "slowest_cost", "slowest_costs"]
+
+_LEAST_KEPT = 1 / 4
+"""The least share of the tokens. A sample's noise is proportional to ``1 / kept - 1``. A plan without a target asks for
+the earliest end, and without this limit would skip nearly all tokens of some microbatches."""
+
+_WHOLE_UP_TO = 0.02
+"""Below this freeze ratio, no tokens are drawn."""
+
+_APART = 0.1
+"""The least difference of two kept shares that gives a slope."""
+
+_PACE_FROM = 0.05
+"""The least share of a backward at which its input gradients show how fast the step was."""
+
+_MOST_POINTS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCost:
+    """Time of a stage's weight gradients, relative to that with all tokens: ``fixed + per_token * kept``."""
+
+    fixed: float = 0.0
+    per_token: float = 1.0
+
+    def kept(self, ratio: float) -> float:
+        """Return the share of the tokens, in (0, 1], for a freeze ratio in [0, 1]."""
+        if ratio <= _WHOLE_UP_TO:
+            return 1.0
+        return min(1.0, max(_LEAST_KEPT, (1.0 - ratio - self.fixed) / self.per_token))
+
+    def noise(self, ratio: float) -> float:
+        """Return the added noise at a freeze ratio in [0, 1], in units of the noise at ``1 / kept - 1 = 1``."""
+        return 1.0 / self.kept(ratio) - 1.0
+
+    @property
+    def most_frozen(self) -> float:
+        """The largest possible freeze ratio, in [0, 1]. Some tokens are always kept."""
+        return max(0.0, 1.0 - self.fixed - self.per_token * _LEAST_KEPT)
+
+    def to_json(self) -> list[float]:
+        return [self.fixed, self.per_token]
+
+
+def slowest_cost(costs: Iterable[TokenCost]) -> TokenCost | None:
+    """Return the larger of each figure; None without costs."""
+    every = tuple(costs)
+    return functools.reduce(_slower, every) if every else None
+
+
+def slowest_costs(ranks: Iterable[Mapping[int, TokenCost]]) -> dict[int, TokenCost]:
+    """Return, for each stage, the larger figures of its replicas."""
+    return merged(ranks, _slower)
+
+
+def _slower(a: TokenCost, b: TokenCost) -> TokenCost:
+    return TokenCost(max(a.fixed, b.fixed), max(a.per_token, b.per_token))
+
+
+def measured_token_cost(timer: ActionTimer, upper: Mapping[Action, float]) -> TokenCost | None:
+    """Fit the line to one stage's backwards in monitoring; None if no tokens were skipped.
+
+    ``upper`` has their times in ms with nothing frozen. Monitoring uses ``TokenCost()``.
+    """
+    points = _points(timer, upper)[-_MOST_POINTS:]
+    if not points:
+        return None
+    slopes = [
+        ((b_left - a_left) / (b_kept - a_kept), abs(b_kept - a_kept))
+        for (a_kept, a_left), (b_kept, b_left) in itertools.combinations(points, 2)
+        if abs(b_kept - a_kept) >= _APART
+    ]
+    per_token = max(_APART, weighted_median(*zip(*slopes, strict=True))) if slopes else 1.0
+    fixed = statistics.median(left - per_token * kept for kept, left in points)
+    return TokenCost(max(0.0, fixed), per_token)
+
+
+def _points(timer: ActionTimer, upper: Mapping[Action, float]) -> list[tuple[float, float]]:
+    """Return pairs of the kept share of the tokens and the remaining share of the weight gradients' time."""
+    points = []
+    for action, whole_ms in upper.items():
+        first = median(timer.first_parts(Phase.MONITORING_UPPER, action))
+        if first is None or first >= 1.0 or whole_ms <= 0.0:
+            continue
+        for phase in (Phase.MONITORING_LOWER, Phase.MONITORING_MIXED):
+            sampled = zip(timer.first_parts(phase, action), timer.samples(phase, action), strict=False)
+            for part, sample in sampled:
+                kept = TokenCost().kept(sample.share)
+                if kept < 1.0:
+                    # The input gradients of the same backward show how fast the step was.
+                    pace = part * sample.ms / (first * whole_ms) if min(first, part) >= _PACE_FROM else 1.0
+                    points.append((kept, (1.0 - part) * sample.ms / ((1.0 - first) * whole_ms * pace)))
+    return points

@@ -1,0 +1,126 @@
+"""Activations require gradients under a mask where they do in the host.
+
+A module whose parameters are all frozen gives an output without a graph if its input needs no gradient: an embedding,
+the first layer, a learned bias. The host's model may rely on that graph: hooks on activations, branches with a gradient
+of their own, reentrant checkpointing. So such an output gets a graph that ends at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tf_adapters.weight_gradients.parameters import is_compiled
+from tf_adapters.weight_gradients.taps import transforms_run
+
+__all__ = ["ActivationGraphs"]
+
+
+class _Requiring(torch.autograd.Function):
+    """The same values, which require gradients; their gradient goes nowhere."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class ActivationGraphs:
+    """Keeps the graph of one stage's activations while parameters of it are frozen. It sets nothing on a module.
+
+    Args:
+        model: the stage's module.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._anchor = torch.zeros(0, requires_grad=True)
+        self._owners = _owners(model)
+        self._is_compiled = any(map(is_compiled, model.modules()))  # a hook would compile its layers once more
+        self._known: dict[torch.nn.Module, tuple[bool, ...]] = {}  # which of several outputs require gradients
+
+    @contextmanager
+    def learned(self) -> Iterator[None]:
+        """Around a forward that freezes nothing: see which of a module's outputs require gradients in the host."""
+        with self._looking(self._learn):
+            yield
+
+    @contextmanager
+    def kept(self, ends: bool) -> Iterator[None]:
+        """Around a forward or a backward under a mask. ``ends``: what leaves the stage requires no gradient.
+
+        So it is where the mask freezes all of the first stage, whose backward is then nothing.
+        """
+        with self._looking(self._end if ends else self._keep):
+            yield
+
+    def required(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values, which require gradients where they can."""
+        if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor
+        return _Requiring.apply(tensor, self._anchor)  # type: ignore[no-any-return, no-untyped-call]
+
+    @contextmanager
+    def _looking(self, look: Callable[[torch.nn.Module, Any], Any]) -> Iterator[None]:
+        """Call ``look`` with each module that owns parameters and with its output, which it may replace."""
+        if self._is_compiled:
+            yield
+            return
+
+        def hook(module: torch.nn.Module, _: Any, output: Any) -> Any:
+            plain = torch.is_grad_enabled() and not transforms_run()
+            return look(module, output) if plain and (module in self._owners or module is self._model) else None
+
+        handle = torch.nn.modules.module.register_module_forward_hook(hook)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _learn(self, module: torch.nn.Module, output: Any) -> None:
+        if not torch.is_tensor(output):
+            self._known[module] = tuple(leaf.requires_grad for leaf in _tensors(output))
+
+    def _end(self, module: torch.nn.Module, output: Any) -> Any:
+        kept = self._keep(module, output)
+        if module is not self._model:
+            return kept
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, output if kept is None else kept)
+
+    def _keep(self, module: torch.nn.Module, output: Any) -> Any:
+        if all(getattr(holder, name).requires_grad for holder, name in self._owners.get(module, ())):
+            return None
+        if torch.is_tensor(output):
+            return self.required(output)
+        tensors = _tensors(output)
+        wanted = self._known.get(module, ())
+        if len(wanted) != len(tensors) or all(t.requires_grad for t, w in zip(tensors, wanted, strict=True) if w):
+            return None
+        of_output = iter(wanted)
+        return tree_map_only(torch.Tensor, lambda t: self.required(t) if next(of_output) else t, output)
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def _owners(model: torch.nn.Module) -> dict[torch.nn.Module, list[tuple[torch.nn.Module, str]]]:
+    """The modules that own trainable parameters themselves, with these parameters' holders and names.
+
+    The parameters of a parametrization belong to the module whose weight it computes: that weight is no activation.
+    """
+    owners: dict[torch.nn.Module, list[tuple[torch.nn.Module, str]]] = {}
+    for prefix, module in model.named_modules():
+        trainable = [(module, name) for name, p in module.named_parameters(recurse=False) if p.requires_grad]
+        if trainable:
+            parts = prefix.split(".")
+            cut = parts.index("parametrizations") if "parametrizations" in parts else len(parts)
+            owners.setdefault(model.get_submodule(".".join(parts[:cut])), []).extend(trainable)
+    return owners

@@ -1,0 +1,223 @@
+"""Taps on Transformer Engine's layers: their own functions compute the weight gradients, later.
+
+Each of its modules asks its ``wgrad_store`` in the backward whether the weight gradient is to wait, and then hands the
+store the tensors and the function that makes it. A call that is recorded gets a store of its own. It also gets aliases
+of the parameters, through which no gradient reaches the parameters themselves: with a store the modules hand out no
+gradient, a dummy, or (GroupedLinear) tensors that nothing was written into. The parameter's hooks see the gradient once
+it is there. Source: transformer_engine/pytorch/module/ (2.3 and newer).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from tf_adapters.weight_gradients.tap_check import QUANTIZED, accumulates
+from tf_adapters.weight_gradients.tapped_classes import Run
+from tf_adapters.weight_gradients.taps import Choose, StageTaps, TappedLayer, transforms_run
+
+__all__ = ["EngineTap", "engine_layer"]
+
+_ENGINE = "transformer_engine.pytorch"
+_OWN = ("transformer_engine.", "megatron.core.extensions.transformer_engine")
+"""Where the classes are written whose forward is understood; a user's subclass may do anything with its weight."""
+
+Finish = Callable[[Sequence[Any]], None]
+
+
+class _Aliases(torch.autograd.Function):
+    """Parameters' values again. What their gradients would be is handed to ``finish``, None where there was none."""
+
+    @staticmethod
+    def forward(ctx: Any, finish: Finish, anchor: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.finish = finish
+        return tuple(value.detach() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, ...]:
+        if accumulates(ctx.next_functions[0][0]):
+            ctx.finish(gradients)
+        return (None,) * (2 + len(gradients))
+
+
+class _Store:
+    """The place of a module's ``wgrad_store`` in one call."""
+
+    def __init__(self) -> None:
+        self.tasks: list[tuple[Sequence[Any], Callable[..., Any]]] = []
+        self.aliases: dict[str, Any] = {}  # the module knows them by weak references
+
+    def delay_wgrad_compute(self) -> bool:
+        return True
+
+    def put(self, tensors: Sequence[Any], function: Callable[..., Any]) -> None:
+        self.tasks.append((tensors, function))
+
+
+class EngineTap(TappedLayer):
+    """A layer of Transformer Engine. ``products`` are names of weights and biases, in the order of the backward.
+
+    A GroupedLinear has one function for all of its products.
+    """
+
+    def __init__(self, module: torch.nn.Module, products: Sequence[tuple[str, ...]], grouped: bool) -> None:
+        super().__init__(module, tuple(name for product in products for name in product))
+        self._products, self._grouped = products, grouped
+        self._weights = [product[0] for product in products]
+
+    def gradients(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        raise NotImplementedError  # the module's own functions compute them: see forward
+
+    def forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's ``run``, with a store of ours while a microbatch is recorded."""
+        taps = self._taps
+        if taps is None or taps.microbatch is None or not torch.is_grad_enabled() or not taps.takes(self):
+            return run(*args, **kwargs)
+        own = self.module._parameters
+        trained = {name: p for name in self.names if (p := own.get(name)) is not None and p.requires_grad}
+        if not any(name in trained for name in self._weights):
+            return run(*args, **kwargs)
+        if taps.check is not None:
+            with taps.check.inside(self):
+                output = run(*args, **kwargs)
+            if transforms_run():
+                taps.check.not_plain(self)
+            elif _quantizes():
+                taps.check.not_plain(self, QUANTIZED)
+            else:
+                taps.check.trust(self, tuple(trained.values()))
+            return output
+        if (
+            transforms_run()
+            or _quantizes()
+            or self._overwrites(args, kwargs)
+            or not all(map(_is_plain, trained.values()))
+        ):
+            return run(*args, **kwargs)
+        return self._delayed(partial(run, *args, **kwargs), taps, trained)
+
+    def _overwrites(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the function of this call writes over what has been accumulated: that of a step's first microbatch.
+
+        It then runs in the backward, before those of all others.
+        """
+        module: Any = self.module
+        first = kwargs.get("is_first_microbatch", getattr(module, "is_first_microbatch", None))
+        return module.fuse_wgrad_accumulation and (bool(first) or any(value is True for value in args[1:]))
+
+    def _delayed(self, run: Callable[[], Any], taps: StageTaps, trained: dict[str, torch.nn.Parameter]) -> Any:
+        module: Any = self.module
+        store, theirs, own, microbatch = _Store(), module.wgrad_store, module._parameters, taps.microbatch
+        assert microbatch is not None
+
+        def finish(received: Sequence[Any]) -> None:
+            parameters = tuple(trained.values())
+            make = partial(self._make, store, trained, dict(zip(trained, received, strict=True)))
+            taps.keep(microbatch, self, parameters, make)
+
+        values = [parameter.detach() for parameter in trained.values()]
+        aliases: Any = _Aliases.apply(finish, taps.anchor, *values)  # type: ignore[no-untyped-call]
+        for name, alias in zip(trained, aliases, strict=True):
+            vars(alias).update(vars(trained[name]))  # where to accumulate, for one
+            store.aliases[name] = alias
+        try:
+            own.update(store.aliases)
+            module.wgrad_store = store
+            return run()
+        finally:
+            own.update(trained)
+            module.wgrad_store = theirs
+
+    def _make(
+        self, store: _Store, trained: dict[str, Any], received: dict[str, Any], choose: Choose | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Gradients of the trained parameters; ``received`` came in the backward, as a bias's may."""
+        fused = bool(getattr(self.module, "fuse_wgrad_accumulation", False))
+        waited = bool(store.tasks)
+        found = self._run(store, trained)
+        gradients = []
+        for name, parameter in trained.items():
+            weight = name in self._weights
+            if weight and hasattr(parameter, "grad_added_to_main_grad"):
+                parameter.grad_added_to_main_grad = fused
+            if weight and fused:
+                gradients.append(parameter.new_zeros(()).expand_as(parameter))  # a dummy: it has been accumulated
+                continue
+            of_backward = None if weight and waited else received[name]
+            gradient = found.get(name) if of_backward is None else of_backward
+            gradients.append(torch.zeros_like(parameter) if gradient is None else gradient)
+        return tuple(gradients)
+
+    def _run(self, store: _Store, trained: dict[str, Any]) -> dict[str, Any]:
+        """Run what the module has put off; what that gives, by parameter."""
+        found: dict[str, Any] = {}
+        products = [product for product in self._products if product[0] in trained]
+        for number, (tensors, function) in enumerate(store.tasks):
+            result = function(*tensors)
+            if self._grouped:
+                biases = result[1] or []
+                found |= dict(zip(self._weights, tensors[2], strict=True))
+                found |= dict(zip([name for product in products for name in product[1:]], biases, strict=False))
+            else:
+                found |= dict(zip(products[number], result, strict=False))
+        store.tasks.clear()
+        store.aliases.clear()
+        return found
+
+
+def _quantizes() -> bool:
+    """Whether an FP8 or FP4 recipe is on: deferral under one has not run yet, on any device."""
+    base: Any = sys.modules[f"{_ENGINE}.module.base"]
+    return bool(base.FP8GlobalStateManager.is_fp8_enabled())
+
+
+def _is_plain(parameter: torch.nn.Parameter) -> bool:
+    """Whether this is an ordinary tensor, and not one whose values are kept in FP8."""
+    return type(parameter) is torch.nn.Parameter and parameter.is_leaf
+
+
+def engine_layer(module: torch.nn.Module) -> TappedLayer | None:
+    """The tap of a layer of Transformer Engine; None for others, and for what its store does not work with.
+
+    Those are products that overlap with communication, its own way to put weight gradients off or to shard weights,
+    and weights in parts.
+    """
+    engine: Any = sys.modules.get(_ENGINE)
+    if engine is None or not type(module).__module__.startswith(_OWN):
+        return None
+    products = _products(engine, module)
+    own: Any = module
+    store = getattr(module, "wgrad_store", None)
+    if not products or store is None or store.delay_wgrad_compute() or getattr(module, "fsdp_group", None) is not None:
+        return None
+    if any(value is True for name, value in vars(module).items() if name.startswith("ub_")):
+        return None
+    weights = [own._parameters.get(product[0]) for product in products]
+    if any(w is None or not w.requires_grad or "shared_embedding" in vars(w) for w in weights):
+        return None
+    fused = getattr(module, "fuse_wgrad_accumulation", False)
+    if fused and not all(hasattr(weight, "grad_added_to_main_grad") for weight in weights):
+        return None
+    return EngineTap(module, products, isinstance(module, engine.GroupedLinear))
+
+
+def _products(engine: Any, module: Any) -> list[tuple[str, ...]]:
+    """The names of each product's weight, and of its bias where that is added inside of it."""
+    if isinstance(module, engine.LayerNormMLP):
+        names = [("fc2_weight", "fc2_bias"), ("fc1_weight", "fc1_bias")]  # in the order of the backward
+        inside = bool(module.use_bias) and not getattr(module, "gemm_bias_unfused_add", False)
+    elif isinstance(module, engine.GroupedLinear):
+        names = [(f"weight{i}", f"bias{i}") for i in range(module.num_gemms)]
+        inside = bool(module.use_bias) and bool(module.apply_bias)
+    elif isinstance(module, (engine.Linear, engine.LayerNormLinear)) and module.weight_names == ["weight"]:
+        names = [("weight", "bias")]
+        inside = bool(module.use_bias) and bool(module.apply_bias)
+        inside = inside and not getattr(module, "gemm_bias_unfused_add", False)
+    else:
+        return []
+    return list(names) if inside else [product[:1] for product in names]
