@@ -58,64 +58,82 @@ NOTES = {
 """Why a prediction is more than ``WITHIN`` points off; the letters are explained in ``REASONS``."""
 
 ASSUMPTIONS = """\
-Not measured: computed from the models' sizes by `python -m benchmarks.paper.predicted`, which also writes this page.
+Compare the gains that the planner predicts for the paper's models with the paper's own. The predictions are computed
+from the models' sizes and are not measured. This command makes them again, and writes this page:
 
-- **From the paper** (table "Experimental setup"): 4 ranks, 8 microbatches, sequences of 1024 tokens, local batch 16 (so
-  2 sequences a microbatch), r_max 0.8, T_w, T_m, T_f and the number of steps; TorchTitan, hence torch's own schedules.
-  6 ranks with 6 microbatches are the paper's too; for 8 ranks it gives no number, and 8 is taken.
-- **From the models' published `config.json`:** layers, widths, grouped-query attention, vocabulary. The head is a
-  matrix of its own on the last stage, also in the 1B model that ties it: TorchTitan's stages share no weights.
-- **TorchTitan's defaults, where the paper is silent:** embedding and head count as a layer each when layers are split
-  (8B: 8, 9, 8, 7); two stages a rank under interleaved 1F1B and ZBV. The authors' published code
-  (github.com/orangingq/TimelyFreeze at 4890401) has both defaults; the arguments of its runs are not in it.
-- **Time** is FLOPs over one constant rate. Communication, optimizer, norms, the loss's memory traffic, kernel launches
-  and recomputation are not in it. What they would change is in the last but one table.
-- **No constant was fitted.**
+```sh
+python -m benchmarks.paper.predicted
+```
 
-*plan* is the planner's makespan with nothing frozen over the planned one, less 1. *stable* also counts that stage 0's
-backward is gone where the plan freezes it whole. *run* is the mean over all steps, warm-up, monitoring and ramp
-included, which is what the paper's tables hold. That they do is inferred: the paper defines its freeze ratio as a mean
-over steps, the authors' code (`log_final`) averages the time over all logging windows, and the 72.2% of 13B are what a
-pipeline frozen at 80% throughout stable freezing comes to over such a
-run ({saturated:.1f}%)."""
+They rest on these assumptions:
+
+- **From the paper** (table "Experimental setup"): 4 ranks, 8 microbatches of 2 sequences (local batch 16), 1024
+  tokens a sequence, r_max 0.8, T_w, T_m, T_f and the number of steps. It uses TorchTitan, and therefore torch's
+  schedules. The 6 microbatches on 6 ranks are the paper's too. It gives no number for 8 ranks, and we take 8.
+- **From the models' published `config.json`:** layers, widths, grouped-query attention and vocabulary. The head is a
+  separate matrix on the last stage. The 1B model ties it, but TorchTitan's stages share no weights.
+- **TorchTitan's defaults where the paper gives no value:** the split of the layers counts embedding and head as a
+  layer each (8B: 8, 9, 8, 7). Interleaved 1F1B and ZBV have two stages a rank. The authors' published code
+  (github.com/orangingq/TimelyFreeze at 4890401) has both defaults, but not the arguments of its runs.
+- **Time** is FLOPs over one constant rate. Communication, the optimizer, norms, the loss's memory traffic, kernel
+  launches and recomputation are left out. The table in [What the prediction rests on](#what-the-prediction-rests-on)
+  shows what they would change.
+- No constant was fitted.
+
+The tables have three gains:
+
+- *plan* is the planner's makespan with nothing frozen over the planned one, minus 1.
+- *stable* also counts that stage 0's backward takes no time where the plan freezes it whole.
+- *run* is the mean over all steps, with warm-up, monitoring and ramp.
+
+The paper's tables probably show *run*, for three reasons. The paper defines its freeze ratio as a mean over steps. The
+authors' code (`log_final`) averages the time over all logging windows. And the paper's 72.2% for 13B is about the run's
+mean of a pipeline that is frozen at 80% throughout stable freezing ({saturated:.1f}%)."""
 
 FREEZE_RATIOS = """\
-Gains agree better than freeze ratios: the slowest stage decides how much is gained, the other stages' slack how much
-must be frozen for it. The paper's 8B pipeline freezes little more than half of what is predicted under GPipe and two
-thirds under 1F1B, so its last stage was probably slower, beside the others, than FLOPs say. The loss's memory
-traffic is such a difference: with it {loss_gpipe:.0f} and {loss_1f1b:.0f}% are predicted (paper: 36 and 33%). It is
-the other way round for 8B's interleaved 1F1B ({interleaved:.0f}% predicted, 60% in the paper) and 1B's ZBV
-({zbv_1b:.0f}%, 40%): why is open."""
+Gains agree better than freeze ratios. The slowest stage decides the gain. The other stages' slack decides how much
+must be frozen for it. The paper's 8B pipeline freezes little more than half of the predicted share under GPipe, and
+two thirds under 1F1B. So its last stage was probably slower, relative to the others, than FLOPs suggest. The loss's
+memory traffic would have that effect: with it the predictions are {loss_gpipe:.0f} and {loss_1f1b:.0f}% (paper: 36
+and 33%).
+
+Two cases are the other way round, and we do not know why: 8B under interleaved 1F1B ({interleaved:.0f}% predicted,
+60% in the paper) and 1B under ZBV ({zbv_1b:.0f}% and 40%)."""
 
 REASONS = {
-    "a": """The 1B model's head computes as much as 4.3 of its layers, and feeds a loss over 128,256 logits that moves
-memory instead of computing; that cannot be frozen and sits on the slowest stage. With its least traffic
-(row "1B" in the next table) the predictions are {loss_1b} instead: the paper's lie between, or within a
-point. The paper's freeze ratios under GPipe and 1F1B, 20.0 and 15.5%, are near the {one_stage:.1f}% of one
-stage frozen at 80% and three not at all: the last stage alone was in the way.""",
-    "b": """Interleaving costs sends and makes stages smaller, and freezing shortens neither sends nor launches. In the
-paper the unfrozen 1B model gets {interleaved_1b_paper:+.1f}% of throughput from interleaving over 1F1B (A6000s over
-PCIe), where the order of actions alone gives {interleaved_1b:+.1f}%; 8B (NVLink) {interleaved_8b_paper:+.1f}%,
-predicted {interleaved_8b:+.1f}%. An even split of 8B's layers explains {even_8b:.1f} points more.""",
+    "a": """The 1B model's head computes as much as 4.3 of its layers. It feeds a loss over 128,256 logits, which
+moves memory and cannot be frozen. Both are on the slowest stage. With the least memory traffic of the loss (row "1B"
+in the next table) the predictions are {loss_1b}. The paper's gains lie between the two predictions, or within a
+point. The paper's freeze ratios under GPipe and 1F1B are 20.0 and 15.5%. That is near {one_stage:.1f}%, the ratio of
+one stage frozen at 80% and three not at all. So only the last stage limited the batch.""",
+    "b": """Interleaving adds sends and makes stages smaller. Freezing shortens neither sends nor kernel launches. In
+the paper interleaving changes the throughput of the unfrozen 1B model (A6000s over PCIe) by
+{interleaved_1b_paper:+.1f}% over 1F1B. The order of actions alone would give {interleaved_1b:+.1f}%. For 8B (NVLink)
+it is {interleaved_8b_paper:+.1f}%, and {interleaved_8b:+.1f}% is predicted. An even split of 8B's layers explains
+another {even_8b:.1f} points of the difference.""",
     "c": """A split backward costs more in torch than its two products: it walks the graph twice and keeps
 intermediates, frozen or not. In the paper unfrozen ZBV is faster than 1F1B by {zbv_1b_paper:.0f}, {zbv_8b_paper:.0f}
-and {zbv_13b_paper:.0f}% (1B, 8B, 13B), predicted {zbv_1b:.0f}, {zbv_8b:.0f} and {zbv_13b:.0f}%; what makes this
+and {zbv_13b_paper:.0f}% (1B, 8B, 13B). Predicted are {zbv_1b:.0f}, {zbv_8b:.0f} and {zbv_13b:.0f}%. The cause of this
 difference remains when W is frozen.""",
-    "d": """The paper's unfrozen GPipe is {gpipe_13b_paper:.0f}% slower than its unfrozen 1F1B at 13B, predicted
-{gpipe_13b:.0f}%: something outside the schedule slowed the baseline. GPipe keeps the activations of all 8 microbatches
-of the largest model, and freezing keeps fewer. Beside a baseline slower than 1F1B by the predicted difference only, the
-paper's gain would be {gpipe_13b_corrected:.1f}%, and the prediction {gpipe_13b_over:.1f} points too high.""",
+    "d": """In the paper unfrozen GPipe is {gpipe_13b_paper:.0f}% slower than unfrozen 1F1B at 13B. Predicted is
+{gpipe_13b:.0f}%, so something outside the schedule slowed the baseline. GPipe keeps the activations of all 8
+microbatches of the largest model, and freezing keeps fewer. If the baseline were slower by the predicted difference
+only, the paper's gain would be {gpipe_13b_corrected:.1f}%. The prediction would then be {gpipe_13b_over:.1f} points
+too high.""",
 }
 
 SENSITIVITY = """\
-The memory rows take published peaks (H200: 989 TFLOP/s in bf16 over 4.8 TB/s, {balance:g} FLOPs in the time of a byte;
-A6000: 202) and count each tensor once: 14 bytes a logit forward and 22 backward for a bf16 head with a float32 loss, 18
-bytes a weight and microbatch for adding bf16 gradients to float32 ones. They pull in opposite directions, and assume
-that products reach the compute peak, which they do not; so they show directions and upper limits. FLOPs alone lie
-between: their agreement with the paper is partly that what they leave out cancels.
+The memory rows use published peaks. An H200 has 989 TFLOP/s in bf16 over 4.8 TB/s, which is {balance:g} FLOPs in the
+time of a byte; an A6000 has 202. Each tensor counts once. A bf16 head with a float32 loss moves 14 bytes a logit
+forward and 22 backward. Adding bf16 gradients to float32 ones moves 18 bytes a weight and microbatch.
 
-TorchTitan recomputes every second layer by default. Whether the authors did is not published; the batch above
-speaks against it: a cut of {cut:.1f}% without recomputation and {cut_recompute:.1f}% with, against {paper_cut}%."""
+The two kinds of traffic change the gain in opposite directions. The rows show directions and upper limits, because
+real products do not reach the compute peak. FLOPs alone lie between them. So the predictions agree with the paper
+partly because the effects that they leave out cancel.
+
+TorchTitan recomputes every second layer by default. The authors did not publish whether they did. Their batch of
+stable freezing speaks against it: the prediction is {cut:.1f}% less time without recomputation and
+{cut_recompute:.1f}% with it, and the paper has {paper_cut}%."""
 
 
 def main() -> None:
@@ -153,17 +171,18 @@ def document(
     yield from ("# The paper's tables, predicted", "")
     yield ASSUMPTIONS.format(saturated=100.0 * frozen_share(MODELS["13B"], 1.0))
     yield from ("", "## 4 ranks, next to the paper", "")
-    yield "Throughput over the run, in % of the same model's unfrozen GPipe; freeze ratios in %. *off* is the predicted"
-    yield f"run gain less the paper's, in points; where it is more than {WITHIN:g}, a letter says why."
+    yield "Throughput is over the run, in % of the same model's unfrozen GPipe. Freeze ratios are in %. *off* is the"
+    yield f"predicted run gain minus the paper's, in points. Above {WITHIN:g} points a letter leads to the reason."
     yield ""
     yield from markdown(FOUR_RANKS, [four_ranks(row, table[row.model, "gpipe"]) for row in table.values()])
     yield from ("", one_batch(table["8B", "gpipe"]))
     yield from ("", "## Why they differ", "", freeze_ratios(table, variants), "")
-    yield f"More than {WITHIN:g} points off (reasoning from the paper's own figures; nothing was run on its machines):"
+    yield f"Predictions that are more than {WITHIN:g} points off have these reasons. They come from the paper's own"
+    yield "figures: nothing was run on its machines."
     yield ""
     yield from reasons(table, variants)
     yield from ("", "## What the prediction rests on", "")
-    yield "Gain in %, plan / run, on 4 ranks."
+    yield "The cells are gains in %, plan / run, on 4 ranks. A row's name says which assumptions it changes."
     yield ""
     paper = ["8B, the paper", *(f"{PAPER['8B', s].gain:.1f}" for s in SCHEDULES)]
     rows = [
@@ -172,7 +191,7 @@ def document(
     yield from markdown(["", *SCHEDULES.values()], [paper, *rows])
     yield from ("", sensitivity(table["8B", "gpipe"], variants["8B, every second layer recomputed"]["gpipe"]))
     yield from ("", "## 6 and 8 ranks", "")
-    yield "The paper shows timelines of some of these (1B: GPipe and 1F1B) and gives no figures to compare."
+    yield "The paper has no figures to compare with these. It shows timelines of some (1B under GPipe and 1F1B)."
     yield ""
     yield from markdown(MORE_RANKS, [more_ranks(row) for row in wider])
 
@@ -214,9 +233,9 @@ def one_batch(row: Prediction) -> str:
     """The paper's one figure of a single batch, with neither warm-up nor optimizer in it."""
     paper_gain = gain(PAPER_BATCH_MS, PAPER_BATCH_MS * (1.0 - PAPER_BATCH_CUT / 100.0))
     text = (
-        f"The paper's one figure for a single batch of stable freezing (appendix, 8B, GPipe) is {PAPER_BATCH_CUT}%"
-        f" less than {PAPER_BATCH_MS:g} ms, which is a gain of {paper_gain:.1f}%. Predicted (*stable*):"
-        f" {batch_cut(row):.1f}% less, a gain of {row.stable_gain:.1f}%. {PAPER_BATCH_MS:g} ms would mean that stages"
+        f"The paper has one figure for a single batch of stable freezing (appendix, 8B, GPipe): {PAPER_BATCH_CUT}%"
+        f" less than {PAPER_BATCH_MS:g} ms, which is a gain of {paper_gain:.1f}%. The prediction (*stable*) is"
+        f" {batch_cut(row):.1f}% less, a gain of {row.stable_gain:.1f}%. At {PAPER_BATCH_MS:g} ms the stages would"
         f" compute at {100.0 * row.unfrozen_ms / PAPER_BATCH_MS:.0f}% of an H200's dense bf16 peak."
     )
     return textwrap.fill(text, width=120)
@@ -224,15 +243,13 @@ def one_batch(row: Prediction) -> str:
 
 def freeze_ratios(table: Table, variants: Mapping[str, Mapping[str, Prediction]]) -> str:
     loss = variants[f"8B, {LOSS_ROW}"]
-    return textwrap.fill(
-        FREEZE_RATIOS.format(
-            loss_gpipe=loss["gpipe"].run_freeze_ratio,
-            loss_1f1b=loss["one_f_one_b"].run_freeze_ratio,
-            interleaved=table["8B", "interleaved"].run_freeze_ratio,
-            zbv_1b=table["1B", "zbv"].run_freeze_ratio,
-        ),
-        width=120,
+    text = FREEZE_RATIOS.format(
+        loss_gpipe=loss["gpipe"].run_freeze_ratio,
+        loss_1f1b=loss["one_f_one_b"].run_freeze_ratio,
+        interleaved=table["8B", "interleaved"].run_freeze_ratio,
+        zbv_1b=table["1B", "zbv"].run_freeze_ratio,
     )
+    return wrapped(text)
 
 
 def reasons(table: Table, variants: Mapping[str, Mapping[str, Prediction]]) -> Iterator[str]:
@@ -259,12 +276,18 @@ def reasons(table: Table, variants: Mapping[str, Mapping[str, Prediction]]) -> I
 
 
 def sensitivity(row: Prediction, recomputed: Prediction) -> str:
-    return SENSITIVITY.format(
+    text = SENSITIVITY.format(
         balance=round(FLOPS_PER_BYTE),
         cut=batch_cut(row),
         cut_recompute=batch_cut(recomputed),
         paper_cut=PAPER_BATCH_CUT,
     )
+    return wrapped(text)
+
+
+def wrapped(text: str) -> str:
+    """Return the paragraphs of ``text``, wrapped to the width of a page."""
+    return "\n\n".join(textwrap.fill(paragraph, width=120) for paragraph in text.split("\n\n"))
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
