@@ -1,7 +1,7 @@
 """What freezing replaces in Megatron: one small module for each symbol, each applied and taken back on its own.
 
 ``tf_adapters.megatron`` decides what happens there; a patch only lets it. Every module has ``apply`` and
-``revert``; a symbol that a version of Megatron does not have is an UnsupportedError that names its path.
+``revert``; a symbol that a version of Megatron does not have is a PatchError that names its path.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def patches() -> tuple[Patch, ...]:
 
 
 def revert_all() -> None:
-    """Put back every symbol that is replaced. Raises UnsupportedError, with none put back, where others wrapped one."""
+    """Put back every symbol that is replaced. Raises PatchError, with none put back, where others wrapped one."""
     for patch in patches():
         patch.check_revert()
     for patch in patches():

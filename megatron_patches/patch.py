@@ -8,9 +8,11 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tf_adapters.errors import UnsupportedError
-
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class PatchError(RuntimeError):
+    """A symbol cannot be replaced, or not be put back. The message is one line that names its path."""
 
 
 def argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
@@ -55,7 +57,7 @@ class Patch:
     def apply(self, wrapper: Wrapper) -> None:
         """Replace the symbol by ``wrapper(original)``. Do nothing if it is replaced already.
 
-        Raises UnsupportedError, naming the path, where there is no such module or symbol.
+        Raises PatchError, naming the path, where there is no such module or symbol.
         """
         if self.applied:
             return
@@ -82,7 +84,7 @@ class Patch:
         self.apply(wrapper)
 
     def check(self) -> Callable[..., Any]:
-        """Return the symbol as it is now. Raises UnsupportedError, naming the symbol or argument that is missing."""
+        """Return the symbol as it is now. Raises PatchError, naming the symbol or argument that is missing."""
         function: Any = getattr(self._owner(), self._name, None)
         problem = None
         if not callable(function):
@@ -90,20 +92,20 @@ class Patch:
         elif missing := _not_taken(function, self.arguments):
             problem = f"this Megatron's {self.path} has no argument {missing[0]}"
         if problem:
-            raise UnsupportedError(
+            raise PatchError(
                 f"timely_freeze cannot run here: {problem}; run `tf-adapters doctor` for the versions that work"
             )
         return function  # type: ignore[no-any-return]
 
     def check_revert(self) -> None:
-        """Raise UnsupportedError if other code has wrapped the symbol since: putting it back would undo theirs."""
+        """Raise PatchError if other code has wrapped the symbol since: putting it back would undo theirs."""
         if self.applied and getattr(self._owner(), self._name, None) is not self._replacement:
-            raise UnsupportedError(
+            raise PatchError(
                 f"timely_freeze cannot be taken back: {self.path} was replaced by other code; take that back first"
             )
 
     def revert(self) -> None:
-        """Put the original back, if the symbol is replaced. Raises UnsupportedError as ``check_revert``."""
+        """Put the original back, if the symbol is replaced. Raises PatchError as ``check_revert``."""
         self.check_revert()
         if self._original is not None:
             setattr(self._owner(), self._name, self._original)
@@ -124,13 +126,13 @@ class Patch:
         try:
             return importlib.import_module(self.module)
         except ModuleNotFoundError as error:
-            raise UnsupportedError(
+            raise PatchError(
                 f"timely_freeze cannot run here: there is no {self.module} ({error}); is Megatron on the path?"
             ) from None
 
 
 def handle_all(handlers: Mapping[Patch, Callable[..., Any]]) -> None:
-    """Let each handler answer the calls of its patch. Raises UnsupportedError as ``check``, with none replaced."""
+    """Let each handler answer the calls of its patch. Raises PatchError as ``check``, with none replaced."""
     for patch in handlers:
         patch.check()
     for patch, handler in handlers.items():
@@ -138,7 +140,7 @@ def handle_all(handlers: Mapping[Patch, Callable[..., Any]]) -> None:
 
 
 def revert_all(patches: Iterable[Patch]) -> None:
-    """Put all originals back. Raises UnsupportedError as ``check_revert``."""
+    """Put all originals back. Raises PatchError as ``check_revert``."""
     for patch in patches:
         patch.revert()
 

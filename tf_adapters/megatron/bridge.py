@@ -21,6 +21,7 @@ from tf_adapters.hosts.support import refuse
 from tf_adapters.log import announce
 from tf_adapters.megatron.adapter import MegatronAdapter
 from tf_adapters.megatron.entry import attach, patch_schedules
+from tf_adapters.megatron.patching import patching
 from tf_adapters.megatron.training import warmup_left
 
 __all__ = ["TimelyFreezeCallback"]
@@ -52,7 +53,7 @@ class TimelyFreezeCallback:
         self._progress: Any = None  # the TrainState of the run
         self._last: dict[str, Any] | None = None  # our state at the end of training
         if self._settings.enabled:
-            with ExitStack() as undo:
+            with patching(), ExitStack() as undo:
                 undo.callback(patch_schedules())
                 megatron_patches.train_state.apply(SECTION, _to_save)
                 undo.pop_all()

@@ -18,6 +18,7 @@ from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
 from tf_adapters.config import SECTION
 from tf_adapters.megatron.adapter import TIMER, MegatronAdapter
 from tf_adapters.megatron.entry import attach
+from tf_adapters.megatron.patching import patching
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
 
@@ -31,6 +32,7 @@ class TrainingScript:
         self.adapter: MegatronAdapter | None = None
         self._loaded: Mapping[str, Any] | None = None
 
+    @patching()
     def install(self) -> None:
         """Patch ``megatron.training``. Raises UnsupportedError where a symbol is missing, with none replaced."""
         checkpointing = megatron_patches.checkpointing
@@ -41,6 +43,7 @@ class TrainingScript:
         megatron_patches.model_setup.apply(self._attach)
         megatron_patches.checkpointing.apply(SECTION, self._state_to_save, self._keep)
 
+    @patching()
     def revert(self) -> None:
         """Detach, if attached, and take every patch of Megatron back. Call it on all ranks, between two batches."""
         if self.adapter is not None:
