@@ -5,7 +5,6 @@ Source: megatron/training (the Megatron-LM repository; the megatron-core package
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -19,7 +18,7 @@ from tf_adapters.config import SECTION
 from tf_adapters.megatron.adapter import TIMER, MegatronAdapter
 from tf_adapters.megatron.entry import attach
 from tf_adapters.megatron.patching import patching
-from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
+from tf_adapters.training.phases import warmup_left
 
 
 class TrainingScript:
@@ -109,11 +108,3 @@ class TrainingLogs:
     def _writes(self) -> bool:
         has_writer = bool(self._tensorboard or self._wandb)
         return has_writer and self._iteration % self._args.tensorboard_log_interval == 0
-
-
-def warmup_left(scheduler: Any, global_batch_size: int) -> int:
-    """What is left of the learning-rate warm-up, in steps; Megatron's scheduler counts samples."""
-    if scheduler.lr_warmup_steps <= 0:
-        return DEFAULT_WARMUP_STEPS
-    samples_left: float = scheduler.lr_warmup_steps - scheduler.num_steps
-    return max(0, math.ceil(samples_left / global_batch_size))
