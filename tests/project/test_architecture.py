@@ -128,6 +128,12 @@ def test_an_old_path_only_imports_the_new_one(old: str) -> None:
     )
 
 
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_command_lines_are_parsed_where_commands_are(path: Path) -> None:
+    if room_of(module_of(path)) not in ("arguments", "cli", "megatron_patches", "testing", "trainers"):
+        assert not [name for name in imports(path) if name.split(".")[0] == "argparse"]
+
+
 def test_no_test_module_imports_another() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         assert not [name for name in imports(path) if name.startswith(("test_", "fault_"))], path
