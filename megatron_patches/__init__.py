@@ -1,7 +1,7 @@
 """Replacements of Megatron functions: one small module for each symbol, applied and reverted separately.
 
 A patch only redirects calls; ``tf_adapters.megatron`` decides what they do. Every module has ``apply`` and ``revert``.
-If a version of Megatron lacks the symbol, ``apply`` raises UnsupportedError, which names the symbol's path.
+If a version of Megatron lacks the symbol, ``apply`` raises PatchError, which names the symbol's path.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def patches() -> tuple[Patch, ...]:
 
 
 def revert_all() -> None:
-    """Restore every replaced symbol. Raises UnsupportedError, and restores nothing, if other code has wrapped one."""
+    """Restore every replaced symbol. Raises PatchError, and restores nothing, if other code has wrapped one."""
     for patch in patches():
         patch.check_revert()
     for patch in patches():

@@ -8,9 +8,11 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tf_adapters.errors import UnsupportedError
-
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class PatchError(RuntimeError):
+    """A symbol cannot be replaced, or not be put back. The message is one line that names its path."""
 
 
 def argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
@@ -55,7 +57,7 @@ class Patch:
     def apply(self, wrapper: Wrapper) -> None:
         """Replace the symbol by ``wrapper(original)``. Do nothing if it is already replaced.
 
-        Raises UnsupportedError, which names the path, if the module or symbol does not exist.
+        Raises PatchError, which names the path, if the module or symbol does not exist.
         """
         if self.applied:
             return
@@ -82,7 +84,7 @@ class Patch:
         self.apply(wrapper)
 
     def check(self) -> Callable[..., Any]:
-        """Return the current symbol. Raises UnsupportedError, which names the missing symbol or argument."""
+        """Return the current symbol. Raises PatchError, which names the missing symbol or argument."""
         function: Any = getattr(self._owner(), self._name, None)
         problem = None
         if not callable(function):
@@ -90,20 +92,20 @@ class Patch:
         elif missing := _not_taken(function, self.arguments):
             problem = f"this Megatron's {self.path} has no argument {missing[0]}"
         if problem:
-            raise UnsupportedError(
+            raise PatchError(
                 f"timely_freeze cannot run here: {problem}; run `tf-adapters doctor` for the versions that work"
             )
         return function  # type: ignore[no-any-return]
 
     def check_revert(self) -> None:
-        """Raise UnsupportedError if other code has wrapped the symbol since, because a revert would undo that."""
+        """Raise PatchError if other code has wrapped the symbol since, because a revert would undo that."""
         if self.applied and getattr(self._owner(), self._name, None) is not self._replacement:
-            raise UnsupportedError(
+            raise PatchError(
                 f"timely_freeze cannot be taken back: {self.path} was replaced by other code; take that back first"
             )
 
     def revert(self) -> None:
-        """Restore the original if the symbol is replaced. Raises UnsupportedError as ``check_revert`` does."""
+        """Restore the original if the symbol is replaced. Raises PatchError as ``check_revert`` does."""
         self.check_revert()
         if self._original is not None:
             setattr(self._owner(), self._name, self._original)
@@ -124,7 +126,7 @@ class Patch:
         try:
             return importlib.import_module(self.module)
         except ModuleNotFoundError as error:
-            raise UnsupportedError(
+            raise PatchError(
                 f"timely_freeze cannot run here: there is no {self.module} ({error}); is Megatron on the path?"
             ) from None
 
@@ -138,7 +140,7 @@ def handle_all(handlers: Mapping[Patch, Callable[..., Any]]) -> None:
 
 
 def revert_all(patches: Iterable[Patch]) -> None:
-    """Restore all originals. Raises UnsupportedError as ``check_revert`` does."""
+    """Restore all originals. Raises PatchError as ``check_revert`` does."""
     for patch in patches:
         patch.revert()
 

@@ -48,6 +48,7 @@ HOST = HostInfo("synthetic", "0")
 class SyntheticClock:
     """A clock that the benchmark moves."""
 
+    device = "cpu"
     now = 0.0
 
     def mark(self) -> float:

@@ -88,14 +88,14 @@ def prepare() -> None:
     from tf_adapters.testing import automodel_on_cpu
 
     automodel_on_cpu.install()
-    import tf_adapters.torch_pipelining.automodel  # noqa: F401
+    import tf_adapters.trainers.automodel  # noqa: F401
 
 
 def run(job: dict[str, Any], folder: Path, told: Told) -> None:
     import torch.distributed as dist
     from nemo_automodel.recipes.llm import train_ft
 
-    from tf_adapters.torch_pipelining import automodel
+    from tf_adapters.trainers import automodel
 
     rank = os.environ["RANK"]
     os.environ.update(WANDB_MODE="disabled", HF_DATASETS_CACHE=f"{folder}/cache{rank}")

@@ -18,6 +18,8 @@ BACKWARD = Action.parse("1B0")
 class FakeClock:
     """Time stands still until the test moves it; the device has passed the marks up to ``reached``."""
 
+    device = "cpu"
+
     def __init__(self, reached: float = float("inf")) -> None:
         self.now = 0.0
         self.reached = reached

@@ -68,7 +68,7 @@ def run(job: Job, folder: Path, told: Told) -> None:
     from megatron.bridge.training.pretrain import pretrain
     from megatron.bridge.training.utils.checkpoint_utils import read_train_state
 
-    from tf_adapters.megatron.bridge import TimelyFreezeCallback
+    from tf_adapters.trainers.bridge import TimelyFreezeCallback
 
     read_train_state.cache_clear()  # one process trains once: a later run would get the first one's
     told.more["events"] = []

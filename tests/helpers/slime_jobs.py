@@ -18,7 +18,7 @@ import megatron_ranks as ranks
 import torch
 from forked_jobs import FREEZING, StandIn, Told, digest
 
-HOOK = "tf_adapters.megatron.slime.before_train_step"
+HOOK = "tf_adapters.trainers.slime.before_train_step"
 CASE = ranks.Case(pp=2)
 JOBS: dict[str, dict[str, Any]] = {
     "alone": {"where": "alone"},
@@ -53,13 +53,13 @@ def prepare() -> None:
                 raise
             sys.modules[error.name] = StandIn(error.name)
             print("a stand-in for", error.name)
-    import tf_adapters.megatron.slime  # noqa: F401
+    import tf_adapters.trainers.slime  # noqa: F401
 
 
 def run(job: dict[str, Any], folder: Path, told: Told) -> None:
     from slime.backends.megatron_utils import model as host
 
-    from tf_adapters.megatron import slime as door
+    from tf_adapters.trainers import slime as door
 
     def log(args: Any, metrics: dict[str, Any], step_key: str) -> None:
         step = metrics[step_key]
@@ -93,7 +93,7 @@ def _train(
     from megatron.training import global_vars
 
     ranks.initialize(CASE)
-    args = _arguments(folder / where, timely_freeze)
+    args = _arguments(folder / where, timely_freeze, finetune=not begin_at)
     global_vars.unset_global_variables()
     global_vars.set_args(args)
     sizes = {"global_batch_size": 4, "micro_batch_size": 1, "data_parallel_size": 1}
@@ -114,7 +114,7 @@ def _train(
     return digest(parameter for chunk in chunks for parameter in chunk.parameters())
 
 
-def _arguments(folder: Path, section: dict[str, Any] | None) -> Any:
+def _arguments(folder: Path, section: dict[str, Any] | None, finetune: bool) -> Any:
     set_ones = {
         "save": str(folder),
         "load": str(folder),
@@ -122,6 +122,7 @@ def _arguments(folder: Path, section: dict[str, Any] | None) -> Any:
         "micro_batch_size": 1,
         "global_batch_size": 4,
         "data_pad_size_multiplier": ranks.CONTEXT,
+        "finetune": finetune,  # as slime sets it without a checkpoint
         "check_for_nan_in_loss_and_grad": True,
         "loss_type": "sft_loss",
         "log_probs_chunk_size": -1,

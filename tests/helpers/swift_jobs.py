@@ -21,7 +21,7 @@ from forked_jobs import FREEZING, StandIn, Told, digest
 
 HALF = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
 CASE = ranks.Case(pp=2, model={**HALF, "variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"})
-PLUGIN = "from tf_adapters.megatron.swift import register\n\nregister({settings})\n"
+PLUGIN = "from tf_adapters.trainers.swift import register\n\nregister({settings})\n"
 JOBS: dict[str, dict[str, Any]] = {
     "alone": {"where": "alone"},
     "nothing frozen": {"where": "nothing", "section": {**FREEZING, "max_freeze_ratio": 0.0}},
@@ -76,7 +76,7 @@ def prepare() -> None:
     vars(base)["get_mcore_model"] = _model
     vars(torch.cuda).update(device_count=lambda: 2, max_memory_reserved=lambda: 0)
     importlib.import_module("swift.megatron.pipelines.train.sft")
-    import tf_adapters.megatron.swift  # noqa: F401
+    import tf_adapters.trainers.swift  # noqa: F401
 
 
 def _model(args: Any, hf_config: Any) -> list[Any]:

@@ -82,7 +82,7 @@ def make_assets(folder: Path) -> None:
 
 
 def run_jobs(folder: Path, jobs: Sequence[Sequence[str]], timeout_s: float = 200.0) -> list[list[Outcome]]:
-    """Run ``tf_adapters.torchtitan`` with each job's arguments on two ranks; by job and rank."""
+    """Run ``tf_adapters.trainers.torchtitan`` with each job's arguments on two ranks; by job and rank."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     ports = [free_port() for _ in jobs]
@@ -114,7 +114,7 @@ def _installs(folder: str) -> list[Any]:
     from tf_adapters.testing import torchtitan_on_cpu
 
     torchtitan_on_cpu.install()
-    from tf_adapters.torchtitan.training import install, trainer_module
+    from tf_adapters.trainers.torchtitan import install, trainer_module
 
     trainer = trainer_module().Trainer
     before, found = dict(vars(trainer)), []
@@ -137,7 +137,7 @@ def _sizes_of(files: list[str]) -> dict[str, tuple[int, Any]]:
     import torch
 
     from tf_adapters.testing import torchtitan_on_cpu
-    from tf_adapters.torchtitan.settings import JobSettings
+    from tf_adapters.trainers.torchtitan_settings import JobSettings
 
     torchtitan_on_cpu.install()
     from torchtitan.config import ConfigManager
@@ -176,8 +176,7 @@ def _run_job(arguments: list[str], port: int) -> Outcome:
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.config import ConfigManager
 
-    from tf_adapters.torchtitan.__main__ import main
-    from tf_adapters.torchtitan.training import trainer_module
+    from tf_adapters.trainers.torchtitan import main, trainer_module
 
     module = trainer_module()
     trainer = module.Trainer
@@ -192,7 +191,7 @@ def _run_job(arguments: list[str], port: int) -> Outcome:
         return log(self, step, loss, *args, extra_metrics=extra_metrics, **kwargs)
 
     MetricsProcessor.log = logged
-    sys.argv = ["tf_adapters.torchtitan", *arguments]
+    sys.argv = ["tf_adapters.trainers.torchtitan", *arguments]
     module.time = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})  # it sleeps at its end
     parse: Any = ConfigManager.parse_args
     ConfigManager.parse_args = lambda self, args=None: parse(self, sys.argv[1:])  # read when it is imported, before 0.3

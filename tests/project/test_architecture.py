@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = [
-    {"errors", "log"},
-    {"config", "collectives", "overrides", "megatron_patches", "schedule"},
+    {"errors", "log", "megatron_patches"},
+    {"config", "collectives", "overrides", "schedule"},
     {"arguments", "measuring"},
     {"planner", "selection"},
     {"weight_gradients"},
@@ -21,7 +21,7 @@ FLOORS = [
     {"report"},
     {"hosts", "simulate"},
     {"deepspeed", "megatron", "torch_pipelining"},
-    {"torchtitan"},
+    {"trainers"},
     {"cli", "testing"},
 ]
 """From the ground up: a room imports rooms of lower floors only."""
@@ -30,20 +30,36 @@ HOSTS = {
     "deepspeed": "deepspeed",
     "megatron": "megatron",
     "torch_pipelining": "torch.distributed.pipelining",
-    "torchtitan": "torchtitan",
+    "trainers.automodel": "nemo_automodel",
+    "trainers.bridge": "megatron.bridge",
+    "trainers.slime": "slime",
+    "trainers.swift": "swift",
+    "trainers.torchtitan": "torchtitan",
 }
+"""By room or, among trainers, by module."""
 MOST_LINES, MOST_FUNCTION_LINES, MOST_POSITIONAL = 400, 60, 4
-FILES = [*sorted((ROOT / "tf_adapters").rglob("*.py")), *sorted((ROOT / "megatron_patches").glob("*.py"))]
+MOVED = {
+    "tf_adapters.megatron.bridge": "tf_adapters.trainers.bridge",
+    "tf_adapters.megatron.slime": "tf_adapters.trainers.slime",
+    "tf_adapters.megatron.swift": "tf_adapters.trainers.swift",
+    "tf_adapters.torch_pipelining.automodel": "tf_adapters.trainers.automodel",
+    "tf_adapters.torchtitan": "tf_adapters.trainers.torchtitan",
+}
+"""Old paths in users' scripts, and the module that each imports."""
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+ALL_FILES = [*sorted((ROOT / "tf_adapters").rglob("*.py")), *sorted((ROOT / "megatron_patches").glob("*.py"))]
+FILES = [path for path in ALL_FILES if module_of(path) not in MOVED]
 
 
 def room_of(module: str) -> str:
     """``tf_adapters.planner.glop`` is in ``planner``; ``tf_adapters`` alone is in no room."""
     parts = module.split(".")
     return parts[0] if parts[0] == "megatron_patches" else parts[1] if len(parts) > 1 else ""
-
-
-def module_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -87,11 +103,11 @@ def test_a_room_imports_lower_rooms_only(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_a_host_is_imported_in_its_own_folder_only(path: Path) -> None:
-    here = room_of(module_of(path))
-    if here in ("testing", "megatron_patches"):  # stand-ins for a host's own modules
+    here = module_of(path).removeprefix("tf_adapters.")
+    if room_of(module_of(path)) in ("testing", "megatron_patches"):  # stand-ins for a host's own modules
         return
     for room, host in HOSTS.items():
-        if room != here:
+        if not f"{here}.".startswith(f"{room}."):
             assert not [name for name in imports(path) if f"{name}.".startswith(f"{host}.")]
 
 
@@ -99,6 +115,23 @@ def test_a_host_is_imported_in_its_own_folder_only(path: Path) -> None:
 def test_the_planner_imports_no_torch(room: str) -> None:
     for path in sorted((ROOT / "tf_adapters" / room).glob("*.py")):
         assert not [name for name in imports(path) if name.split(".")[0] in ("torch", *HOSTS)]
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_an_old_path_only_imports_the_new_one(old: str) -> None:
+    _docstring, *body = ast.parse(ROOT.joinpath(*old.split(".")).with_suffix(".py").read_text()).body
+    imported = [node for node in body if isinstance(node, ast.ImportFrom)]
+    assert {node.module for node in imported} == {MOVED[old]}
+    assert [ast.unparse(node) for node in body if node not in imported] in (
+        [],
+        ["if __name__ == '__main__':\n    main()"],
+    )
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_command_lines_are_parsed_where_commands_are(path: Path) -> None:
+    if room_of(module_of(path)) not in ("arguments", "cli", "megatron_patches", "testing", "trainers"):
+        assert not [name for name in imports(path) if name.split(".")[0] == "argparse"]
 
 
 def test_no_test_module_imports_another() -> None:

@@ -25,7 +25,7 @@ import tf_adapters.cli
 from tf_adapters.arguments import add_arguments, config_from_args
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.testing import emulated_device
-from tf_adapters.torchtitan.settings import JobSettings
+from tf_adapters.trainers.torchtitan_settings import JobSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
@@ -29,3 +30,21 @@ def test_a_host_is_reached_by_attribute_and_importing_the_package_imports_none()
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'torch_pipelinig'"):
         _ = tf_adapters.torch_pipelinig
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        ("tf_adapters.torchtitan", "tf_adapters.trainers.torchtitan", "install"),
+        ("tf_adapters.megatron.bridge", "tf_adapters.trainers.bridge", "TimelyFreezeCallback"),
+        ("tf_adapters.megatron.slime", "tf_adapters.trainers.slime", "before_train_step"),
+    ],
+)
+def test_an_older_path_is_the_same_object(old: str, new: str, name: str) -> None:
+    assert getattr(importlib.import_module(old), name) is getattr(importlib.import_module(new), name)
+
+
+def test_the_older_command_for_torchtitan_runs() -> None:
+    command = [sys.executable, "-m", "tf_adapters.torchtitan", "--help"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert said.startswith("usage: torchrun [...] -m tf_adapters.trainers.torchtitan ")

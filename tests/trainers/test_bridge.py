@@ -87,14 +87,14 @@ class TestTrainings(TrainerContract):
 
 
 def test_a_wrong_setting_is_one_line_before_anything_starts() -> None:
-    from tf_adapters.megatron.bridge import TimelyFreezeCallback
+    from tf_adapters.trainers.bridge import TimelyFreezeCallback
 
     with pytest.raises(ConfigError, match=r"^timely_freeze.max_freeze_ratio is 2: allowed is [^\n]*$"):
         TimelyFreezeCallback({"max_freeze_ratio": 2})
 
 
 def test_process_groups_that_megatron_does_not_know_are_refused() -> None:
-    from tf_adapters.megatron.bridge import TimelyFreezeCallback
+    from tf_adapters.trainers.bridge import TimelyFreezeCallback
 
     callback = TimelyFreezeCallback({"enabled": False})
     callback._settings = callback._settings.model_copy(update={"enabled": True})

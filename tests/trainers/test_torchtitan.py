@@ -27,8 +27,10 @@ from torchtitan_jobs import (
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
 from tf_adapters.report import Report
-from tf_adapters.torchtitan.__main__ import main
-from tf_adapters.torchtitan.settings import JobSettings
+from tf_adapters.trainers.torchtitan import main
+from tf_adapters.trainers.torchtitan_settings import JobSettings
+
+ERROR = "tf_adapters.trainers.torchtitan: error: "
 
 # --- settings, in one process ------------------------------------------------------------------------------------
 
@@ -95,12 +97,12 @@ def test_a_module_that_torchtitan_lacks_is_named_in_one_line(
     """TorchTitan imports triton, which PyTorch's builds without a GPU do not bring."""
     monkeypatch.setitem(sys.modules, "torchtitan", ModuleType("torchtitan"))
     monkeypatch.setitem(sys.modules, "torchtitan.config", None)
-    monkeypatch.setattr(sys, "argv", ["tf_adapters.torchtitan", "--timely_freeze.enable"])
+    monkeypatch.setattr(sys, "argv", ["tf_adapters.trainers.torchtitan", "--timely_freeze.enable"])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith("tf_adapters.torchtitan: error: torchtitan needs torchtitan.config, which is not installed")
+    assert said.startswith(f"{ERROR}torchtitan needs torchtitan.config, which is not installed")
     assert said.count("\n") == 1
 
 
@@ -222,15 +224,12 @@ def test_a_toml_file_has_settings(jobs: dict[str, list[Outcome]]) -> None:
 @pytest.mark.programs
 def test_what_cannot_be_is_one_line(jobs: dict[str, list[Outcome]]) -> None:
     for name, line in (
-        (
-            "no pipeline",
-            "tf_adapters.torchtitan: error: timely_freeze cannot run here: TorchTitan trains without a pipeline",
-        ),
+        ("no pipeline", f"{ERROR}timely_freeze cannot run here: TorchTitan trains without a pipeline"),
         ("wrong file", "max_freeze_ratio is 6"),
     ):
         if name not in jobs:
             continue
-        said = [of_line for of_line in jobs[name][0].said.splitlines() if "tf_adapters.torchtitan: error" in of_line]
+        said = [of_line for of_line in jobs[name][0].said.splitlines() if ERROR in of_line]
         assert len(said) == 1
         assert line in said[0]
         assert "Traceback" not in jobs[name][0].said

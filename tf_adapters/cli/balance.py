@@ -8,7 +8,6 @@ import re
 from itertools import accumulate
 
 from tf_adapters.errors import ConfigError, TimelyFreezeError
-from tf_adapters.measuring.device import EMULATED
 from tf_adapters.report.page import Page, Table, print_page
 from tf_adapters.report.schema import Report
 from tf_adapters.simulate.balance import Balance, Cut, balance
@@ -39,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def page(report: Report, result: Balance) -> Page:
-    device = " on emulated devices" if report.host.device == EMULATED else ""
+    device = " on emulated devices" if report.host.emulated else ""
     facts = [
         ("pipeline", f"{report.host.name} {report.host.version}{device}: {_counts(result.now)} layers on the stages"),
         ("batch", f"{result.now.makespan_ms:,.1f} ms; {_idle(result, result.now):.0%} of the ranks' time idle"),

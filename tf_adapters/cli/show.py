@@ -6,10 +6,10 @@ import argparse
 import importlib.util
 from dataclasses import replace
 
+from tf_adapters.cli.outputs import add_output_arguments, asked_for, check_outputs, write_outputs
 from tf_adapters.cli.progress import Progress
 from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.report.layout import Panel, panels_of
-from tf_adapters.report.outputs import add_output_arguments, asked_for, check_outputs, write_outputs
 from tf_adapters.report.page import Page, print_page
 from tf_adapters.report.plots import draw_plots
 from tf_adapters.report.schema import Report

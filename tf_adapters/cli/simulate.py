@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tf_adapters.simulate.options import add_arguments, read_options
+from tf_adapters.cli.simulate_arguments import add_arguments, read_options
 
 if TYPE_CHECKING:
     from tf_adapters.simulate.simulation import Simulation
@@ -42,9 +42,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
+    from tf_adapters.cli.outputs import check_outputs
     from tf_adapters.cli.plan import load_json
     from tf_adapters.cli.progress import Progress
-    from tf_adapters.report.outputs import check_outputs
     from tf_adapters.simulate.simulation import simulate
     from tf_adapters.simulate.sources import read_request
 
@@ -72,7 +72,7 @@ _DRAWN_TWICE = 3
 
 
 def _output(args: argparse.Namespace, request: Request, simulations: list[Simulation]) -> None:
-    from tf_adapters.report.outputs import write_outputs
+    from tf_adapters.cli.outputs import write_outputs
     from tf_adapters.report.page import print_page, terminal_width
     from tf_adapters.simulate.page import chart_panels, comparison_page, planned_panels, simulation_page
 

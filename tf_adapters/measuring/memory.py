@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tf_adapters.measuring.device import device_name
 from tf_adapters.schedule.deferral import first_half
 from tf_adapters.schedule.ir import Action, Kind
 
@@ -69,7 +68,6 @@ class MemoryMeter:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device_type = device_name(device)
         self._held = _reader(device)
         self._peaks: dict[str, int] = {}
         self._steps: dict[str, int] = defaultdict(int)

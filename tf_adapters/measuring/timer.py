@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 class Clock(Protocol):
     """Marks moments and measures the time between two marks."""
 
+    device: str
+    """The device's name in reports."""
+
     def mark(self) -> Any:
         """Return a mark of the current moment on the device that runs the work."""
 
@@ -34,6 +37,8 @@ class Clock(Protocol):
 
 class HostClock:
     """The clock for a CPU, where work is done when the call returns."""
+
+    device = "cpu"
 
     def mark(self) -> int:
         return time.perf_counter_ns()
@@ -57,6 +62,7 @@ class DeviceClock:
         self._module = torch.get_device_module(device)
         index = self._module.current_device() if device.index is None else device.index
         self._device = torch.device(device.type, index)
+        self.device = device.type
 
     def mark(self) -> Any:
         event = self._module.Event(enable_timing=True)
@@ -70,9 +76,13 @@ class DeviceClock:
         self._module.synchronize(self._device)
 
 
+CLOCKS: dict[str, Callable[[], Clock]] = {"cpu": HostClock}
+"""Clocks by type of device, for devices without the streams and events that DeviceClock needs."""
+
+
 def clock_for(device: torch.device) -> Clock:
     """Return the clock of the model's device."""
-    return HostClock() if device.type == "cpu" else DeviceClock(device)
+    return CLOCKS[device.type]() if device.type in CLOCKS else DeviceClock(device)
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -150,6 +160,11 @@ class ActionTimer:
         self._newest_step_ms: float | None = None
         self._trace: dict[Action, Interval] = {}
         self._traces: dict[tuple[str, int], deque[tuple[int, Trace]]] = defaultdict(lambda: deque(maxlen=_TRACES))
+
+    @property
+    def device(self) -> str:
+        """What reports call the device that is timed."""
+        return self._clock.device
 
     @contextmanager
     def timed(self, phase: str, action: Action, share: float = 0.0, first_part: bool = False) -> Iterator[None]:

@@ -46,5 +46,6 @@ def revert() -> None:
         _script.revert()
         return
     import megatron_patches
+    from tf_adapters.megatron.patching import patching
 
-    megatron_patches.revert_all()
+    patching()(megatron_patches.revert_all)()

@@ -23,6 +23,7 @@ from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.adapter import attach_once
 from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules, same_on_all_ranks
 from tf_adapters.megatron.adapter import HOST, MegatronAdapter, MegatronModel, adapter_of, tagged
+from tf_adapters.megatron.patching import patching
 from tf_adapters.megatron.support import check, keeps_order
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
@@ -117,6 +118,7 @@ def _agreed_model(
     return replace(described[0], moves_forwards=not any(keeps))
 
 
+@patching()
 def patch_schedules() -> Callable[[], None]:
     """Patch the schedules, so that adapters see every batch, forward and backward. Other models run as before.
 
@@ -133,7 +135,7 @@ def patch_schedules() -> Callable[[], None]:
     forward.apply(_on_forward)
     backward.apply(_on_backward)
     communication.apply(_on_communication)
-    return lambda: revert_all(new)
+    return patching()(lambda: revert_all(new))
 
 
 def _on_batch(run: Any, model: Any, num_microbatches: int, forward_only: bool, communicator: Any) -> Any:

@@ -5,7 +5,6 @@ Source: megatron/training (the Megatron-LM repository; the megatron-core package
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -18,7 +17,8 @@ from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
 from tf_adapters.config import SECTION
 from tf_adapters.megatron.adapter import TIMER, MegatronAdapter
 from tf_adapters.megatron.entry import attach
-from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
+from tf_adapters.megatron.patching import patching
+from tf_adapters.training.phases import warmup_left
 
 
 class TrainingScript:
@@ -31,6 +31,7 @@ class TrainingScript:
         self.adapter: MegatronAdapter | None = None
         self._loaded: Mapping[str, Any] | None = None
 
+    @patching()
     def install(self) -> None:
         """Patch ``megatron.training``. Raises UnsupportedError, and patches nothing, if a symbol is missing."""
         checkpointing = megatron_patches.checkpointing
@@ -41,6 +42,7 @@ class TrainingScript:
         megatron_patches.model_setup.apply(self._attach)
         megatron_patches.checkpointing.apply(SECTION, self._state_to_save, self._keep)
 
+    @patching()
     def revert(self) -> None:
         """Detach, if attached, and revert every patch of Megatron. Call it on all ranks, between two batches."""
         if self.adapter is not None:
@@ -106,11 +108,3 @@ class TrainingLogs:
     def _writes(self) -> bool:
         has_writer = bool(self._tensorboard or self._wandb)
         return has_writer and self._iteration % self._args.tensorboard_log_interval == 0
-
-
-def warmup_left(scheduler: Any, global_batch_size: int) -> int:
-    """Return the rest of the learning-rate warm-up, in steps. Megatron's scheduler counts samples."""
-    if scheduler.lr_warmup_steps <= 0:
-        return DEFAULT_WARMUP_STEPS
-    samples_left: float = scheduler.lr_warmup_steps - scheduler.num_steps
-    return max(0, math.ceil(samples_left / global_batch_size))

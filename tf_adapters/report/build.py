@@ -11,7 +11,6 @@ from statistics import fmean
 
 from tf_adapters import __version__
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.measuring.device import EMULATED
 from tf_adapters.measuring.estimates import estimate, grouped, median, merged
 from tf_adapters.measuring.layers import StageLayers
 from tf_adapters.measuring.phase import Phase
@@ -93,7 +92,7 @@ def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report
     batches, run = _batches(run), run.of_most_used()
     state, gaps = run.state, run.state.measured.gaps.to_json()
     return Report(
-        host=Host(name=run.host.name, version=run.host.version, device=run.memory.device_type),
+        host=Host(name=run.host.name, version=run.host.version, device=run.timer.device),
         versions=_versions(),
         config=run.config.model_dump(),
         schedule=run.schedule,
@@ -179,7 +178,7 @@ def result_line(report: Report, stable_steps_ms: Sequence[float]) -> str | None:
     if report.config.get("method") == "none":
         return f"method none: {stable:.1f} ms a step, nothing frozen; planned {measured.planned_step_ms:.1f} ms"
     error = step.error / step.value if step.value else 0.0
-    where = "emulated device, " if report.host.device == EMULATED else ""
+    where = "emulated device, " if report.host.emulated else ""
     return (
         f"{where}stable freezing: {stable:.1f} ms a step over {len(stable_steps_ms)} steps, {unfrozen / stable:.2f}x "
         f"(+-{error:.1%}) of {unfrozen:.1f} ms with nothing frozen; "

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tf_adapters.errors import ConfigError
-from tf_adapters.measuring.device import EMULATED
 from tf_adapters.planner.forecast import durations_under, planned_dag
 from tf_adapters.report.schema import BackwardSample, Report
 from tf_adapters.schedule.dag import PipelineDag
@@ -165,7 +164,7 @@ def _changes(action: Action, times: Mapping[str, tuple[float, float]]) -> bool:
 def panels_of(report: Report) -> tuple[Panel, ...]:
     """What there is of the batches above, in their order. Raises ConfigError, ScheduleError as they do."""
     made = (before(report), exact(report), after(report), measured(report))
-    where = "emulated devices; " if report.host.device == EMULATED else ""
+    where = "emulated devices; " if report.host.emulated else ""
     return tuple(replace(panel, title=where + panel.title) for panel in made if panel is not None)
 
 

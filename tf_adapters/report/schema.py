@@ -49,11 +49,16 @@ class _Model(BaseModel):
 
 
 class Host(_Model):
-    """The framework that ran the pipeline, and the type of device it ran on ("cpu", "cuda"); None in old reports."""
+    """The framework that ran the pipeline, and its device ("cpu", "cuda", "emulated"; None in old reports)."""
 
     name: str
     version: str
     device: str | None = None
+
+    @property
+    def emulated(self) -> bool:
+        """Whether times are those of a device that is not there: whoever shows them has to say so."""
+        return self.device == "emulated"
 
 
 class Phases(_Model):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from tf_adapters.measuring.device import EMULATED
 from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.planner.frontier import describe_frontier
 from tf_adapters.report.batch import batch_facts, bubble_headline
@@ -78,7 +77,7 @@ def _headline(report: Report) -> str:
 def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[str, str]]:
     yield "status", f"{_status(report)} (step {report.step}{_phase_ends(report)})"
     ranks, microbatches = len(schedule.ranks), schedule.num_microbatches
-    device = " on emulated devices" if report.host.device == EMULATED else ""
+    device = " on emulated devices" if report.host.emulated else ""
     yield (
         "pipeline",
         (
@@ -96,7 +95,7 @@ def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[st
     memory = report.measured.peak_memory_bytes
     if memory.unfrozen:
         peaks = [memory.unfrozen, *([memory.stable] if memory.stable else [])]
-        counted = "of the process" if report.host.device in ("cpu", EMULATED) else "of tensors"
+        counted = "of the process" if report.host.emulated or report.host.device == "cpu" else "of tensors"
         planned = f", at most {_gib(max(memory.planned))} planned" if memory.planned else ""
         yield (
             "memory",

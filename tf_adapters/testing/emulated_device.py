@@ -31,7 +31,7 @@ from torch.utils.flop_counter import flop_registry
 from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.launcher import run_command
 from tf_adapters.log import announce
-from tf_adapters.measuring.device import emulated
+from tf_adapters.testing.emulated_clock import emulated
 from tf_adapters.testing.emulated_link import EmulatedLinks, Link
 
 __all__ = ["EmulatedDevice", "main", "real_time"]

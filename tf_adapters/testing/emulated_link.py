@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from tf_adapters.errors import ConfigError
-from tf_adapters.measuring.device import emulated
+from tf_adapters.testing.emulated_clock import emulated
 
 __all__ = ["EmulatedLinks", "Link"]
 

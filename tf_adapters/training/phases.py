@@ -5,7 +5,9 @@ Steps count from 1, as in the paper: step t is the t-th optimizer step since fre
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tf_adapters.measuring.phase import Phase
 
@@ -105,3 +107,14 @@ class PhaseSchedule:
             return 0.0
         length = self.progressive_end - self.freezing_start
         return 1.0 if length == 0 else min(1.0, (step - self.freezing_start) / length)
+
+
+def warmup_left(scheduler: Any, per_step: int = 1) -> int:
+    """What is left of a learning-rate warm-up, in steps; ``DEFAULT_WARMUP_STEPS`` where the scheduler has none.
+
+    The scheduler is of Megatron's kind, and counts ``per_step`` samples in a step.
+    """
+    if scheduler.lr_warmup_steps <= 0:
+        return DEFAULT_WARMUP_STEPS
+    left: float = scheduler.lr_warmup_steps - scheduler.num_steps
+    return max(0, math.ceil(left / per_step))

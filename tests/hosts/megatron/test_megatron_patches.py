@@ -32,7 +32,7 @@ from megatron_patches import (
     model_setup,
     train_state,
 )
-from megatron_patches.patch import Patch
+from megatron_patches.patch import Patch, PatchError
 from tf_adapters.errors import UnsupportedError
 from tf_adapters.megatron import adapter as adapters
 from tf_adapters.megatron import entry
@@ -420,7 +420,7 @@ def test_a_patch_that_is_refused_leaves_the_host_as_it_was(
 ) -> None:
     monkeypatch.delattr(module_of(path), name_of(path))
     others = {other: symbol(other) for _, other in PATCHED if other != path}
-    with pytest.raises(UnsupportedError):
+    with pytest.raises(PatchError):
         apply_unchanged(patch)
     assert [other for other, before in others.items() if symbol(other) is not before] == []
 
@@ -432,14 +432,14 @@ def test_a_patch_that_was_refused_can_be_applied_when_the_symbol_is_there(
     original = symbol(path)
     with monkeypatch.context() as without:
         without.delattr(module_of(path), name_of(path))
-        with pytest.raises(UnsupportedError):
+        with pytest.raises(PatchError):
             apply_unchanged(patch)
     apply_unchanged(patch)
     assert symbol(path).__wrapped__ is original
 
 
 def check_refusal(call: Callable[[], Any], text: str) -> None:
-    with pytest.raises(UnsupportedError) as caught:
+    with pytest.raises(PatchError) as caught:
         call()
     assert text in str(caught.value)
     assert str(caught.value).startswith("timely_freeze cannot run here: ")
@@ -813,6 +813,22 @@ def test_installing_twice_gives_the_same_handle_and_either_revert_takes_everythi
         assert handle.adapter is None
         assert not any(patch.applied for patch in megatron_patches.patches())
     assert detached == [True, True]
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_script_gets_errors_of_this_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, name = module_of(model_setup.PATCH.path), name_of(model_setup.PATCH.path)
+    with monkeypatch.context() as without:
+        without.delattr(module, name)
+        with pytest.raises(UnsupportedError, match=f"this Megatron has no {model_setup.PATCH.path}"):
+            tf_adapters.megatron.install()
+    handle = tf_adapters.megatron.install()
+    with monkeypatch.context() as wrapped:
+        wrapped.setattr(module, name, lambda: None)
+        for revert in (handle.revert, tf_adapters.megatron.revert):
+            with pytest.raises(UnsupportedError, match=f"{model_setup.PATCH.path} was replaced by other code"):
+                revert()
+    handle.revert()
 
 
 # --- what we call ----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_patches.patch import PatchError
 from tf_adapters.collectives import SingleProcess
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError, UnsupportedError
@@ -302,7 +303,7 @@ def test_a_patch_that_others_have_wrapped_is_not_taken_back(monkeypatch: pytest.
     ours = schedules.forward_step
     with monkeypatch.context() as patched:
         patched.setattr(schedules, "forward_step", lambda *_: None)
-        with pytest.raises(UnsupportedError, match="forward_step was replaced by other code"):
+        with pytest.raises(PatchError, match="forward_step was replaced by other code"):
             megatron_patches.revert_all()
     assert schedules.forward_step is ours
     megatron_patches.revert_all()

@@ -14,7 +14,7 @@ from torch_oracle import check_oracle
 from torch_ranks import Case, pool, train
 
 from tf_adapters.errors import ConfigError
-from tf_adapters.measuring.device import device_name
+from tf_adapters.measuring.timer import clock_for
 from tf_adapters.report.layout import panels_of
 from tf_adapters.report.schema import Report
 from tf_adapters.report.terminal import summary
@@ -97,10 +97,10 @@ def test_jitter_repeats_with_its_seed_and_keeps_the_mean():
 
 
 def test_it_has_a_name_while_it_is_active():
-    assert device_name(CPU) == "cpu"
+    assert clock_for(CPU).device == "cpu"
     with Time().device(1.0):
-        assert device_name(CPU) == "emulated"
-    assert device_name(CPU) == "cpu"
+        assert clock_for(CPU).device == "emulated"
+    assert clock_for(CPU).device == "cpu"
 
 
 @pytest.mark.parametrize(("rate", "jitter", "word"), [(0.0, 0.0, "rate"), (-1.0, 0.0, "rate"), (1.0, 1.0, "jitter")])

@@ -16,7 +16,7 @@ from torch_oracle import check_oracle
 from torch_ranks import Case, pool, train
 
 from tf_adapters.errors import ConfigError
-from tf_adapters.measuring.device import device_name
+from tf_adapters.measuring.timer import clock_for
 from tf_adapters.testing.emulated_device import main
 from tf_adapters.testing.emulated_link import EmulatedLinks, Link
 
@@ -61,10 +61,10 @@ def test_an_edge_has_its_link_both_ways():
 def test_it_has_a_name_and_puts_back_what_it_replaced():
     before = [getattr(dist, name) for name in ("isend", "irecv", "send", "recv")]
     with EmulatedLinks(SLOW):
-        assert device_name(torch.device("cpu")) == "emulated"
+        assert clock_for(torch.device("cpu")).device == "emulated"
         assert dist.isend is dist.distributed_c10d.isend is not before[0]
     assert [getattr(dist, name) for name in ("isend", "irecv", "send", "recv")] == before
-    assert device_name(torch.device("cpu")) == "cpu"
+    assert clock_for(torch.device("cpu")).device == "cpu"
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,8 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BackgroundPlan]]:
 class LaggingClock:
     """A device that has passed only the marks of the steps before; it counts how often somebody waits for it."""
 
+    device = "cpu"
+
     def __init__(self) -> None:
         self.now, self.passed, self.waits = 0.0, 0.0, 0
         self._random = random.Random(0)

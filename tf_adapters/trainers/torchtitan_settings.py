@@ -13,8 +13,6 @@ from tf_adapters.errors import ConfigError
 
 __all__ = ["JobSettings"]
 
-SWITCH = f"--{SECTION}.enable"
-
 
 def dotted(name: str) -> str:
     """``--timely_freeze.enable``, ``--timely_freeze.max_freeze_ratio``: as TorchTitan spells arguments."""
@@ -29,11 +27,12 @@ class JobSettings:
 
         Ends the program with one line where an argument is wrong, before anything starts.
         """
-        self._parser = argparse.ArgumentParser(prog="tf_adapters.torchtitan", add_help=False, allow_abbrev=False)
+        self._parser = argparse.ArgumentParser(
+            prog="tf_adapters.trainers.torchtitan", add_help=False, allow_abbrev=False
+        )
         add_arguments(self._parser, dotted)
         self._arguments = [_as_typed(argument) for argument in arguments]
-        self._section: dict[str, Any] = {}
-        self.rest = self._parser.parse_known_args([SWITCH, *self._arguments])[1]  # the file may switch it on
+        self.rest = self._parser.parse_known_args([dotted(""), *self._arguments])[1]  # the file may switch it on
         unknown = [argument for argument in self.rest if argument.startswith(f"--{SECTION}.")]
         if unknown:
             TimelyFreezeConfig(**{unknown[0].split("=")[0].removeprefix(f"--{SECTION}."): None})
@@ -45,14 +44,13 @@ class JobSettings:
         """
         left = dict(values)
         section = left.pop(SECTION, {})
-        if not isinstance(section, Mapping):
-            raise ConfigError(f"[{SECTION}] is {section!r}: it must be an object of settings")
-        self._section = dict(section)
-        enable = self._section.pop("enable", False)
+        enable = section.get("enable", False) if isinstance(section, dict) else False
         if not isinstance(enable, bool):
             raise ConfigError(f"{SECTION}.enable is {enable!r}: allowed is true or false")
-        TimelyFreezeConfig(**self._section)
-        self._parser.set_defaults(**{SECTION: enable}, **{f"{SECTION}_{k}": v for k, v in self._section.items()})
+        if isinstance(section, dict):
+            section = {name: value for name, value in section.items() if name != "enable"}
+        TimelyFreezeConfig.parse(section)
+        self._parser.set_defaults(**{SECTION: enable}, **{f"{SECTION}_{k}": v for k, v in section.items()})
         return left
 
     def config(self, output_dir: str) -> TimelyFreezeConfig | None:

@@ -1,0 +1,116 @@
+"""Freezing in Megatron-Bridge's ``pretrain`` and ``finetune``, as one of their callbacks.
+
+Source: megatron/bridge/training (callbacks.py, train.py, pretrain.py, state.py, checkpointing.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+
+import megatron_patches.train_state
+from tf_adapters.config import SECTION, TimelyFreezeConfig
+from tf_adapters.hosts.agreement import GivenConfig
+from tf_adapters.hosts.support import refuse
+from tf_adapters.megatron.entry import attach, patch_schedules
+from tf_adapters.megatron.patching import patching
+from tf_adapters.trainers.run import TrainerRun
+from tf_adapters.training.phases import warmup_left
+
+__all__ = ["TimelyFreezeCallback"]
+
+_newest: TimelyFreezeCallback | None = None  # whose run trains, or has trained last
+
+
+class TimelyFreezeCallback(TrainerRun):
+    """A callback of Megatron-Bridge that freezes: ``pretrain(..., callbacks=[TimelyFreezeCallback({...})])``.
+
+    Make it before ``pretrain`` or ``finetune`` is called: Bridge fetches Megatron's schedule before it starts its
+    callbacks. It attaches when training starts, goes on from the state in the checkpoint that was loaded, puts its
+    state into every checkpoint, writes figures to Bridge's loggers, and detaches at the end of training.
+
+    Args:
+        config: the settings; by default all defaults. Equal on all ranks.
+
+    Raises:
+        ConfigError: a setting is wrong. UnsupportedError: Megatron-Core or Megatron-Bridge lacks what it needs; raised
+            at the start of training, on all ranks, where freezing cannot be right with this model.
+    """
+
+    prefix = "timely-freeze/"
+
+    def __init__(self, config: GivenConfig = None) -> None:
+        super().__init__()
+        self._settings = TimelyFreezeConfig.parse(config)
+        self._state: Any = None  # Bridge's GlobalState of the run
+        self._last: str | None = None  # our state at the end of training
+        if self._settings.enabled:
+            with patching(), ExitStack() as undo:
+                undo.callback(patch_schedules())
+                megatron_patches.train_state.apply(SECTION, _to_save)
+                undo.pop_all()
+
+    def on_train_start(self, context: Any) -> None:
+        """Attach; called by Bridge on all ranks."""
+        global _newest
+        self._state, self._last, _newest = context.state, None, self
+        configured, progress = context.state.cfg, context.state.train_state
+        if self._settings.enabled and getattr(configured.dist, "use_decentralized_pg", False):
+            refuse("dist.use_decentralized_pg is True, and the ranks' places are read from Megatron's parallel_state")
+        self.begin(
+            partial(attach, context.model, context.optimizer, self._settings),
+            warmup_left(context.scheduler, configured.train.global_batch_size),
+            (lambda: bytes(getattr(progress, SECTION).tolist())) if progress.step > 0 else None,
+        )
+
+    def on_train_end(self, context: Any) -> None:
+        """Detach; called by Bridge on all ranks."""
+        self._last = self.state_text()  # older versions save once more
+        self.end()
+
+    def text_to_save(self, train_state: Any) -> str | None:
+        """What a checkpoint has to hold besides this run's TrainState; None for the TrainState of other runs."""
+        if self._state is None or train_state is not self._state.train_state:
+            return None
+        return self.state_text() or self._last
+
+    def due(self) -> bool:
+        """Whether Bridge writes after the step that has ended."""
+        if self._iteration % self._state.cfg.logger.tensorboard_log_interval:
+            return False
+        return any(self._logger(name) for name in ("tensorboard", "wandb", "mlflow", "comet"))
+
+    def __call__(self, figures: Mapping[str, float]) -> None:
+        """Write figures to Bridge's loggers, which live on the last rank. Called on every rank after ``due`` steps."""
+        super().__call__(figures)
+        tensorboard, wandb = self._logger("tensorboard"), self._logger("wandb")
+        mlflow, comet = self._logger("mlflow"), self._logger("comet")
+        if tensorboard:
+            for name, value in self.figures.items():
+                tensorboard.add_scalar(name, value, self._iteration)
+        if wandb:
+            wandb.log(self.figures, self._iteration)
+        if mlflow:
+            renamed = {name.replace("/", "_"): value for name, value in self.figures.items()}
+            mlflow.log_metrics(renamed, step=self._iteration)
+        if comet:
+            comet.log_metrics(self.figures, step=self._iteration)
+
+    def _logger(self, name: str) -> Any:
+        """None where it is not configured, on other ranks, and where this version does not know it."""
+        return getattr(self._state, f"{name}_logger", None)
+
+    @property
+    def _iteration(self) -> int:
+        """Bridge counts the finished ones there."""
+        return int(self._state.train_state.step) + 1
+
+
+def _to_save(train_state: Any) -> torch.Tensor | None:
+    """Our state as JSON, in bytes: a TrainState's entries are tensors."""
+    text = None if _newest is None else _newest.text_to_save(train_state)
+    return None if text is None else torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)

@@ -1,0 +1,237 @@
+"""TimelyFreeze for TorchTitan jobs: ``torchrun ... -m tf_adapters.trainers.torchtitan ... --timely_freeze.enable``.
+
+The pipeline is torch.distributed.pipelining's, so freezing is that host's; here are TorchTitan's command line,
+checkpoints and logs. A script of your own calls ``install(settings)`` before it trains. Source: torchtitan/train.py
+(0.2) and torchtitan/trainer.py (0.3), torchtitan/components/checkpoint.py, torchtitan/components/metrics.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import runpy
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from tf_adapters.collectives import on_one_rank
+from tf_adapters.config import SECTION, TimelyFreezeConfig
+from tf_adapters.errors import ConfigError, UnsupportedError
+from tf_adapters.hosts.launcher import errors_in_one_line
+from tf_adapters.hosts.support import missing_name, refuse
+from tf_adapters.log import announce
+from tf_adapters.overrides import Overrides
+from tf_adapters.torch_pipelining.entry import attach
+from tf_adapters.trainers.run import TrainerRun
+from tf_adapters.trainers.torchtitan_settings import JobSettings
+
+__all__ = ["Installed", "install", "main", "trainer_module"]
+
+_BUILT = ("checkpointer", "metrics_processor", "optimizers", "parallel_dims", "step")
+_CHECKPOINTER = ("enable", "load")
+_LOADING = ("_create_checkpoint_id", "_find_load_step", "exclude_from_loading", "folder", "states")
+_METRICS = ("log", "should_log")
+_USAGE = (
+    "usage: torchrun [...] -m tf_adapters.trainers.torchtitan [-m MODULE] [TorchTitan's arguments] "
+    "--timely_freeze.enable [--timely_freeze.max_freeze_ratio 0.8 ...]\nMODULE is torchtitan.train by default."
+)
+
+Settings = Callable[[str], TimelyFreezeConfig | None]
+"""Gives the settings, None where freezing is off; called with the job's own folder, where reports go by default."""
+
+
+class Installed(TrainerRun):
+    """What ``install`` changed. ``adapter`` is there while a trainer trains; ``revert()`` gives TorchTitan back."""
+
+    def __init__(self, settings: TimelyFreezeConfig | Settings) -> None:
+        super().__init__()
+        self.settings = settings
+        self._trainer: Any = None
+        self._overrides = Overrides()
+
+    def install(self, trainer: Any) -> None:
+        refuse(missing_name(trainer, ("train",), called="torchtitan's Trainer"))
+        run = trainer.train
+
+        @functools.wraps(run)
+        def train(trainer: Any) -> Any:
+            self._begin(trainer)
+            result = run(trainer)
+            self.end()
+            return result
+
+        setattr(train, SECTION, self)
+        self._overrides.set(trainer, "train", train)
+
+    def revert(self) -> None:
+        """Detach, if attached, and let trainers train alone again. Call it on all ranks, between two steps."""
+        self.detach()
+        self._overrides.restore()
+
+    def due(self) -> bool:
+        return bool(self._trainer.metrics_processor.should_log(self._trainer.step))
+
+    def _begin(self, trainer: Any) -> None:
+        """Attach to a trainer that is built, before it loads its checkpoint."""
+        refuse(missing_name(trainer, _BUILT, called="torchtitan's Trainer"))
+        job = getattr(trainer, "job_config", None) or trainer.config
+        folder = job.job.dump_folder if hasattr(job, "job") else job.dump_folder
+        settings = self.settings(folder) if callable(self.settings) else self.settings
+        if settings is None:
+            return
+        if not trainer.parallel_dims.pp_enabled:
+            refuse("TorchTitan trains without a pipeline; set parallelism.pipeline_parallel_degree above 1")
+        saves = getattr(trainer.checkpointer, "enable", False)
+        needed = (*_CHECKPOINTER, *(_LOADING if saves else ()))
+        refuse(missing_name(trainer.checkpointer, needed, called="torchtitan's CheckpointManager"))
+        refuse(missing_name(trainer.metrics_processor, _METRICS, called="torchtitan's MetricsProcessor"))
+        self._trainer, warmup = trainer, job.lr_scheduler.warmup_steps
+        optimizers = list(trainer.optimizers.optimizers)
+        self.begin(functools.partial(attach, trainer.pp_schedule, settings, optimizer=optimizers), warmup)
+        if self.adapter is not None:
+            self._log_with(trainer.metrics_processor)
+            if saves:
+                _keep_in_checkpoints(trainer, self.adapter, warmup)
+
+    def _log_with(self, processor: Any) -> None:
+        run = processor.log
+
+        @functools.wraps(run)
+        def log(*args: Any, extra_metrics: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
+            return run(*args, extra_metrics={**(extra_metrics or {}), **self.figures}, **kwargs)
+
+        self.adapter.overrides.set(processor, "log", log)
+
+
+def install(settings: TimelyFreezeConfig | Mapping[str, Any] | Settings) -> Installed:
+    """Freeze in the pipelines of every TorchTitan trainer of this process that begins to train from here on.
+
+    Args:
+        settings: the settings; or what gives them for a job's dump folder.
+
+    Returns:
+        A handle with ``adapter`` and ``revert()``. Installing twice returns the first one.
+
+    Raises:
+        ConfigError: a setting is wrong, or it is installed already with other ones.
+        UnsupportedError: this TorchTitan lacks something, or, from ``train()``, freezing cannot be right in this job.
+    """
+    given = settings if callable(settings) else TimelyFreezeConfig.parse(settings)
+    trainer = trainer_module().Trainer
+    existing: Installed | None = getattr(getattr(trainer, "train", None), SECTION, None)
+    if existing is None:
+        existing = Installed(given)
+        existing.install(trainer)
+    elif existing.settings != given:
+        raise ConfigError("timely_freeze is installed already, with other settings: revert() it first")
+    return existing
+
+
+def trainer_module() -> ModuleType:
+    """The module that defines ``Trainer``: ``torchtitan.trainer``, before 0.3 ``torchtitan.train``."""
+    for name in ("torchtitan.trainer", "torchtitan.train"):
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name not in ("torchtitan.trainer", "torchtitan"):
+                raise
+            continue
+        if hasattr(module, "Trainer"):
+            return module
+    raise UnsupportedError("timely_freeze cannot run here: torchtitan.trainer.Trainer is missing")
+
+
+def _keep_in_checkpoints(trainer: Any, adapter: Any, warmup_steps: int) -> None:
+    """Save with the trainer's states and load with them; a checkpoint without ours begins freezing anew."""
+    checkpointer = trainer.checkpointer
+    checkpointer.states[SECTION] = adapter
+    adapter.on_detach(lambda: checkpointer.states.pop(SECTION, None))
+    run = checkpointer.load
+
+    @functools.wraps(run)
+    def load(step: int = -1) -> Any:
+        excluded = checkpointer.exclude_from_loading
+        absent = not on_one_rank(adapter.collectives, lambda: _holds_state(checkpointer, step))
+        if absent:
+            checkpointer.exclude_from_loading = [*excluded, SECTION]
+        try:
+            loaded = run(step)
+        finally:
+            checkpointer.exclude_from_loading = excluded
+        if loaded and absent:
+            rank = adapter.collectives.rank
+            announce(rank, "the checkpoint was saved without freezing: it begins anew", logging.WARNING)
+            adapter.controller.load_state_dict(None, max(0, warmup_steps - trainer.step))
+        return loaded
+
+    adapter.overrides.set(checkpointer, "load", load)
+
+
+def _holds_state(checkpointer: Any, step: int) -> bool:
+    """Whether the checkpoint that would be loaded has a state of ours."""
+    if not Path(checkpointer.folder).is_dir():
+        return False
+    number = checkpointer._find_load_step() if step == -1 else step
+    path = Path(checkpointer._create_checkpoint_id(number))
+    if number == -1 or not (path / ".metadata").is_file():
+        return False
+    return f"{SECTION}.{SECTION}" in FileSystemReader(path).read_metadata().state_dict_metadata
+
+
+def main() -> None:
+    """Run TorchTitan's training, or the module that ``-m`` names, as it would run by itself.
+
+    An error of ours becomes one line on rank 0's stderr and exit status 2 on every rank.
+    """
+    arguments = sys.argv[1:]
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(_USAGE)
+        raise SystemExit(0)
+    module = "torchtitan.train"
+    if arguments[:1] == ["-m"] and len(arguments) > 1:
+        module, arguments = arguments[1], arguments[2:]
+    with errors_in_one_line("tf_adapters.trainers.torchtitan"):
+        settings = JobSettings(arguments)
+        sys.argv = [module, *settings.rest]  # before TorchTitan is imported: it reads them then
+        trainer = _prepared(settings)
+        if module != "torchtitan.train":
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            return
+        run = importlib.import_module(module).main
+        run(*([trainer] if inspect.signature(run).parameters else []))
+
+
+def _prepared(settings: JobSettings) -> type:
+    """TorchTitan's ``Trainer``, which freezes with these settings and those of its job file."""
+    try:
+        from torchtitan.config import ConfigManager
+
+        trainer: type = trainer_module().Trainer
+    except ModuleNotFoundError as error:
+        if error.name == "torchtitan":
+            raise UnsupportedError("torchtitan is not installed: pip install torchtitan") from None
+        raise UnsupportedError(
+            f"torchtitan needs {error.name}, which is not installed (triton comes with PyTorch for GPUs; without one, "
+            "start with -m tf_adapters.testing.torchtitan_on_cpu -m tf_adapters.trainers.torchtitan)"
+        ) from None
+    if hasattr(ConfigManager, "_maybe_load_toml"):  # before 0.3
+        load = ConfigManager._maybe_load_toml
+
+        @functools.wraps(load)
+        def load_toml(self: Any, args: list[str]) -> Any:
+            values = load(self, args)
+            return values if values is None else settings.take_section(values)
+
+        ConfigManager._maybe_load_toml = load_toml
+    install(settings.config)
+    return trainer
+
+
+if __name__ == "__main__":
+    main()
