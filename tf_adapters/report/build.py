@@ -112,6 +112,7 @@ def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report
         measured=_measured(run, ranks),
         frozen_share={str(s): shares for rank in ranks for s, shares in rank.frozen_share.items()},
         parameter_freeze_ratio={str(s): dict(of) for rank in ranks for s, of in rank.parameter_freeze_ratio.items()},
+        tapped_share={str(stage): share for stage, share in state.taps.shares.items()} if state.taps else {},
         tokens=_tokens(state.plan, state.measured.token_costs),
         gradient_signal=_signal(state.measured.learning),
         batches=batches,

@@ -138,7 +138,8 @@ class Report(_Model):
 
     ``frozen_share`` holds, by stage, the mean share frozen in steps 1, 2, ...; ``parameter_freeze_ratio``, by stage and
     name, the share of stable freezing's microbatches in which a parameter was frozen, a tied weight on all of its
-    stages. ``tokens`` is by stage, where they are sampled; ``gradient_signal``, by stage, the share of a batch's
+    stages. ``tapped_share`` is by stage, where weight gradients are deferred or sampled: the share of their work that
+    can be. ``tokens`` is by stage, where they are sampled; ``gradient_signal``, by stage, the share of a batch's
     gradient that is signal and its standard error, where ``max_freeze_ratio`` is "auto"; ``layers``, by stage, what its
     layers took in the warm-up. ``batches`` is by number of microbatches, where they are mixed: all else is of the
     number that most steps had. ``batch_times`` is where the ranks' time goes with nothing frozen. All may be left out.
@@ -161,6 +162,7 @@ class Report(_Model):
     measured: Measured = Measured()
     frozen_share: dict[str, tuple[Quotient, ...]] = Field(default_factory=dict)
     parameter_freeze_ratio: dict[str, dict[str, Share]] = Field(default_factory=dict)
+    tapped_share: dict[str, Share] = Field(default_factory=dict)
     tokens: dict[str, SampledTokens] = Field(default_factory=dict)
     gradient_signal: dict[str, tuple[Share, Quotient]] = Field(default_factory=dict)
     layers: dict[str, StageLayers] = Field(default_factory=dict)

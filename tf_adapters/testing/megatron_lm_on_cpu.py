@@ -5,19 +5,27 @@
 
 ``megatron_on_cpu`` is for Megatron-Core; here is what Megatron-LM compiles at its start whether it is used or not.
 Give the script ``--transformer-impl local --distributed-backend gloo`` and no fused kernels
-(``--no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm``).
+(``--no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm``). Where
+``--transformer-engine`` comes before the script, Transformer Engine's own Python runs (``transformer_engine_on_cpu``):
+leave ``--transformer-impl`` at its default then, and add ``--attention-backend unfused``.
 Seen to run: Megatron-LM 0.16.1 (pretrain_gpt.py, pretrain_bert.py).
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from tf_adapters.hosts.launcher import run_command
-from tf_adapters.testing import megatron_on_cpu
+from tf_adapters.testing import megatron_on_cpu, transformer_engine_on_cpu
+
+_ENGINE = "--transformer-engine"
 
 
-def install() -> None:
+def install(engine: bool = False) -> None:
+    """Prepare this process for Megatron-LM, and with ``engine`` for Transformer Engine's layers in it."""
+    if engine:
+        transformer_engine_on_cpu.install()
     megatron_on_cpu.install()
     megatron_on_cpu.CHANGED["megatron.legacy.fused_kernels"] = {"load": lambda args: None}  # would compile CUDA code
     megatron_on_cpu.use_built_helpers()
@@ -26,11 +34,12 @@ def install() -> None:
 
 def main() -> None:
     """Run the script or ``-m module`` that the arguments name."""
-    arguments = sys.argv[1:]
+    engine = sys.argv[1:2] == [_ENGINE]
+    arguments = sys.argv[2 if engine else 1 :]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         raise SystemExit(0 if arguments else 2)
-    run_command(arguments, install)
+    run_command(arguments, partial(install, engine))
     import torch.distributed
 
     if torch.distributed.is_initialized():  # else gloo's threads may abort the process at its end

@@ -55,8 +55,15 @@ def install() -> None:
         megatron_on_cpu.CHANGED.pop(name, None)
     megatron_on_cpu.CHANGED["transformer_engine.common"] = {"load_framework_extension": lambda framework: None}
     megatron_on_cpu.CHANGED["transformer_engine.pytorch.cpp_extensions"] = {"__getattr__": _absent}
+    megatron_on_cpu.CHANGED["transformer_engine.pytorch.utils"] = {"canonicalize_device": _device}
     _replace_device()
     sys.modules[_EXTENSION] = _extension()
+
+
+def _device(device: Any) -> torch.device:
+    """The CPU for whatever names a device, such as its number; "meta" stays."""
+    named = isinstance(device, (str, torch.device)) and torch.device(device).type == "meta"
+    return torch.device("meta" if named else "cpu")
 
 
 def _replace_device() -> None:

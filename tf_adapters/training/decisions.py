@@ -59,6 +59,8 @@ class Decisions:
             for line in findings.lines():
                 run.state.note(line)
                 self.say(line)
+            if text := findings.described():
+                self.say(text)
 
         if run.state.failure:
             for of_stage in taps.values():

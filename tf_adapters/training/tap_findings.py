@@ -69,6 +69,13 @@ class TapFindings:
                 )
         return lines
 
+    def described(self) -> str | None:
+        """The share of the weight-gradient work that has a tap, in words; None without any stage."""
+        if not self.shares:
+            return None
+        least, most = min(self.shares.values()), max(self.shares.values())
+        return f"{least:.0%} to {most:.0%} of a stage's weight-gradient work can be deferred or sampled"
+
     def to_json(self) -> dict[str, Any]:
         return {
             "left": {str(stage): dict(found) for stage, found in self.left.items()},

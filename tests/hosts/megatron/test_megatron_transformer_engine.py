@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from logged import Lines
 from megatron_oracle import FULL, FUSED, GATHER, GATHER_OPTIMIZER, MOE, OVERLAP, SHARDED, check_oracle, check_same
 from megatron_ranks import Case, setup_engine, start, teardown, train, train_step
 from megatron_reductions import reductions
 from rank_pools import fork_ranks
 
+from tf_adapters.report import Report
 from tf_adapters.testing import RankPool
+from tf_adapters.testing.emulated_device import EmulatedDevice
 from tf_adapters.testing.transformer_engine_on_cpu import FOLDER
 
 pytestmark = pytest.mark.distributed
@@ -84,6 +87,32 @@ def test_most_of_the_weight_gradient_work_can_wait(engine, name):
         assert left == {}
         assert min(shares.values()) > 0.8
         assert {"self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"} <= names
+
+
+def measured(case: Case) -> tuple[list[str], int]:
+    """Train until the plan is in force, on an emulated device: our log, and how many products the device has seen."""
+    with Lines() as log, EmulatedDevice(1e9) as device:
+        chunks, optimizer, adapter = start(case)
+        for step in range(8):
+            train_step(case, chunks, optimizer, step)
+        adapter.detach()
+    return log.seen, device.operations
+
+
+@pytest.mark.parametrize("model", [{}, FUSED], ids=["unfused", "fused"])
+def test_a_measured_run_shows_the_share_that_can_wait(engine, tmp_path, model):
+    case = replace(CASES["1f1b"], section=DEFERRED, ratios=None, model=model, output_dir=str(tmp_path))
+    [(said, operations), _] = engine.run(measured, case)
+    report = Report.read(tmp_path / "timely_freeze" / "report.json")
+    assert report.host.device == "emulated"
+    assert min(report.tapped_share[stage] for stage in ("0", "1")) >= 0.8
+    least, most = (pick(report.tapped_share.values()) for pick in (min, max))
+    share = f"{least:.0%} to {most:.0%} of a stage's weight-gradient work can be deferred or sampled"
+    assert f"timely_freeze: {share}" in said
+    assert report.plan is not None
+    assert min(report.plan.deferrable_share.values()) > 0.0
+    assert any("deferral: weight gradients that can wait are" in line for line in said)
+    assert operations >= 8 * 4 * 2 * 4 * 3  # of 8 steps, 4 microbatches, 2 layers: 4 linear layers, 3 products each
 
 
 def test_without_a_store_of_ours_little_can_wait(engine):
