@@ -17,11 +17,13 @@ from typing import Any
 from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
 from benchmarks.shared.measuring import machine
-from benchmarks.shared.trainings import HOSTS, Size, setup, start
+from benchmarks.shared.trainings import ENGINE, HOSTS, Size, setup, start
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.emulated_device import EmulatedDevice
 from tf_adapters.testing.paired import Freezing, timed_step
 
+COLUMNS = {**HOSTS, ENGINE: "Megatron-Core, Transformer Engine's layers"}
+"""By host, and by the layers of one, the name."""
 RESULTS = result_file("hosts/emulated.json")
 PAGE = ROOT / "docs" / "deferral.md"
 SIZE = Size(ranks=4, layers=8, width=192, context=16, micro_batch=2)
@@ -52,7 +54,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
+    parser.add_argument("--hosts", nargs="+", choices=COLUMNS, default=list(COLUMNS))
     parser.add_argument(
         "--rows",
         nargs="+",
@@ -72,9 +74,9 @@ def main() -> None:
 
 
 def keep(host: str, row: dict[str, Any]) -> None:
-    """Replace the figures of a host."""
+    """Replace the figures of a host, and where they come from."""
     emulation = {"device": "emulated", "rate": RATE, "size": vars(SIZE)}
-    keep_row(RESULTS, "hosts", {host: row}, HOSTS, machine=machine(*HOSTS), **emulation)
+    keep_row(RESULTS, "hosts", {host: {**row, "machine": machine(*HOSTS)}}, COLUMNS, **emulation)
 
 
 def read_rows() -> dict[str, Any]:
@@ -140,11 +142,13 @@ def run_variant(host: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(hosts: dict[str, Any]) -> str:
-    lines = [[name, *(cell(row[name]) for row in hosts.values())] for name in VARIANTS]
-    return markdown_table(["", *(HOSTS[host] for host in hosts)], lines)
+    lines = [[name, *(cell(row.get(name)) for row in hosts.values())] for name in VARIANTS]
+    return markdown_table(["", *(COLUMNS[host] for host in hosts)], lines)
 
 
-def cell(of: dict[str, Any]) -> str:
+def cell(of: dict[str, Any] | None) -> str:
+    if of is None:
+        return "not run"
     frozen = f", {of['mean_freeze_ratio']:.2f} frozen" if of["mean_freeze_ratio"] else ""
     same = ", same loss" if of["same_loss"] else ""
     return f"{of['speedup']:.3f}x{frozen}, {of['measured_over_planned']:.3f} of the planned step{same}"

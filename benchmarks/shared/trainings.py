@@ -12,12 +12,16 @@ from functools import partial
 from typing import Any
 
 from benchmarks.shared.files import use_example
+from tf_adapters.testing import transformer_engine_on_cpu
 from tf_adapters.testing.paired import Freezing, Step
 
 HOSTS = {"deepspeed": "DeepSpeed", "megatron-core": "Megatron-Core", "torch": "torch.distributed.pipelining"}
 """By the package of each host, its name."""
+ENGINE = "transformer-engine"
+"""Megatron-Core with Transformer Engine's layers, on a CPU: its own Python, kernels answered by torch."""
 RANKS = 2
-EXAMPLES = {"deepspeed": "deepspeed_gpt", "megatron-core": "megatron_gpt", "torch": "torch_llama"}
+_ON_MEGATRON = ("megatron-core", ENGINE)
+EXAMPLES = {"deepspeed": "deepspeed_gpt", **dict.fromkeys(_ON_MEGATRON, "megatron_gpt"), "torch": "torch_llama"}
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,12 @@ def setup(host: str) -> None:
         import paired
 
         paired.setup()
-    elif host == "megatron-core":
+    elif host in _ON_MEGATRON:
         import device
 
+        if host == ENGINE:
+            transformer_engine_on_cpu.install()
+            _use_engine_layers()
         device.join_ranks()
     else:
         import train
@@ -75,9 +82,26 @@ def setup(host: str) -> None:
         train.join_ranks()
 
 
+def _use_engine_layers() -> None:
+    """Build the example's model of Transformer Engine's layers, with attention that needs no fused kernel."""
+    import model
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.enums import AttnBackend
+
+    config_of = model.transformer_config
+
+    def unfused(sizes: Any) -> Any:
+        config = config_of(sizes)
+        config.attention_backend = AttnBackend.unfused
+        return config
+
+    vars(model).update(transformer_config=unfused, layer_spec=get_gpt_layer_with_transformer_engine_spec)
+
+
 def start(host: str, freezing: Freezing, *, alone: bool = False, size: Size = Size()) -> Training:
     """A training on a fresh model, frozen as the settings say, or of the host alone. Called on all ranks at once."""
-    training = {"deepspeed": _deepspeed, "megatron-core": _megatron, "torch": _torch}[host](freezing, alone, size)
+    build = _megatron if host in _ON_MEGATRON else {"deepspeed": _deepspeed, "torch": _torch}[host]
+    training = build(freezing, alone, size)
     if not alone and training.adapter is None:
         training.adapter = training.attach()
     return training

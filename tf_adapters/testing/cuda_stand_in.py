@@ -38,6 +38,12 @@ def install() -> None:
     _replace_generator()
 
 
+def installed() -> bool:
+    """Whether the CPU stands in for CUDA in this process."""
+    cuda: Any = torch.cuda
+    return cuda._lazy_init is _nothing
+
+
 def _is_cuda(device: Any) -> bool:
     """Whether this names the pretended device: 0, "cuda", "cuda:1" or torch.device("cuda")."""
     if isinstance(device, torch.device):

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tf_adapters.testing import megatron_on_cpu, transformer_engine_kernels
+from tf_adapters.testing import cuda_stand_in, megatron_on_cpu, transformer_engine_kernels
 
 __all__ = ["FOLDER", "install"]
 
@@ -44,7 +44,7 @@ def install() -> None:
 
     Call it before anything of either is imported; once is enough.
     """
-    if _EXTENSION in sys.modules or torch.cuda.device_count() > 0:
+    if _EXTENSION in sys.modules or (torch.cuda.device_count() > 0 and not cuda_stand_in.installed()):
         return
     sys.path.append(str(FOLDER))
     if importlib.util.find_spec("transformer_engine") is None:

@@ -8,7 +8,19 @@ from dataclasses import replace
 
 import pytest
 from logged import Lines
-from megatron_oracle import FULL, FUSED, GATHER, GATHER_OPTIMIZER, MOE, OVERLAP, SHARDED, check_oracle, check_same
+from megatron_oracle import (
+    BF16,
+    BF16_OPTIMIZER,
+    FULL,
+    FUSED,
+    GATHER,
+    GATHER_OPTIMIZER,
+    MOE,
+    OVERLAP,
+    SHARDED,
+    check_oracle,
+    check_same,
+)
 from megatron_ranks import Case, setup_engine, start, teardown, train, train_step
 from megatron_reductions import reductions
 from rank_pools import fork_ranks
@@ -37,8 +49,28 @@ CASES = {
         pp=1, layers=2, ratios=0.8, ddp=GATHER, optimizer=GATHER_OPTIMIZER, model=FUSED, steps=3
     ),
     "sequence parallel": Case(pp=1, tp=2, layers=2, ratios=0.5, model={"sequence_parallel": True}),
+    "bf16": Case(ratios=0.5, model=BF16, optimizer=BF16_OPTIMIZER),
+    "bf16, fused": Case(ratios=0.5, model={**BF16, **FUSED}, optimizer=BF16_OPTIMIZER),
+    "tied": Case(tied=True, ratios=0.8),
+    "tied, fused": Case(tied=True, ratios=0.8, model=FUSED),
+    "expert parallel": Case(pp=1, ep=2, layers=2, ratios=0.6, model=MOE),
+    "expert parallel, grouped, fused": Case(pp=1, ep=2, layers=2, ratios=0.6, model={**GROUPED, **FUSED}),
+    "expert parallel, grouped, overlap": Case(pp=1, ep=2, layers=2, ratios=0.6, model=GROUPED, ddp=OVERLAP, steps=3),
 }
-CASES = {name: replace(case, engine=True, steps=max(2, case.steps if case.ddp else 2)) for name, case in CASES.items()}
+FOUR_RANKS = {
+    "pipeline 2, tensor 2": Case(tp=2, ratios=0.6),
+    "pipeline 2, tensor 2, fused": Case(tp=2, ratios=0.6, model=FUSED),
+    "pipeline 2, tied, sequence parallel 2": Case(tp=2, tied=True, ratios=0.6, model={"sequence_parallel": True}),
+    "interleaved, tensor 2, bf16": Case(vp=2, tp=2, ratios=0.6, model=BF16, optimizer=BF16_OPTIMIZER),
+    "pipeline 2, expert parallel 2": Case(ep=2, ratios=0.6, model=GROUPED),
+}
+
+
+def with_engine(cases: dict[str, Case]) -> dict[str, Case]:
+    return {name: replace(case, engine=True, steps=case.steps if case.ddp else 2) for name, case in cases.items()}
+
+
+CASES, FOUR_RANKS = with_engine(CASES), with_engine(FOUR_RANKS)
 
 
 def ranks(size: int) -> RankPool:
@@ -50,6 +82,12 @@ def ranks(size: int) -> RankPool:
 @pytest.fixture(scope="module")
 def engine() -> Iterator[RankPool]:
     with ranks(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    with ranks(4) as pool:
         yield pool
 
 
@@ -69,6 +107,14 @@ def test_nothing_frozen_is_the_host_to_the_bit(engine, name):
     case = replace(CASES[name], ratios=0.0, steps=3)
     ours = engine.run(train, replace(case, section=DEFERRED), False, True)
     check_same(ours, engine.run(train, replace(case, section=None, ratios=None), False, True))
+
+
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_four_ranks(four, name):
+    case = replace(FOUR_RANKS[name], section=DEFERRED)
+    check_oracle(case, four.run(train, case))
+    exact, alone = replace(case, ratios=0.0), replace(case, section=None, ratios=None)
+    check_same(four.run(train, exact, False), four.run(train, alone, False))
 
 
 def first_step(case: Case) -> tuple[dict[int, float], dict[int, dict[str, str]], set[str]]:
@@ -123,11 +169,10 @@ def test_without_a_store_of_ours_little_can_wait(engine):
 
 
 @pytest.mark.parametrize("model", [{}, FUSED], ids=["unfused", "fused"])
-def test_every_bucket_is_reduced_once_its_last_gradient_is_there(model):
+def test_every_bucket_is_reduced_once_its_last_gradient_is_there(four, model):
     ratios = {f"{stage}B{m}": 0.5 for stage in range(2) for m in range(4)}
     case = Case(ddp=OVERLAP, section=DEFERRED, ratios=ratios, steps=3, model=model, engine=True)
-    with ranks(4) as pool:
-        late = [names for steps in pool.run(reductions, case) for step in steps[1:] for names in step]
+    late = [names for steps in four.run(reductions, case) for step in steps[1:] for names in step]
     assert any("waited" in names for names in late)
     for names in late:  # a frozen weight may have waiting gradients of other microbatches until the last of them
         assert "frozen" not in names[names.index("waited") :] if "waited" in names else True, names
