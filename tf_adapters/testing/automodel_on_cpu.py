@@ -1,9 +1,9 @@
-"""Run an unedited NeMo AutoModel job where there is no GPU, to try a command line out before it costs anything::
+"""Run an unedited NeMo AutoModel job without a GPU, to try a command line before a real run::
 
     torchrun --nproc-per-node 2 -m tf_adapters.testing.automodel_on_cpu -m nemo_automodel.cli.app job.yaml
 
-with ``dist_env.backend: gloo`` in the job. AutoModel builds its models on "cuda": here that is the CPU. Its figures of
-device memory are 0. Seen to run: nemo-automodel 0.7.0 (torch 2.13).
+The job needs ``dist_env.backend: gloo``. AutoModel builds its models on "cuda", which here is the CPU. Figures of
+device memory are 0. Run with nemo-automodel 0.7.0 (torch 2.13).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _USAGE = "usage: torchrun [...] -m tf_adapters.testing.automodel_on_cpu -m MODUL
 
 
 class _OnCpu:
-    """torch, whose every device is the CPU."""
+    """The torch module with the CPU as every device."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -47,7 +47,7 @@ def install() -> None:
 
 
 def main() -> None:
-    """Run the module that the arguments name, as ``__main__``."""
+    """Run the module in the arguments as ``__main__``."""
     if sys.argv[1:2] != ["-m"] or len(sys.argv) < 3:
         raise SystemExit(_USAGE)
     install()

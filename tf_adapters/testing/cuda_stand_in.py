@@ -1,8 +1,8 @@
-"""``torch.cuda`` answered by the CPU, so that code written for one GPU per process runs where there is none.
+"""A stand-in for ``torch.cuda`` on the CPU, so that code for one GPU per process runs without a GPU.
 
-For trying things out and for tests: Megatron-Core asks for "cuda" everywhere. ``install()`` makes ``torch.cuda`` one
-device whose tensors are plain CPU tensors; streams and events do nothing, and there is one random generator. It
-changes torch for the whole process, and does nothing where there is a real GPU.
+It is for experiments and tests: Megatron-Core uses "cuda" everywhere. ``install()`` makes ``torch.cuda`` one device
+whose tensors are plain CPU tensors. Streams and events do nothing, and there is one random generator. It changes torch
+for the whole process, and does nothing on a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def install() -> None:
         return
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron compiles fusions: minutes of C++ builds on a CPU
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron wants it set with tensor parallelism
-    for checks in ("torch._dynamo", "torch._decomp.decompositions_for_jvp"):  # when first imported, torch's functions,
+    for checks in ("torch._dynamo", "torch._decomp.decompositions_for_jvp"):  # they use torch's functions at import,
         importlib.import_module(checks)  # which must be the real ones
     _replace_factories()
     _replace_conversions()
@@ -39,13 +39,13 @@ def install() -> None:
 
 
 def installed() -> bool:
-    """Whether the CPU stands in for CUDA in this process."""
+    """Return whether the stand-in is installed in this process."""
     cuda: Any = torch.cuda
     return cuda._lazy_init is _nothing
 
 
 def _is_cuda(device: Any) -> bool:
-    """Whether this names the pretended device: 0, "cuda", "cuda:1" or torch.device("cuda")."""
+    """Return whether this names the stand-in device: 0, "cuda", "cuda:1" or torch.device("cuda")."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     return (type(device) is int) or (isinstance(device, str) and device.startswith("cuda"))
@@ -60,7 +60,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _moving(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``to``: its first argument may be a device."""
+    """Wrap ``to``, whose first argument may be a device."""
 
     @functools.wraps(function)
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 def _replace_device() -> None:
     cuda: Any = torch.cuda
     cuda.is_available = lambda: True
-    cuda.is_initialized = lambda: False  # torch's own code would go on to real calls
+    cuda.is_initialized = lambda: False  # otherwise torch makes real calls
     cuda._lazy_init = _nothing
     cuda._lazy_call = lambda call, **kwargs: call()
     cuda.device_count = lambda: 1
@@ -131,7 +131,7 @@ def _replace_device() -> None:
 
 
 def _replace_generator() -> None:
-    """One generator for the host and the "device"."""
+    """Use one generator for the host and the "device"."""
     generator = torch.default_generator
     torch.cuda.default_generators = (generator,)
     random: Any
@@ -145,7 +145,7 @@ def _replace_generator() -> None:
     iterate = torch.utils.data.DataLoader.__iter__
 
     def iterate_apart(self: Any) -> Any:
-        state = generator.get_state()  # a new loader draws a seed: not from dropout's generator
+        state = generator.get_state()  # a new loader must not draw its seed from dropout's generator
         iterator = iterate(self)
         generator.set_state(state)
         return iterator

@@ -1,14 +1,14 @@
-"""A device that is not there: each operation lasts as long as its FLOPs would take, and the process sleeps for it.
+"""Emulate a device: each operation lasts as long as its FLOPs would take, and the process sleeps for that time.
 
-A pipeline's makespan depends on how long actions last, not on what they compute. With tiny layers and a low rate the
-real engine, its order, its communication and its waiting run with many more ranks than the machine has cores::
+A pipeline's makespan depends on the durations of actions, not on their values. With tiny layers and a low rate, the
+real engine can run more ranks than the machine has cores. For example: ::
 
     torchrun --nproc-per-node 4 -m tf_adapters.testing.emulated_device --rate 2e8 -m my_package.train --layers 8
 
-Counted are the operations that torch's FLOP counter knows (matrix products, convolutions, attention), forward and
-backward. What this machine computes between them is hidden behind them, as the launches of an asynchronous device are,
-up to 10 ms; beyond, it takes the time that it takes here. ``--link`` makes messages between ranks last as long as on
-a link of that speed (``emulated_link``). Reports call the device "emulated".
+It counts the operations that torch's FLOP counter knows (matrix products, convolutions, attention), forward and
+backward. The machine's own work between two operations is hidden up to 10 ms, as an asynchronous device hides launches.
+Work beyond that takes real time. ``--link`` emulates the speed of links between ranks (``emulated_link``). Reports call
+the device "emulated".
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from tf_adapters.testing.emulated_link import EmulatedLinks, Link
 __all__ = ["EmulatedDevice", "main", "real_time"]
 
 _MOST_HIDDEN_S = 1e-2
-"""Of what an operation took too long, and of the arithmetic before the next one, what that one makes up for.
+"""The most delay, in s, that the next operation compensates: lateness of an operation, and work before the next one.
 
 A draw of tokens computes for one to three ms here, with several ranks on a core."""
 
 _KEEPS_UP = 0.05
-"""Share of the emulated time by which operations may be late in all before it is said."""
+"""A warning is logged if operations are late by more than this share of the emulated time."""
 
 
 class EmulatedDevice(TorchDispatchMode):
-    """While it is active on a thread, the thread's operations last ``FLOPs / rate`` seconds, or longer.
+    """Makes the operations of a thread last at least ``FLOPs / rate`` seconds while it is active on the thread.
 
     Args:
         rate: FLOP/s, above 0.
-        jitter: standard deviation of an operation's duration, as a share of it, in [0, 1).
-        seed: of the jitter.
-        real_time: whether the process goes before others of the machine (``real_time``), where the system allows it.
-        clock, sleep: seconds, and how to wait for some.
-        busy: seconds that this thread has computed for, waiting not counted.
+        jitter: standard deviation / mean of an operation's duration, in [0, 1).
+        seed: seed of the jitter.
+        real_time: whether to run at a real-time priority (``real_time``), if the system allows it.
+        clock, sleep: functions for time and waiting, in seconds.
+        busy: returns the seconds of CPU time of this thread.
 
     Attributes:
-        asked_s: how long all operations were to last.
-        late_s: by how much they lasted longer: the processor was slower than the device, or woke up late.
-        operations: how many were counted.
+        asked_s: emulated duration of all operations.
+        late_s: their additional real duration: the processor was slower than the device, or woke up late.
+        operations: number of counted operations.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class EmulatedDevice(TorchDispatchMode):
         self._random = random.Random(seed)
         self._clock, self._sleep, self._busy = clock, sleep, busy
         self._overslept = 0.0
-        self._busy_until = 0.0  # when the last operation ended, by the thread's own clock
+        self._busy_until = 0.0  # end of the last operation, in CPU time
         self._active = ExitStack()
 
     def __enter__(self) -> EmulatedDevice:
@@ -109,7 +109,7 @@ class EmulatedDevice(TorchDispatchMode):
         out = func(*args, **kwargs)
         sizes = (func, *map(_size, args), *((name, _size(value)) for name, value in kwargs.items()))
         flops = self._flops.get(sizes)
-        if flops is None:  # counting takes longer than a small product
+        if flops is None:  # counting is slower than a small product
             flops = self._flops[sizes] = float(count(*args, **kwargs, out_val=out))
         hidden = min(self._overslept + max(0.0, before), _MOST_HIDDEN_S)
         self._wait(began - hidden, flops / self.rate)
@@ -118,11 +118,11 @@ class EmulatedDevice(TorchDispatchMode):
 
     @property
     def error(self) -> float:
-        """By what share of the emulated time operations lasted longer than asked."""
+        """Additional real duration of operations, as a share of the emulated time."""
         return self.late_s / self.asked_s if self.asked_s else 0.0
 
     def summary(self) -> str:
-        """How well the emulation kept its times, in a line."""
+        """Return one line on the accuracy of the emulation."""
         line = (
             f"emulated device: {self.operations:,} operations of {self.asked_s:.2f} s at {self.rate:.3g} FLOP/s, "
             f"{self.error:+.2%} off"
@@ -130,7 +130,7 @@ class EmulatedDevice(TorchDispatchMode):
         return line if self.error <= _KEEPS_UP else f"{line}: this machine could not keep up; take a lower rate"
 
     def _wait(self, began: float, duration: float) -> None:
-        """Sleep for the rest of an operation that counts from ``began``."""
+        """Sleep for the rest of an operation that began at ``began``."""
         if self.jitter:
             duration *= max(0.0, self._random.gauss(1.0, self.jitter))
         until = began + duration
@@ -146,7 +146,7 @@ class EmulatedDevice(TorchDispatchMode):
 
 
 def _size(value: Any) -> Any:
-    """What of an argument the FLOPs may depend on, hashable."""
+    """Return a hashable value that determines an argument's part in the FLOPs."""
     if isinstance(value, torch.Tensor):
         return value.shape
     return tuple(map(_size, value)) if isinstance(value, (list, tuple)) else value
@@ -156,9 +156,9 @@ def _size(value: Any) -> Any:
 def real_time() -> Iterator[bool]:
     """Run this process's threads, and those that they start inside, at a real-time priority (``sched(7)``).
 
-    For processes that sleep most of the time, such as ranks on emulated devices: one that computes without end would
-    leave other processes little of its core. Yields whether the system allowed it; root may. Afterwards the threads
-    have the ordinary priority.
+    It is for processes that mostly sleep, such as ranks on emulated devices. A process that computes all the time would
+    leave little of its core to others. Yields whether the system allowed it (root may). On exit the threads get the
+    ordinary priority.
     """
     allowed = _schedule("SCHED_RR", priority=1)
     try:
@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Options, and the command that they are for. Exits with 2 where they are wrong."""
+    """Parse the options, and return them with the command. Exits with status 2 for wrong options."""
     parser = argparse.ArgumentParser(
         prog="python -m tf_adapters.testing.emulated_device",
         usage="%(prog)s --rate FLOPS [--jitter SHARE] [--seed N] [--link LINK ...] [--real-time] "
@@ -245,7 +245,7 @@ def _rates(text: str) -> tuple[float, ...]:
 
 
 def _link(text: str) -> tuple[tuple[int, int] | None, Link]:
-    """An edge, None for all that are not named, and its link."""
+    """Parse an edge (None for all other links) and its link."""
     ranks, _, speed = text.rpartition("=")
     latency, _, rate = speed.partition(":")
     try:

@@ -1,12 +1,12 @@
-"""Links that are not there: what is sent between two ranks is usable no earlier than on a link of that speed.
+"""Emulate links between ranks: a message can be used no earlier than with a link of the given speed.
 
-Every message carries the time at which it would arrive: it leaves when the link is free, takes bytes / rate to leave
-and the latency to arrive. The receiver's wait ends then, or when the message has really come, whichever is later; the
-sender goes on at once. Computing while a message is under way hides it, as on a real link.
+Every message carries its emulated time of arrival. It leaves when the link is free, takes bytes / rate to leave, and
+the latency to arrive. The receiver waits until that time, and until the message has really arrived. The sender does not
+wait. Computation during the transfer hides it, as on a real link.
 
-It covers what goes through ``torch.distributed.isend``, ``irecv``, ``send``, ``recv`` and ``batch_isend_irecv``, by
-which all hosts' pipelines send, for tensors on the CPU (gloo) and ranks of one machine, which share its clock.
-Collectives take the time that they take here.
+It covers ``torch.distributed.isend``, ``irecv``, ``send``, ``recv`` and ``batch_isend_irecv``, which all hosts'
+pipelines use, for tensors on the CPU (gloo) and ranks of one machine, which share a clock. Collectives are not
+emulated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tf_adapters.testing.emulated_clock import emulated
 __all__ = ["EmulatedLinks", "Link"]
 
 _HEADER = 16
-"""Bytes before the data: when the message was sent and when it arrives. Data of any type may begin after 16."""
+"""Bytes of the header: time of sending and of arrival. 16 bytes keep data of any type aligned."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,19 @@ class Link:
 
 
 class EmulatedLinks:
-    """While it is active, messages between ranks of this process group take the time of their link.
+    """Emulates the links between ranks of this process group while it is active.
 
-    It must be active on both ends of a link from before the first message to after the last, with the same arguments.
+    It must be active on both ends of a link, with the same arguments, from before the first message to after the last.
 
     Args:
-        default: the link between any two ranks; None: those without one of their own take the time that they take here.
-        edges: links by (rank, rank), global ranks, for both directions; each direction has the whole rate.
-        clock, sleep: seconds, and how to wait for some. All ranks' clocks must be the same.
+        default: the link between any two ranks without an edge; None: such links are not emulated.
+        edges: links by pairs of global ranks, for both directions; each direction has the whole rate.
+        clock, sleep: functions for time and waiting, in seconds. All ranks must share the clock.
 
     Attributes:
-        messages, message_bytes: received over a link.
-        asked_s: how long all of them were to be under way.
-        late_s: by how much they came later although the receiver waited: gloo took longer than the link.
+        messages, message_bytes: number and bytes of received messages.
+        asked_s: their emulated transfer times, summed.
+        late_s: their delay beyond that while the receiver waited: gloo was slower than the link.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class EmulatedLinks:
         self._default = default
         self._edges = {frozenset(edge): link for edge, link in (edges or {}).items()}
         self._clock, self._sleep = clock, sleep
-        self._free_at: dict[int, float] = {}  # by receiver: when the last message will have left
+        self._free_at: dict[int, float] = {}  # by receiver: when the last message has left
         self._lock = threading.Lock()
         self._active = ExitStack()
         self.messages = self.message_bytes = 0
@@ -96,11 +96,11 @@ class EmulatedLinks:
         self._active.close()
 
     def between(self, rank: int, peer: int) -> Link | None:
-        """The link of two global ranks, if it is emulated."""
+        """Return the link of two global ranks if it is emulated."""
         return self._edges.get(frozenset((rank, peer)), self._default)
 
     def arrival(self, peer: int, link: Link, size: int) -> tuple[float, float]:
-        """When a message to ``peer`` of ``size`` bytes is sent, which is now, and when it arrives; seconds."""
+        """Return the current time and the arrival time, in seconds, of a message of ``size`` bytes to ``peer``."""
         with self._lock:
             now = self._clock()
             left = max(now, self._free_at.get(peer, now)) + size / link.bytes_per_s
@@ -108,7 +108,7 @@ class EmulatedLinks:
         return now, left + link.latency_ms / 1e3
 
     def await_arrival(self, sent_at: float, arrives_at: float, waiting_since: float, size: int) -> None:
-        """Wait until a message that is here may be seen."""
+        """Wait until a received message has arrived by the emulated link."""
         left = arrives_at - self._clock()
         if left > 0.0:
             self._sleep(left)
@@ -119,7 +119,7 @@ class EmulatedLinks:
             self.late_s += max(0.0, self._clock() - max(arrives_at, waiting_since))
 
     def summary(self) -> str:
-        """What was received over the links, and how well they kept their times, in a line."""
+        """Return one line on the received messages and the accuracy of the emulation."""
         if not self.messages:
             return "emulated links: no message received"
         asked, late = (1e3 * seconds / self.messages for seconds in (self.asked_s, self.late_s))
@@ -160,7 +160,7 @@ class EmulatedLinks:
         return irecv
 
     def _link_of(self, arguments: Mapping[str, Any], end: str) -> tuple[int, Link | None]:
-        """The other rank of a call, and the link to it, if one is emulated. Raises ConfigError."""
+        """Return the other rank of a call and the emulated link to it, or None. Raises ConfigError."""
         peer, group = arguments.get(end), arguments.get("group")
         if peer is None and (in_group := arguments.get(f"group_{end}")) is not None:
             peer = dist.get_global_rank(group or c10d._get_default_group(), in_group)
@@ -174,7 +174,7 @@ class EmulatedLinks:
 
 
 class _Arriving:
-    """What a receive over a link returns: the host's work, and the wait for the link."""
+    """The work object of a receive over an emulated link: it waits for the host's work and for the link."""
 
     def __init__(self, links: EmulatedLinks, work: Any, message: torch.Tensor, tensor: torch.Tensor) -> None:
         self._links, self._work = links, work
@@ -185,7 +185,7 @@ class _Arriving:
         return getattr(self._work, name)
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
-        """As the host's; the tensor is filled when it returns. A second call returns at once."""
+        """Wait until the tensor is filled. A second call returns at once."""
         message, self._message = self._message, None
         if message is not None:
             waiting_since = self._links._clock()
@@ -229,6 +229,6 @@ def _recv(irecv: Callable[..., Any]) -> Callable[..., int]:
 
 
 def _put_back(module: Any, name: str, before: Mapping[Any, Any]) -> None:
-    """What was there before ours, unless somebody else has replaced it since: theirs goes on calling it."""
+    """Restore a function, unless other code has replaced ours since: that code still calls ours."""
     ours = getattr(module, name)
     setattr(module, name, before.get(ours, ours))

@@ -1,11 +1,11 @@
-"""Run an unedited Megatron-Bridge script where there is no GPU, to try it out before it costs anything::
+"""Run an unedited Megatron-Bridge script without a GPU, to try it before a real run::
 
     torchrun --nproc-per-node 2 -m tf_adapters.testing.megatron_bridge_on_cpu train.py
 
-``megatron_on_cpu`` is for Megatron-Core; here is what Megatron-Bridge imports whether it is used or not, and what asks
-for a GPU by name. Give the model provider ``transformer_layer_spec=local_layer_spec`` and no fused kernels, and the
-configuration ``dist.distributed_backend = "gloo"``.
-Seen to run: Megatron-Bridge 0.3.1 (Megatron-Core 0.16.1).
+``megatron_on_cpu`` prepares Megatron-Core. This module provides packages that Megatron-Bridge always imports, and
+replaces functions that need a GPU. Give the model provider ``transformer_layer_spec=local_layer_spec`` and no fused
+kernels, and the configuration ``dist.distributed_backend = "gloo"``.
+Run with Megatron-Bridge 0.3.1 (Megatron-Core 0.16.1).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _ABSENT = {
     "megatron.core.inference": ("triton",),
     "megatron.core.ssm": ("triton",),
 }
-"""Who is shown a package that is not installed, by the importing module's name; nobody else is: others ask whether
-a package is there to choose what they run."""
+"""The packages that a module can import although they are not installed, by the module's name. Other modules do not see
+them, because they choose their code by whether a package is installed."""
 
 
 class _Shown(types.ModuleType):
-    """A package that is not there: every name in it exists, as an empty class or as a module that can be called."""
+    """An absent package: every name in it exists, as an empty class or as a callable module."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -42,7 +42,7 @@ class _Shown(types.ModuleType):
         return shown
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As a decorator it leaves a function as it is, otherwise it does nothing."""
+        """As a decorator it returns the function; otherwise it does nothing."""
         return args[0] if args and callable(args[0]) else None
 
 
@@ -80,7 +80,7 @@ def _show_absent_packages() -> None:
 
 
 def main() -> None:
-    """Run the script that the arguments name."""
+    """Run the script in the arguments."""
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         raise SystemExit(_USAGE)
     install()

@@ -1,7 +1,7 @@
-"""Megatron-Core where there is no GPU, Triton or Transformer Engine: for trying things out and for tests.
+"""Run Megatron-Core without GPU, Triton and Transformer Engine, for experiments and tests.
 
-``cuda_stand_in`` answers for ``torch.cuda``; here is what Megatron-Core imports or looks up whether it is used or not.
-Seen to run: megatron-core 0.16.1 and 0.19.2.
+``cuda_stand_in`` replaces ``torch.cuda``. This module provides names that Megatron-Core always imports or looks up.
+Run with megatron-core 0.16.1 and 0.19.2.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FUSED_KERNEL = "fused_weight_gradient_mlp_cuda"
 
 
 class _AfterImport:
-    """An import hook that sets attributes of a module right after its own code has run."""
+    """An import hook that sets attributes of a module right after its code has run."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
@@ -53,7 +53,7 @@ class _AfterImport:
 
 
 def install() -> None:
-    """Prepare this process for Megatron-Core. Call it before anything of Megatron is imported; once is enough."""
+    """Prepare this process for Megatron-Core. Call it before any import of Megatron; once is enough."""
     if _AfterImport in sys.meta_path:
         return
     cuda_stand_in.install()
@@ -69,7 +69,7 @@ def install() -> None:
 
 
 def use_built_helpers() -> None:
-    """A checkout runs make for its data helpers, which needs pybind11; the megatron-core wheel has them built."""
+    """Use the data helpers of the megatron-core wheel. A checkout would build them, which needs pybind11."""
     pattern = f"megatron/core/datasets/helpers_cpp.cpython-3{sys.version_info[1]}-*.so"
     built = [file for folder in sys.path for file in glob.glob(os.path.join(folder, pattern))]
     if built:
@@ -82,7 +82,7 @@ def use_built_helpers() -> None:
 
 
 def spawn_without_the_script() -> None:
-    """Checkpoints spawn a process, which would import the script again, and without any of this."""
+    """Keep the process that checkpoints spawn from importing the script again, without these stand-ins."""
     prepare = multiprocessing.spawn.get_preparation_data
 
     def prepare_without_main(name: str) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def spawn_without_the_script() -> None:
 
 
 def _send_copies() -> None:
-    """Interleaved pipelines free an output right after isend: a stream orders that on a GPU, gloo reads it later."""
+    """Send copies: interleaved pipelines free an output right after isend, but gloo reads it later."""
     import torch.distributed as dist
 
     host_isend: Any = dist.isend
@@ -105,7 +105,7 @@ def _send_copies() -> None:
 
 
 def _fused_kernel() -> types.ModuleType:
-    """What ``gradient_accumulation_fusion`` calls: a weight's gradient is added to where it is summed up."""
+    """Return the module that ``gradient_accumulation_fusion`` calls: it adds a weight's gradient to ``main_grad``."""
 
     def add_product(inputs: Any, gradient: Any, total: Any) -> None:
         total.add_(gradient.t() @ inputs)

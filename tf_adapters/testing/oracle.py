@@ -1,6 +1,6 @@
-"""What masked training must compute: full gradients of an ordinary copy of the model, masked, then averaged.
+"""The expected gradients of masked training: full gradients of an ordinary copy of the model, masked and averaged.
 
-With sampled tokens: gradients in which what is a token's own counts as often as its draw says.
+With sampled tokens, each token counts with the weight of its draw.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from tf_adapters.weight_gradients.tokens import Sample, TokenSampler
 
 
 class Sampled(NamedTuple):
-    """How often what each token ``[tokens]`` has of its own counts, and what inputs have in common, ``[inputs]``."""
+    """The weight of each token's own part, ``[tokens]``, and the part that inputs have in common, ``[inputs]``."""
 
     scales: torch.Tensor
     common: torch.Tensor
 
     def counted(self, inputs: torch.Tensor) -> torch.Tensor:
-        """What these ``inputs`` count as in a weight's gradient."""
+        """Return the weighted ``inputs`` of a weight's gradient."""
         scales = self.scales.to(inputs.dtype).reshape(*inputs.shape[:-1], 1)
         return (self.common + scales * (inputs.detach() - self.common)).to(inputs.dtype)
 
 
 Samples = Mapping[str, Sampled]
-"""What was sampled by name of a linear layer's weight."""
+"""Samples by name of a linear layer's weight."""
 
 Draws = dict[tuple[int, int, int], dict[str, Sampled]]
-"""What a rank has sampled, by (step, stage, microbatch)."""
+"""A rank's samples by (step, stage, microbatch)."""
 
 
 def masked_gradients(
@@ -45,17 +45,17 @@ def masked_gradients(
     gradient_scale: str = "skipped_as_zero",
     samples: Callable[[int], Samples] = lambda microbatch: {},
 ) -> dict[str, torch.Tensor]:
-    """The mean over microbatches of (mask x full gradient), by parameter name: delta = 1/M sum(U_m * g_m).
+    """Return the mean over microbatches of (mask x full gradient), by parameter name: delta = 1/M sum(U_m * g_m).
 
-    With ``gradient_scale`` "computed_mean" over those that are not masked, zero where all are.
+    With ``gradient_scale`` "computed_mean" the mean is over the unmasked microbatches; zero if all are masked.
 
     Args:
         model: an ordinary single-process copy of the whole model, nothing frozen.
         microbatches: inputs and labels, in order.
         loss_fn: loss of outputs and labels, a scalar.
-        frozen: names whose gradient microbatch m does not contribute to.
+        frozen: returns the names that microbatch m freezes.
         gradient_scale: the setting.
-        samples: of microbatch m, by name; a weight that it lacks counts every token once.
+        samples: returns the samples of microbatch m by name. Weights without a sample count every token once.
     """
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     computed: Counter[str] = Counter()
@@ -76,7 +76,7 @@ def masked_gradients(
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """``|actual - expected| / |expected|`` in float64; the absolute error where nothing is expected."""
+    """``|actual - expected| / |expected|`` in float64; the absolute error if ``expected`` is zero."""
     difference = float(torch.linalg.vector_norm(actual.double() - expected.double()))
     size = float(torch.linalg.vector_norm(expected.double()))
     return difference / size if size > 0 else difference
@@ -84,7 +84,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @contextmanager
 def recorded_draws() -> Iterator[Draws]:
-    """What this rank's samplers draw inside the block."""
+    """Record the draws of this rank's samplers inside the block."""
     draws: Draws = {}
     sample = TokenSampler.sample
 
@@ -102,7 +102,7 @@ def recorded_draws() -> Iterator[Draws]:
 
 @contextmanager
 def sampled_tokens(model: torch.nn.Module, samples: Samples) -> Iterator[None]:
-    """Count tokens as ``samples`` says in the weight gradients of a model's torch.nn.Linear layers."""
+    """Weight tokens by ``samples`` in the weight gradients of a model's torch.nn.Linear layers."""
     with Overrides() as overrides:
         for name, of_weight in samples.items():
             layer = model.get_submodule(name.removesuffix(".weight"))
@@ -117,5 +117,5 @@ def _forward(layer: Any, sampled: Sampled, inputs: torch.Tensor) -> torch.Tensor
 
 
 def of_other_gradient(output: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """``output``, with the gradients of what ``counted`` is made from added to its own."""
+    """Return ``output``, whose backward also computes the gradients of ``counted``."""
     return output + (counted - counted.detach())

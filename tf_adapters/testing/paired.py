@@ -1,7 +1,7 @@
-"""Two trainings in the same processes, step by step in turn: what freezing gains and costs on a host of your own.
+"""Compare two trainings in the same processes, whose steps alternate, to measure the gain and cost of freezing.
 
-Whatever slows the machine down slows both, so the ratio of each pair of steps is worth more than any time. Everything
-here is called on all ranks at once.
+A disturbance of the machine slows both trainings, so the ratio of a pair of steps is more reliable than a time. Every
+function is called on all ranks at once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 _K = TypeVar("_K")
 
 Step = Callable[[], Any]
-"""One whole training step on this rank, the optimizer's included."""
+"""One whole training step on this rank, with the optimizer's step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Freezing:
-    """How a training freezes, and for how many steps in each phase; ``settings`` go over all of it."""
+    """The settings of a training and the number of steps in each phase; ``settings`` override them."""
 
     max_freeze_ratio: float = 0.8
     warmup: int = 10
@@ -55,7 +55,7 @@ class Freezing:
 
 @dataclass
 class Pairs:
-    """Times in ms of steps that ran in turn; one list for each phase."""
+    """Times in ms of alternating steps, one list for each phase."""
 
     alone: dict[str, list[float]] = field(default_factory=dict)
     attached: dict[str, list[float]] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Pairs:
 
 @dataclass
 class Outcome:
-    """What training twice showed: the times of both, their losses on text that neither saw, and the plan."""
+    """The result of a comparison: the times of both trainings, their held-out losses, and the plan."""
 
     pairs: Pairs
     held_out_alone: float
@@ -83,7 +83,7 @@ class Outcome:
 
 
 def timed_step(step: Step) -> float:
-    """One step, from all ranks ready to all ranks done; ms."""
+    """Run one step and return its time in ms, from all ranks ready to all ranks done."""
     _wait_for_all()
     start = time.perf_counter()
     step()
@@ -92,19 +92,19 @@ def timed_step(step: Step) -> float:
 
 
 def in_rotation(steps: Mapping[_K, Step], number: int) -> dict[_K, float]:
-    """One step of each training, ms; which of them goes first changes with ``number``."""
+    """Run one step of each training and return the times in ms. ``number`` chooses the first one."""
     names = list(steps)
     first = number % len(names)
     return {name: timed_step(steps[name]) for name in names[first:] + names[:first]}
 
 
 def in_turn(alone: Step, attached: Step, phase_of: Callable[[], str], steps: int) -> Pairs:
-    """Run two trainings in turn, each for ``steps`` steps; which of them goes first alternates.
+    """Run ``steps`` pairs of steps of two trainings. The first of a pair alternates.
 
     Args:
         alone: a step of the host alone.
         attached: a step of a training that freezes.
-        phase_of: the phase of the coming step, asked before each pair: ``lambda: controller.phase.value``.
+        phase_of: returns the phase of the next step, such as ``lambda: controller.phase.value``.
         steps: pairs of steps to run.
     """
     pairs = Pairs()
@@ -118,14 +118,14 @@ def in_turn(alone: Step, attached: Step, phase_of: Callable[[], str], steps: int
 def compare(
     alone: Step, attached: Step, adapter: Any, steps: int, held_out: Callable[[], tuple[float, float]]
 ) -> Outcome:
-    """Run two trainings in turn, then take freezing off the second one.
+    """Run pairs of steps of two trainings, then detach freezing from the second one.
 
     Args:
         alone: a step of the host alone.
         attached: a step of a training that freezes.
-        adapter: what freezes it.
-        steps: pairs of steps to run; the plan must be there before they are through.
-        held_out: the losses of both on what neither has seen, the host's alone first; asked with freezing taken off.
+        adapter: the adapter of the second training.
+        steps: pairs of steps to run, enough to get a plan.
+        held_out: returns the held-out losses of both, the host's alone first. It is called after the detach.
     """
     controller = adapter.controller
     pairs = in_turn(alone, attached, lambda: controller.phase.value, steps)
@@ -136,16 +136,16 @@ def compare(
 
 
 def on_and_off(step: Step, attach: Step, detach: Step, phase: str, pairs: int) -> Pairs:
-    """Run one training, attached as it comes and again at the end, in turn with and without its adapter.
+    """Run pairs of steps of one training, with and without its adapter. It is attached before and after.
 
-    What an adapter costs that does not freeze (yet): neither another model nor other memory is in the comparison.
+    This measures the cost of an adapter that does not freeze (yet), on the same model in the same memory.
 
     Args:
         step: a training step.
         attach: attaches the training's adapter.
-        detach: takes it off again, and whatever else the host alone would not have.
-        phase: what to call the pairs.
-        pairs: of steps to run.
+        detach: detaches it, and removes anything else that the host alone does not have.
+        phase: name of the pairs.
+        pairs: number of pairs to run.
     """
     result = Pairs()
     for number in range(pairs):
@@ -158,9 +158,9 @@ def on_and_off(step: Step, attach: Step, detach: Step, phase: str, pairs: int) -
 
 
 def time_masks(controller: Controller, steps: int = 50) -> float:
-    """Drawing one step's masks on this rank and switching them on and off for every forward and backward; ms.
+    """Return the time in ms to draw one step's masks on this rank and to switch them for every forward and backward.
 
-    The mean over ``steps`` steps from the current one on, so that no mask comes out of a cache.
+    It is a mean over ``steps`` successive steps, so that no mask comes from a cache.
     """
     microbatches = range(controller.schedule.num_microbatches)
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Plans and units of a test's choosing, in the place of measured ones."""
+"""Give a controller plans and units that a test chooses, instead of measured ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def tensor_units(parameters: Mapping[str, torch.nn.Parameter]) -> tuple[FreezeUnit, ...]:
-    """One unit for each trainable tensor, its work its number of elements: units without a host or a module."""
+    """Return one unit for each trainable tensor, with its number of elements as work."""
     return tuple(
         FreezeUnit((name,), float(parameter.numel()), tuple(parameter.shape))
         for name, parameter in parameters.items()
@@ -35,9 +35,9 @@ Ratios = float | Mapping[str, float] | Callable[[Action], float]
 def force_plan(controller: Controller, ratios: Ratios) -> None:
     """Put a controller into stable freezing with these freeze ratios in [0, 1]. Do the same on every rank.
 
-    ``ratios`` is one for all backwards, or by an action's text (``"1B0"``, 0 where it is missing), or a function.
-    With deferred weight gradients the order is rewritten for forwards of 1 ms and backwards of 2 and 1 ms: of two
-    stages on, two extra microbatches then move forwards, too, where the host can.
+    ``ratios`` is one number for all backwards, a mapping by an action's text (``"1B0"``, 0 if missing), or a function.
+    With deferred weight gradients the order is rewritten for F of 1 ms, I of 2 ms and W of 1 ms. With two or more
+    stages, two extra microbatches then also move forwards, if the host can.
     """
     forward, backward = Bounds(1.0, 1.0), Bounds(2.0, 3.0)
     times = {a: forward if a.kind is Kind.FORWARD else backward for a in controller.schedule.actions}

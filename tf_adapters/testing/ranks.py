@@ -1,4 +1,4 @@
-"""Several real processes on this machine, joined by gloo, that run functions together."""
+"""Run functions in several real processes on this machine, joined by gloo."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_GRACE_S = 3.0  # for the ranks that still run when one has failed
-_STARTUP_S = 300.0  # a host may compile an extension when it is first imported
+_GRACE_S = 3.0  # for other ranks after one has failed
+_STARTUP_S = 300.0  # a host may compile an extension at its first import
 
 
 class RanksFailed(AssertionError):
-    """A rank raised, died or did not answer in time; the message holds every rank's traceback."""
+    """A rank raised, died or did not answer in time. The message has every rank's traceback."""
 
 
 class RankPool:
-    """``size`` processes with a gloo process group, kept alive between calls because start-up dominates small tests.
+    """``size`` processes with a gloo process group. They stay alive between calls, since start-up is slow.
 
-    After a failure the processes are killed, and the next call starts fresh ones: a hang ends with the timeout.
-    ``setup`` runs first in every process, ``teardown`` after every call. The modules of ``preload`` are imported once,
-    in a server process that every rank is forked from: the first pool's list holds for all of this process, and none of
-    them may start CUDA or a thread.
+    After a failure, also a timeout, the processes are killed, and the next call starts new ones. ``setup`` runs first
+    in every process, ``teardown`` after every call. The modules of ``preload`` are imported once, in a server process
+    from which every rank is forked. The list of the first pool is used for all later pools, and its modules must not start
+    CUDA or a thread.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RankPool:
         self._connections: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """Call ``function(*args)`` on every rank at once; every rank's result. It must be importable by name.
+        """Call ``function(*args)`` on every rank and return every rank's result. It must be importable by name.
 
         Raises RanksFailed if any rank raises, dies, or has not answered after ``timeout_s`` seconds.
         """
@@ -91,7 +91,7 @@ class RankPool:
         self._collect(_STARTUP_S)
 
     def _collect(self, timeout_s: float) -> list[Any]:
-        """Every rank's value. One that failed usually leaves the others waiting: they get no long wait then."""
+        """Return every rank's value. After a failure the other ranks probably wait for it, so they get little time."""
         deadline = time.monotonic() + timeout_s
         outcomes: list[tuple[Any, str | None]] = [(None, "no answer in time")] * self.size
         waiting = dict(zip(self._connections, range(self.size), strict=True))
@@ -116,11 +116,11 @@ class RankPool:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nothing listens on, below those that the system gives to outgoing connections.
+    """Return a free TCP port of this machine, below the range that the system gives to outgoing connections.
 
-    A job listens seconds after its port is chosen: until then a connection of another job would take one of those.
+    A job listens on it seconds later. Until then an outgoing connection of another job could take a port of that range.
     """
-    below = min(_first_outgoing_port(), 29_000)  # 29500 is where jobs without a port of their own meet
+    below = min(_first_outgoing_port(), 29_000)  # 29500 is torch's default
     for _ in range(1000):
         port = random.SystemRandom().randrange(10_000, below) if below > 11_000 else 0
         with socket.socket() as sock, suppress(OSError):
@@ -162,7 +162,7 @@ def _serve(
 
 
 def _end_with_parent() -> None:
-    """A rank that waits for others would outlive a test run that is killed, and go on waiting."""
+    """End this rank with its parent: a rank that waits for others would survive a killed test run."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -196,7 +196,7 @@ def _answer_call(connection: Connection, function: Callable[..., Any], args: tup
 
 
 def _packed(answer: tuple[Any, str | None]) -> bytes:
-    """Tensors by value: multiprocessing would share the memory of each, which takes milliseconds."""
+    """Pickle with tensors by value: multiprocessing would share each tensor's memory, which takes milliseconds."""
     import torch
 
     buffer = io.BytesIO()

@@ -1,11 +1,11 @@
-"""Run an unedited TorchTitan job where there is no GPU, to try a command line out before it costs anything::
+"""Run an unedited TorchTitan job without a GPU, to try a command line before a real run::
 
     torchrun --nproc-per-node 2 -m tf_adapters.testing.torchtitan_on_cpu -m tf_adapters.trainers.torchtitan ...
     torchrun --nproc-per-node 2 -m tf_adapters.testing.torchtitan_on_cpu -m torchtitan.train ...
 
-TorchTitan takes the accelerator that torch finds, and "cuda" where there is none: here it is the CPU, over gloo. Its
-figures of device memory are 0, what is for Triton can be imported, not run, FlexAttention is plain products.
-Seen to run: TorchTitan 0.2.2 (torch 2.13), 0.3.0 (torch 2.15).
+TorchTitan uses the accelerator that torch finds, or "cuda". Here it is the CPU, over gloo. Figures of device memory are
+0. Triton can be imported but not run. FlexAttention is computed by plain products.
+Run with TorchTitan 0.2.2 (torch 2.13), 0.3.0 (torch 2.15).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def install() -> None:
 
 
 class _Changing(importlib.abc.MetaPathFinder):
-    """Imports the modules of TorchTitan that a CPU cannot run in a way of their own."""
+    """Imports the modules of TorchTitan that a CPU cannot run with changes."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         change = _CHANGED.get(fullname)
@@ -66,7 +66,7 @@ Run = Callable[[types.ModuleType], None]
 
 
 def _with_triton(run: Run, module: types.ModuleType) -> None:
-    """With a stand-in for Triton that nobody else sees: torch has ways of its own without it."""
+    """Import with a stand-in for Triton that other modules do not see: torch works without Triton."""
     if importlib.util.find_spec("triton") is not None:
         run(module)
         return
@@ -82,7 +82,7 @@ def _with_triton(run: Run, module: types.ModuleType) -> None:
 
 
 def _with_plain_attention(run: Run, module: types.ModuleType) -> None:
-    """FlexAttention has no backward on a CPU, and its compiled masks would be built with a C++ compiler."""
+    """Replace FlexAttention, which has no backward on a CPU and would compile its masks with a C++ compiler."""
     run(module)
     flex = vars(module)["FlexAttention"]
     if hasattr(flex, "_compiled_flex_attn"):
@@ -94,7 +94,7 @@ def _with_plain_attention(run: Run, module: types.ModuleType) -> None:
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-    """FlexAttention without a score_mod, in plain products: (batch, heads, tokens, width)."""
+    """Compute FlexAttention without score_mod by plain products: (batch, heads, tokens, width)."""
     from torch.nn.attention.flex_attention import create_mask
 
     if options.get("score_mod") is not None:

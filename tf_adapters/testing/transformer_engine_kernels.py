@@ -1,7 +1,7 @@
-"""What Transformer Engine's compiled extension computes, by torch: products, norms, activations, softmax, optimizers.
+"""Transformer Engine's compiled extension in torch: products, norms, activations, softmax, optimizers.
 
-The functions have the extension's own names and arguments: ``transformer_engine_on_cpu`` puts them in its place.
-Tensors are bf16, fp16 or fp32. Quantized ones are refused, and communication inside a product.
+The functions have the extension's names and arguments, and ``transformer_engine_on_cpu`` installs them. Tensors are
+bf16, fp16 or fp32. Quantized tensors and communication inside a product are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUMBERS = {2: torch.int32, 4: torch.float32, 5: torch.float16, 6: torch.bfloat1
 
 
 def torch_type(number: Any) -> torch.dtype | None:
-    """The torch type of a type as the extension's callers name it: by a number, a torch type, or not at all."""
+    """Convert a type of the extension's callers: a number, a torch type, or None."""
     return number if number is None or isinstance(number, torch.dtype) else _NUMBERS[int(number)]
 
 
@@ -34,15 +34,15 @@ def _plain(quantizer: Any) -> None:
 
 
 def _written(out: Tensor | None, value: Tensor) -> Tensor:
-    """``value``, in ``out`` if there is one."""
+    """Return ``value``, written to ``out`` if given."""
     return value if out is None else out.copy_(value.reshape(out.shape))
 
 
-# Products. cuBLAS reads matrices column by column: what it calls A @ B is, row by row, op(B) @ op(A).
+# Products. cuBLAS is column-major: its A @ B is op(B) @ op(A) in row-major order.
 
 
 def _product(a: Tensor, transa: bool, b: Tensor, transb: bool, dtype: torch.dtype) -> Tensor:
-    if dtype.itemsize > a.dtype.itemsize:  # summed up in fp32, and not rounded
+    if dtype.itemsize > a.dtype.itemsize:  # fp32 sums, not rounded
         a, b = a.to(dtype), b.to(dtype)
     first = b.reshape(-1, b.shape[-1]).t() if transb else b
     second = a.reshape(-1, a.shape[-1])
@@ -76,7 +76,7 @@ def generic_gemm(
     alpha: float = 1.0,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
-    """A product, its bias or the bias's gradient, and GELU or its derivative."""
+    """Compute a product, its bias or the bias's gradient, and GELU or its derivative."""
     _plain(quantizer)
     if comm_overlap is not None:
         raise NotImplementedError("ub_overlap: communication inside a product needs the compiled extension and a GPU")
@@ -114,7 +114,7 @@ def te_general_grouped_gemm(
     accumulate: bool,
     *_: Any,
 ) -> Tensors:
-    """One product per expert. An expert without tokens gives zeros, unless they are added up."""
+    """Compute one product per expert. An expert without tokens gives zeros, or adds nothing when accumulating."""
     outs: Tensors = out
     if single_output:
         sizes = [part.reshape(-1, part.shape[-1]).shape[0] for part in b]
@@ -152,7 +152,7 @@ def layernorm_fwd(
     margin: int,
     centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, the means and the inverse deviations."""
+    """Return output, means and inverse deviations."""
     _plain(quantizer)
     x = inputs.float()
     mean = x.mean(dim=-1)
@@ -164,7 +164,7 @@ def layernorm_fwd(
 def layernorm_bwd(
     gradient: Tensor, inputs: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, margin: int, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the input, the weight and the bias."""
+    """Return the gradients of input, weight and bias."""
     shape = inputs.shape
     dy, x = gradient.reshape(-1, shape[-1]).float(), inputs.reshape(-1, shape[-1]).float()
     normal = (x - mean.reshape(-1, 1)) * inverse.reshape(-1, 1)
@@ -177,7 +177,7 @@ def layernorm_bwd(
 def rmsnorm_fwd(
     inputs: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, margin: int, centered: bool
 ) -> tuple[Tensor, None, Tensor]:
-    """The output and the inverse root mean squares."""
+    """Return output and inverse root mean squares."""
     _plain(quantizer)
     x = inputs.float()
     inverse = torch.rsqrt(x.square().mean(dim=-1) + eps)
@@ -188,7 +188,7 @@ def rmsnorm_fwd(
 def rmsnorm_bwd(
     gradient: Tensor, inputs: Tensor, inverse: Tensor, weight: Tensor, margin: int, centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the input and the weight."""
+    """Return the gradients of input and weight."""
     shape = inputs.shape
     dy, x = gradient.reshape(-1, shape[-1]).float(), inputs.reshape(-1, shape[-1]).float()
     normal = x * inverse.reshape(-1, 1)
@@ -197,7 +197,7 @@ def rmsnorm_bwd(
     return dx.to(inputs.dtype).reshape(shape), (dy * normal).sum(0).to(weight.dtype)
 
 
-# Activations. A gated one takes the function of the first half times the second half.
+# Activations. A gated one is function(first half) * second half.
 
 
 def _gated(function: Activation, x: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def _squared_relu(x: Tensor) -> Tensor:
 
 
 def _derivative(function: Activation, gradient: Tensor, x: Tensor) -> Tensor:
-    """The gradient of ``function``'s input, computed in fp32."""
+    """Return the gradient of ``function``'s input, computed in fp32."""
     with torch.enable_grad():
         inputs = x.detach().float().requires_grad_()
         output = function(inputs)
@@ -222,7 +222,7 @@ def _derivative(function: Activation, gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def activations() -> dict[str, Callable[..., Any]]:
-    """Each activation and its derivative, by the names that the extension gives them."""
+    """Return each activation and its derivative by the extension's names."""
     tanh_gelu = functools.partial(gelu, approximate="tanh")
     plain: dict[str, Activation] = {
         "gelu": tanh_gelu,
@@ -252,12 +252,12 @@ def _differentiate(function: Activation, gradient: Tensor, x: Tensor, quantizer:
 
 
 def quantize(tensor: Tensor, quantizer: Any, *_: Any) -> Tensor:
-    """The tensor as it is, where nothing quantizes it."""
+    """Return the tensor unchanged, since quantizers are refused."""
     _plain(quantizer)
     return tensor
 
 
-# Softmax of scaled scores, as attention without a fused kernel runs it in bf16 and fp16.
+# Softmax of scaled scores, which unfused attention uses in bf16 and fp16.
 
 _LOW = -10000.0
 
@@ -276,7 +276,7 @@ def scaled_masked_softmax_forward(scores: Tensor, mask: Tensor, scale: float) ->
 
 
 def scaled_upper_triang_masked_softmax_forward(scores: Tensor, scale: float) -> Tensor:
-    """Causal: a row sees no later column; the last row sees the last column."""
+    """Causal softmax: a row has no later column; the last row has the last column."""
     rows, columns = scores.shape[-2:]
     later = torch.ones(rows, columns, dtype=torch.bool).triu(columns - rows + 1)
     return _softmax(scores.float().masked_fill(later, -math.inf), scale).to(scores.dtype)
@@ -291,7 +291,7 @@ def scaled_softmax_backward(gradient: Tensor, output: Tensor, scale: float) -> T
 
 
 def multi_tensor_scale(chunk: int, overflow: Tensor, lists: Sequence[Tensors], scale: Any) -> None:
-    """Copy the tensors of the first list, scaled, into those of the second; note what is not finite."""
+    """Copy the tensors of the first list, scaled, to the second; set ``overflow`` for values that are not finite."""
     for source, to in zip(*lists, strict=True):
         to.copy_(source.float() * scale)
         overflow.logical_or_(~torch.isfinite(source).all())
@@ -300,7 +300,7 @@ def multi_tensor_scale(chunk: int, overflow: Tensor, lists: Sequence[Tensors], s
 def multi_tensor_l2norm(
     chunk: int, overflow: Tensor, lists: Sequence[Tensors], each: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The norm of all tensors together, and of each one."""
+    """Return the norm of all tensors together, and of each tensor."""
     norms = [torch.linalg.vector_norm(tensor.float()) for tensor in lists[0]]
     of_each = torch.stack(norms) if norms else torch.zeros(0)
     return torch.linalg.vector_norm(of_each).reshape(1), of_each if each else of_each.new_empty(0)
@@ -326,7 +326,7 @@ def multi_tensor_adam(
     bias_correction: int,
     decay: float,
 ) -> None:
-    """Adam, or AdamW in mode 1. A fifth list holds the fp32 values of parameters of another type."""
+    """Update by Adam, or AdamW in mode 1. A fifth list has the fp32 values of parameters of another type."""
     if overflow.any():
         return
     first, second = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
@@ -357,7 +357,7 @@ _OWN_NAMES: tuple[Callable[..., Any], ...] = (
 
 
 def answers() -> dict[str, Callable[..., Any]]:
-    """All functions here that answer for one of the extension's, by its name."""
+    """Return all functions of this module that replace one of the extension's, by name."""
     return {
         **{function.__name__: function for function in _OWN_NAMES},
         **activations(),

@@ -1,9 +1,9 @@
-"""Transformer Engine's own Python where there is no GPU: for trying things out and for tests.
+"""Run Transformer Engine's own Python without a GPU, for experiments and tests.
 
-Its modules, autograd functions and optimizers run unedited; torch answers for the compiled extension
-(``transformer_engine_kernels``), in bf16, fp16 and fp32. FP8 is not emulated, nor are fused attention, fused RoPE,
-fused permutation and userbuffers: what calls them gets a NotImplementedError that names the kernel. Needed:
-``pip install --no-deps transformer-engine onnxscript onnx onnx-ir ml_dtypes nvdlfw-inspect``. Seen to run:
+Its modules, autograd functions and optimizers run unedited. Torch replaces the compiled extension
+(``transformer_engine_kernels``), in bf16, fp16 and fp32. FP8, fused attention, fused RoPE, fused permutation and
+userbuffers are not emulated: a call raises NotImplementedError, which names the kernel. It needs:
+``pip install --no-deps transformer-engine onnxscript onnx onnx-ir ml_dtypes nvdlfw-inspect``. Run with
 transformer-engine 2.4.0, 2.10.0 and 2.20.2.
 """
 
@@ -26,7 +26,7 @@ from tf_adapters.testing import cuda_stand_in, megatron_on_cpu, transformer_engi
 __all__ = ["FOLDER", "install"]
 
 FOLDER = Path(sys.prefix) / "transformer_engine"
-"""Where it is looked for, too. Megatron-Core uses every Transformer Engine that it can import, also without a GPU."""
+"""A further folder to search. On the ordinary path, Megatron-Core would use Transformer Engine in every test."""
 
 _PACKAGES = "transformer-engine onnxscript onnx onnx-ir ml_dtypes nvdlfw-inspect"
 _EXTENSION = "transformer_engine_torch"
@@ -36,20 +36,20 @@ _FORWARD = (
 )
 _BACKWARD = "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3"
 _WITH_ENGINE = ("megatron.core.models.bert.bert_layer_specs", "megatron.core.transformer.moe.moe_utils")
-"""Modules in which ``megatron_on_cpu`` sets names that Transformer Engine gives."""
+"""Modules in which ``megatron_on_cpu`` sets names that Transformer Engine provides."""
 
 
 def install() -> None:
     """Prepare this process for Transformer Engine, and for Megatron-Core with its layers.
 
-    Call it before anything of either is imported; once is enough.
+    Call it before any import of either; once is enough.
     """
     if _EXTENSION in sys.modules or (torch.cuda.device_count() > 0 and not cuda_stand_in.installed()):
         return
     sys.path.append(str(FOLDER))
     if importlib.util.find_spec("transformer_engine") is None:
         raise ModuleNotFoundError(f"no transformer-engine: pip install --no-deps {_PACKAGES}")
-    os.environ.setdefault("NVTE_PROJECT_BUILDING", "1")  # else it looks for CUDA's libraries
+    os.environ.setdefault("NVTE_PROJECT_BUILDING", "1")  # otherwise it searches CUDA's libraries
     megatron_on_cpu.install()
     for name in _WITH_ENGINE:
         megatron_on_cpu.CHANGED.pop(name, None)
@@ -67,19 +67,19 @@ def _device(device: Any) -> torch.device:
 
 
 def _replace_device() -> None:
-    """What Transformer Engine asks of the device, besides what ``cuda_stand_in`` answers."""
+    """Replace device functions that Transformer Engine calls in addition to those of ``cuda_stand_in``."""
     tensor: Any = torch.Tensor
     tensor.is_cuda = property(lambda self: True)
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.version.cuda = torch.version.cuda or "12.8"
     if importlib.util.find_spec("triton") is None:
-        torch.utils._triton.has_triton_package()  # torch keeps its answer: it is not to take the stand-in for Triton
+        torch.utils._triton.has_triton_package()  # torch caches the result, so it will not see the stand-in for Triton
         for name in ("triton", "triton.language", "triton.language.core", "triton.language.standard"):
             sys.modules[name] = _AbsentModule(name)
 
 
 class _AbsentModule(types.ModuleType):
-    """A module whose names are all there, for decorators and annotations, and do nothing."""
+    """A module in which every name exists, for decorators and annotations, and does nothing."""
 
     __path__: list[str] = []  # noqa: RUF012 (a package)
     __version__ = "3.4.0"
@@ -91,7 +91,7 @@ class _AbsentModule(types.ModuleType):
 
 
 class _Nothing:
-    """Called as a decorator, or as what makes one, it is there; what a kernel would be raises when it is launched."""
+    """Works as a decorator or decorator factory. A kernel raises when it is launched."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -131,7 +131,7 @@ def _extension() -> types.ModuleType:
 
 
 class _AttentionBackend(enum.IntEnum):
-    """A backend of fused attention; since 2.20 the extension says with it why there is none."""
+    """A backend of fused attention. From 2.20 on the extension also returns the reason for its absence."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self, "no kernel on a CPU"))
@@ -140,12 +140,12 @@ class _AttentionBackend(enum.IntEnum):
 def _attention_backends() -> Any:
     kind: Any = _AttentionBackend
     backends = kind("NVTE_Fused_Attn_Backend", {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2})
-    backends.NVTE_F16_max512_seqlen = 0  # of older versions; newer ones check that they know all members
+    backends.NVTE_F16_max512_seqlen = 0  # for older versions; newer ones check that they know all members
     return backends
 
 
 class _Names(type):
-    """A class that has any attribute, a number: what an enumeration of the extension is asked for."""
+    """A class in which every attribute exists, as a number: a stand-in for enumerations of the extension."""
 
     def __getattr__(cls, name: str) -> int:
         if name.startswith("__"):
@@ -156,7 +156,7 @@ class _Names(type):
 
 @functools.cache
 def _absent(name: str) -> Any:
-    """A type by any name, or a function that says that there is none."""
+    """Return a type of any name, or a function that raises NotImplementedError."""
     if name.startswith("__"):
         raise AttributeError(name)
     if name[0].isupper():
