@@ -24,8 +24,8 @@ from benchmarks.paper.trainings import setup, start
 from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
 from benchmarks.shared.measuring import machine
+from tf_adapters.advice.balance import balance
 from tf_adapters.report import Report
-from tf_adapters.simulate.balance import balance
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.emulated_device import EmulatedDevice
 from tf_adapters.testing.paired import Freezing, timed_step

@@ -28,9 +28,9 @@ from benchmarks.paper.trainings import setup, start
 from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
 from benchmarks.shared.measuring import machine
+from tf_adapters.advice.levers import levers
 from tf_adapters.cli import main as tf_adapters_cli
 from tf_adapters.report import Report
-from tf_adapters.simulate.levers import levers
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.emulated_device import EmulatedDevice
 from tf_adapters.testing.paired import Freezing, timed_step

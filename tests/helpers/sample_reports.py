@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from tf_adapters.report import Report
+from tf_adapters.schedule.ir import Kind, PipelineSchedule
+
+MS = {Kind.FORWARD: 10.0, Kind.BACKWARD: 20.0, Kind.INPUT_GRAD: 10.0, Kind.WEIGHT_GRAD: 10.0}
+"""How long actions take in a run that only measures, in ms."""
 
 RANKS = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
 # 1F1B over two ranks, ms: 0F0 0-10, 1F0 10-20, 1B0 20-40, 1F1 40-50, 1B1 50-70, 0B0 40-60, 0B1 70-90.
@@ -61,3 +65,19 @@ def report_data(**changes: Any) -> dict[str, Any]:
 
 def report(**changes: Any) -> Report:
     return Report.from_json(report_data(**changes))
+
+
+def report_of(schedule: PipelineSchedule, lower: float = 10.0, **more: Any) -> Report:
+    """A run that measured ``MS``; a backward with everything frozen takes ``lower``."""
+    least = {**MS, Kind.BACKWARD: lower}
+    return Report.from_json({
+        "format": 1,
+        "host": {"name": "torch.distributed.pipelining", "version": "2"},
+        "config": {"method": "none", "max_freeze_ratio": 0.8},
+        "schedule": {"ranks": schedule.to_text()},
+        "status": "stable",
+        "step": 60,
+        "times": {str(a): [least[a.kind], MS[a.kind]] for a in schedule.actions},
+        "measured": {"step_ms_unfrozen": 100.0},
+        **more,
+    })  # fmt: skip

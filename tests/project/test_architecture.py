@@ -20,7 +20,7 @@ FLOORS = [
     {"training"},
     {"report"},
     {"hosts", "simulate"},
-    {"deepspeed", "megatron", "torch_pipelining"},
+    {"advice", "deepspeed", "megatron", "torch_pipelining"},
     {"trainers"},
     {"cli", "testing"},
 ]

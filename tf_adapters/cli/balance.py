@@ -7,10 +7,10 @@ import json
 import re
 from itertools import accumulate
 
+from tf_adapters.advice.balance import Balance, Cut, balance
 from tf_adapters.errors import ConfigError, TimelyFreezeError
 from tf_adapters.report.page import Page, Table, print_page
 from tf_adapters.report.schema import Report
-from tf_adapters.simulate.balance import Balance, Cut, balance
 
 __all__ = ["add_parser", "run"]
 

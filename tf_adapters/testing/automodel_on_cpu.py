@@ -9,12 +9,12 @@ device memory are 0. Run with nemo-automodel 0.7.0 (torch 2.13).
 from __future__ import annotations
 
 import importlib
-import os
-import runpy
 import sys
 from typing import Any
 
 import torch
+
+from tf_adapters.hosts.launcher import run_command
 
 _USAGE = "usage: torchrun [...] -m tf_adapters.testing.automodel_on_cpu -m MODULE [its arguments]"
 
@@ -50,9 +50,7 @@ def main() -> None:
     """Run the module in the arguments as ``__main__``."""
     if sys.argv[1:2] != ["-m"] or len(sys.argv) < 3:
         raise SystemExit(_USAGE)
-    install()
-    sys.path[0], sys.argv = os.getcwd(), sys.argv[2:]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    run_command(sys.argv[1:], install)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ Run with Megatron-Bridge 0.3.1 (Megatron-Core 0.16.1).
 from __future__ import annotations
 
 import builtins
-import os
-import runpy
 import sys
 import types
 from typing import Any
 
 import torch
 
+from tf_adapters.hosts.launcher import run_command
 from tf_adapters.testing import megatron_on_cpu
 
 _USAGE = "usage: torchrun [...] -m tf_adapters.testing.megatron_bridge_on_cpu SCRIPT [its arguments]"
@@ -83,10 +82,7 @@ def main() -> None:
     """Run the script in the arguments."""
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         raise SystemExit(_USAGE)
-    install()
-    sys.argv = sys.argv[1:]
-    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    run_command(sys.argv[1:], install)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import torch
 from hosts import HOSTS, MICROBATCHES, STAGES, Tensors, start
 from rank_pools import GetPool, rank_pool
 
+from tf_adapters.advice.balance import balance
 from tf_adapters.measuring.batch_times import BatchTimes
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.planner.learning import Learning, Probe
@@ -28,7 +29,6 @@ from tf_adapters.report.schema import Report
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.selection.sampling import sample_indices
-from tf_adapters.simulate.balance import balance
 from tf_adapters.testing import force_plan, relative_error
 from tf_adapters.weight_gradients.gradient_noise import chosen_weights
 

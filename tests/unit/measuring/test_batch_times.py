@@ -1,4 +1,4 @@
-"""Where the ranks' time in a batch goes, on hand-made times; what levers would bring; what is said of it."""
+"""Where the ranks' time in a batch goes, on hand-made times; what is said of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sample_reports import MS, report_of
 from schedules import traced
 
 from tf_adapters.cli import main
@@ -15,24 +16,17 @@ from tf_adapters.errors import ConfigError
 from tf_adapters.measuring.batch_times import BatchTimes, batch_times, with_replicas
 from tf_adapters.measuring.timer import Interval, Trace
 from tf_adapters.measuring.transfers import NO_GAPS, Gaps, measure_gaps
-from tf_adapters.planner.forecast import forecast
-from tf_adapters.planner.problem import PlanProblem
-from tf_adapters.planner.solve import solve
 from tf_adapters.report.batch import batch_of
 from tf_adapters.report.layout import before
 from tf_adapters.report.schema import Report
 from tf_adapters.report.terminal import summary
 from tf_adapters.schedule.dag import PipelineDag
-from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.schedule.orders import interleaved, one_forward_one_backward, zbv
-from tf_adapters.simulate import levers as simulated
-from tf_adapters.simulate.levers import Levers, levers
 from tf_adapters.training.batch_words import log_line
 
 OLD = Path(__file__).resolve().parents[2] / "data" / "report_format_1.json"
 TWO = one_forward_one_backward(2, 2)  # rank 0: F0 F1 B0 B1; rank 1: F0 B0 F1 B1
-MS = {Kind.FORWARD: 10.0, Kind.BACKWARD: 20.0, Kind.INPUT_GRAD: 10.0, Kind.WEIGHT_GRAD: 10.0}
 
 
 def step_of(
@@ -190,22 +184,6 @@ def test_one_replica_has_no_stragglers():
 # --- the page --------------------------------------------------------------------------------------------------
 
 
-def report_of(schedule: PipelineSchedule, lower: float = 10.0, **more: Any) -> Report:
-    """A run that measured ``MS``; a backward with everything frozen takes ``lower``."""
-    least = {**MS, Kind.BACKWARD: lower}
-    return Report.from_json({
-        "format": 1,
-        "host": {"name": "torch.distributed.pipelining", "version": "2"},
-        "config": {"method": "none", "max_freeze_ratio": 0.8},
-        "schedule": {"ranks": schedule.to_text()},
-        "status": "stable",
-        "step": 60,
-        "times": {str(a): [least[a.kind], MS[a.kind]] for a in schedule.actions},
-        "measured": {"step_ms_unfrozen": 100.0},
-        **more,
-    })  # fmt: skip
-
-
 def test_an_old_report_says_it_from_its_median_times(capsys):
     report = Report.read(OLD)
     assert report.batch_times is None
@@ -230,57 +208,3 @@ def test_a_run_that_only_measures_begins_with_its_bubble(tmp_path, capsys):
 
 def test_a_report_without_times_has_no_bubble():
     assert "bubble" not in summary(report_of(TWO, times={}, status="monitoring"))
-
-
-# --- levers ----------------------------------------------------------------------------------------------------
-
-
-def steps_of(found: Levers) -> dict[str, float]:
-    return {lever.name: lever.step_ms for lever in found.others}
-
-
-def test_each_lever_is_what_the_forecast_promises():
-    schedule = one_forward_one_backward(4, 8)
-    report = report_of(schedule, measured={"step_ms_unfrozen": 400.0})
-    steps = steps_of(levers(report))
-    bounds = {Action.parse(text): Bounds(*pair) for text, pair in report.times.items()}
-    problem = PlanProblem(schedule, bounds, 0.8, max_microbatch_freeze_ratio=0.9)
-    promised = forecast(schedule, solve(problem), bounds=bounds, unfrozen_step_ms=400.0)
-    assert steps["freezing, limit 0.8"] == pytest.approx(promised.planned_ms)
-    assert steps["schedule gpipe"] == pytest.approx(400.0)  # equal stages: as long as 1F1B
-    assert "schedule 1f1b" not in steps
-    exact, interleaving = steps["deferred weight gradients"], steps["schedule interleaved, 2 stages a rank"]
-    assert 300.0 < steps["schedule zbv, 2 stages a rank"] < interleaving < 400.0
-    assert 300.0 < exact < 400.0
-    # A rank of 1F1B computes 240 ms; 20 ms are passed before it begins or after it ended, wherever it is.
-    assert all(step >= 400.0 - (330.0 - 240.0) for name, step in steps.items() if "limit" not in name)
-
-
-def test_memory_is_counted_in_microbatches_of_a_whole_rank():
-    held = {lever.name: lever.held for lever in levers(report_of(one_forward_one_backward(4, 8))).others}
-    assert held["deferred weight gradients"] == 4
-    assert held["schedule gpipe"] == 8
-    assert held["schedule interleaved, 2 stages a rank"] == 5.5  # 11 of half a rank's layers
-    assert held["schedule zbv, 2 stages a rank"] == 4
-
-
-def test_what_was_not_measured_is_assumed_and_said():
-    """Without masks both times of a backward are one: a weight gradient then counts as a forward."""
-    schedule = one_forward_one_backward(4, 8)
-    assumed = levers(report_of(schedule, lower=20.0))
-    assert "was not measured" in assumed.notes[0]
-    assert steps_of(assumed) == pytest.approx(steps_of(levers(report_of(schedule, lower=10.0))))
-
-
-def test_schedules_that_do_not_fit_are_left_out():
-    """Nine microbatches on four ranks make no rounds of equal size."""
-    names = {name for name in steps_of(levers(report_of(one_forward_one_backward(4, 9)))) if "schedule" in name}
-    assert names == {"schedule gpipe", "schedule zbv, 2 stages a rank"}
-
-
-def test_a_large_pipeline_is_shown_without_its_longest_plans(monkeypatch):
-    monkeypatch.setattr(simulated, "_MOST_FROZEN", 60)
-    found = levers(report_of(one_forward_one_backward(4, 8)))
-    assert any("plans for 64 actions take long" in note for note in found.notes)
-    assert not any("limit" in lever.name for lever in found.others)
-    assert any(lever.name == "deferred weight gradients" for lever in found.others)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tf_adapters.advice.balance import Cut
+from tf_adapters.advice.partition import CutPipeline, Piece
 from tf_adapters.cli import main
 from tf_adapters.cli.balance import say_it
 from tf_adapters.hosts.layers import layers_of
@@ -18,8 +20,6 @@ from tf_adapters.measuring.timer import HostClock
 from tf_adapters.measuring.transfers import NO_GAPS
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.schedule.orders import one_forward_one_backward
-from tf_adapters.simulate.balance import Cut
-from tf_adapters.simulate.partition import CutPipeline, Piece
 
 STAGES, MICROBATCHES = 3, 4
 

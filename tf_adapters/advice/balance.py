@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
 
+from tf_adapters.advice.partition import CutPipeline, Cuts, Piece
 from tf_adapters.errors import ConfigError
 from tf_adapters.measuring.layers import StageLayers
 from tf_adapters.report.schema import Report
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.simulate.partition import CutPipeline, Cuts, Piece
 
 __all__ = ["Balance", "Cut", "balance"]
 

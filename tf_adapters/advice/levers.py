@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from tf_adapters.advice.balance import balance
 from tf_adapters.errors import ConfigError, TimelyFreezeError
 from tf_adapters.measuring.token_cost import TokenCost, slowest_cost
 from tf_adapters.measuring.transfers import Gaps
@@ -22,7 +23,6 @@ from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.deferral import most_in_flight
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.simulate.balance import balance
 from tf_adapters.simulate.model_costs import action_bounds
 from tf_adapters.simulate.orders import Sizes, named_order
 from tf_adapters.simulate.pipeline import Pipeline, carried_gaps, recut, stage_times

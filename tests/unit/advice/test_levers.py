@@ -1,0 +1,66 @@
+"""What each lever would bring to a run that was measured, on hand-made times."""
+
+from __future__ import annotations
+
+import pytest
+from sample_reports import report_of
+
+from tf_adapters.advice import levers as module
+from tf_adapters.advice.levers import Levers, levers
+from tf_adapters.planner.forecast import forecast
+from tf_adapters.planner.problem import PlanProblem
+from tf_adapters.planner.solve import solve
+from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.ir import Action
+from tf_adapters.schedule.orders import one_forward_one_backward
+
+
+def steps_of(found: Levers) -> dict[str, float]:
+    return {lever.name: lever.step_ms for lever in found.others}
+
+
+def test_each_lever_is_what_the_forecast_promises():
+    schedule = one_forward_one_backward(4, 8)
+    report = report_of(schedule, measured={"step_ms_unfrozen": 400.0})
+    steps = steps_of(levers(report))
+    bounds = {Action.parse(text): Bounds(*pair) for text, pair in report.times.items()}
+    problem = PlanProblem(schedule, bounds, 0.8, max_microbatch_freeze_ratio=0.9)
+    promised = forecast(schedule, solve(problem), bounds=bounds, unfrozen_step_ms=400.0)
+    assert steps["freezing, limit 0.8"] == pytest.approx(promised.planned_ms)
+    assert steps["schedule gpipe"] == pytest.approx(400.0)  # equal stages: as long as 1F1B
+    assert "schedule 1f1b" not in steps
+    exact, interleaving = steps["deferred weight gradients"], steps["schedule interleaved, 2 stages a rank"]
+    assert 300.0 < steps["schedule zbv, 2 stages a rank"] < interleaving < 400.0
+    assert 300.0 < exact < 400.0
+    # A rank of 1F1B computes 240 ms; 20 ms are passed before it begins or after it ended, wherever it is.
+    assert all(step >= 400.0 - (330.0 - 240.0) for name, step in steps.items() if "limit" not in name)
+
+
+def test_memory_is_counted_in_microbatches_of_a_whole_rank():
+    held = {lever.name: lever.held for lever in levers(report_of(one_forward_one_backward(4, 8))).others}
+    assert held["deferred weight gradients"] == 4
+    assert held["schedule gpipe"] == 8
+    assert held["schedule interleaved, 2 stages a rank"] == 5.5  # 11 of half a rank's layers
+    assert held["schedule zbv, 2 stages a rank"] == 4
+
+
+def test_what_was_not_measured_is_assumed_and_said():
+    """Without masks both times of a backward are one: a weight gradient then counts as a forward."""
+    schedule = one_forward_one_backward(4, 8)
+    assumed = levers(report_of(schedule, lower=20.0))
+    assert "was not measured" in assumed.notes[0]
+    assert steps_of(assumed) == pytest.approx(steps_of(levers(report_of(schedule, lower=10.0))))
+
+
+def test_schedules_that_do_not_fit_are_left_out():
+    """Nine microbatches on four ranks make no rounds of equal size."""
+    names = {name for name in steps_of(levers(report_of(one_forward_one_backward(4, 9)))) if "schedule" in name}
+    assert names == {"schedule gpipe", "schedule zbv, 2 stages a rank"}
+
+
+def test_a_large_pipeline_is_shown_without_its_longest_plans(monkeypatch):
+    monkeypatch.setattr(module, "_MOST_FROZEN", 60)
+    found = levers(report_of(one_forward_one_backward(4, 8)))
+    assert any("plans for 64 actions take long" in note for note in found.notes)
+    assert not any("limit" in lever.name for lever in found.others)
+    assert any(lever.name == "deferred weight gradients" for lever in found.others)
