@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = [
     {"errors", "log"},
-    {"config", "collectives", "overrides", "megatron_patches", "schedule"},
+    {"config", "collectives", "overrides", "megatron_patches", "schedule", "values"},
     {"arguments", "measuring"},
     {"planner", "selection"},
     {"weight_gradients"},

@@ -385,7 +385,7 @@ class Controller:
             return None
         if not ratio:
             return self._noise.observer(stage)
-        cost, caps = self.state.measured.token_costs.get(stage, TokenCost()), self.masks.caps(stage)
+        cost, caps = self.state.measurement.token_costs.get(stage, TokenCost()), self.masks.caps(stage)
         key = (self.config.seed, self.step, stage, microbatch)
         return TokenSampler(key, lambda weight: cost.kept(ratio * caps.get(weight, 0.0)))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from problems import plan_problem
 from schedules import traced
 
 from tf_adapters.cli import main
@@ -16,7 +17,6 @@ from tf_adapters.measuring.batch_times import BatchTimes, batch_times, with_repl
 from tf_adapters.measuring.timer import Interval, Trace
 from tf_adapters.measuring.transfers import NO_GAPS, Gaps, measure_gaps
 from tf_adapters.planner.forecast import forecast
-from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.planner.solve import solve
 from tf_adapters.report.batch import batch_of
 from tf_adapters.report.layout import before
@@ -244,8 +244,8 @@ def test_each_lever_is_what_the_forecast_promises():
     report = report_of(schedule, measured={"step_ms_unfrozen": 400.0})
     steps = steps_of(levers(report))
     bounds = {Action.parse(text): Bounds(*pair) for text, pair in report.times.items()}
-    problem = PlanProblem(schedule, bounds, 0.8, max_microbatch_freeze_ratio=0.9)
-    promised = forecast(schedule, solve(problem), bounds=bounds, unfrozen_step_ms=400.0)
+    problem = plan_problem(schedule, bounds, 0.8, unfrozen_step_ms=400.0, max_microbatch_freeze_ratio=0.9)
+    promised = forecast(problem.measurement, solve(problem))
     assert steps["freezing, limit 0.8"] == pytest.approx(promised.planned_ms)
     assert steps["schedule gpipe"] == pytest.approx(400.0)  # equal stages: as long as 1F1B
     assert "schedule 1f1b" not in steps
