@@ -201,8 +201,8 @@ def run_steps(controller: Controller, clock: SyntheticClock, random: np.random.G
                 share = controller.mask(stage, action.microbatch).share if action.freezable else 0.0
                 noise = float(random.normal(1.0, 0.03))
                 if action.kind is Kind.BACKWARD and controller.config.defers:
-                    with controller.timer.timed(controller.phase, action, first_part=True):
-                        clock.now += MS[Kind.INPUT_GRAD] * noise
+                    clock.now += MS[Kind.INPUT_GRAD] * noise
+                    controller.timer.input_gradients_done()
                     clock.now += MS[Kind.WEIGHT_GRAD] * (1.0 - share) * noise
                 else:
                     clock.now += MS[action.kind] * (1.0 - FREEZABLE[action.kind] * share) * noise

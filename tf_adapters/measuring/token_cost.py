@@ -118,11 +118,10 @@ def _points(timer: ActionTimer, upper: Mapping[Action, float]) -> list[tuple[flo
         if first is None or first >= 1.0 or whole_ms <= 0.0:
             continue
         for phase in (Phase.MONITORING_LOWER, Phase.MONITORING_MIXED):
-            sampled = zip(timer.first_parts(phase, action), timer.samples(phase, action), strict=False)
-            for part, sample in sampled:
-                kept = TokenCost().kept(sample.share)
-                if kept < 1.0:
-                    # The input gradients of the same backward show how fast the step was.
+            for sample in timer.samples(phase, action):
+                kept, part = TokenCost().kept(sample.share), sample.first_part
+                if kept < 1.0 and part is not None:
+                    # The input gradients of the same backward tell how fast its step was.
                     pace = part * sample.ms / (first * whole_ms) if min(first, part) >= _PACE_FROM else 1.0
                     points.append((kept, (1.0 - part) * sample.ms / ((1.0 - first) * whole_ms * pace)))
     return points
