@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,12 +37,28 @@ class UnsupportedError(TimelyFreezeError, RuntimeError):
     """The host runs in a way under which freezing cannot be right."""
 
 
+_WORDS = {
+    "Value error, ": "",
+    "Input should be a valid dictionary": "is not an object",
+    "Input should be a valid boolean": "is not true or false",
+    "Input should be": "is not",
+}
+"""Of pydantic's messages, what is said in our words."""
+
+
 def first_problem(error: ValidationError) -> str:
-    """The first wrong field, its value and what is wrong with it, in one line."""
+    """The first wrong field, its value and what is allowed, in one line."""
     problem = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in problem["loc"])
+    first, *inside = [part for part in problem["loc"] if part != "[key]"] or ["it"]
+    if problem["loc"][-1:] == ("[key]",):
+        inside.pop()
+    field = f"{first}{''.join(f'[{part!r}]' for part in inside)}"
     if problem["type"] == "missing":
-        return f"{field} is missing"
-    value = repr(problem["input"])
-    shown = value if len(value) <= 60 else value[:57] + "..."
-    return f"{field or 'it'} is {shown}: {' '.join(problem['msg'].split())}"
+        return f"{field}: missing"
+    text = problem["msg"]
+    for theirs, ours in _WORDS.items():
+        text = text.replace(theirs, ours)
+    text = " ".join(text.split())
+    if text.startswith("is not"):
+        return f"{field}: {reprlib.repr(problem['input'])} {text}"
+    return f"{field}: {text}" if problem["loc"] else text

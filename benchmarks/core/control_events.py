@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tf_adapters.collectives import ProcessGroupCollectives, on_one_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.agreement import agree_on_settings, gather_units
-from tf_adapters.planner.learning import Probe
+from tf_adapters.measuring.learning import Probe
 from tf_adapters.planner.solve import solve
 from tf_adapters.report.observer import RunReporter
 from tf_adapters.schedule.ir import Kind
@@ -202,8 +202,8 @@ def run_steps(controller: Controller, clock: SyntheticClock, random: np.random.G
                 share = controller.mask(stage, action.microbatch).share if action.freezable else 0.0
                 noise = float(random.normal(1.0, 0.03))
                 if action.kind is Kind.BACKWARD and controller.config.defers:
-                    with controller.timer.timed(controller.phase, action, first_part=True):
-                        clock.now += MS[Kind.INPUT_GRAD] * noise
+                    clock.now += MS[Kind.INPUT_GRAD] * noise
+                    controller.timer.input_gradients_done()
                     clock.now += MS[Kind.WEIGHT_GRAD] * (1.0 - share) * noise
                 else:
                     clock.now += MS[action.kind] * (1.0 - FREEZABLE[action.kind] * share) * noise
@@ -219,9 +219,9 @@ def events_of(controller: Controller, collectives: CountedCollectives) -> dict[s
     executed = schedule.ranks[stage]
     setup = RunSetup(config, collectives, pipeline, masks, probes=dict)
     maker = PlanMaker(setup)
-    watch = Replanning(setup, maker, print)
-    measured = controller.state.measured
-    plan = solve(maker._problem(schedule, measured)) if collectives.rank == 0 else None
+    watch = Replanning(setup)
+    known = controller.state.measurement
+    plan = solve(maker._problem(known)) if collectives.rank == 0 else None
     assert controller.state.plan is not None
     in_force = controller.state.plan
     reporter = RunReporter(collectives)
@@ -235,7 +235,7 @@ def events_of(controller: Controller, collectives: CountedCollectives) -> dict[s
         "monitoring: times": lambda: maker.measure(schedule, timer),
         "plan: not there yet": lambda: on_one_rank(collectives, lambda: None),
         "plan": lambda: on_one_rank(collectives, lambda: plan),
-        "look at the plan": lambda: watch.look(schedule, timer, measured, in_force),
+        "look at the plan": lambda: watch.look(timer, known, in_force),
         "report": lambda: reporter.report(controller.snapshot()),
     }
 
@@ -258,8 +258,8 @@ def events_with_levers(controller: Controller, collectives: CountedCollectives) 
     probes = {stage: tuple(Probe(*random.uniform(1.0, 2.0, 3).tolist()) for _ in range(PROBES))}
     setup = RunSetup(config, collectives, controller.pipeline, controller.masks, probes=lambda: probes)
     maker = PlanMaker(setup)
-    watch = Replanning(setup, maker, print)
-    measured, in_force = controller.state.measured, controller.state.plan
+    watch = Replanning(setup)
+    known, in_force = controller.state.measurement, controller.state.plan
     assert in_force is not None
     assert in_force.schedule is not None
     ordered, executed = in_force.schedule, in_force.schedule.ranks[stage]
@@ -268,7 +268,7 @@ def events_with_levers(controller: Controller, collectives: CountedCollectives) 
         "first deferred step: order": lambda: verify_schedule(collectives, ordered, executed),
         "monitoring: times": lambda: maker.measure(schedule, timer),
         "plan": lambda: on_one_rank(collectives, lambda: in_force),
-        "look at the plan": lambda: watch.look(schedule, timer, measured, in_force),
+        "look at the plan": lambda: watch.look(timer, known, in_force),
         "report": lambda: reporter.report(controller.snapshot()),
     }
     return {f"{name}{'' if 'deferred' in name else WITH_LEVERS}": event for name, event in events.items()}

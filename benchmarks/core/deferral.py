@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
 from benchmarks.shared.measuring import machine
+from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.planner.problem import PlanProblem
+from tf_adapters.planner.problem import Limits, PlanProblem
 from tf_adapters.planner.solve import solve
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Kind
@@ -38,12 +39,8 @@ class Problem:
         times = {action: TIMES[action.kind] for action in schedule.actions}
         return solve(
             PlanProblem(
-                schedule,
-                times,
-                max_freeze_ratio=max_freeze_ratio,
-                target_makespan_ms=target_ms,
-                defer=defer,
-                extra_microbatches=extra,
+                Measurement(schedule, times),
+                Limits(max_freeze_ratio, target_makespan_ms=target_ms, defer=defer, extra_microbatches=extra),
             )
         )
 

@@ -26,8 +26,9 @@ from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
 from benchmarks.shared.measuring import machine
 from benchmarks.shared.trainings import HOSTS, Size, Training, setup, start
+from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.planner.problem import PlanProblem, most_of_a_microbatch
+from tf_adapters.planner.problem import Limits, PlanProblem
 from tf_adapters.planner.solve import solve
 from tf_adapters.report import Report
 from tf_adapters.schedule.durations import Bounds
@@ -186,27 +187,28 @@ def as_little(problem: PlanProblem, mean: float) -> FreezePlan:
         return made
     for _ in range(12):
         target = (early + late) / 2.0
-        made = solve(replace(problem, target_makespan_ms=target))
+        made = solve(_aimed(problem, target))
         early, late = (target, late) if made.mean_freeze_ratio > mean else (early, target)
-    return solve(replace(problem, target_makespan_ms=late))
+    return solve(_aimed(problem, late))
 
 
 def evened(report: Report) -> PlanProblem:
     """Return the problem of a run's plan, with each time replaced by its mean over the stages."""
-    schedule, gaps = report.schedule, report.gaps()
-    times = {Action.parse(text): pair for text, pair in report.times.items()}
-    limit = float(report.config["max_freeze_ratio"])
-    mean = means({action: statistics.fmean(pair) for action, pair in times.items()})
-    half = means({action: (pair[1] - pair[0]) / 2.0 for action, pair in times.items()})
-    transfer = statistics.fmean(gaps.communication.values()) if gaps.communication else 0.0
-    return PlanProblem(
-        schedule,
-        {action: Bounds(mean[action] - half[action], mean[action] + half[action]) for action in times},
-        limit,
-        communication=dict.fromkeys(gaps.communication, transfer),
-        overhead=means(gaps.overhead),
-        max_microbatch_freeze_ratio=most_of_a_microbatch(limit),
+    known = report.measurement
+    mean = means({action: (of.lower + of.upper) / 2.0 for action, of in known.times.items()})
+    half = means({action: (of.upper - of.lower) / 2.0 for action, of in known.times.items()})
+    transfer = statistics.fmean(known.communication.values()) if known.communication else 0.0
+    evened = Measurement(
+        known.schedule,
+        {action: Bounds(mean[action] - half[action], mean[action] + half[action]) for action in known.times},
+        communication=dict.fromkeys(known.communication, transfer),
+        overhead=means(known.overhead),
     )
+    return PlanProblem(evened, Limits.of_training(float(report.config["max_freeze_ratio"])))
+
+
+def _aimed(problem: PlanProblem, target_ms: float) -> PlanProblem:
+    return replace(problem, limits=replace(problem.limits, target_makespan_ms=target_ms))
 
 
 def means(values: Mapping[Action, float]) -> dict[Action, float]:

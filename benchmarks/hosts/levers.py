@@ -167,7 +167,7 @@ def row(name: str, training: Training, size: Size, rounds: Sequence[dict[str, fl
         "speedup": statistics.median(times[ALONE] / times[name] for times in rounds),
         "planned": forecast.unfrozen_ms / forecast.planned_ms,
         "mean_freeze_ratio": plan.mean_freeze_ratio,
-        "token_costs": {stage: cost.to_json() for stage, cost in controller.state.measured.token_costs.items()},
+        "token_costs": controller.state.measurement.to_json().get("token_costs", {}),
         "failure": controller.state.failure,
     }
 

@@ -22,8 +22,8 @@ from benchmarks.language_model.tasks import PRETRAINING, TASKS, Rows, Task, rows
 from benchmarks.language_model.ways import DRAWING, MICROBATCHES, WAYS, Way, planned, problem, speedup
 from benchmarks.shared.files import ROOT
 from tf_adapters.hosts.units import units_of
+from tf_adapters.measuring.learning import Learning
 from tf_adapters.planner.frontier import best_point
-from tf_adapters.planner.learning import Learning
 from tf_adapters.planner.solve import solve
 from tf_adapters.selection.masks import Mask, StageMasks
 from tf_adapters.training.step_masks import StepMasks

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from benchmarks.language_model.network import STAGES
+from tf_adapters.measuring.learning import Learning
+from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.measuring.token_cost import TokenCost
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.planner.learning import Learning
-from tf_adapters.planner.problem import PlanProblem, most_of_a_microbatch
+from tf_adapters.planner.problem import Limits, PlanProblem
 from tf_adapters.planner.solve import solve
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.orders import one_forward_one_backward
@@ -112,17 +113,19 @@ def speedup(plan: FreezePlan) -> float:
 def problem(way: Way, learning: Learning | None = None) -> PlanProblem:
     schedule = one_forward_one_backward(STAGES, way.microbatches)
     backward = Bounds(INPUT_GRADIENT, INPUT_GRADIENT + WEIGHT_GRADIENT)
-    return PlanProblem(
+    measurement = Measurement(
         schedule,
         {a: backward if a.freezable else Bounds(FORWARD, FORWARD) for a in schedule.actions},
-        max_freeze_ratio=way.max_freeze_ratio,
-        target_makespan_ms=_batch_time() / way.target if way.target else 0.0,
-        token_cost=DRAWING if way.samples_tokens else None,
-        max_microbatch_freeze_ratio=most_of_a_microbatch(way.max_freeze_ratio),
-        defer=way.defer is not None,
-        extra_microbatches=way.defer or 0,
+        token_costs={0: DRAWING} if way.samples_tokens else {},
         learning=learning,
     )
+    limits = Limits.of_training(
+        way.max_freeze_ratio,
+        target_makespan_ms=_batch_time() / way.target if way.target else 0.0,
+        defer=way.defer is not None,
+        extra_microbatches=way.defer or 0,
+    )
+    return PlanProblem(measurement, limits)
 
 
 def _batch_time() -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.planner.forecast import disappears, planned_dag, stable_durations
 from tf_adapters.planner.freeze_plan import FreezePlan
@@ -118,7 +119,8 @@ def predict(
     bounds = action_bounds(order, costs, FLOPS_PER_MS, variant.first_stage_disappears)
     solved = plan(order, bounds, MAX_FREEZE_RATIO)
     unfrozen = solved.makespan_ms.unfrozen
-    stable = planned_dag(order, solved).makespan(stable_durations(solved.duration_ms, solved.freeze_ratio))
+    durations = stable_durations(solved.duration_ms, solved.freeze_ratio)
+    stable = planned_dag(Measurement(order, bounds), solved).makespan(durations)
     run_ms, run_ratio = run_means(setting, order, bounds, solved)
     return Prediction(
         model=model,

@@ -96,7 +96,9 @@ def cut_off(state: dict[str, Any]) -> Any:
 
 
 def edited(state: dict[str, Any]) -> Any:
-    return {**state, "plan": {**state["plan"], "freeze_ratio": dict.fromkeys(state["plan"]["freeze_ratio"], 7.0)}}
+    (batch,) = state["plans"]
+    plan = {**batch["plan"], "freeze_ratio": dict.fromkeys(batch["plan"]["freeze_ratio"], 7.0)}
+    return {**state, "plans": [{**batch, "plan": plan}]}
 
 
 def newer(state: dict[str, Any]) -> Any:
@@ -113,7 +115,7 @@ def text(state: dict[str, Any]) -> Any:
 
 
 def with_nan(state: dict[str, Any]) -> Any:
-    return {**state, "unfrozen_step_ms": float("nan")}
+    return {**state, "measurement": {**state["measurement"], "unfrozen_step_ms": float("nan")}}
 
 
 DAMAGE = {"cut off": cut_off, "edited": edited, "newer": newer, "older": older, "text": text, "NaN": with_nan}

@@ -105,8 +105,8 @@ def train(host: str, section: Any, steps: int, each: int, folder: str, side: str
             assert state.failure is None, state.failure
             plans, newest = plans + (state.plan is not newest), state.plan
             if number % 250 == 125 and training.controller.phase.value == "stable":
-                thirds = {a: Bounds(b.lower / 3, b.upper / 3) for a, b in state.measured.bounds.items()}
-                state.measured = replace(state.measured, bounds=thirds)
+                thirds = {a: Bounds(b.lower / 3, b.upper / 3) for a, b in state.measurement.times.items()}
+                state.measurement = replace(state.measurement, times=thirds)
         if (number + 1) % each == 0:
             pause(training, f"{folder}/{side}", load=len(looks) % 4 == 3)
             looks.append(look(times))

@@ -12,9 +12,10 @@ from jobs import Tell, start
 from torch_ranks import SECTION, Case, build
 from two_nodes import Node
 
+from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.measuring.timer import Interval, Trace
-from tf_adapters.measuring.transfers import Gaps, complete_steps
+from tf_adapters.measuring.transfers import complete_steps
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.testing.emulated_link import EmulatedLinks, Link
 
@@ -44,7 +45,7 @@ def timed_run(nodes: tuple[Node, Node], folder: Path) -> TimedRun:
     schedule = PipelineSchedule.from_text(told[0]["ranks"])
     steps = complete_steps(schedule, [traces_of(event) for event in told])
     assert len(steps) >= 2
-    return TimedRun(schedule, Gaps.from_json(told[0]["gaps"]).communication, steps)
+    return TimedRun(schedule, Measurement.from_json(told[0]["measurement"]).communication, steps)
 
 
 def way_ms(stage: int, other: int) -> float:
@@ -69,13 +70,13 @@ def train_over_links(tell: Tell, host: str) -> None:
             time.sleep(LATE_S * (dist.get_rank() // 2))
             run.train_step(number)
         steps = controller.timer.traces(Phase.MONITORING_UPPER, controller.schedule.num_microbatches)
-        gaps, ranks = controller.state.measured.gaps.to_json(), controller.schedule.to_text()
+        measurement, ranks = controller.state.measurement.to_json(), controller.schedule.to_text()
         adapter.detach()
     traces = [
         (number, {str(action): (interval.start_ms, interval.end_ms) for action, interval in step.items()})
         for number, step in steps
     ]
-    tell(clock_s=time.monotonic(), gaps=gaps, ranks=ranks, traces=traces)
+    tell(clock_s=time.monotonic(), measurement=measurement, ranks=ranks, traces=traces)
 
 
 def traces_of(event: dict[str, Any]) -> list[tuple[int, Trace]]:

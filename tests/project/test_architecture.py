@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = [
     {"errors", "log", "megatron_patches"},
-    {"config", "collectives", "overrides", "schedule"},
+    {"config", "collectives", "overrides", "schedule", "values"},
     {"arguments", "measuring"},
     {"planner", "selection"},
     {"weight_gradients"},

@@ -61,15 +61,15 @@ class Balance:
 
 def balance(report: Report) -> Balance:
     """Cut the model that a run has measured anew. Raises ConfigError where its layers were not timed."""
-    upper = {action: bounds.upper for action, bounds in report.bounds().items()}
-    schedule = report.schedule.validate()
+    known = report.measurement
+    schedule, upper = known.schedule, known.upper
     stages = [
         _StageTimes.of(report.layers.get(str(stage)), schedule, upper, stage) for stage in range(schedule.num_stages)
     ]
     pieces = [piece for stage in stages for piece in _together(stage.pieces, report.host.name)]
     sizes = [len(_together(stage.pieces, report.host.name)) for stage in stages]
     pipeline = CutPipeline(
-        schedule, report.gaps(), pieces=pieces, rest=[stage.rest for stage in stages], halves=[s.half for s in stages]
+        known.dag, pieces=pieces, rest=[stage.rest for stage in stages], halves=[s.half for s in stages]
     )
     present: Cuts = tuple(accumulate(sizes[:-1]))
     best = pipeline.best_cuts(present)

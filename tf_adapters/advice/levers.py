@@ -11,27 +11,28 @@ from dataclasses import dataclass, replace
 
 from tf_adapters.advice.balance import balance
 from tf_adapters.errors import ConfigError, TimelyFreezeError
-from tf_adapters.measuring.token_cost import TokenCost, slowest_cost
-from tf_adapters.measuring.transfers import Gaps
+from tf_adapters.measuring.measurement import Measurement
+from tf_adapters.measuring.token_cost import TokenCost
 from tf_adapters.planner.forecast import forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.planner.problem import PlanProblem, most_of_a_microbatch
+from tf_adapters.planner.problem import Limits, PlanProblem
 from tf_adapters.planner.solve import solve
 from tf_adapters.report.page import Table
 from tf_adapters.report.schema import Report
-from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.deferral import most_in_flight
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.simulate.model_costs import action_bounds
 from tf_adapters.simulate.orders import Sizes, named_order
-from tf_adapters.simulate.pipeline import Pipeline, carried_gaps, recut, stage_times
+from tf_adapters.simulate.pipeline import carried_gaps, recut, stage_times
 
 __all__ = ["Lever", "Levers", "levers", "levers_table"]
 
 _RATIO = 0.8
 _DRAWING = TokenCost(fixed=0.1)
 """What sampling tokens costs where it was not measured: a tenth of a weight gradient, for drawing and gathering."""
+
+_NO_COSTS: Mapping[int, TokenCost] = {}
 
 _MOST_DEFERRED, _MOST_FROZEN = 4_096, 1_024
 """Actions up to which an order with deferral, and a plan that freezes, take a second or two."""
@@ -74,35 +75,31 @@ def levers(report: Report, progress: Callable[[str], None] | None = None) -> Lev
 
     Raises ConfigError where nothing was measured, and TimelyFreezeError as the planner does.
     """
-    measured = _Measured(report, progress or (lambda _: None))
-    notes = [*measured.notes()]
+    run = _Run(report, progress or (lambda _: None))
+    notes = [*run.notes()]
     others: list[Lever] = []
-    actions = len(measured.schedule.actions)
+    actions = len(run.schedule.actions)
     if actions <= _MOST_DEFERRED:
-        others += measured.deferral()
+        others += run.deferral()
     if actions <= _MOST_FROZEN:
-        others += measured.freezing()
+        others += run.freezing()
     else:
         notes.append(f"plans for {actions:,} actions take long: tf-adapters simulate makes those that are missing here")
-    others += [*measured.orders(), *measured.cut()]
-    return Levers(measured.now(), tuple(others), tuple(notes))
+    others += [*run.orders(), *run.cut()]
+    return Levers(run.now(), tuple(others), tuple(notes))
 
 
-class _Measured:
+class _Run:
     """A run's times, and steps that follow from them."""
 
     def __init__(self, report: Report, progress: Callable[[str], None]) -> None:
-        self._report, self._progress, bounds = report, progress, report.bounds()
-        self.schedule = report.schedule.validate()
-        times = PlanProblem(self.schedule, bounds, _RATIO).validate().times
-        self._assumed = not any(b.lower < b.upper for a, b in times.items() if a.freezable)
-        self._times = _with_assumed_weights(times) if self._assumed else times
-        self._gaps = report.gaps()
-        self._unfrozen = self._makespan(self.schedule, self._times)
-        self._step_ms = report.measured.step_ms_unfrozen or self._unfrozen
-        self._ratio = report.max_freeze_ratio or _RATIO
-        costs = [TokenCost(of.fixed, of.per_token) for of in report.tokens.values()]
-        self._cost = slowest_cost(costs)
+        self._report, self._progress, known = report, progress, report.measurement
+        self._costs, self._ratio = known.token_costs, report.max_freeze_ratio or _RATIO
+        self._assumed = not any(b.lower < b.upper for a, b in known.times.items() if a.freezable)
+        times = _with_assumed_weights(known.times) if self._assumed else known.times
+        step_ms = known.unfrozen_step_ms or known.batch_ms
+        self._known = replace(known, times=times, token_costs={}, unfrozen_step_ms=step_ms)
+        self.schedule, self._step_ms = known.schedule, step_ms
 
     def now(self) -> Lever:
         return Lever("as it is, measured", self._step_ms, _held(self.schedule), "all")
@@ -113,7 +110,7 @@ class _Measured:
                 "what freezing saves was not measured (monitoring_masks is false): a weight gradient is taken to last "
                 "as long as the forward, at most half of the backward"
             )
-        if self._cost is None:
+        if not self._costs:
             yield "drawing tokens was not measured: it is taken to cost a tenth of a weight gradient"
         promised = self._report.measured.planned_step_ms
         if promised is not None and not self._assumed and self._report.plan and self._report.plan.mean_freeze_ratio:
@@ -138,7 +135,7 @@ class _Measured:
         for defer in (True, False):
             with_deferral = ", deferred" if defer else ""
             name = f"sampled tokens{with_deferral}, limit {self._ratio:g}"
-            plan = self._plan(name, self._ratio, defer=defer, cost=self._cost or _DRAWING)
+            plan = self._plan(name, self._ratio, defer=defer, costs=self._costs or {0: _DRAWING})
             yield self._lever(name, plan, f"{plan.mean_freeze_ratio:.0%} of their time saved, unbiased")
             name = f"freezing{with_deferral}, limit {self._ratio:g}"
             plan = self._plan(name, self._ratio, defer=defer)
@@ -148,37 +145,22 @@ class _Measured:
         return self._lever(name, self._plan(name, 0.0, defer=True, extra=extra), "all, the same bits")
 
     def _lever(self, name: str, plan: FreezePlan, gradients: str) -> Lever:
-        promised = forecast(
-            self.schedule,
-            plan,
-            bounds=self._times,
-            unfrozen_step_ms=self._step_ms,
-            gaps=self._gaps,
-            stage_0_vanishes=not self._report.config.get("freeze_exclude"),
-        )
+        promised = forecast(self._known, plan, stage_0_vanishes=not self._report.config.get("freeze_exclude"))
         return Lever(name, max(0.0, promised.planned_ms), _held(plan.schedule or self.schedule), gradients)
 
-    def _plan(self, name: str, ratio: float, defer: bool, extra: int = 0, cost: TokenCost | None = None) -> FreezePlan:
+    def _plan(
+        self, name: str, ratio: float, defer: bool, extra: int = 0, costs: Mapping[int, TokenCost] = _NO_COSTS
+    ) -> FreezePlan:
         self._progress(name)
-        problem = PlanProblem(
-            self.schedule,
-            self._times,
-            ratio,
-            **self._gaps._asdict(),
-            token_cost=cost,
-            max_microbatch_freeze_ratio=most_of_a_microbatch(ratio),
-            defer=defer,
-            extra_microbatches=extra,
-            moves_forwards=self._report.host.name != _MOVES_NO_FORWARDS,
-        )
-        return solve(problem)
+        moves = self._report.host.name != _MOVES_NO_FORWARDS
+        limits = Limits.of_training(ratio, defer=defer, extra_microbatches=extra, moves_forwards=moves)
+        return solve(PlanProblem(replace(self._known, token_costs=costs), limits))
 
     # --- other orders and other cuts -----------------------------------------------------------------------------
 
     def orders(self) -> Iterator[Lever]:
         """Other schedules of the same model on the same ranks, nothing frozen; where the sizes fit."""
-        own = Pipeline("measured", self.schedule, self._times, self._gaps)
-        pieces = stage_times(self.schedule, self._times)
+        pieces = stage_times(self._known)
         sizes = Sizes(microbatches=self.schedule.num_microbatches, ranks=len(self.schedule.ranks))
         for name in _ORDERS:
             try:
@@ -188,10 +170,12 @@ class _Measured:
                 continue
             if order == self.schedule:
                 continue
-            makespan = self._makespan(order, times, carried_gaps(own, order))
+            other = Measurement(order, times, **carried_gaps(self._known, order)._asdict())
             each = order.num_stages // len(order.ranks)
             cut = f", {each} stages a rank" if each > 1 else ""
-            yield Lever(f"schedule {name}{cut}", self._with_batch(makespan - self._unfrozen), _held(order), "all")
+            yield Lever(
+                f"schedule {name}{cut}", self._with_batch(other.batch_ms - self._known.batch_ms), _held(order), "all"
+            )
 
     def cut(self) -> Iterator[Lever]:
         """The layers on other stages, where that gains."""
@@ -206,10 +190,6 @@ class _Measured:
     def _with_batch(self, longer: float) -> float:
         """The measured step with a batch that is so many ms longer."""
         return max(0.0, self._step_ms + longer)
-
-    def _makespan(self, schedule: PipelineSchedule, times: Mapping[Action, Bounds], gaps: Gaps | None = None) -> float:
-        dag = PipelineDag.from_schedule(schedule, *(self._gaps if gaps is None else gaps))
-        return dag.makespan({action: bounds.upper for action, bounds in times.items()})
 
 
 def _held(order: PipelineSchedule) -> float:

@@ -9,9 +9,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from tf_adapters.measuring.transfers import Gaps
 from tf_adapters.schedule.dag import PipelineDag
-from tf_adapters.schedule.ir import Kind, PipelineSchedule
+from tf_adapters.schedule.ir import Kind
 
 __all__ = ["CutPipeline", "Cuts", "Piece"]
 
@@ -35,8 +34,7 @@ class CutPipeline:
     """A batch of a schedule as a function of where the model is cut.
 
     Args:
-        schedule: of one batch; its backwards are whole or in halves.
-        gaps: the time between actions.
+        dag: of one batch; its backwards are whole or in halves.
         pieces: of all stages, in order.
         rest: by stage, what a microbatch takes outside of its layers: it stays where it is.
         halves: by stage, the share of a backward that is its input gradient, in [0, 1].
@@ -44,13 +42,12 @@ class CutPipeline:
 
     def __init__(
         self,
-        schedule: PipelineSchedule,
-        gaps: Gaps,
+        dag: PipelineDag,
         pieces: Sequence[Piece],
         rest: Sequence[Piece],
         halves: Sequence[float],
     ) -> None:
-        self._dag = PipelineDag.from_schedule(schedule, *gaps)
+        self._dag = dag
         self._forward = [0.0, *accumulate(piece.forward_ms for piece in pieces)]
         self._backward = [0.0, *accumulate(piece.backward_ms for piece in pieces)]
         self._rest, self._last = rest, len(pieces)

@@ -7,16 +7,15 @@ is posted late counts as overhead, and so does a send that waits for its receive
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median_low
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from tf_adapters.measuring.freeze_response import Group
 from tf_adapters.measuring.timer import Trace
@@ -24,6 +23,7 @@ from tf_adapters.measuring.transfers import NO_GAPS, Gaps, aligned
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Count, Milliseconds, Quotient
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.values import Value
 
 __all__ = ["BatchTimes", "CriticalPart", "EdgeTimes", "RankTimes", "Straggler", "batch_times", "with_replicas"]
 
@@ -92,7 +92,7 @@ class Straggler:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchTimes:
+class BatchTimes(Value):
     """A batch with nothing frozen, as a mean over ``steps`` monitored steps, in ms.
 
     A rank's times add up to ``span_ms``, and so does the critical path. ``replicas`` is the number of ranks that
@@ -121,19 +121,6 @@ class BatchTimes:
     def bubble(self) -> float:
         """Share of all ranks' time in the batch, in [0, 1], in which they do not compute."""
         return fmean(self.bubbles) if self.ranks else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> BatchTimes:
-        """The inverse of ``to_json``. Raises pydantic's ValidationError, a ValueError."""
-        return _reader().validate_python(data)
-
-
-@functools.cache
-def _reader() -> TypeAdapter[BatchTimes]:
-    return TypeAdapter(BatchTimes)
 
 
 def batch_times(schedule: PipelineSchedule, steps: Sequence[Trace], gaps: Gaps = NO_GAPS) -> BatchTimes | None:

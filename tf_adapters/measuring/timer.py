@@ -99,13 +99,15 @@ def is_capturing(device: torch.device) -> bool:
 class Sample:
     """One measured action. ``share`` is the frozen share of its freezable work (``units.frozen_share``).
 
-    ``step`` counts this rank's timed steps. ``microbatches`` is the number in the step.
+    ``step`` counts this rank's timed steps. ``microbatches`` is the number in the step. ``first_part`` is the share of
+    the time until a backward's input gradients were done, in [0, 1]; None without weight gradients apart.
     """
 
     share: float
     ms: float
     step: int = 0
     microbatches: int = 0
+    first_part: float | None = None
 
 
 class _Step(NamedTuple):
@@ -126,7 +128,7 @@ class _Marked(NamedTuple):
     stop: Any
     step: _Step
     number: int = 0
-    first_part: bool = False
+    inputs_done: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,7 @@ class ActionTimer:
         self._step = _Step()
         self._pending: deque[_Marked] = deque()
         self._actions: dict[tuple[str, Action], deque[Sample]] = defaultdict(lambda: deque(maxlen=keep))
-        self._first_parts: dict[tuple[str, Action], deque[float]] = defaultdict(lambda: deque(maxlen=keep))
+        self._inputs_done: Any = None  # the mark, in the action that runs
         self._steps: dict[str, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=keep))
         self._newest_step_ms: float | None = None
         self._trace: dict[Action, Interval] = {}
@@ -167,15 +169,16 @@ class ActionTimer:
         return self._clock.device
 
     @contextmanager
-    def timed(self, phase: str, action: Action, share: float = 0.0, first_part: bool = False) -> Iterator[None]:
-        """Time the block as one run of ``action``. A block that raises leaves no sample.
-
-        With ``first_part``, the block is the first part of an action that is being timed: a backward's input gradients.
-        """
-        start = self._clock.mark()
+    def timed(self, phase: str, action: Action, share: float = 0.0) -> Iterator[None]:
+        """Time the block as one run of ``action``. A block that raises leaves no sample."""
+        start, self._inputs_done = self._clock.mark(), None
         yield
         stop, step = self._clock.mark(), self._step
-        self._pending.append(_Marked(phase, action, share, start, stop=stop, step=step, first_part=first_part))
+        self._pending.append(_Marked(phase, action, share, start, stop=stop, step=step, inputs_done=self._inputs_done))
+
+    def input_gradients_done(self) -> None:
+        """From here to its end, the action that is being timed computes weight gradients."""
+        self._inputs_done = self._clock.mark()
 
     def start_step(self, microbatches: int = 0) -> Any:
         self._step = _Step(self._clock.mark(), self._step.ordinal + 1, microbatches)
@@ -205,10 +208,9 @@ class ActionTimer:
                 self._traces[marked.phase, step.microbatches].append((marked.number, self._trace))
                 self._trace = {}
                 continue
-            if marked.first_part:
-                self._first_parts[marked.phase, marked.action].append(elapsed)
-                continue
-            sample = Sample(marked.share, elapsed, step.ordinal, step.microbatches)
+            inputs = None if marked.inputs_done is None else self._clock.elapsed_ms(marked.start, marked.inputs_done)
+            first_part = inputs / elapsed if inputs is not None and elapsed > 0.0 else None
+            sample = Sample(marked.share, elapsed, step.ordinal, step.microbatches, first_part=first_part)
             self._actions[marked.phase, marked.action].append(sample)
             if step.origin is not None:
                 begin = self._clock.elapsed_ms(step.origin, marked.start) or 0.0
@@ -219,9 +221,8 @@ class ActionTimer:
         return tuple(sample for sample in every if microbatches in (None, sample.microbatches))
 
     def first_parts(self, phase: str, action: Action) -> tuple[float, ...]:
-        """Newest first parts of an action as shares of its time, in order."""
-        parts, whole = self._first_parts.get((phase, action), ()), self.samples(phase, action)
-        return tuple(ms / sample.ms for ms, sample in zip(parts, whole, strict=False) if sample.ms > 0.0)
+        """The newest first parts of an action as shares of its time, in order."""
+        return tuple(part for sample in self.samples(phase, action) if (part := sample.first_part) is not None)
 
     def actions(self, phase: str) -> tuple[Action, ...]:
         return tuple(sorted(action for sampled, action in self._actions if sampled == phase))
@@ -246,7 +247,6 @@ class ActionTimer:
     def clear(self) -> None:
         self._pending.clear()
         self._actions.clear()
-        self._first_parts.clear()
         self._steps.clear()
         self._newest_step_ms = None
         self._trace = {}

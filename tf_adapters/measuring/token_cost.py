@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import PlainSerializer, PlainValidator
 
 from tf_adapters.measuring.estimates import median, merged, weighted_median
 from tf_adapters.measuring.phase import Phase
@@ -20,7 +23,7 @@ from tf_adapters.schedule.ir import Action
 if TYPE_CHECKING:  # the planner imports this module, and no torch
     from tf_adapters.measuring.timer import ActionTimer
 
-__all__ = ["TokenCost", "measured_token_cost", "slowest_cost", "slowest_costs"]
+__all__ = ["CostPair", "TokenCost", "measured_token_cost", "slowest_cost", "slowest_costs"]
 
 _LEAST_KEPT = 1 / 4
 """The least share of the tokens. A sample's noise is proportional to ``1 / kept - 1``. A plan without a target asks for
@@ -60,8 +63,18 @@ class TokenCost:
         """The largest possible freeze ratio, in [0, 1]. Some tokens are always kept."""
         return max(0.0, 1.0 - self.fixed - self.per_token * _LEAST_KEPT)
 
-    def to_json(self) -> list[float]:
-        return [self.fixed, self.per_token]
+
+def _cost(value: Any) -> TokenCost:
+    try:
+        fixed, per_token = (value.fixed, value.per_token) if isinstance(value, TokenCost) else value
+        if 0.0 <= fixed < math.inf and 0.0 < per_token < math.inf:
+            return TokenCost(fixed, per_token)
+    except (TypeError, ValueError):
+        pass
+    raise ValueError("is not [fixed, per token], a share of a weight gradient's time from 0 and one above 0")
+
+
+CostPair = Annotated[TokenCost, PlainValidator(_cost), PlainSerializer(lambda cost: [cost.fixed, cost.per_token])]
 
 
 def slowest_cost(costs: Iterable[TokenCost]) -> TokenCost | None:
@@ -105,11 +118,10 @@ def _points(timer: ActionTimer, upper: Mapping[Action, float]) -> list[tuple[flo
         if first is None or first >= 1.0 or whole_ms <= 0.0:
             continue
         for phase in (Phase.MONITORING_LOWER, Phase.MONITORING_MIXED):
-            sampled = zip(timer.first_parts(phase, action), timer.samples(phase, action), strict=False)
-            for part, sample in sampled:
-                kept = TokenCost().kept(sample.share)
-                if kept < 1.0:
-                    # The input gradients of the same backward show how fast the step was.
+            for sample in timer.samples(phase, action):
+                kept, part = TokenCost().kept(sample.share), sample.first_part
+                if kept < 1.0 and part is not None:
+                    # The input gradients of the same backward tell how fast its step was.
                     pace = part * sample.ms / (first * whole_ms) if min(first, part) >= _PACE_FROM else 1.0
                     points.append((kept, (1.0 - part) * sample.ms / ((1.0 - first) * whole_ms * pace)))
     return points

@@ -35,14 +35,6 @@ class Gaps(NamedTuple):
     overhead: Mapping[Action, float] = MappingProxyType({})
     waits: Mapping[tuple[Action, Action], float] = MappingProxyType({})
 
-    def to_json(self) -> dict[str, dict[str, float]]:
-        """Return the fields of the planner's INPUT object; ``waits`` only if there are any."""
-        return {
-            "communication": _edges_to_json(self.communication),
-            "overhead": {str(action): ms for action, ms in self.overhead.items()},
-            **({"waits": _edges_to_json(self.waits)} if self.waits else {}),
-        }
-
     def renamed(self, rename: Callable[[Action], Action], actions: Container[Action]) -> Gaps:
         """Rename the actions for another order, and drop those that are not among its ``actions``."""
 
@@ -53,25 +45,8 @@ class Gaps(NamedTuple):
         overhead = {rename(action): ms for action, ms in self.overhead.items() if rename(action) in actions}
         return Gaps(renamed_edges(self.communication), overhead, renamed_edges(self.waits))
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Mapping[str, float]]) -> Gaps:
-        return cls(
-            _edges_from_json(data["communication"]),
-            {Action.parse(text): ms for text, ms in data["overhead"].items()},
-            _edges_from_json(data.get("waits", {})),
-        )
-
 
 NO_GAPS = Gaps()
-
-
-def _edges_to_json(edges: Mapping[tuple[Action, Action], float]) -> dict[str, float]:
-    return {f"{source}->{target}": ms for (source, target), ms in edges.items()}
-
-
-def _edges_from_json(data: Mapping[str, float]) -> dict[tuple[Action, Action], float]:
-    pairs = {tuple(text.split("->")): ms for text, ms in data.items()}
-    return {(Action.parse(source), Action.parse(target)): ms for (source, target), ms in pairs.items()}
 
 
 def local_traces(timer: ActionTimer, phase: str, microbatches: int) -> tuple[tuple[int, Trace], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import fmean
 
@@ -10,7 +10,6 @@ from tf_adapters.measuring.estimates import grouped
 from tf_adapters.planner.forecast import gaps_in
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import PlanProblem
-from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.deferral import (
     DeferralTimes,
     defer,
@@ -41,10 +40,9 @@ def plan_deferred(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePla
     order, so order and ratios are made in turn. ``solve`` plans for one order. In the plan ``schedule`` is the order,
     ``makespan_ms.host`` is the host's order with nothing frozen, ``deferrable_share`` is set.
     """
-    host = PipelineDag.from_schedule(problem.schedule, *problem.gaps).makespan(
-        {action: bounds.upper for action, bounds in problem.times.items()}
-    )
-    times, few = _times(problem), len(problem.times) < _ONE_ROUND_FROM
+    measurement = problem.measurement
+    host, times = measurement.batch_ms, _times(measurement.times)
+    few = len(measurement.times) < _ONE_ROUND_FROM
     best: FreezePlan | None = None
     last: FreezePlan | None = None
     for _ in range(_ROUNDS if few else 1):
@@ -54,9 +52,9 @@ def plan_deferred(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePla
             break
         best = _named(last, rewritten, host)
     assert best is not None
-    best = replace(best, deferrable_share=_deferrable_share(problem))
+    best = replace(best, deferrable_share=_deferrable_share(measurement.times))
     if few or best.makespan_ms.unfrozen >= host * (1.0 - _SAME):
-        in_place = replace(problem, defer=False, extra_microbatches=0)
+        in_place = _in_place(problem)
         own = _named(solve(in_place), in_place, host)
         if not _is_better(best, own, problem):
             return replace(own, deferrable_share=best.deferrable_share)
@@ -76,12 +74,12 @@ def describe_deferral(plan: FreezePlan, host: PipelineSchedule) -> str:
 
 
 def _named(plan: FreezePlan, problem: PlanProblem, host: float) -> FreezePlan:
-    return replace(plan, schedule=problem.schedule, makespan_ms=replace(plan.makespan_ms, host=host))
+    return replace(plan, schedule=problem.measurement.schedule, makespan_ms=replace(plan.makespan_ms, host=host))
 
 
-def _deferrable_share(problem: PlanProblem) -> dict[int, float]:
+def _deferrable_share(times: Mapping[Action, Bounds]) -> dict[int, float]:
     """The share of each stage's backwards, by time, that is weight gradients which can wait."""
-    backwards = grouped((a.stage, bounds) for a, bounds in problem.times.items() if a.kind is Kind.BACKWARD)
+    backwards = grouped((a.stage, bounds) for a, bounds in times.items() if a.kind is Kind.BACKWARD)
     whole = {stage: sum(bounds.upper for bounds in of_stage) for stage, of_stage in backwards.items()}
     return {
         stage: 1.0 - sum(bounds.lower for bounds in of_stage) / whole[stage] if whole[stage] else 0.0
@@ -91,16 +89,20 @@ def _deferrable_share(problem: PlanProblem) -> dict[int, float]:
 
 def _is_better(plan: FreezePlan, best: FreezePlan, problem: PlanProblem) -> bool:
     """Whether a plan ends earlier, or as early at a lower price; before the target all ends are early enough."""
-    ends, best_ends = (max(p.makespan_ms.planned, problem.target_makespan_ms) for p in (plan, best))
+    ends, best_ends = (max(p.makespan_ms.planned, problem.limits.target_makespan_ms) for p in (plan, best))
     if abs(ends - best_ends) > _SAME * best_ends:
         return ends < best_ends
     price, best_price = (fmean(map(problem.price, p.freeze_ratio.values())) for p in (plan, best))
     return price < best_price - _SAME
 
 
-def _times(problem: PlanProblem) -> dict[Action, Bounds]:
-    times = dict(problem.times)
-    for action, bounds in problem.times.items():
+def _in_place(problem: PlanProblem) -> PlanProblem:
+    return replace(problem, limits=replace(problem.limits, defer=False, extra_microbatches=0))
+
+
+def _times(host: Mapping[Action, Bounds]) -> dict[Action, Bounds]:
+    times = dict(host)
+    for action, bounds in host.items():
         if action.kind is Kind.BACKWARD:
             times[first_half(action)] = Bounds(bounds.lower, bounds.lower)
             times[second_half(action)] = Bounds(0.0, bounds.upper - bounds.lower)
@@ -114,22 +116,22 @@ def _rewritten(problem: PlanProblem, times: dict[Action, Bounds], last: FreezePl
         for action, ratio in last.freeze_ratio.items():
             weights = second_half(action)
             durations[weights] = (1.0 - ratio) * times[weights].upper + ratio * times[weights].lower
-    communication = {(first_half(s), first_half(t)): ms for (s, t), ms in problem.communication.items()}
-    overhead = {first_half(action): ms for action, ms in problem.overhead.items()}
+    host, limits = problem.measurement, problem.limits
+    communication = {(first_half(s), first_half(t)): ms for (s, t), ms in host.communication.items()}
+    overhead = {first_half(action): ms for action, ms in host.overhead.items()}
     order = joined(
         defer(
-            problem.schedule,
+            host.schedule,
             DeferralTimes(durations, communication, overhead),
-            extra_microbatches=problem.extra_microbatches,
-            moves_forwards=problem.moves_forwards,
+            extra_microbatches=limits.extra_microbatches,
+            moves_forwards=limits.moves_forwards,
         ),
-        problem.times,
+        host.times,
     )
-    return replace(
-        problem,
+    ordered = replace(
+        host,
         schedule=order,
         times={action: times[action] for action in order.actions},
-        **gaps_in(order, problem.schedule, problem.gaps)._asdict(),
-        defer=False,
-        extra_microbatches=0,
+        **gaps_in(order, host.schedule, host.gaps)._asdict(),
     )
+    return _in_place(replace(problem, measurement=ordered))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tf_adapters.measuring.transfers import NO_GAPS, Gaps
+from tf_adapters.measuring.measurement import Measurement
+from tf_adapters.measuring.transfers import Gaps
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.deferral import backward_of, first_half, keeps_order
@@ -30,11 +31,8 @@ class Forecast:
 
 
 def forecast(
-    schedule: PipelineSchedule,
+    measurement: Measurement,
     plan: FreezePlan,
-    bounds: Mapping[Action, Bounds],
-    unfrozen_step_ms: float,
-    gaps: Gaps = NO_GAPS,
     steps: Sequence[Mapping[Action, float]] = (),
     stage_0_vanishes: bool = True,
 ) -> Forecast:
@@ -46,24 +44,25 @@ def forecast(
     durations do not show. ``stage_0_vanishes``: stage 0's backward takes no time where all of it is frozen
     (``disappears``). Pass False where some of its parameters are excluded from freezing.
     """
-    dag, rewritten = PipelineDag.from_schedule(schedule, *gaps), planned_dag(schedule, plan, gaps)
+    upper, rewritten = measurement.upper, planned_dag(measurement, plan)
     planned = stable_durations(plan.duration_ms, plan.freeze_ratio) if stage_0_vanishes else plan.duration_ms
-    upper = {action: bound.upper for action, bound in bounds.items()}
     # A half of a backward is a part of what the host's whole one takes.
     whole = {action: action if action in upper else backward_of(action) for action in planned}
     left = {a: ms / upper[whole[a]] if upper[whole[a]] > 0.0 else 1.0 for a, ms in planned.items()}
 
     def saved(durations: Mapping[Action, float]) -> float:
-        return dag.makespan(durations) - rewritten.makespan({a: durations[whole[a]] * left[a] for a in planned})
+        unfrozen_ms = measurement.dag.makespan(durations)
+        return unfrozen_ms - rewritten.makespan({a: durations[whole[a]] * left[a] for a in planned})
 
-    return Forecast(unfrozen_step_ms, unfrozen_step_ms - float(np.median(list(map(saved, steps or [upper])))))
+    step_ms = measurement.unfrozen_step_ms
+    return Forecast(step_ms, step_ms - float(np.median(list(map(saved, steps or [upper])))))
 
 
-def planned_dag(schedule: PipelineSchedule, plan: FreezePlan, gaps: Gaps = NO_GAPS) -> PipelineDag:
-    """The DAG of what a plan runs: the host's ``schedule``, or the plan's own where weight gradients wait."""
-    if plan.schedule is None:
-        return PipelineDag.from_schedule(schedule, *gaps)
-    return PipelineDag.from_schedule(plan.schedule, *gaps_in(plan.schedule, schedule, gaps))
+def planned_dag(measurement: Measurement, plan: FreezePlan | None) -> PipelineDag:
+    """The DAG of what a plan runs: the host's schedule, or the plan's own where weight gradients wait."""
+    if plan is None or plan.schedule is None:
+        return measurement.dag
+    return PipelineDag.from_schedule(plan.schedule, *gaps_in(plan.schedule, measurement.schedule, measurement.gaps))
 
 
 def gaps_in(rewritten: PipelineSchedule, host: PipelineSchedule, gaps: Gaps) -> Gaps:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, computed_field
 
-from tf_adapters.errors import PlanInputError, first_problem
 from tf_adapters.planner.program import SolverStatus
-from tf_adapters.schedule.durations import Milliseconds, Quotient, Share
-from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.schedule.durations import ActionText, Milliseconds, Order, Quotient, Share
+from tf_adapters.values import Value
 
-__all__ = ["FreezePlan", "FrontierPoint", "Makespan", "Order", "SolverReport"]
+__all__ = ["FreezePlan", "FrontierPoint", "Makespan", "SolverReport"]
 
-# As JSON has them: actions and orders are texts, what is infinite is null.
-_Action = Annotated[Action, BeforeValidator(lambda value: Action.parse(value) if isinstance(value, str) else value)]
-Order = Annotated[PipelineSchedule, BeforeValidator(lambda rows: _order(rows) if isinstance(rows, list) else rows)]
-_Noise = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value), Field(ge=0)]
+_Noise = Annotated[
+    float,
+    BeforeValidator(lambda value: math.inf if value is None else value),
+    Field(ge=0),
+    PlainSerializer(lambda value: value if math.isfinite(value) else None),
+]
+"""JSON has no infinity: null."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class FrontierPoint:
         makespan_ms: of its batch, planned.
         mean_freeze_ratio: its plan's.
         speed: the host's step without us over a step with this plan.
-        added_noise: by stage, as ``planner.learning`` has it; infinite where a stage computes no weight gradients.
+        added_noise: by stage, as ``measuring.learning`` has it; infinite where a stage computes no weight gradients.
         progress: what a step gains, as a share of a step with nothing frozen.
         progress_error: its standard error.
         chosen: whether it is the plan.
@@ -68,17 +69,13 @@ class FrontierPoint:
     added_noise: Mapping[int, _Noise]
     progress: Annotated[float, Field(allow_inf_nan=False)]
     progress_error: Quotient
-    chosen: bool = False
+    chosen: bool
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def progress_in_time(self) -> float:
         """Progress in the time in which the host alone makes a progress of 1."""
         return self.speed * self.progress
-
-    def to_json(self) -> dict[str, Any]:
-        """With ``progress_in_time``; what is infinite is null."""
-        added = {str(stage): value if math.isfinite(value) else None for stage, value in self.added_noise.items()}
-        return {**asdict(self), "added_noise": added, "progress_in_time": self.progress_in_time}
 
 
 def _one_chosen(points: tuple[FrontierPoint, ...]) -> tuple[FrontierPoint, ...]:
@@ -88,7 +85,7 @@ def _one_chosen(points: tuple[FrontierPoint, ...]) -> tuple[FrontierPoint, ...]:
 
 
 @dataclass(frozen=True)
-class FreezePlan:
+class FreezePlan(Value):
     """What to freeze, and the batch that follows. Times in ms from the batch's start, ratios in [0, 1].
 
     ``freeze_ratio`` has the actions that compute weight gradients (B and W), ``start_ms`` and
@@ -98,12 +95,12 @@ class FreezePlan:
     """
 
     makespan_ms: Makespan
-    freeze_ratio: Mapping[_Action, Share]
-    start_ms: Mapping[_Action, Milliseconds]
-    duration_ms: Mapping[_Action, Milliseconds]
+    freeze_ratio: Mapping[ActionText, Share]
+    start_ms: Mapping[ActionText, Milliseconds]
+    duration_ms: Mapping[ActionText, Milliseconds]
     mean_freeze_ratio: Share
     stage_freeze_ratio: Mapping[int, Share]
-    critical_path: tuple[_Action, ...]
+    critical_path: tuple[ActionText, ...]
     solver: SolverReport
     schedule: Annotated[Order | None, Field(alias="ranks")] = None
     deferrable_share: Mapping[int, Share] = field(default_factory=dict)
@@ -113,42 +110,3 @@ class FreezePlan:
     def ratio_of_microbatch(self) -> Mapping[tuple[int, int], float]:
         """Freeze ratios by (stage, microbatch), whichever action computes its weight gradients."""
         return {(action.stage, action.microbatch): ratio for action, ratio in self.freeze_ratio.items()}
-
-    def to_json(self) -> dict[str, Any]:
-        """The PLAN object that ``tf-adapters plan`` prints; actions and stages become text keys."""
-        return {
-            **({"ranks": self.schedule.to_text()} if self.schedule else {}),
-            "makespan_ms": {name: ms for name, ms in asdict(self.makespan_ms).items() if ms is not None},
-            "freeze_ratio": _text_keys(self.freeze_ratio),
-            "start_ms": _text_keys(self.start_ms),
-            "duration_ms": _text_keys(self.duration_ms),
-            "mean_freeze_ratio": self.mean_freeze_ratio,
-            "stage_freeze_ratio": _text_keys(self.stage_freeze_ratio),
-            **({"deferrable_share": _text_keys(self.deferrable_share)} if self.deferrable_share else {}),
-            **({"frontier": [point.to_json() for point in self.frontier]} if self.frontier else {}),
-            "critical_path": [str(action) for action in self.critical_path],
-            "solver": {**asdict(self.solver), "status": self.solver.status.value},
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> FreezePlan:
-        """Read a PLAN object, the inverse of ``to_json``. Raises PlanInputError naming the wrong field."""
-        try:
-            return _reader().validate_python(data)
-        except ValidationError as error:
-            raise PlanInputError(first_problem(error)) from error
-
-
-def _order(rows: list[Any]) -> PipelineSchedule:
-    if not all(isinstance(row, list) for row in rows):
-        raise ValueError("expected one list of actions for each rank")
-    return PipelineSchedule.from_text(rows)
-
-
-def _text_keys(values: Mapping[Any, float]) -> dict[str, float]:
-    return {str(key): value for key, value in values.items()}
-
-
-@functools.cache
-def _reader() -> TypeAdapter[FreezePlan]:
-    return TypeAdapter(FreezePlan)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tf_adapters.measuring.estimates import grouped
+from tf_adapters.measuring.learning import Learning, Progress
 from tf_adapters.planner.freeze_plan import FreezePlan, FrontierPoint
-from tf_adapters.planner.learning import Learning, Progress
-from tf_adapters.planner.problem import PlanProblem
+from tf_adapters.planner.problem import Limits, PlanProblem
 
 __all__ = ["SOLVES", "best_point", "describe_frontier", "plan_that_pays"]
 
@@ -23,25 +23,29 @@ one in force."""
 
 
 def plan_that_pays(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePlan]) -> FreezePlan:
-    """The plan of the frontier with the most progress in time. The problem has ``learning``.
+    """The plan of the frontier with the most progress in time. The measurement has ``learning``.
 
     The frontier goes in even steps of makespan from nothing frozen to the most that the problem's limits and target
     allow; ``solve`` plans for one point. The plan has the whole ``frontier``.
     """
-    learning = problem.learning
+    learning, limits = problem.measurement.learning, problem.limits
     assert learning is not None
-    problem = replace(problem, learning=None)
-    exact = solve(replace(problem, max_freeze_ratio=0.0, target_makespan_ms=0.0))
+    measurement = replace(problem.measurement, learning=None)
+
+    def within(limits: Limits) -> FreezePlan:
+        return solve(PlanProblem(measurement, limits))
+
+    exact = within(replace(limits, max_freeze_ratio=0.0, target_makespan_ms=0.0))
     plans = [exact]
-    if problem.max_freeze_ratio > 0.0:
-        most = solve(problem)
+    if limits.max_freeze_ratio > 0.0:
+        most = within(limits)
         longest, shortest = exact.makespan_ms.planned, most.makespan_ms.planned
         step = (longest - shortest) / (_BETWEEN + 1)
         targets = [longest - step * number for number in range(1, _BETWEEN + 1)] if step > 0.0 else []
-        plans += [solve(replace(problem, target_makespan_ms=target)) for target in targets]
+        plans += [within(replace(limits, target_makespan_ms=target)) for target in targets]
         plans += [most] if targets else []
     host = exact.makespan_ms.host or exact.makespan_ms.unfrozen
-    points = [_point(plan, learning, host) for plan in plans]
+    points = [_point(plan, learning, host, measurement.other_ms) for plan in plans]
     chosen = best_point(points, learning, current=0)
     frontier = tuple(replace(point, chosen=number == chosen) for number, point in enumerate(points))
     return replace(plans[chosen], frontier=frontier)
@@ -81,15 +85,16 @@ def _in_time(point: FrontierPoint, progress: Progress) -> Progress:
     return Progress(point.speed * progress.share, point.speed * progress.error)
 
 
-def _point(plan: FreezePlan, learning: Learning, host_ms: float) -> FrontierPoint:
+def _point(plan: FreezePlan, learning: Learning, host_ms: float, other_ms: float) -> FrontierPoint:
     by_stage = grouped((action.stage, ratio) for action, ratio in plan.freeze_ratio.items())
     added_noise = {stage: of_stage.added_noise(by_stage[stage]) for stage, of_stage in learning.stages.items()}
     progress = learning.progress(added_noise)
     return FrontierPoint(
         makespan_ms=plan.makespan_ms.planned,
         mean_freeze_ratio=plan.mean_freeze_ratio,
-        speed=(host_ms + learning.other_ms) / (plan.makespan_ms.planned + learning.other_ms),
+        speed=(host_ms + other_ms) / (plan.makespan_ms.planned + other_ms),
         added_noise=added_noise,
         progress=progress.share,
         progress_error=progress.error,
+        chosen=False,
     )

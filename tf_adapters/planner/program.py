@@ -67,9 +67,9 @@ class FreezeProgram:
     @classmethod
     def of(cls, problem: PlanProblem) -> FreezeProgram:
         """The program of a valid problem, in ms. Raises PlanInputError for times whose sum no float holds."""
-        dag = PipelineDag.from_schedule(problem.schedule, *problem.gaps)
-        upper = np.array([problem.times[action].upper for action in dag.actions])
-        lower = np.array([problem.times[a].lower if a.freezable else problem.times[a].upper for a in dag.actions])
+        dag, times = problem.measurement.dag, problem.measurement.times
+        upper = np.array([times[action].upper for action in dag.actions])
+        lower = np.array([times[a].lower if a.freezable else times[a].upper for a in dag.actions])
         if not math.isfinite(dag.end(upper)):
             raise PlanInputError("times: they add up to more than a float holds")
         members = grouped((a.stage, position) for position, a in enumerate(dag.actions) if a.freezable)
@@ -78,7 +78,7 @@ class FreezeProgram:
             upper=upper,
             ranges=upper - lower,
             stages={stage: np.array(positions) for stage, positions in sorted(members.items())},
-            budgets={stage: problem.max_freeze_ratio * len(positions) for stage, positions in members.items()},
+            budgets={stage: problem.limits.max_freeze_ratio * len(positions) for stage, positions in members.items()},
             most=np.full(len(upper), problem.most_frozen),
             price=_convex_below(problem.price, problem.most_frozen) if problem.token_cost else (),
         )

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from tf_adapters.errors import PlanInputError, SolverError
+from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.planner.deferred import plan_deferred
 from tf_adapters.planner.freeze_plan import FreezePlan, Makespan, SolverReport
 from tf_adapters.planner.frontier import plan_that_pays
 from tf_adapters.planner.glop import solve_glop
 from tf_adapters.planner.optimality import optimality_gap
-from tf_adapters.planner.problem import PlanProblem
+from tf_adapters.planner.problem import Limits, PlanProblem
 from tf_adapters.planner.program import Floats, FreezeProgram, Optimum, Progress, SolverStatus
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
@@ -47,16 +48,9 @@ def plan(
     waits: Mapping[tuple[Action, Action], float] | None = None,
 ) -> FreezePlan:
     """``solve`` of a PlanProblem with these fields; ``times`` may have pairs (all frozen, nothing frozen) in ms."""
-    problem = PlanProblem(
-        schedule=schedule,
-        times=cast("Mapping[Action, Bounds]", times),
-        max_freeze_ratio=max_freeze_ratio,
-        communication=communication or {},
-        overhead=overhead or {},
-        target_makespan_ms=target_makespan_ms,
-        waits=waits or {},
-    )
-    return solve(problem, time_limit_s)
+    known = cast("Mapping[Action, Bounds]", times)
+    measurement = Measurement(schedule, known, communication or {}, overhead=overhead or {}, waits=waits or {})
+    return solve(PlanProblem(measurement, Limits(max_freeze_ratio, target_makespan_ms)), time_limit_s)
 
 
 def plan_from_json(
@@ -92,20 +86,21 @@ def solve(problem: PlanProblem, time_limit_s: float | None = None, progress: Pro
     if time_limit_s is not None and not time_limit_s > 0.0:
         raise PlanInputError(f"time_limit_s: {time_limit_s!r} is not a number of seconds above 0")
     progress = progress or (lambda _: None)
-    if problem.learning:
+    measurement, limits = problem.measurement, problem.limits
+    if measurement.learning:
         return plan_that_pays(problem, lambda one_point: solve(one_point, time_limit_s, progress))
-    if problem.defer:
+    if limits.defer:
         return plan_deferred(problem, lambda one_order: solve(one_order, time_limit_s, progress))
-    progress(f"{len(problem.schedule.actions):,} actions")
+    progress(f"{len(measurement.schedule.actions):,} actions")
     program = FreezeProgram.of(problem)
     began = time.perf_counter()
-    outcome = _optimise(program, problem.target_makespan_ms, time_limit_s, progress)
-    limit = problem.max_microbatch_freeze_ratio
+    outcome = _optimise(program, limits.target_makespan_ms, time_limit_s, progress)
+    limit = limits.max_microbatch_freeze_ratio
     while frozen := program.frozen_microbatches(outcome.ratios, limit):
         everyone = len(program.dag.actions) > _EXACT_UP_TO
-        program = program.limited(range(problem.schedule.num_microbatches) if everyone else frozen, limit)
-        outcome = _optimise(program, problem.target_makespan_ms, time_limit_s, progress)
-    return _describe(problem.schedule, program, outcome, time.perf_counter() - began)
+        program = program.limited(range(measurement.schedule.num_microbatches) if everyone else frozen, limit)
+        outcome = _optimise(program, limits.target_makespan_ms, time_limit_s, progress)
+    return _describe(measurement.schedule, program, outcome, time.perf_counter() - began)
 
 
 class _Outcome(NamedTuple):

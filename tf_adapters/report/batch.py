@@ -24,7 +24,7 @@ def batch_of(report: Report) -> BatchTimes | None:
     except TimelyFreezeError:
         return None
     step = {block.action: Interval(block.start_ms, block.end_ms) for block in panel.blocks}
-    return batch_times(report.schedule, [step] if step else [], report.gaps())
+    return batch_times(report.schedule, [step] if step else [], report.measurement.gaps)
 
 
 def bubble_headline(report: Report) -> str | None:

@@ -13,11 +13,12 @@ from tf_adapters import __version__
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.measuring.estimates import estimate, grouped, median, merged
 from tf_adapters.measuring.layers import StageLayers
+from tf_adapters.measuring.learning import Learning
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.measuring.timer import ActionTimer
 from tf_adapters.measuring.token_cost import TokenCost
+from tf_adapters.measuring.transfers import Gaps
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.planner.learning import Learning
 from tf_adapters.report.schema import (
     BackwardSample,
     Batches,
@@ -90,7 +91,8 @@ def local_measurements(run: RunSnapshot) -> LocalMeasurements:
 def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report:
     """The report of the run as far as it has come, of the number of microbatches that most steps had."""
     batches, run = _batches(run), run.of_most_used()
-    state, gaps = run.state, run.state.measured.gaps.to_json()
+    state, known = run.state, run.state.measurement
+    times = known.to_json()
     return Report(
         host=Host(name=run.host.name, version=run.host.version, device=run.timer.device),
         versions=_versions(),
@@ -104,20 +106,17 @@ def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report
             monitoring_end=state.phases.monitoring_end,
             progressive_end=state.phases.progressive_end,
         ),
-        communication=gaps["communication"],
-        overhead=gaps["overhead"],
-        waits=gaps.get("waits", {}),
-        times={str(action): (bounds.lower, bounds.upper) for action, bounds in state.measured.bounds.items()},
+        **{name: times[name] for name in ("times", *Gaps._fields) if name in times},
         plan=state.plan,
         measured=_measured(run, ranks),
         frozen_share={str(s): shares for rank in ranks for s, shares in rank.frozen_share.items()},
         parameter_freeze_ratio={str(s): dict(of) for rank in ranks for s, of in rank.parameter_freeze_ratio.items()},
         tapped_share={str(stage): share for stage, share in state.taps.shares.items()} if state.taps else {},
-        tokens=_tokens(state.plan, state.measured.token_costs),
-        gradient_signal=_signal(state.measured.learning),
+        tokens=_tokens(state.plan, known.token_costs),
+        gradient_signal=_signal(known.learning),
         batches=batches,
         layers={str(s): of for rank in ranks for s, of in sorted(rank.layers.items())},
-        batch_times=state.measured.batch_times,
+        batch_times=known.batch_times,
     )
 
 
@@ -212,9 +211,9 @@ def _points(timer: ActionTimer, phase: Phase, number: int | None) -> dict[Action
 
 def _measured(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Measured:
     state, expected = run.state, run.state.forecast
-    unfrozen = state.measured.unfrozen_step_ms or _slowest(ranks, Phase.MONITORING_UPPER)
+    unfrozen = state.measurement.unfrozen_step_ms or _slowest(ranks, Phase.MONITORING_UPPER)
     stable = _slowest(ranks, Phase.STABLE)
-    planned = {action: bounds.upper for action, bounds in state.measured.bounds.items() if bounds.upper > 0.0}
+    planned = {action: ms for action, ms in state.measurement.upper.items() if ms > 0.0}
     # Each action at its slowest replica; replicas draw the same masks.
     backwards = {phase: merged((rank.actions[phase.value] for rank in ranks), _slower) for phase in _REPORTED}
     return Measured(

@@ -66,16 +66,10 @@ class Panel:
 def before(report: Report) -> Panel:
     """The batch with nothing frozen: each action takes its upper bound and starts as early as it can.
 
-    Raises ConfigError when the report has no times yet, or none for an action.
+    Raises ConfigError when the report has no times yet.
     """
-    schedule = report.schedule
-    bounds = report.bounds()
-    missing = next((action for action in schedule.actions if action not in bounds), None)
-    if missing is not None:
-        raise ConfigError(f"times has no entry for {missing}")
-    durations = {action: bounds[action].upper for action in schedule.actions}
-    dag = PipelineDag.from_schedule(schedule, *report.gaps())
-    return timeline("before: nothing frozen", schedule, dag, durations)
+    known = report.measurement
+    return timeline("before: nothing frozen", known.schedule, known.dag, known.upper)
 
 
 def exact(report: Report) -> Panel | None:
@@ -84,8 +78,8 @@ def exact(report: Report) -> Panel | None:
     if plan is None or plan.schedule in (None, schedule):
         return None
     order = planned_order(report)
-    durations = durations_under(replace(plan, freeze_ratio={}), report.bounds())
-    dag = planned_dag(schedule, plan, report.gaps())
+    durations = durations_under(replace(plan, freeze_ratio={}), report.measurement.times)
+    dag = planned_dag(report.measurement, plan)
     return timeline("exact: weight gradients deferred, nothing frozen", order, dag, durations)
 
 
@@ -125,10 +119,7 @@ def measured(report: Report) -> Panel | None:
     ratios = {action: samples[str(action)].afr for action in schedule.actions if action.freezable}
     mean = sum(ratios.values()) / len(ratios)
     title = f"measured: medians of stable freezing ({mean:.0%} skipped) put through the schedule's graph"
-    host = report.schedule
-    gaps = report.gaps()
-    dag = planned_dag(host, report.plan, gaps) if report.plan else PipelineDag.from_schedule(host, *gaps)
-    return timeline(title, schedule, dag, durations=durations, frozen=ratios)
+    return timeline(title, schedule, planned_dag(report.measurement, report.plan), durations=durations, frozen=ratios)
 
 
 def stable_samples(report: Report) -> dict[str, BackwardSample]:

@@ -9,18 +9,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 
-from tf_adapters.errors import ConfigError, first_problem
+from tf_adapters.errors import ConfigError, PlanInputError, first_problem
 from tf_adapters.measuring.batch_times import BatchTimes
 from tf_adapters.measuring.layers import StageLayers
+from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.measuring.transfers import Gaps
-from tf_adapters.planner.freeze_plan import FreezePlan, Order
-from tf_adapters.schedule.durations import Bounds, Count, Milliseconds, Quotient, Share
-from tf_adapters.schedule.ir import Action
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.schedule.durations import Count, Milliseconds, Order, Quotient, Share
 
 __all__ = ["BackwardSample", "Batches", "Host", "Measured", "PeakMemory", "Phases", "Report", "Status"]
 
@@ -178,39 +179,33 @@ class Report(_Model):
         """Read plain JSON values. Raises ConfigError: one line that names the first wrong field."""
         _check_is_report(data)
         try:
-            report = cls.model_validate(dict(data))
+            return cls.model_validate(dict(data))
         except ValidationError as error:
             raise ConfigError(first_problem(error)) from None
         except UnicodeEncodeError as error:
             raise ConfigError(f"a text in the report is no Unicode ({error.reason})") from None
-        edges = {f"{source}->{target}" for source, target in report.schedule.transfers()}
-        for edge in report.communication:
-            if edge not in edges:
-                raise ConfigError(f"communication.{edge} is not an edge between stages of the schedule")
-        actions = {str(action) for action in report.schedule.actions}
-        for text in report.overhead:
-            if text not in actions:
-                raise ConfigError(f"overhead.{text} is not an action of the schedule")
-        for edge in report.waits:
-            if not actions.issuperset(edge.split("->")) or edge.count("->") != 1:
-                raise ConfigError(f"waits.{edge} is not between two actions of the schedule")
-        return report
 
-    def bounds(self) -> dict[Action, Bounds]:
-        """``times`` by action. Raises ConfigError where no action was timed yet."""
+    @cached_property
+    def measurement(self) -> Measurement:
+        """What the planner takes. Raises ConfigError for values that do not fit, and where no action was timed yet."""
         if not self.times:
             raise ConfigError(f"no action has been timed yet (status {self.status!r})")
-        return {Action.parse(text): Bounds(*pair) for text, pair in self.times.items()}
+        facts = {
+            "schedule": self.schedule,
+            **{name: getattr(self, name) for name in ("times", *Gaps._fields, "batch_times")},
+            "token_costs": {stage: [of.fixed, of.per_token] for stage, of in self.tokens.items()},
+            "unfrozen_step_ms": self.measured.step_ms_unfrozen or 0.0,
+        }
+        try:
+            return Measurement.from_json(facts)
+        except PlanInputError as error:
+            raise ConfigError(str(error)) from None
 
     @property
     def max_freeze_ratio(self) -> float | None:
         """The run's r_max, in [0, 1]; None where it is "auto" or not known."""
         ratio = self.config.get("max_freeze_ratio")
         return float(ratio) if isinstance(ratio, (int, float)) and 0.0 <= ratio <= 1.0 else None
-
-    def gaps(self) -> Gaps:
-        """``communication``, ``overhead`` and ``waits`` by their actions, ms."""
-        return Gaps.from_json({name: getattr(self, name) for name in Gaps._fields})
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write to ``path``, making its folders. A reader sees the old report or the new one."""

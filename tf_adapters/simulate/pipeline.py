@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean
+from typing import NamedTuple
 
 from tf_adapters.errors import ConfigError
-from tf_adapters.measuring.transfers import NO_GAPS, Gaps
-from tf_adapters.schedule.durations import Bounds
-from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.measuring.measurement import Measurement
+from tf_adapters.measuring.transfers import Gaps
+from tf_adapters.schedule.ir import Kind, PipelineSchedule
 from tf_adapters.simulate.model_costs import StageCost
 
 __all__ = ["Pipeline", "between_ranks", "carried_gaps", "recut", "stage_times"]
@@ -18,14 +18,15 @@ __all__ = ["Pipeline", "between_ranks", "carried_gaps", "recut", "stage_times"]
 _NOTHING = StageCost(0.0, 0.0, 0.0)
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    """A schedule under a name, each action's time and the time between actions, all in ms."""
+class Pipeline(NamedTuple):
+    """What is simulated, under a name."""
 
     name: str
-    schedule: PipelineSchedule
-    times: Mapping[Action, Bounds]
-    gaps: Gaps = NO_GAPS
+    measurement: Measurement
+
+    @property
+    def schedule(self) -> PipelineSchedule:
+        return self.measurement.schedule
 
 
 def between_ranks(schedule: PipelineSchedule, ms: float) -> Gaps:
@@ -40,13 +41,13 @@ def between_ranks(schedule: PipelineSchedule, ms: float) -> Gaps:
     )
 
 
-def carried_gaps(measured: Pipeline, order: PipelineSchedule) -> Gaps:
+def carried_gaps(measured: Measurement, order: PipelineSchedule) -> Gaps:
     """The mean gaps of a measured pipeline in another order of its model.
 
     A hand-over between ranks takes what it takes on average; so does what a rank spends before a forward, and before a
     backward. Weight gradients that are computed apart wait for nobody and count as started at once.
     """
-    edges, known = between_ranks(measured.schedule, 1.0).communication, measured.gaps.communication
+    edges, known = between_ranks(measured.schedule, 1.0).communication, measured.communication
     communication = between_ranks(order, fmean(known.get(edge, 0.0) for edge in edges) if edges else 0.0).communication
     spent = {forward: _mean_overhead(measured, forward) for forward in (True, False)}
     overhead = {
@@ -58,23 +59,23 @@ def carried_gaps(measured: Pipeline, order: PipelineSchedule) -> Gaps:
     return Gaps(communication, {action: ms for action, ms in overhead.items() if ms > 0.0})
 
 
-def _mean_overhead(measured: Pipeline, forward: bool) -> float:
+def _mean_overhead(measured: Measurement, forward: bool) -> float:
     values = [
         ms
-        for action, ms in measured.gaps.overhead.items()
+        for action, ms in measured.overhead.items()
         if (action.kind is Kind.FORWARD) is forward and action.kind is not Kind.WEIGHT_GRAD
     ]
     return fmean(values) if values else 0.0
 
 
-def stage_times(schedule: PipelineSchedule, times: Mapping[Action, Bounds]) -> tuple[StageCost, ...]:
+def stage_times(measured: Measurement) -> tuple[StageCost, ...]:
     """Mean ms of each stage's parts over its microbatches: what another schedule of the same stages would take.
 
     What a backward takes with everything frozen is its input gradient; what freezing saves is its weight gradient.
     """
+    schedule = measured.schedule
     sums = [_NOTHING] * schedule.num_stages
-    for action in schedule.actions:
-        bounds = times[action]
+    for action, bounds in measured.times.items():
         if action.kind is Kind.FORWARD:
             part = StageCost(bounds.upper, 0.0, 0.0)
         elif action.kind is Kind.INPUT_GRAD:

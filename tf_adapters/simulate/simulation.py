@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tf_adapters.planner.forecast import planned_dag, stable_durations
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.planner.problem import PlanProblem, most_of_a_microbatch
+from tf_adapters.planner.problem import Limits, PlanProblem
 from tf_adapters.planner.program import Progress
 from tf_adapters.planner.solve import solve
 from tf_adapters.report.layout import Panel, timeline
@@ -139,23 +139,22 @@ def simulate(
     chosen = solved[max_freeze_ratio]
     skipped = f"{chosen.mean_freeze_ratio:.0%} of the weight gradients skipped"
     title = f"planned at r_max {max_freeze_ratio:g}, {skipped}"
-    schedule, times = pipeline.schedule, pipeline.times
-    dag = PipelineDag.from_schedule(schedule, *pipeline.gaps)
-    upper = {action: bounds.upper for action, bounds in times.items()}
-    lower = {action: bounds.lower if action.freezable else bounds.upper for action, bounds in times.items()}
+    known = pipeline.measurement
+    schedule, dag = known.schedule, known.dag
+    lower = {action: bounds.lower if action.freezable else bounds.upper for action, bounds in known.times.items()}
     everything = {action: 1.0 for action in schedule.actions if action.freezable}
 
     def panel(title: str, durations: Mapping[Action, float], frozen: Mapping[Action, float] | None = None) -> Panel:
         return timeline(title, schedule, dag=dag, durations=durations, frozen=frozen)
 
     def of_plan(title: str, plan: FreezePlan) -> Panel:
-        order, graph = plan.schedule or schedule, planned_dag(schedule, plan, pipeline.gaps)
+        order, graph = plan.schedule or schedule, planned_dag(known, plan)
         return timeline(title, order, graph, durations=plan.duration_ms, frozen=plan.freeze_ratio)
 
-    unfrozen = panel("nothing frozen", upper)
+    unfrozen = panel("nothing frozen", known.upper)
     frozen = panel("everything frozen", lower, everything)
     gains = {
-        ratio: _gain(planned_dag(schedule, plan, pipeline.gaps), unfrozen.end_ms, plan.duration_ms, plan.freeze_ratio)
+        ratio: _gain(planned_dag(known, plan), unfrozen.end_ms, plan.duration_ms, plan.freeze_ratio)
         for ratio, plan in solved.items()
     }
     return Simulation(
@@ -174,15 +173,8 @@ def simulate(
 
 
 def _plan(pipeline: Pipeline, ratio: float, progress: Progress | None, extra_microbatches: int | None) -> FreezePlan:
-    problem = PlanProblem(
-        schedule=pipeline.schedule,
-        times=pipeline.times,
-        max_freeze_ratio=ratio,
-        **pipeline.gaps._asdict(),
-        max_microbatch_freeze_ratio=most_of_a_microbatch(ratio),
-        defer=extra_microbatches is not None,
-        extra_microbatches=extra_microbatches or 0,
-    )
+    deferral = {"defer": extra_microbatches is not None, "extra_microbatches": extra_microbatches or 0}
+    problem = PlanProblem(pipeline.measurement, Limits.of_training(ratio, **deferral))
     tell = progress and (lambda text: progress(f"{pipeline.name} at r_max {ratio:g}: {text}"))
     return solve(problem, progress=tell)
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from tf_adapters.errors import ConfigError, PlanInputError
+from tf_adapters.errors import ConfigError
+from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.measuring.transfers import NO_GAPS, Gaps
 from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.report.schema import Report
@@ -82,16 +83,14 @@ def read_request(options: Options, load: Callable[[str], Any]) -> Request:
 
 def _from_report(path: str) -> Request:
     report = Report.read(path)
-    schedule = report.schedule.validate()
-    ratio = _DEFAULT_RATIO if report.max_freeze_ratio is None else report.max_freeze_ratio
     try:
-        times = PlanProblem(schedule, report.bounds(), ratio).validate().times
-    except (ConfigError, PlanInputError) as error:
+        known = report.measurement
+    except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     promised = report.measured.planned_step_ms
     return Request(
-        (Pipeline("recorded", schedule, times, report.gaps()),),
-        ratio,
+        (Pipeline("recorded", replace(known, token_costs={})),),
+        _DEFAULT_RATIO if report.max_freeze_ratio is None else report.max_freeze_ratio,
         source=f"measured on {report.host.name}, {path}",
         extra_microbatches=_recorded_extra(report),
         step_ms=report.measured.step_ms_unfrozen,
@@ -109,10 +108,10 @@ def _from_input(path: str, data: Any) -> Request:
     problem = PlanProblem.from_json(data)
     source = "given on standard input" if path == "-" else f"given in {path}"
     return Request(
-        (Pipeline("as given", problem.schedule, problem.times, problem.gaps),),
-        problem.max_freeze_ratio,
+        (Pipeline("as given", replace(problem.measurement, token_costs={}, learning=None)),),
+        problem.limits.max_freeze_ratio,
         source=source,
-        extra_microbatches=problem.extra_microbatches if problem.defer else None,
+        extra_microbatches=problem.limits.extra_microbatches if problem.limits.defer else None,
     )
 
 
@@ -125,14 +124,17 @@ def _from_recorded(options: Options, recorded: Request) -> Request:
             " --ranks says on how many ranks another schedule runs"
         )
     if options.communication_ms is not None:
-        original = replace(original, gaps=between_ranks(original.schedule, options.communication_ms))
-    pieces = stage_times(original.schedule, original.times)
+        gaps = between_ranks(original.schedule, options.communication_ms)
+        original = Pipeline(original.name, replace(original.measurement, **gaps._asdict()))
+    pieces = stage_times(original.measurement)
     filled = replace(
         sizes,
         ranks=sizes.ranks or len(original.schedule.ranks),
         microbatches=sizes.microbatches or original.schedule.num_microbatches,
     )
-    others = _compared(options, filled, lambda order: recut(pieces, order.num_stages), partial(carried_gaps, original))
+    others = _compared(
+        options, filled, lambda order: recut(pieces, order.num_stages), partial(carried_gaps, original.measurement)
+    )
     if not options.schedules and sizes != Sizes():
         raise ConfigError("--ranks, --microbatches: the recorded schedule has its own; add --schedule for another")
     recut_note = ("the other schedules take the recorded mean times and gaps, stages cut into equal parts or joined",)
@@ -206,15 +208,12 @@ def _compared(
         orders.append((options.csv, read_csv(options.csv)))
     orders += [(name, named_order(name, sizes)) for name in options.schedules]
     delay = options.communication_ms
-    return tuple(
-        Pipeline(
-            name,
-            order,
-            action_bounds(order, costs_for(order), 1.0),
-            gaps_for(order) if delay is None else between_ranks(order, delay),
-        )
-        for name, order in orders
-    )
+
+    def pipeline(name: str, order: PipelineSchedule) -> Pipeline:
+        gaps = gaps_for(order) if delay is None else between_ranks(order, delay)
+        return Pipeline(name, Measurement(order, action_bounds(order, costs_for(order), 1.0), **gaps._asdict()))
+
+    return tuple(pipeline(name, order) for name, order in orders)
 
 
 def _notes(pipelines: Sequence[Pipeline], stages: int | None) -> tuple[str, ...]:

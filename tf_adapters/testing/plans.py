@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.planner.problem import PlanProblem
+from tf_adapters.planner.problem import Limits, PlanProblem
 from tf_adapters.planner.solve import solve
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind
@@ -42,17 +43,15 @@ def force_plan(controller: Controller, ratios: Ratios) -> None:
     forward, backward = Bounds(1.0, 1.0), Bounds(2.0, 3.0)
     times = {a: forward if a.kind is Kind.FORWARD else backward for a in controller.schedule.actions}
     config = controller.config
-    problem = PlanProblem(
-        controller.schedule,
-        times,
+    limits = Limits(
         max_freeze_ratio=0.0,
         defer=config.defers,
         extra_microbatches=config.extra_microbatches,
         moves_forwards=controller.pipeline.moves_forwards,
     )
-    made = solve(problem)
+    made = solve(PlanProblem(Measurement(controller.schedule, times), limits))
     data = {**made.to_json(), "freeze_ratio": {str(a): _ratio(ratios, a) for a in made.freeze_ratio}}
-    controller.state.measured = replace(controller.state.measured, unfrozen_step_ms=1.0)
+    controller.state.measurement = replace(controller.state.measurement, unfrozen_step_ms=1.0)
     controller.state.adopt(controller.schedule, Planned(FreezePlan.from_json(data), step_ms=1.0))
     controller.state.completed_steps = max(controller.state.completed_steps, controller.state.phases.progressive_end)
 

@@ -29,8 +29,8 @@ class RankPool:
 
     After a failure, also a timeout, the processes are killed, and the next call starts new ones. ``setup`` runs first
     in every process, ``teardown`` after every call. The modules of ``preload`` are imported once, in a server process
-    from which every rank is forked. The list of the first pool is used for all later pools, and its modules must not start
-    CUDA or a thread.
+    from which every rank is forked. The list of the first pool is used for all later pools. Its modules must not
+    start CUDA or a thread.
     """
 
     def __init__(

@@ -7,19 +7,17 @@ monitored with some numbers serves all others, and a host may change the number 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
 
 from tf_adapters.measuring.estimates import grouped
-from tf_adapters.measuring.transfers import Gaps
+from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.schedule.dag import PipelineDag
-from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.durations import Bounds, Count, Order, Time
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.training.plan_maker import Measured
+from tf_adapters.values import Value
 
 __all__ = [
     "MOST_NUMBERS",
@@ -27,7 +25,6 @@ __all__ = [
     "BatchPlans",
     "MonitoredBatches",
     "carried_over",
-    "known_microbatches",
     "same_pipeline",
 ]
 
@@ -36,7 +33,7 @@ MOST_NUMBERS = 16
 
 
 @dataclass(frozen=True)
-class BatchPlan:
+class BatchPlan(Value):
     """The plan for batches of one number of microbatches.
 
     Attributes:
@@ -48,24 +45,16 @@ class BatchPlan:
         steps: how many steps have had this number since.
     """
 
-    schedule: PipelineSchedule
+    schedule: Order
     plan: FreezePlan
-    unfrozen_step_ms: float
-    planned_step_ms: float
-    planned_at: int
-    steps: int = 0
+    unfrozen_step_ms: Time
+    planned_step_ms: Time
+    planned_at: Count
+    steps: Count = 0
 
     @property
     def forecast(self) -> Forecast:
         return Forecast(self.unfrozen_step_ms, self.planned_step_ms)
-
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "schedule": self.schedule.to_text(), "plan": self.plan.to_json()}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> BatchPlan:
-        schedule, plan = PipelineSchedule.from_text(data["schedule"]), FreezePlan.from_json(data["plan"])
-        return cls(**{**data, "schedule": schedule, "plan": plan})
 
 
 @dataclass
@@ -130,47 +119,34 @@ def same_pipeline(one: PipelineSchedule, other: PipelineSchedule) -> bool:
     ]
 
 
-def known_microbatches(bounds: Mapping[Action, Bounds]) -> int:
-    """The number of microbatches that times are of; 0 without any."""
-    return max((action.microbatch for action in bounds), default=-1) + 1
-
-
-def carried_over(measured: Measured, schedule: PipelineSchedule) -> Measured:
+def carried_over(known: Measurement, schedule: PipelineSchedule) -> Measurement:
     """The known times as those of another number of microbatches of the same pipeline.
 
     A microbatch beyond those that are known takes the median of its stage, and so does every transfer. A step is the
     batch with nothing frozen and what is no part of it.
     """
-    known, number = known_microbatches(measured.bounds), schedule.num_microbatches
-    if known in (0, number):
-        return measured
-    lower = _medians((action, bounds.lower) for action, bounds in measured.bounds.items())
-    upper = _medians((action, bounds.upper) for action, bounds in measured.bounds.items())
-    bounds = {
-        action: measured.bounds.get(action) or Bounds(lower[_group(action)], upper[_group(action)])
-        for action in schedule.actions
-    }
-    transfer = _medians((target, ms) for (_, target), ms in measured.gaps.communication.items())
-    overhead = _medians(measured.gaps.overhead.items())
-    gaps = Gaps(
-        {(s, t): transfer[_group(t)] for s, t in schedule.transfers() if _group(t) in transfer},
-        {action: overhead[_group(action)] for action in schedule.actions if _group(action) in overhead},
-        {
-            (w.posted, w.blocked): transfer[_group(w.sent[1])]
-            for w in (schedule.send_waits if measured.gaps.waits else ())
-        },
+    before, number = known.schedule.num_microbatches, schedule.num_microbatches
+    if before in (0, number):
+        return known if known.schedule is schedule else replace(known, schedule=schedule)
+    lower = _medians((action, bounds.lower) for action, bounds in known.times.items())
+    upper = _medians(known.upper.items())
+    transfer = _medians((target, ms) for (_, target), ms in known.communication.items())
+    overhead = _medians(known.overhead.items())
+    waits = schedule.send_waits if known.waits else ()
+    other = Measurement(
+        schedule,
+        {a: known.times.get(a) or Bounds(lower[_group(a)], upper[_group(a)]) for a in schedule.actions},
+        communication={(s, t): transfer[_group(t)] for s, t in schedule.transfers() if _group(t) in transfer},
+        overhead={action: overhead[_group(action)] for action in schedule.actions if _group(action) in overhead},
+        waits={(w.posted, w.blocked): transfer[_group(w.sent[1])] for w in waits},
+        token_costs=known.token_costs,
+        learning=known.learning and known.learning.of_batch(number / before),
+        other_ms=known.other_ms,
+        batch_times=known.batch_times,
     )
-    batch_ms = PipelineDag.from_schedule(schedule, *gaps).makespan({a: b.upper for a, b in bounds.items()})
-    step_ms = batch_ms + measured.other_ms
-    return replace(
-        measured,
-        bounds=bounds,
-        gaps=gaps,
-        unfrozen_step_ms=step_ms,
-        notes=(),
-        learning=measured.learning and measured.learning.of_batch(number / known),
-        longer=step_ms / measured.unfrozen_step_ms if measured.unfrozen_step_ms > 0.0 else 1.0,
-    )
+    step_ms = other.batch_ms + known.other_ms
+    longer = step_ms / known.unfrozen_step_ms if known.unfrozen_step_ms > 0.0 else 1.0
+    return replace(other, unfrozen_step_ms=step_ms, longer=longer)
 
 
 def _group(action: Action) -> tuple[int, Kind]:

@@ -159,7 +159,7 @@ class Controller:
             self.timer.timed(phase, action, mask.share),
             self._layers.timed(action),
         ):
-            yield from self._tapped(phase, action)
+            yield from self._tapped(action)
         self.memory.look(phase, action)
 
     def compute_weight_gradients(self, stage: int, microbatch: int) -> None:
@@ -330,7 +330,7 @@ class Controller:
         if self._observer is not None:
             self._observer.close(self.snapshot())
 
-    def _tapped(self, phase: Phase, action: Action) -> Iterator[None]:
+    def _tapped(self, action: Action) -> Iterator[None]:
         """The part of an action between its mask and its host, on a stage whose weight gradients can wait."""
         taps = self.pipeline.taps.get(action.stage)
         if taps is not None and self.checks_taps:
@@ -338,21 +338,21 @@ class Controller:
                 yield
         elif taps is None or not self._computed_apart(action):
             yield
-        elif action.kind is Kind.WEIGHT_GRAD:
-            with self.timer.timed(phase, action, first_part=True):
-                yield
-            self._compute(action.stage, taps, action.microbatch)
-        elif action.kind is Kind.BACKWARD:
-            with self.timer.timed(phase, action, first_part=True), taps.recording(action.microbatch):
-                yield
-            self.memory.look(phase, first_half(action))
-            self._layers.weight_gradients()
-            self._compute(action.stage, taps, action.microbatch)
         else:
-            with taps.recording(action.microbatch):
+            with nullcontext() if action.kind is Kind.WEIGHT_GRAD else taps.recording(action.microbatch):
                 yield
-            if action.kind is Kind.FORWARD and taps.owes(action.microbatch):  # of a backward inside the forward
-                self._compute(action.stage, taps, action.microbatch)
+            if action.freezable:
+                self._input_gradients_done(action)
+            elif action.kind is Kind.INPUT_GRAD or not taps.owes(action.microbatch):
+                return  # a forward owes what a backward inside it has left
+            self._compute(action.stage, taps, action.microbatch)
+
+    def _input_gradients_done(self, action: Action) -> None:
+        """The one event that the three meters share: from here to its end, ``action`` computes weight gradients."""
+        self.timer.input_gradients_done()
+        if action.kind is Kind.BACKWARD:
+            self.memory.look(self.phase, first_half(action))
+            self._layers.weight_gradients()
 
     def _graphs_kept(self, action: Action, mask: Mask, phase: Phase) -> AbstractContextManager[None]:
         graphs = self.graphs.get(action.stage)
@@ -385,7 +385,7 @@ class Controller:
             return None
         if not ratio:
             return self._noise.observer(stage)
-        cost, caps = self.state.measured.token_costs.get(stage, TokenCost()), self.masks.caps(stage)
+        cost, caps = self.state.measurement.token_costs.get(stage, TokenCost()), self.masks.caps(stage)
         key = (self.config.seed, self.step, stage, microbatch)
         return TokenSampler(key, lambda weight: cost.kept(ratio * caps.get(weight, 0.0)))
 

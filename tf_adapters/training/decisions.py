@@ -19,7 +19,7 @@ from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.training import batch_words, messages, tap_findings
 from tf_adapters.training.batches import MonitoredBatches
 from tf_adapters.training.observer import Observer, RunSnapshot
-from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned, RunSetup
+from tf_adapters.training.plan_maker import PlanJob, PlanMaker, Planned, RunSetup
 from tf_adapters.training.replanning import Replanning
 
 __all__ = ["Decisions"]
@@ -34,10 +34,9 @@ class Decisions:
         self._checks, self._observer = checks, observer
         self._verified: dict[int, PipelineSchedule | None] = {}  # by number of microbatches; None: the host's own order
         self._monitored = MonitoredBatches()
-        self._planning: tuple[PipelineSchedule, Measured] | None = None  # what a plan is being made of
         self._unplanned: set[int] = set()  # numbers of microbatches that no plan could be made for
         self.plan_maker = PlanMaker(setup)
-        self._replanning = Replanning(setup, self.plan_maker, self.say)
+        self._replanning = Replanning(setup)
 
     def say(self, text: str) -> None:
         announce(self._collectives.rank, text)
@@ -71,12 +70,11 @@ class Decisions:
     def resume_planning(self, run: RunSnapshot) -> None:
         """Make the plan that a checkpoint says was still being made."""
         if run.state.awaits_plan:
-            self._guarded(run, lambda: self._start_plan(run, run.schedule))
+            self._guarded(run, lambda: self._start(run, PlanJob(run.state.measured_for(run.schedule))))
 
     def forget(self) -> None:
         """Give up a plan that is being made, and what was seen of the pipeline and of plans in force."""
         self.plan_maker.close()
-        self._planning = None
         self._replanning.forget()
         for seen in (self._verified, self._monitored, self._unplanned):
             seen.clear()
@@ -95,10 +93,10 @@ class Decisions:
         if self._config.plans and self._monitoring_ends(run):
             state.phases = phases.monitored_until(step)
             self._measure(run)
-            self._start_plan(run, self._monitored.most_seen(run.schedule))
-        elif self._planning is not None:
-            self._take(run, self.plan_maker.poll)
-        elif step > phases.monitoring_end and self._report_due(run):
+            self._start(run, PlanJob(state.measurement))
+        elif (job := self.plan_maker.job) is not None:
+            self._take(run, job, self.plan_maker.poll)
+        if step > phases.monitoring_end and self._report_due(run):
             self._report(run)
         self._renew_plan(run)
         self._plan_batch(run)
@@ -139,45 +137,47 @@ class Decisions:
         return ends
 
     def _measure(self, run: RunSnapshot) -> None:
-        measured = self.plan_maker.measure(self._monitored.most_seen(run.schedule), run.timer)
-        run.state.measure(measured)
-        for note in measured.notes:
+        known, notes = self.plan_maker.measure(self._monitored.most_seen(run.schedule), run.timer)
+        run.state.measure(known, notes)
+        for note in notes:
             self.say(note)
-        if measured.batch_times is not None:
-            self.say(batch_words.log_line(measured.batch_times, measured.unfrozen_step_ms))
+        if known.batch_times is not None:
+            self.say(batch_words.log_line(known.batch_times, known.unfrozen_step_ms))
 
-    def _start_plan(self, run: RunSnapshot, schedule: PipelineSchedule) -> None:
-        self._planning = schedule, run.state.measured_for(schedule)
-        self._take(run, self.plan_maker.start)
+    def _start(self, run: RunSnapshot, job: PlanJob) -> None:
+        self._take(run, job, lambda: self.plan_maker.start(job))
 
-    def _take(self, run: RunSnapshot, make: Callable[[PipelineSchedule, Measured], Planned | None]) -> None:
+    def _take(self, run: RunSnapshot, job: PlanJob, make: Callable[[], Planned | None]) -> None:
         """Take the plan, if it is there. With the first one freezing begins, or after the next step at the earliest.
 
-        One that fails leaves those of other numbers of microbatches in force.
+        One that fails leaves those that are there in force.
         """
-        state, first = run.state, not run.state.plans
-        assert self._planning is not None
-        schedule = self._planning[0]
+        state, first, number = run.state, not run.state.plans, job.measurement.schedule.num_microbatches
         try:
-            planned = make(*self._planning)
+            planned = make()
         except TimelyFreezeError as error:
-            self._planning = None
+            if job.reason:
+                self.say(f"the plan stays as it is: {error}")
+                return
             if first:
                 raise
-            self._unplanned.add(schedule.num_microbatches)
+            self._unplanned.add(number)
             announce(
                 self._collectives.rank,
-                f"batches of {schedule.num_microbatches} microbatches have no plan of their own: {error}",
+                f"batches of {number} microbatches have no plan of their own: {error}",
                 logging.WARNING,
             )
             return
         if first:
             state.phases = state.phases.planned_after(state.completed_steps + (planned is None))
-        if planned is not None:
-            self._planning = None
-            self._adopt(run, schedule, planned)
-            if first:
-                self._report(run)
+        if planned is None:
+            return
+        if job.reason:
+            state.measure(job.measurement, (job.reason,))
+            self._unplanned.clear()
+        self._adopt(run, job.measurement.schedule, planned)
+        if first or job.reason:
+            self._report(run)
 
     def _adopt(self, run: RunSnapshot, schedule: PipelineSchedule, planned: Planned) -> None:
         state, plan = run.state, planned.plan
@@ -211,25 +211,28 @@ class Decisions:
             self.say(f"memory of the fullest rank: {held} now, at most {planned} planned")
 
     def _renew_plan(self, run: RunSnapshot) -> None:
-        """Make plans anew where the times they were made for are no longer the times that are measured."""
-        if (not run.ratios.on(run.state) and not self._config.defers) or self._planning is not None:
+        """Plan anew where the times of the batches that most steps have are no longer those of their plan."""
+        state, step, batch = run.state, run.state.completed_steps, run.state.plans.most_used
+        if self.plan_maker.job is not None or not (run.ratios.on(state) or self._config.defers):
             return
-        renewed = self._replanning.after(run.state.completed_steps, run.timer, run.state)
-        if renewed is not None:
-            (schedule, measured), planned = renewed
-            run.state.measure(measured)
-            self._unplanned.clear()
-            self._adopt(run, schedule, planned)
-            self._report(run)
+        if batch is None or not self._replanning.due(step, state.phases.progressive_end):
+            return
+        try:
+            job = self._replanning.look(run.timer, state.measured_for(batch.schedule), batch.plan)
+        except TimelyFreezeError as error:
+            self.say(f"the plan stays as it is: {error}")
+            return
+        if job is not None:
+            self.say(f"step {step}: planning anew: {job.reason}")
+            self._start(run, job)
 
     def _plan_batch(self, run: RunSnapshot) -> None:
         """Plan for batches of this number of microbatches, where there are plans for others: nothing is measured."""
         state, number = run.state, run.state.microbatches
-        if not state.plans or not state.outlived or number in self._unplanned:
+        if not state.plans or not state.outlived or number in self._unplanned or self.plan_maker.job is not None:
             return
-        busy = self._planning is not None or self._replanning.busy
-        if not busy and state.plans.has_room(number, state.completed_steps, self._config.replan_interval):
-            self._start_plan(run, run.schedule)
+        if state.plans.has_room(number, state.completed_steps, self._config.replan_interval):
+            self._start(run, PlanJob(state.measured_for(run.schedule)))
 
     def _check_stability(self, run: RunSnapshot) -> None:
         """Find out what is stable, where the method asks and a check is due."""
@@ -238,8 +241,8 @@ class Decisions:
         if not run.ratios.on(state) or not self._checks.due(step, start):
             return
         after = self._checks.run(before, step, start)
-        if not self._config.plans and not state.measured.unfrozen_step_ms and any(after.stable.values()):
-            state.measured = replace(state.measured, unfrozen_step_ms=self._slowest_unfrozen_ms(run.timer))
+        if not self._config.plans and not state.measurement.unfrozen_step_ms and any(after.stable.values()):
+            state.measurement = replace(state.measurement, unfrozen_step_ms=self._slowest_unfrozen_ms(run.timer))
         state.stability = after
         if after.checks > before.checks:
             shares = {stage: self._masks.share(stage, units) for stage, units in after.stable.items()}

@@ -7,22 +7,23 @@ from dataclasses import dataclass, field, replace
 
 from tf_adapters.collectives import Collectives, decide_from_all, on_one_rank
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.measuring.batch_times import BatchTimes, batch_times, with_replicas
+from tf_adapters.errors import TimelyFreezeError
+from tf_adapters.measuring.batch_times import batch_times, with_replicas
 from tf_adapters.measuring.compact import PackedBounds, PackedTraces
 from tf_adapters.measuring.freeze_response import Group, StageTimes, measured_times
+from tf_adapters.measuring.learning import Learning, Probe
+from tf_adapters.measuring.measurement import NOTHING_MEASURED, Measurement
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.measuring.replicas import merge_bounds, slowest_durations
 from tf_adapters.measuring.timer import ActionTimer
-from tf_adapters.measuring.token_cost import TokenCost, slowest_cost, slowest_costs
-from tf_adapters.measuring.transfers import NO_GAPS, Gaps, complete_steps, local_traces, measure_gaps
+from tf_adapters.measuring.token_cost import TokenCost, slowest_costs
+from tf_adapters.measuring.transfers import complete_steps, local_traces, measure_gaps
 from tf_adapters.planner.forecast import Forecast, forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.frontier import SOLVES
-from tf_adapters.planner.learning import Learning, Probe
-from tf_adapters.planner.problem import PlanProblem, most_of_a_microbatch
+from tf_adapters.planner.problem import Limits, PlanProblem
 from tf_adapters.planner.solve import solve
 from tf_adapters.planner.worker import BackgroundPlan
-from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
@@ -30,7 +31,7 @@ from tf_adapters.training import messages
 from tf_adapters.training.pipeline import HostPipeline
 from tf_adapters.training.tap_findings import TapFindings
 
-__all__ = ["NOTHING_MEASURED", "Measured", "PlanMaker", "Planned", "Probes", "RunSetup", "other_ms"]
+__all__ = ["Packed", "PlanJob", "PlanMaker", "Planned", "Probes", "RunSetup", "packed", "target_ms", "unpacked"]
 
 _SOLVED_AT_ONCE = 1_000
 """Actions up to which planning takes about a second, no more than starting a process for it."""
@@ -74,31 +75,11 @@ class RunSetup:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a plan is made from; times in ms. ``notes`` name bounds that noise had crossed and that were clamped.
+class PlanJob:
+    """A plan to make: from what, and, where one is in force already, why it is made anew."""
 
-    ``token_costs`` are by stage, where tokens are sampled. ``learning`` is there where ``max_freeze_ratio`` is "auto"
-    and gradients of single microbatches could be seen. ``other_ms`` is what a step takes besides the batch, ``longer``
-    how many times as long it takes as the step whose target the settings may name: it has other microbatches.
-    ``batch_times`` is where the ranks' time in a batch goes.
-    """
-
-    bounds: Mapping[Action, Bounds]
-    gaps: Gaps
-    unfrozen_step_ms: float
-    notes: tuple[str, ...] = ()
-    token_costs: Mapping[int, TokenCost] = field(default_factory=dict)
-    learning: Learning | None = None
-    other_ms: float = 0.0
-    longer: float = 1.0
-    batch_times: BatchTimes | None = None
-
-    def target_ms(self, config: TimelyFreezeConfig) -> float:
-        """The settings' target for the step; 0 without one."""
-        return config.target_ms(self.unfrozen_step_ms / self.longer) * self.longer
-
-
-NOTHING_MEASURED = Measured({}, NO_GAPS, 0.0)
+    measurement: Measurement
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,6 +113,7 @@ class PlanMaker:
 
     def __init__(self, run: RunSetup) -> None:
         self._run, self._config, self._collectives = run, run.config, run.collectives
+        self.job: PlanJob | None = None  # whose plan is being made
         self._worker: BackgroundPlan | None = None  # on rank 0
         self._steps: Sequence[Mapping[Action, float]] = ()  # durations, ms; on rank 0
         self._waited = 0  # steps, for the plan
@@ -149,73 +131,81 @@ class PlanMaker:
 
         return decide_from_all(self._collectives, local, lambda errors: max(errors))
 
-    def measure(self, schedule: PipelineSchedule, timer: ActionTimer) -> Measured:
-        """What the monitored steps of all ranks say. Raises TimelyFreezeError, the same on every rank."""
+    def measure(self, schedule: PipelineSchedule, timer: ActionTimer) -> tuple[Measurement, tuple[str, ...]]:
+        """What the monitored steps of all ranks say, and a sentence for each bound that noise had crossed.
+
+        Raises TimelyFreezeError, the same on every rank.
+        """
 
         findings = self._run.taps() or TapFindings()
 
-        def merge(ranks: Sequence[_Local]) -> tuple[PackedBounds, Measured]:
+        def merge(ranks: Sequence[_Local]) -> tuple[Packed, tuple[str, ...]]:
             detailed = [rank.bounds.unpack(schedule) for rank in ranks if rank.bounds]
-            bounds, notes = merge_bounds(schedule, detailed, [rank.means for rank in ranks])
-            bounds = findings.without_overhead(bounds)
+            merged, notes = merge_bounds(schedule, detailed, [rank.means for rank in ranks])
+            times = findings.without_overhead(merged)
             steps = complete_steps(schedule, [rank.traces.unpack(schedule) for rank in ranks if rank.traces])
-            self._steps, gaps = slowest_durations(steps, detailed, bounds), measure_gaps(schedule, steps)
-            step_ms = max(rank.step_ms for rank in ranks)
+            self._steps, gaps = slowest_durations(steps, detailed, times), measure_gaps(schedule, steps)
             costs = slowest_costs([rank.token_costs for rank in ranks])
             learning = self._run.learning(schedule, [rank.probes for rank in ranks], costs)
+            known = Measurement(schedule, times, **gaps._asdict(), token_costs=costs, learning=learning)
+            known = known.of_step(max(rank.step_ms for rank in ranks))
             traced = batch_times(schedule, steps, gaps)
-            dag = PipelineDag.from_schedule(schedule, *gaps)
             typical = [(rank, local.typical_ms) for rank, local in enumerate(ranks)]
-            fresh = Measured(
-                {},
-                gaps,
-                step_ms,
-                notes=notes,
-                token_costs=costs,
-                learning=learning,
-                other_ms=max(0.0, step_ms - dag.makespan(_upper(bounds))),
-                batch_times=traced and with_replicas(traced, dag, _upper(bounds), typical),
-            )
-            return PackedBounds.of(schedule, bounds), fresh
+            if traced:
+                known = replace(known, batch_times=with_replicas(traced, known.dag, known.upper, typical))
+            return packed(known), notes
 
-        packed, measured = decide_from_all(self._collectives, lambda: self._local(schedule, timer), merge)
-        return replace(measured, bounds=packed.unpack(schedule))
+        known, notes = decide_from_all(self._collectives, lambda: self._local(schedule, timer), merge)
+        return unpacked(known, schedule), notes
 
-    def start(self, schedule: PipelineSchedule, measured: Measured) -> Planned | None:
+    def start(self, job: PlanJob) -> Planned | None:
         """Make the plan, or begin to: None where it is made beside training. Raises TimelyFreezeError on all ranks."""
         self.close()
-        self._waited = 0
-        solves = SOLVES if self._config.is_auto else 1
-        if self._config.plan_wait == "auto" and len(schedule.actions) * solves <= _SOLVED_AT_ONCE:
+        self.job, self._waited = job, 0
+        return self._ended(lambda: self._begin(job))
 
-            def solve_here() -> Planned:
-                plan = solve(self._problem(schedule, measured), self._config.solver_time_limit_s)
-                return self._promise(schedule, measured, plan)
-
-            return on_one_rank(self._collectives, solve_here)
-
-        def launch() -> None:
-            self._worker = BackgroundPlan(self._problem(schedule, measured), self._config.solver_time_limit_s)
-
-        on_one_rank(self._collectives, launch)
-        planned = None
-        while planned is None and self._config.plan_wait is True:
-            planned = self._arrived(schedule, measured, wait_s=_PATIENCE_S)
-        return planned
-
-    def poll(self, schedule: PipelineSchedule, measured: Measured) -> Planned | None:
+    def poll(self) -> Planned | None:
         """The plan, if it is there. Called after every step; it looks ever more rarely, since looking is a broadcast.
 
         Raises TimelyFreezeError on all ranks when there will be none.
         """
         self._waited += 1
         due = self._waited % max(1, self._waited // 8) == 0
-        return self._arrived(schedule, measured, wait_s=0.0) if due else None
+        return self._ended(lambda: self._arrived(wait_s=0.0)) if due else None
 
     def close(self) -> None:
+        self.job = None
         if self._worker is not None:
             self._worker.close()
             self._worker = None
+
+    def _ended(self, ask: Callable[[], Planned | None]) -> Planned | None:
+        """The job ends with its plan, or with an error."""
+        try:
+            planned = ask()
+        except TimelyFreezeError:
+            self.close()
+            raise
+        if planned is not None:
+            self.close()
+        return planned
+
+    def _begin(self, job: PlanJob) -> Planned | None:
+        solves, limit_s = SOLVES if self._config.is_auto else 1, self._config.solver_time_limit_s
+        if self._config.plan_wait == "auto" and len(job.measurement.schedule.actions) * solves <= _SOLVED_AT_ONCE:
+            return on_one_rank(
+                self._collectives,
+                lambda: self._promise(job.measurement, solve(self._problem(job.measurement), limit_s)),
+            )
+
+        def launch() -> None:
+            self._worker = BackgroundPlan(self._problem(job.measurement), limit_s)
+
+        on_one_rank(self._collectives, launch)
+        planned = None
+        while planned is None and self._config.plan_wait is True:
+            planned = self._arrived(wait_s=_PATIENCE_S)
+        return planned
 
     def _local(self, schedule: PipelineSchedule, timer: ActionTimer) -> _Local:
         timer.drain(wait=True)
@@ -237,53 +227,35 @@ class PlanMaker:
         first = self._run.masks.first_training_stage
         return measured_times(timer, first, sampled=sampled, microbatches=number)
 
-    def _arrived(self, schedule: PipelineSchedule, measured: Measured, wait_s: float) -> Planned | None:
+    def _arrived(self, wait_s: float) -> Planned | None:
         def ask() -> Planned | None:
             assert self._worker is not None
+            assert self.job is not None
             plan = self._worker.wait(wait_s) if wait_s else self._worker.poll()
-            return None if plan is None else self._promise(schedule, measured, plan)
+            return None if plan is None else self._promise(self.job.measurement, plan)
 
         return on_one_rank(self._collectives, ask)
 
-    def _problem(self, schedule: PipelineSchedule, measured: Measured) -> PlanProblem:
-        learning = measured.learning and replace(measured.learning, other_ms=measured.other_ms)
-        return PlanProblem(
-            schedule=schedule,
-            times=measured.bounds,
-            max_freeze_ratio=0.0 if self._config.is_auto and learning is None else self._config.stage_limit,
-            **measured.gaps._asdict(),
-            target_makespan_ms=self._target_makespan(schedule, measured),
-            token_cost=slowest_cost(measured.token_costs.values()),
-            max_microbatch_freeze_ratio=most_of_a_microbatch(self._config.stage_limit),
-            defer=self._config.defers,
-            extra_microbatches=self._config.extra_microbatches,
+    def _problem(self, known: Measurement) -> PlanProblem:
+        config, target = self._config, target_ms(self._config, known)
+        limits = Limits.of_training(
+            config.stage_limit,
+            target_makespan_ms=max(0.0, known.batch_ms - (known.unfrozen_step_ms - target)) if target else 0.0,
+            defer=config.defers,
+            extra_microbatches=config.extra_microbatches,
             moves_forwards=self._run.pipeline.moves_forwards,
-            learning=learning,
         )
+        unknown = config.is_auto and known.learning is None
+        return PlanProblem(known, replace(limits, max_freeze_ratio=0.0) if unknown else limits)
 
-    def _target_makespan(self, schedule: PipelineSchedule, measured: Measured) -> float:
-        """The settings' target for a step, less what is no part of the pipeline; 0 without a target."""
-        target = measured.target_ms(self._config)
-        saved = measured.unfrozen_step_ms - target
-        return max(0.0, _unfrozen_makespan(schedule, measured) - saved) if target else 0.0
-
-    def _promise(self, schedule: PipelineSchedule, measured: Measured, plan: FreezePlan) -> Planned:
-        step_ms = measured.unfrozen_step_ms
-        promised = forecast(
-            schedule,
-            plan,
-            bounds=measured.bounds,
-            unfrozen_step_ms=step_ms,
-            gaps=measured.gaps,
-            steps=self._steps,
-            stage_0_vanishes=self._run.masks.can_freeze_all(0),
-        )
+    def _promise(self, known: Measurement, plan: FreezePlan) -> Planned:
+        promised = forecast(known, plan, steps=self._steps, stage_0_vanishes=self._run.masks.can_freeze_all(0))
         self._steps = ()
-        return Planned(plan, promised.planned_ms, tuple(self._notes(measured, promised, plan)))
+        return Planned(plan, promised.planned_ms, tuple(self._notes(known, promised, plan)))
 
-    def _notes(self, measured: Measured, promised: Forecast, plan: FreezePlan) -> Iterator[str]:
+    def _notes(self, known: Measurement, promised: Forecast, plan: FreezePlan) -> Iterator[str]:
         """What the settings ask for and the plan does not reach, and why it freezes what it freezes."""
-        target = measured.target_ms(self._config)
+        target = target_ms(self._config, known)
         if target and promised.planned_ms > target * _NEARLY and not self._config.is_auto:
             yield messages.out_of_reach(target, promised, self._config.stage_limit)
         if self._config.is_auto and not plan.frontier:
@@ -293,17 +265,20 @@ class PlanMaker:
             )
 
 
-def other_ms(schedule: PipelineSchedule, measured: Measured) -> float:
-    """What a step takes besides the batch, ms: data, optimizer."""
-    return max(0.0, measured.unfrozen_step_ms - _unfrozen_makespan(schedule, measured))
+def target_ms(config: TimelyFreezeConfig, known: Measurement) -> float:
+    """The settings' target for the step; 0 without one."""
+    return config.target_ms(known.unfrozen_step_ms / known.longer) * known.longer
 
 
-def _upper(bounds: Mapping[Action, Bounds]) -> dict[Action, float]:
-    """Durations in ms with nothing frozen."""
-    return {action: of_action.upper for action, of_action in bounds.items()}
+Packed = tuple[PackedBounds, Measurement]
+"""A measurement as ranks send it: its times as arrays, and all else."""
 
 
-def _unfrozen_makespan(schedule: PipelineSchedule, measured: Measured) -> float:
-    """A batch in the host's order with nothing frozen, ms."""
-    dag = PipelineDag.from_schedule(schedule, *measured.gaps)
-    return dag.makespan(_upper(measured.bounds))
+def packed(known: Measurement) -> Packed:
+    times = PackedBounds.of(known.schedule, known.times)
+    return times, replace(known, schedule=NOTHING_MEASURED.schedule, times={})
+
+
+def unpacked(of: Packed, schedule: PipelineSchedule) -> Measurement:
+    times, known = of
+    return replace(known, schedule=schedule, times=times.unpack(schedule))

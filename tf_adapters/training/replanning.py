@@ -7,28 +7,26 @@ monitored again, and until the new plan is there the old one is in force.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tf_adapters.collectives import decide_from_all
-from tf_adapters.errors import TimelyFreezeError
-from tf_adapters.measuring.compact import PackedBounds, PackedTraces
+from tf_adapters.measuring.compact import PackedTraces
 from tf_adapters.measuring.estimates import median, merged
 from tf_adapters.measuring.freeze_response import Group
+from tf_adapters.measuring.learning import Learning, Probe
+from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.measuring.timer import ActionTimer, Sample, Trace
 from tf_adapters.measuring.transfers import Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.planner.forecast import durations_under, planned_dag, stable_durations
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.frontier import best_point
-from tf_adapters.planner.learning import Learning, Probe
-from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.training import messages
-from tf_adapters.training.plan_maker import Measured, PlanMaker, Planned, RunSetup
-from tf_adapters.training.state import RunState
+from tf_adapters.training.plan_maker import Packed, PlanJob, RunSetup, packed, unpacked
 
 __all__ = ["Replanning", "changes"]
 
@@ -49,16 +47,11 @@ class _Local:
     probes: Mapping[int, Sequence[Probe]]
 
 
-Fresh = tuple[PipelineSchedule, Measured]
-"""The host's order that a plan is made for, and what from."""
-
-
 class Replanning:
-    """Makes plans anew where they no longer hold. Every method is called on all ranks at the same point."""
+    """Finds out where plans no longer hold. Every method is called on all ranks at the same point."""
 
-    def __init__(self, run: RunSetup, maker: PlanMaker, say: Callable[[str], None]) -> None:
-        self._run, self._config, self._maker, self._say = run, run.config, maker, say
-        self._fresh: Fresh | None = None  # what a plan is being made from
+    def __init__(self, run: RunSetup) -> None:
+        self._run, self._config = run, run.config
         self._changes_in_a_row = 0  # looks that found a change
 
     def due(self, step: int, settled: int) -> bool:
@@ -67,84 +60,38 @@ class Replanning:
         looks = self._config.replan_threshold > 0 or self._config.is_auto
         return looks and passed > 0 and passed % self._config.replan_interval == 0
 
-    @property
-    def busy(self) -> bool:
-        return self._fresh is not None
-
     def forget(self) -> None:
         """Begin anew: the pipeline runs something else now."""
-        self._changes_in_a_row, self._fresh = 0, None
+        self._changes_in_a_row = 0
 
-    def after(self, step: int, timer: ActionTimer, state: RunState) -> tuple[Fresh, Planned] | None:
-        """The plan that is in force from now on, where it is another than before. Raises nothing: the old one stays."""
-        try:
-            planned = self._maker.poll(*self._fresh) if self._fresh else self._begin(step, timer, state)
-        except TimelyFreezeError as error:
-            self._fresh = None
-            self._say(f"the plan stays as it is: {error}")
-            return None
-        if planned is None or self._fresh is None:
-            return None
-        fresh, self._fresh = self._fresh, None
-        return fresh, planned
-
-    def _begin(self, step: int, timer: ActionTimer, state: RunState) -> Planned | None:
-        """Look where it is due, by the number of microbatches that most steps have had, and begin a new plan."""
-        batch = state.plans.most_used
-        if batch is None or not self.due(step, state.phases.progressive_end):
-            return None
-        fresh = self.look(batch.schedule, timer, state.measured_for(batch.schedule), batch.plan)
-        if fresh is None:
-            return None
-        self._fresh = batch.schedule, fresh
-        self._say(f"step {step}: planning anew: {'; '.join(fresh.notes)}")
-        return self._maker.start(batch.schedule, fresh)
-
-    def look(
-        self, schedule: PipelineSchedule, timer: ActionTimer, measured: Measured, plan: FreezePlan
-    ) -> Measured | None:
-        """What a new plan is to be made from, with a note that says why; None where the old one still holds.
-
-        Raises TimelyFreezeError, the same on every rank.
-        """
-
+    def look(self, timer: ActionTimer, known: Measurement, plan: FreezePlan) -> PlanJob | None:
+        """The plan to make anew; None where the old one holds. Raises TimelyFreezeError, the same on every rank."""
+        schedule = known.schedule
         ran = plan.schedule or schedule
 
-        def judge(ranks: Sequence[_Local]) -> tuple[PackedBounds, Measured] | None:
+        def judge(ranks: Sequence[_Local]) -> tuple[Packed, str] | None:
             slowest = merged((rank.changes for rank in ranks), max)  # a stage takes as long as its slowest replica
             away = max((max(factor, 1.0 / factor) - 1.0 for factor in slowest.values()), default=0.0)
             # Where a stage has no probe, what monitoring said stands.
-            newest = self._run.learning(schedule, [rank.probes for rank in ranks], measured.token_costs)
-            learning = newest or measured.learning
+            newest = self._run.learning(schedule, [rank.probes for rank in ranks], known.token_costs)
+            learning = newest or known.learning
             why = [messages.changed(slowest)] if 0.0 < self._config.replan_threshold < away else []
             why += _pays_otherwise(plan, learning)
             if not why:
                 return None
-            gaps = _gaps(schedule, plan, [rank.traces.unpack(ran) for rank in ranks], measured.gaps)
-            bounds = {a: _times(b, slowest.get((a.stage, a.kind), 1.0)) for a, b in measured.bounds.items()}
-            upper = {action: of_action.upper for action, of_action in bounds.items()}
-            batch_ms = PipelineDag.from_schedule(schedule, *gaps).makespan(upper)
-            saved = max(0.0, batch_ms - self._planned_ms(schedule, plan, bounds, gaps))
-            step_ms = max(rank.step_ms for rank in ranks) + saved
-            fresh = Measured(
-                {},
-                gaps,
-                step_ms,
-                tuple(why),
-                token_costs=measured.token_costs,
-                learning=learning,
-                other_ms=max(0.0, step_ms - batch_ms),
-            )
-            return PackedBounds.of(schedule, bounds), fresh
+            gaps = _gaps(known, plan, [rank.traces.unpack(ran) for rank in ranks])
+            times = {a: _times(b, slowest.get((a.stage, a.kind), 1.0)) for a, b in known.times.items()}
+            now = Measurement(schedule, times, **gaps._asdict(), token_costs=known.token_costs, learning=learning)
+            saved = max(0.0, now.batch_ms - self._planned_ms(now, plan))
+            return packed(now.of_step(max(rank.step_ms for rank in ranks) + saved)), "; ".join(why)
 
         number = schedule.num_microbatches
-        fresh = decide_from_all(self._run.collectives, lambda: self._local(ran, timer, measured.bounds, number), judge)
+        fresh = decide_from_all(self._run.collectives, lambda: self._local(ran, timer, known.times, number), judge)
         self._changes_in_a_row = self._changes_in_a_row + 1 if fresh else 0
         if fresh is None or self._changes_in_a_row < _IN_A_ROW:
             return None
         self._changes_in_a_row = 0
-        packed, changed = fresh
-        return replace(changed, bounds=packed.unpack(schedule))
+        return PlanJob(unpacked(fresh[0], schedule), reason=fresh[1])
 
     def _local(self, ran: PipelineSchedule, timer: ActionTimer, bounds: Mapping[Action, Bounds], number: int) -> _Local:
         timer.drain()
@@ -153,14 +100,12 @@ class Replanning:
         step_ms = timer.step_ms(Phase.STABLE, number) or 0.0
         return _Local(changes(timer, bounds, newest), step_ms, traces, self._run.probes())
 
-    def _planned_ms(
-        self, schedule: PipelineSchedule, plan: FreezePlan, bounds: Mapping[Action, Bounds], gaps: Gaps
-    ) -> float:
-        """A batch with these bounds under the plan in force, ms."""
-        now = durations_under(plan, bounds)
+    def _planned_ms(self, known: Measurement, plan: FreezePlan) -> float:
+        """A batch with these times under the plan in force, ms."""
+        now = durations_under(plan, known.times)
         if self._run.masks.can_freeze_all(0):
             now = stable_durations(now, plan.freeze_ratio)
-        return planned_dag(schedule, plan, gaps).makespan(now)
+        return planned_dag(known, plan).makespan(now)
 
 
 def _pays_otherwise(plan: FreezePlan, learning: Learning | None) -> list[str]:
@@ -197,23 +142,21 @@ def _stable_samples(timer: ActionTimer, action: Action) -> Sequence[Sample]:
     return halves or timer.samples(Phase.STABLE, action)
 
 
-def _gaps(
-    schedule: PipelineSchedule, plan: FreezePlan, traces: Sequence[Sequence[tuple[int, Trace]]], known: Gaps
-) -> Gaps:
+def _gaps(known: Measurement, plan: FreezePlan, traces: Sequence[Sequence[tuple[int, Trace]]]) -> Gaps:
     """The gaps between the host's actions, from steps that ran the plan's; the known ones without any complete step.
 
     The plan's order says nothing of where the host's waits for its receivers.
     """
-    ran, host = plan.schedule or schedule, frozenset(schedule.actions)
+    ran, host = plan.schedule or known.schedule, frozenset(known.schedule.actions)
     steps = complete_steps(ran, traces)
 
     def in_host(action: Action) -> Action:
         return backward_of(action) if action.kind is Kind.INPUT_GRAD and action not in host else action
 
     if not steps:
-        return known
+        return known.gaps
     gaps = measure_gaps(ran, steps).renamed(in_host, host)
-    return gaps if ran is schedule else gaps._replace(waits=known.waits)
+    return gaps if ran is known.schedule else gaps._replace(waits=known.waits)
 
 
 def _times(bounds: Bounds, factor: float) -> Bounds:

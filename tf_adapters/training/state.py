@@ -10,22 +10,18 @@ from typing import Any
 
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import TimelyFreezeError
-from tf_adapters.measuring.batch_times import BatchTimes
-from tf_adapters.measuring.token_cost import TokenCost
-from tf_adapters.measuring.transfers import Gaps
+from tf_adapters.measuring.measurement import NOTHING_MEASURED, Measurement
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.planner.learning import Learning
-from tf_adapters.schedule.durations import Bounds
-from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.stability import StabilityState, without_evidence
-from tf_adapters.training.batches import BatchPlan, BatchPlans, carried_over, known_microbatches, same_pipeline
+from tf_adapters.training.batches import BatchPlan, BatchPlans, carried_over, same_pipeline
 from tf_adapters.training.phases import PhaseSchedule
-from tf_adapters.training.plan_maker import NOTHING_MEASURED, Measured, Planned, other_ms
+from tf_adapters.training.plan_maker import Planned
 from tf_adapters.training.tap_findings import TapFindings
 
-FORMAT = 2
+FORMAT = 3
 _NOTES = 50  # the newest: a long run may begin or plan anew many times
 
 
@@ -34,15 +30,15 @@ class RunState:
     """The state of one run, equal on every rank but for what stability checks compare with, which the first rank has.
 
     ``microbatches`` are those of the batch that runs, or runs next; ``plans`` has a plan for each number of them.
-    ``measured`` is what they are made from, of one number, after step ``measured_at``. In ``host_order_step`` the host
-    runs its own order, whatever the plan says. ``taps`` is None until they have been checked.
+    ``measurement`` is what they are made from, of one number, after step ``measured_at``. In ``host_order_step`` the
+    host runs its own order, whatever the plan says. ``taps`` is None until they have been checked.
     """
 
     phases: PhaseSchedule
     completed_steps: int = 0
     microbatches: int = field(default=0, compare=False)
     plans: BatchPlans = field(default_factory=BatchPlans)
-    measured: Measured = NOTHING_MEASURED
+    measurement: Measurement = NOTHING_MEASURED
     measured_at: int = 0
     notes: tuple[str, ...] = ()
     failure: str | None = None
@@ -71,10 +67,10 @@ class RunState:
             taps=self.taps,
         )
 
-    def measure(self, measured: Measured) -> None:
-        batch_times = measured.batch_times or self.measured.batch_times  # made anew it has none: of nothing frozen
-        self.measured, self.measured_at = replace(measured, notes=(), batch_times=batch_times), self.completed_steps
-        self.notes = (*self.notes, *measured.notes)[-_NOTES:]
+    def measure(self, known: Measurement, notes: tuple[str, ...] = ()) -> None:
+        batch_times = known.batch_times or self.measurement.batch_times  # made anew it has none: of nothing frozen
+        self.measurement, self.measured_at = replace(known, batch_times=batch_times), self.completed_steps
+        self.notes = (*self.notes, *notes)[-_NOTES:]
 
     def note(self, text: str) -> None:
         """Leave a line in the report's notes, once."""
@@ -121,83 +117,78 @@ class RunState:
         """What the plan promises for a whole step; None before there is a plan."""
         return None if self.batch is None else self.batch.forecast
 
-    def measured_for(self, schedule: PipelineSchedule) -> Measured:
+    def measured_for(self, schedule: PipelineSchedule) -> Measurement:
         """What plans for a number of microbatches are made from."""
-        return carried_over(self.measured, schedule)
+        return carried_over(self.measurement, schedule)
 
     def of_batch(self, batch: BatchPlan) -> RunState:
         """The run as it is for batches of one number of microbatches."""
         known = replace(self.measured_for(batch.schedule), unfrozen_step_ms=batch.unfrozen_step_ms)
-        return replace(self, microbatches=batch.schedule.num_microbatches, measured=known)
+        return replace(self, microbatches=batch.schedule.num_microbatches, measurement=known)
 
     @property
     def awaits_plan(self) -> bool:
         """Whether everything is measured and only the first plan is missing."""
-        return not self.plans and bool(self.measured.bounds) and not self.failure
+        return not self.plans and bool(self.measurement.times) and not self.failure
 
     @property
     def outlived(self) -> bool:
         """Whether the batch that runs has no plan that is made from what is known."""
-        if not self.measured.bounds or self.failure:
+        if not self.measurement.times or self.failure:
             return False
         return self.batch is None or self.batch.planned_at < self.measured_at
 
     def to_json(self, config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: StageMasks) -> dict[str, Any]:
-        """Plain values. What earlier versions read is of the number of microbatches that times were measured with."""
-        known = self.measured
-        own = self.plans.of.get(known_microbatches(known.bounds))
+        """Plain values."""
+        own = self.plans.of.get(self.measurement.schedule.num_microbatches)
         data = {
             "format": FORMAT,
             "fingerprint": fingerprint(config, own.schedule if own else schedule, masks),
             "completed_steps": self.completed_steps,
             "phases": list(astuple(self.phases)),
-            "plan": own.plan.to_json() if own else None,
-            "bounds": {str(action): [b.lower, b.upper] for action, b in known.bounds.items()},
-            "gaps": known.gaps.to_json(),
-            "unfrozen_step_ms": known.unfrozen_step_ms,
-            "other_ms": known.other_ms,
+            "measurement": self.measurement.to_json(),
             "measured_at": self.measured_at,
-            "token_costs": {str(stage): cost.to_json() for stage, cost in known.token_costs.items()},
-            "learning": known.learning.to_json() if known.learning else None,
-            "batch_times": known.batch_times.to_json() if known.batch_times else None,
-            "planned_step_ms": own.planned_step_ms if own else 0.0,
-            "batches": [batch.to_json() | ({"plan": None} if batch is own else {}) for batch in self.plans.of.values()],
+            "plans": [batch.to_json() for batch in self.plans.of.values()],
             "notes": list(self.notes),
             "stability": self.stability.to_json(),
+            **({} if self.taps is None else {"taps": self.taps.to_json()}),
         }
-        if self.taps is not None:
-            data["taps"] = self.taps.to_json()
         return {**data, "checksum": _digest(data)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], schedule: PipelineSchedule) -> RunState:
-        """The inverse of ``to_json``; ``schedule`` is what the host runs next, and what a plan alone is of."""
-        measured = Measured(
-            bounds={Action.parse(text): Bounds(*pair) for text, pair in data["bounds"].items()},
-            gaps=Gaps.from_json(data["gaps"]),
-            unfrozen_step_ms=data["unfrozen_step_ms"],
-            other_ms=data.get("other_ms", 0.0),
-            token_costs={int(stage): TokenCost(*pair) for stage, pair in data.get("token_costs", {}).items()},
-            learning=Learning.from_json(data["learning"]) if data.get("learning") else None,
-            batch_times=BatchTimes.from_json(data["batch_times"]) if data.get("batch_times") else None,
-        )
-        state = cls(
+        """The inverse of ``to_json``; ``schedule`` is what the host runs next."""
+        plans = [BatchPlan.from_json(batch) for batch in data["plans"]]
+        return cls(
             phases=PhaseSchedule(*data["phases"]),
             completed_steps=data["completed_steps"],
             microbatches=schedule.num_microbatches,
-            measured=measured,
-            measured_at=data.get("measured_at", 0),
+            plans=BatchPlans({batch.schedule.num_microbatches: batch for batch in plans}),
+            measurement=Measurement.from_json(data["measurement"]),
+            measured_at=data["measured_at"],
             notes=tuple(data["notes"]),
             stability=StabilityState.from_json(data.get("stability")),
             taps=TapFindings.from_json(data["taps"]) if "taps" in data else None,
         )
-        if data["plan"] and "batches" not in data:  # an earlier version's, which had one number of microbatches
-            plan, unfrozen_ms, planned_ms = data["plan"], data["unfrozen_step_ms"], data["planned_step_ms"]
-            state.plans.put(BatchPlan(schedule, FreezePlan.from_json(plan), unfrozen_ms, planned_ms, planned_at=0))
-        for batch in data.get("batches", ()):
-            read = BatchPlan.from_json({**batch, "plan": batch["plan"] or data["plan"]})
-            state.plans.of[read.schedule.num_microbatches] = read
-        return state
+
+
+def _of_format_2(data: Mapping[str, Any], schedule: PipelineSchedule) -> dict[str, Any]:
+    """Format 2 had the measured facts in its own fields, and the plan of their number of microbatches, too.
+
+    Its earliest versions had only that plan, which was made for ``schedule``.
+    """
+    alone = {"schedule": schedule.to_text(), "planned_at": 0, "plan": None}
+    alone |= {name: data.get(name, 0.0) for name in ("unfrozen_step_ms", "planned_step_ms")}
+    batches = data.get("batches", [alone] if data["plan"] else [])
+    own = next((batch for batch in batches if batch["plan"] is None), alone)
+    others = ("unfrozen_step_ms", "other_ms", "token_costs", "learning", "batch_times")
+    facts = {name: data[name] for name in others if data.get(name) is not None}
+    ranks = own["schedule"] if data["bounds"] else []
+    measurement = Measurement.from_json({"ranks": ranks, "times": data["bounds"], **data["gaps"], **facts})
+    if "other_ms" not in data:
+        measurement = measurement.of_step(measurement.unfrozen_step_ms)
+    plans = [{**batch, "plan": batch["plan"] or data["plan"]} for batch in batches]
+    return {"measured_at": 0, **data, "measurement": measurement, "plans": plans}
 
 
 def for_other_ranks(data: Any) -> Any:
@@ -235,15 +226,13 @@ def compatible_state(
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TimelyFreezeError) as error:
         fresh.completed_steps = _step_count(data)
         return fresh.restarted(config, f"the checkpoint's state {' '.join(str(error).split())}")
-    measured_with = state.plans.of.get(known_microbatches(state.measured.bounds))
+    measured_with = state.plans.of.get(state.measurement.schedule.num_microbatches)
     order = schedule if measured_with is None else measured_with.schedule
     if data.get("fingerprint") != fingerprint(config, order, masks) or not _fits(state, order, schedule):
         return state.restarted(config, "the checkpoint's plan is for another pipeline, model or budget")
     unplanned = not state.plans and not state.awaits_plan
     if config.plans and unplanned and state.completed_steps > state.phases.warmup_end:
         return state.restarted(config, "a checkpoint interrupted it")
-    if "other_ms" not in data:
-        state.measured = replace(state.measured, other_ms=other_ms(order, state.measured))
     state.turn_to(schedule)
     return state
 
@@ -261,12 +250,12 @@ def _read(data: Any, schedule: PipelineSchedule) -> RunState:
     """Raises almost anything for what is no state, or is another than was saved."""
     if not isinstance(data, Mapping):
         raise ValueError(f"is no object: {data!r:.40}")
-    if data.get("format") != FORMAT:
-        raise ValueError(f"is of format {data.get('format')!r}, this version reads {FORMAT}")
+    if data.get("format") not in (2, FORMAT):
+        raise ValueError(f"is of format {data.get('format')!r}, this version reads 2 and {FORMAT}")
     if not _is_intact(data):
         raise ValueError("was changed after it was saved")
     try:
-        return RunState.from_json(data, schedule)
+        return RunState.from_json(data if data["format"] == FORMAT else _of_format_2(data, schedule), schedule)
     except KeyError as error:
         raise ValueError(f"lacks {error}") from None
 

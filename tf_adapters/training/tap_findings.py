@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tf_adapters.collectives import Collectives, decide_from_all
-from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.durations import Bounds, Share
 from tf_adapters.schedule.ir import Action
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.training.pipeline import HostPipeline
+from tf_adapters.values import Value
 from tf_adapters.weight_gradients.taps import StageTaps
 
 __all__ = ["TapFindings", "agree"]
@@ -25,7 +26,7 @@ _LITTLE = 0.1
 
 
 @dataclass(frozen=True)
-class TapFindings:
+class TapFindings(Value):
     """Which weight gradients can be computed apart.
 
     Attributes:
@@ -35,7 +36,7 @@ class TapFindings:
     """
 
     left: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    shares: Mapping[int, float] = field(default_factory=dict)
+    shares: Mapping[int, Share] = field(default_factory=dict)
     others: Mapping[int, Sequence[str]] = field(default_factory=dict)
 
     def apply(self, taps: Mapping[int, StageTaps], masks: StageMasks) -> None:
@@ -75,19 +76,6 @@ class TapFindings:
             return None
         least, most = min(self.shares.values()), max(self.shares.values())
         return f"{least:.0%} to {most:.0%} of a stage's weight-gradient work can be deferred or sampled"
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "left": {str(stage): dict(found) for stage, found in self.left.items()},
-            "shares": {str(stage): share for stage, share in self.shares.items()},
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> TapFindings:
-        return cls(
-            left={int(stage): dict(found) for stage, found in data["left"].items()},
-            shares={int(stage): float(share) for stage, share in data["shares"].items()},
-        )
 
 
 def agree(collectives: Collectives, pipeline: HostPipeline) -> TapFindings:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tf_adapters.planner.learning import SAMPLED_AT, Probe
+from tf_adapters.measuring.learning import SAMPLED_AT, Probe
 from tf_adapters.weight_gradients.tokens import Rows, common_input, inclusion_chances
 
 __all__ = ["GradientNoise", "RowObserver", "chosen_weights"]

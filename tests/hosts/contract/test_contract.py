@@ -23,8 +23,8 @@ from rank_pools import GetPool, rank_pool
 
 from tf_adapters.advice.balance import balance
 from tf_adapters.measuring.batch_times import BatchTimes
+from tf_adapters.measuring.learning import Learning, Probe
 from tf_adapters.measuring.phase import Phase
-from tf_adapters.planner.learning import Learning, Probe
 from tf_adapters.report.schema import Report
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import PipelineSchedule
@@ -183,7 +183,7 @@ def learn(host: str) -> tuple[str | None, Learning | None, dict[int, float], lis
     expected = Learning.measured([probes], MICROBATCHES, {})
     step = controller.state.phases.progressive_end + controller.config.replan_interval // 2
     frozen = [name for stage in range(STAGES) for name in controller.frozen_parameters(step, stage, 0)]
-    outcome = controller.state.failure, controller.state.measured.learning
+    outcome = controller.state.failure, controller.state.measurement.learning
     training.detach()
     return *outcome, {stage: of.signal for stage, of in expected.stages.items()}, frozen
 
@@ -246,14 +246,14 @@ def outlived(host: str, folder: str) -> tuple[str | None, float, dict[str, Any],
         training.step(number)
         number += 1
     state = controller.state
-    tenths = {a: Bounds(bounds.lower / 10, bounds.upper / 10) for a, bounds in state.measured.bounds.items()}
-    state.measured = replace(state.measured, bounds=tenths)
+    tenths = {a: Bounds(bounds.lower / 10, bounds.upper / 10) for a, bounds in state.measurement.times.items()}
+    state.measurement = replace(state.measurement, times=tenths)
     before, outlived = sum(bounds.upper for bounds in tenths.values()), state.plan
     while controller.state.plan is outlived and number < 500:
         training.step(number)
         number += 1
     training.step(number)
-    longer = sum(bounds.upper for bounds in controller.state.measured.bounds.values()) / before
+    longer = sum(bounds.upper for bounds in controller.state.measurement.times.values()) / before
     assert controller.state.plan is not None
     outcome = controller.state.failure, longer, controller.state.plan.to_json(), controller.phase.value
     training.detach()

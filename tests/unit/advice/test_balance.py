@@ -17,7 +17,7 @@ from tf_adapters.cli.balance import say_it
 from tf_adapters.hosts.layers import layers_of
 from tf_adapters.measuring.layers import LayerTimer
 from tf_adapters.measuring.timer import HostClock
-from tf_adapters.measuring.transfers import NO_GAPS
+from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.schedule.orders import one_forward_one_backward
 
@@ -130,7 +130,8 @@ def test_what_fails_leaves_no_sample():
 
 def pipeline(pieces: list[Piece], rest: float = 0.0) -> CutPipeline:
     schedule = one_forward_one_backward(STAGES, MICROBATCHES)
-    return CutPipeline(schedule, NO_GAPS, pieces=pieces, rest=[Piece((), rest, rest)] * STAGES, halves=[0.5] * STAGES)
+    dag, rests = PipelineDag.from_schedule(schedule), [Piece((), rest, rest)] * STAGES
+    return CutPipeline(dag, pieces=pieces, rest=rests, halves=[0.5] * STAGES)
 
 
 @pytest.mark.parametrize("seed", range(20))

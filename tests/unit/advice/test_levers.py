@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from problems import plan_problem
 from sample_reports import report_of
 
 from tf_adapters.advice import levers as module
 from tf_adapters.advice.levers import Levers, levers
 from tf_adapters.planner.forecast import forecast
-from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.planner.solve import solve
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action
@@ -24,8 +24,8 @@ def test_each_lever_is_what_the_forecast_promises():
     report = report_of(schedule, measured={"step_ms_unfrozen": 400.0})
     steps = steps_of(levers(report))
     bounds = {Action.parse(text): Bounds(*pair) for text, pair in report.times.items()}
-    problem = PlanProblem(schedule, bounds, 0.8, max_microbatch_freeze_ratio=0.9)
-    promised = forecast(schedule, solve(problem), bounds=bounds, unfrozen_step_ms=400.0)
+    problem = plan_problem(schedule, bounds, 0.8, unfrozen_step_ms=400.0, max_microbatch_freeze_ratio=0.9)
+    promised = forecast(problem.measurement, solve(problem))
     assert steps["freezing, limit 0.8"] == pytest.approx(promised.planned_ms)
     assert steps["schedule gpipe"] == pytest.approx(400.0)  # equal stages: as long as 1F1B
     assert "schedule 1f1b" not in steps

@@ -200,3 +200,18 @@ def test_a_device_clock_marks_in_the_stream_that_is_current_at_that_moment(monke
     accelerator.streams[torch.device("cuda", 1)] = "a side stream"
     clock.mark()
     assert accelerator.calls == [("record", "a side stream")]
+
+
+def test_the_first_part_of_a_backward_stays_with_its_sample() -> None:
+    """Of three runs the second does not compute its weight gradients apart."""
+    clock = FakeClock()
+    timer, backward = ActionTimer(clock), Action.parse("0B0")
+    for first, rest in ((5.0, 15.0), (None, 20.0), (30.0, 10.0)):
+        with timer.timed("phase", backward):
+            if first is not None:
+                clock.now += first
+                timer.input_gradients_done()
+            clock.now += rest
+    timer.drain()
+    assert [sample.first_part for sample in timer.samples("phase", backward)] == [0.25, None, 0.75]
+    assert timer.first_parts("phase", backward) == (0.25, 0.75)

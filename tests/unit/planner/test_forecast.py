@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from schedules import gpipe
 
+from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.planner.forecast import forecast, planned_dag, stable_durations
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.solve import plan
@@ -17,11 +18,12 @@ TIMES = {"0F0": (10.0, 10.0), "1F0": (10.0, 10.0), "1B0": (10.0, 20.0), "0B0": (
 
 
 BOUNDS = {Action.parse(text): Bounds(*pair) for text, pair in TIMES.items()}
+STEP = Measurement(SCHEDULE, BOUNDS, unfrozen_step_ms=100.0)
 
 
 def planned_makespan(schedule: PipelineSchedule, plan: FreezePlan) -> float:
     """A batch of stable freezing under the plan, ms."""
-    return planned_dag(schedule, plan).makespan(stable_durations(plan.duration_ms, plan.freeze_ratio))
+    return planned_dag(Measurement(schedule, {}), plan).makespan(stable_durations(plan.duration_ms, plan.freeze_ratio))
 
 
 def planned(max_freeze_ratio: float, schedule: PipelineSchedule = SCHEDULE) -> FreezePlan:
@@ -30,7 +32,7 @@ def planned(max_freeze_ratio: float, schedule: PipelineSchedule = SCHEDULE) -> F
 
 def test_the_rest_of_the_step_stays_as_it_was_measured() -> None:
     """70 ms of pipeline in a step of 100: what freezing takes off the pipeline, it takes off the step."""
-    promised = forecast(SCHEDULE, planned(0.5), BOUNDS, 100.0)
+    promised = forecast(STEP, planned(0.5))
     assert promised.unfrozen_ms == 100.0
     assert promised.planned_ms == pytest.approx(90.0)
     assert promised.ratio == pytest.approx(0.9)
@@ -39,11 +41,11 @@ def test_the_rest_of_the_step_stays_as_it_was_measured() -> None:
 def test_monitored_steps_say_what_freezing_saves() -> None:
     """Steps that take twice as long as the bounds save twice as much; of several, the median."""
     steps = [{action: scale * bounds.upper for action, bounds in BOUNDS.items()} for scale in (1.0, 2.0, 5.0)]
-    assert forecast(SCHEDULE, planned(0.5), BOUNDS, 100.0, steps=steps).planned_ms == pytest.approx(80.0)
+    assert forecast(STEP, planned(0.5), steps=steps).planned_ms == pytest.approx(80.0)
 
 
 def test_nothing_frozen_promises_nothing() -> None:
-    promised = forecast(SCHEDULE, planned(0.0), BOUNDS, 100.0)
+    promised = forecast(STEP, planned(0.0))
     assert promised.planned_ms == pytest.approx(100.0)
     assert promised.ratio == pytest.approx(1.0)
 
@@ -52,7 +54,7 @@ def test_a_first_stage_frozen_whole_has_no_backward_at_all() -> None:
     solved = planned(1.0)
     assert solved.makespan_ms.planned == pytest.approx(50.0)
     assert planned_makespan(SCHEDULE, solved) == pytest.approx(30.0)
-    assert forecast(SCHEDULE, solved, BOUNDS, 100.0).planned_ms == pytest.approx(60.0)
+    assert forecast(STEP, solved).planned_ms == pytest.approx(60.0)
 
 
 def test_another_stage_frozen_whole_still_passes_its_input_gradient_on() -> None:
@@ -76,4 +78,4 @@ def test_a_weight_gradient_half_of_stage_0_frozen_whole_vanishes_too() -> None:
 
 
 def test_a_step_that_was_not_measured_has_ratio_1() -> None:
-    assert forecast(SCHEDULE, planned(0.0), BOUNDS, 0.0).ratio == 1.0
+    assert forecast(Measurement(SCHEDULE, BOUNDS), planned(0.0)).ratio == 1.0

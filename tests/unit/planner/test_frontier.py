@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 
 import pytest
+from problems import plan_problem
 from schedules import one_f_one_b
 
 from tf_adapters.errors import PlanInputError
+from tf_adapters.measuring.learning import Learning, StageLearning
 from tf_adapters.measuring.token_cost import TokenCost
 from tf_adapters.planner.freeze_plan import FreezePlan, FrontierPoint
 from tf_adapters.planner.frontier import best_point, describe_frontier
-from tf_adapters.planner.learning import Learning, StageLearning
 from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.planner.solve import plan_from_json, solve
 from tf_adapters.schedule.durations import Bounds
@@ -21,19 +22,19 @@ SCHEDULE = one_f_one_b(STAGES, MICROBATCHES)
 TIMES = {a: Bounds(12.0, 22.0) if a.freezable else Bounds(10.0, 10.0) for a in SCHEDULE.actions}
 
 
-def learning(signal: float, error: float = 0.0, draws: float | None = None, other_ms: float = 0.0) -> Learning:
+def learning(signal: float, error: float = 0.0, draws: float | None = None) -> Learning:
     of_stage = StageLearning(signal, error, draws, TokenCost(0.1, 1.0))
-    return Learning(dict.fromkeys(range(STAGES), of_stage), other_ms)
+    return Learning(dict.fromkeys(range(STAGES), of_stage))
 
 
 def paying(of: Learning, **limits) -> FreezePlan:
-    return solve(PlanProblem(SCHEDULE, TIMES, **{"max_freeze_ratio": 0.8, **limits}, learning=of))
+    return solve(plan_problem(SCHEDULE, TIMES, **{"max_freeze_ratio": 0.8, **limits}, learning=of))
 
 
 def test_noisy_gradients_are_not_frozen_and_clear_ones_are():
     assert paying(learning(0.0)).mean_freeze_ratio == 0.0
     clear = paying(learning(1.0))
-    most = solve(PlanProblem(SCHEDULE, TIMES, 0.8))
+    most = solve(plan_problem(SCHEDULE, TIMES, 0.8))
     assert clear.makespan_ms.planned == pytest.approx(most.makespan_ms.planned)
 
 
@@ -56,14 +57,14 @@ def test_draws_cost_what_their_noise_says():
 
 
 def test_a_stage_that_computes_nothing_makes_no_progress():
-    plan = solve(PlanProblem(SCHEDULE, TIMES, 1.0, learning=learning(0.9)))
+    plan = solve(plan_problem(SCHEDULE, TIMES, 1.0, learning=learning(0.9)))
     assert plan.frontier[-1].added_noise[STAGES - 1] == math.inf
     assert plan.frontier[-1].progress < 0.75
     assert FreezePlan.from_json(plan.to_json()) == plan
 
 
 def test_what_a_step_takes_besides_the_batch_makes_freezing_pay_less():
-    alone, beside = (paying(learning(0.97, other_ms=ms)).frontier[-1].speed for ms in (0.0, 1000.0))
+    alone, beside = (paying(learning(0.97), other_ms=ms).frontier[-1].speed for ms in (0.0, 1000.0))
     assert 1.0 < beside < alone
 
 
@@ -75,14 +76,15 @@ def test_with_deferral_the_frontier_begins_with_the_exact_plan():
 
 
 def test_a_target_ends_the_frontier():
-    target = 0.9 * solve(PlanProblem(SCHEDULE, TIMES, 0.0)).makespan_ms.planned
+    target = 0.9 * solve(plan_problem(SCHEDULE, TIMES, 0.0)).makespan_ms.planned
     plan = paying(learning(1.0), target_makespan_ms=target)
     assert plan.makespan_ms.planned == pytest.approx(target)
 
 
 def points(*speeds: float) -> list[FrontierPoint]:
     return [
-        FrontierPoint(1.0, 0.1 * number, speed, {0: float(number)}, 1.0, 0.0) for number, speed in enumerate(speeds)
+        FrontierPoint(1.0, 0.1 * number, speed, {0: float(number)}, 1.0, 0.0, chosen=False)
+        for number, speed in enumerate(speeds)
     ]
 
 
@@ -115,14 +117,17 @@ def test_it_says_what_it_chose_from():
 
 
 def test_the_problem_survives_json_and_wrong_learning_is_refused():
-    problem = PlanProblem(SCHEDULE, TIMES, 0.8, learning=learning(0.9, 0.01, draws=0.3))
+    problem = plan_problem(SCHEDULE, TIMES, 0.8, learning=learning(0.9, 0.01, draws=0.3))
     assert PlanProblem.from_json(problem.to_json()) == problem.validate()
     data = problem.to_json()
     for wrong, message in (
         ({"stages": {"9": [0.5, 0.1]}, "other_ms": 0.0, "adaptive": False}, "learning.stages: 9 is not a stage"),
-        ({"stages": {"0": [1.5, 0.1]}, "other_ms": 0.0, "adaptive": True}, r"learning.stages\[0\]: 1.5"),
-        ({"stages": {"0": [0.5]}}, "learning: not what a report has there"),
-        (3, "learning: not what"),
+        (
+            {"stages": {"0": [1.5, 0.1]}, "adaptive": True},
+            r"learning\['stages'\]\['0'\]\['signal'\]: 1.5",
+        ),
+        ({"stages": {"0": [0.5]}}, r"learning\['stages'\]\['0'\]\['error'\]: missing"),
+        (3, "learning: 3 is not a dictionary"),
     ):
         with pytest.raises(PlanInputError, match=message):
             plan_from_json({**data, "learning": wrong})

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from problems import plan_problem
 from schedules import gpipe, one_f_one_b, split_gpipe, split_one_f_one_b, v_shape
 
 import tf_adapters.planner.interior as method
 import tf_adapters.planner.solve as planner
 from tf_adapters.errors import SolverError
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.planner.program import Flow, FreezeProgram, Optimum, SolverStatus
 from tf_adapters.planner.solve import plan, solve
 from tf_adapters.schedule.durations import Bounds
@@ -197,7 +197,7 @@ def test_a_usable_iterate_is_returned_when_time_is_up(monkeypatch):
 @pytest.mark.usefixtures("interior")
 def test_progress_is_told_at_every_step():
     schedule = one_f_one_b(4, 8)
-    problem = PlanProblem(schedule, {a: Bounds(*pair) for a, pair in equal_times(schedule).items()}, 0.8)
+    problem = plan_problem(schedule, {a: Bounds(*pair) for a, pair in equal_times(schedule).items()}, 0.8)
     told: list[str] = []
     solve(problem, progress=told.append)
     assert told[0] == "64 actions"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import changed, plan_problem
 
 from tf_adapters.errors import PlanInputError
-from tf_adapters.planner.problem import PlanProblem, most_of_a_microbatch
+from tf_adapters.planner.problem import Limits, PlanProblem
 from tf_adapters.planner.solve import solve
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import PipelineSchedule
@@ -23,7 +22,7 @@ TOLERANCE = 1e-6
 
 def problem(schedule: PipelineSchedule, times: dict[str, float] | None = None, **limits: float | bool) -> PlanProblem:
     spare = times or {}
-    return PlanProblem(
+    return plan_problem(
         schedule,
         {
             a: Bounds(12.0, 22.0 + spare.get(str(a), 0.0)) if a.freezable else Bounds(10.0, 10.0)
@@ -46,7 +45,7 @@ def test_no_microbatch_is_frozen_above_the_limit_on_all_stages(
     schedule: PipelineSchedule, ratio: float, data: st.DataObject
 ) -> None:
     spare = {str(action): data.draw(st.floats(0.0, 4.0), str(action)) for action in schedule.actions}
-    limit = most_of_a_microbatch(ratio)
+    limit = Limits.of_training(ratio).max_microbatch_freeze_ratio
     plan = solve(problem(schedule, spare, max_freeze_ratio=ratio, max_microbatch_freeze_ratio=limit))
     assert max(means(plan).values()) <= limit + TOLERANCE
     assert max(plan.stage_freeze_ratio.values()) <= ratio + TOLERANCE
@@ -62,7 +61,7 @@ def test_the_fastest_plan_of_1f1b_loses_the_last_microbatch_and_the_limited_one_
 
 def test_deferral_makes_the_limit_free() -> None:
     deferred = problem(one_forward_one_backward(4, 8), defer=True, extra_microbatches=4)
-    free, limited = (solve(dataclasses.replace(deferred, max_microbatch_freeze_ratio=limit)) for limit in (1.0, 0.9))
+    free, limited = (solve(changed(deferred, max_microbatch_freeze_ratio=limit)) for limit in (1.0, 0.9))
     assert limited.makespan_ms.planned == pytest.approx(free.makespan_ms.planned, rel=1e-6)
 
 
@@ -76,9 +75,9 @@ def test_no_action_freezes_more_than_its_limit_and_the_plan_is_proven_best(
     assert plan.solver.optimality_gap <= 1e-6
     shorter = problem(schedule, max_freeze_ratio=min(1.0, 0.8 / most) if most else 0.0)
     times = {
-        a: Bounds(b.upper - most * (b.upper - b.lower), b.upper) for a, b in shorter.times.items()
+        a: Bounds(b.upper - most * (b.upper - b.lower), b.upper) for a, b in shorter.measurement.times.items()
     }  # ratios of it are shares of the limit
-    same = solve(dataclasses.replace(shorter, times=times))
+    same = solve(changed(shorter, times=times))
     assert plan.makespan_ms.planned == pytest.approx(same.makespan_ms.planned, rel=1e-6)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 from itertools import pairwise
@@ -10,6 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from problems import changed, plan_problem
 
 from tf_adapters.errors import PlanInputError
 from tf_adapters.measuring.token_cost import TokenCost
@@ -27,12 +27,12 @@ ORDERS = st.sampled_from([gpipe(2, 4), gpipe(3, 5), one_forward_one_backward(2, 
 
 def problem(schedule: PipelineSchedule, **fields: object) -> PlanProblem:
     times = {a: Bounds(1.2, 2.2) if a.freezable else Bounds(1.0, 1.0) for a in schedule.actions}
-    return dataclasses.replace(PlanProblem(schedule, times, 0.8, token_cost=COST), **fields)
+    return changed(plan_problem(schedule, times, 0.8, token_costs={0: COST}), **fields)
 
 
 def by_ratio(of: PlanProblem) -> PlanProblem:
     """The same with the least freezing in place of the least noise."""
-    return dataclasses.replace(of, token_cost=None, max_action_freeze_ratio=COST.most_frozen)
+    return changed(of, token_costs={}, max_action_freeze_ratio=COST.most_frozen)
 
 
 def noise(plan: FreezePlan) -> float:
@@ -72,7 +72,7 @@ def test_a_deferred_plan_makes_no_more_noise_either() -> None:
 @given(st.floats(0.0, 0.5), st.floats(0.1, 1.9))
 def test_the_price_is_convex_from_zero_and_never_above_the_noise(fixed: float, per_token: float) -> None:
     cost = TokenCost(fixed, per_token)
-    corners = FreezeProgram.of(problem(gpipe(2, 2), token_cost=cost)).price
+    corners = FreezeProgram.of(problem(gpipe(2, 2), token_costs={0: cost})).price
     assert corners[0] == (0.0, 0.0)
     slopes = [(high - low) / (end - start) for (start, low), (end, high) in pairwise(corners) if end > start]
     assert all(first <= second * (1 + 1e-9) + 1e-9 for first, second in pairwise(slopes))
@@ -83,7 +83,7 @@ def test_the_price_is_convex_from_zero_and_never_above_the_noise(fixed: float, p
 @pytest.mark.parametrize("exact_up_to", [0, 4096])
 def test_a_draw_that_saves_nothing_freezes_nothing(exact_up_to: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tf_adapters.planner.solve._EXACT_UP_TO", exact_up_to)
-    plan = solve(problem(one_forward_one_backward(2, 4), token_cost=TokenCost(0.9, 1.0)))
+    plan = solve(problem(one_forward_one_backward(2, 4), token_costs={1: TokenCost(0.9, 1.0)}))
     assert plan.mean_freeze_ratio == 0.0
 
 
@@ -103,10 +103,10 @@ def test_plans_of_large_programs_are_as_early_and_as_quiet_as_the_exact_ones(
     pace = random.Random(seed)
     lower = {action: pace.uniform(0.9, 1.1) for action in schedule.actions}
     times = {a: Bounds(ms, ms + pace.uniform(0.9, 1.1) * a.freezable) for a, ms in lower.items()}
-    aimed = problem(schedule, times=times, token_cost=cost)
+    aimed = problem(schedule, times=times, token_costs={0: cost})
     fastest = solve(aimed).makespan_ms
     target = fastest.unfrozen + share * (fastest.planned - fastest.unfrozen)
-    aimed = dataclasses.replace(aimed, target_makespan_ms=target)
+    aimed = changed(aimed, target_makespan_ms=target)
     exact = solve(aimed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tf_adapters.planner.solve._EXACT_UP_TO", 10)
@@ -120,12 +120,14 @@ def test_plans_of_large_programs_are_as_early_and_as_quiet_as_the_exact_ones(
 
 def test_the_input_carries_it() -> None:
     data = json.loads(json.dumps(problem(one_forward_one_backward(2, 4)).to_json()))
-    assert data["token_cost"] == [0.05, 1.02]
+    assert data["token_costs"] == {"0": [0.05, 1.02]}
+    alone = {**data, "token_cost": data["token_costs"]["0"]}
+    assert PlanProblem.from_json({k: v for k, v in alone.items() if k != "token_costs"}) == PlanProblem.from_json(data)
     assert plan_from_json(data).freeze_ratio == solve(problem(one_forward_one_backward(2, 4))).freeze_ratio
-    assert "token_cost" not in by_ratio(problem(gpipe(2, 2))).to_json()
+    assert "token_costs" not in by_ratio(problem(gpipe(2, 2))).to_json()
 
 
 @pytest.mark.parametrize("value", [0.1, [0.1], [0.1, "x"], [-0.1, 1.0], [0.1, 0.0], [float("nan"), 1.0], {}])
 def test_a_wrong_cost_is_refused_by_name(value: object) -> None:
-    with pytest.raises(PlanInputError, match=r"^token_cost: "):
+    with pytest.raises(PlanInputError, match=r"^token_costs\[0\]: "):
         PlanProblem.from_json({**problem(gpipe(2, 2)).to_json(), "token_cost": value})

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from problems import changed, plan_problem
 from schedules import one_f_one_b
 
 import tf_adapters.planner.worker as background
 from tf_adapters.errors import SolverError
-from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.planner.solve import solve
 from tf_adapters.planner.worker import BackgroundPlan
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action
 
 SCHEDULE = one_f_one_b(3, 6)
-PROBLEM = PlanProblem(
+PROBLEM = plan_problem(
     schedule=SCHEDULE,
     times={
         a: Bounds(5.0 + a.microbatch % 2, 12.0 + a.stage) if a.freezable else Bounds(6.0, 6.0) for a in SCHEDULE.actions
@@ -79,13 +78,13 @@ def test_a_process_that_hangs_is_stopped_at_its_limit(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"max_freeze_ratio": 2}, "max_freeze_ratio: 2 is not a number from 0 to 1"),
+        ({"max_freeze_ratio": 2}, "max_freeze_ratio: 2.0 is not a number from 0 to 1"),
         ({"times": {}}, "times: '0F0' is missing"),
     ],
 )
 def test_its_error_is_one_line(change, words):
     with pytest.raises(SolverError, match=words) as caught:
-        BackgroundPlan(replace(PROBLEM, **change), time_limit_s=60.0).wait()
+        BackgroundPlan(changed(PROBLEM, **change), time_limit_s=60.0).wait()
     assert "\n" not in str(caught.value)
 
 

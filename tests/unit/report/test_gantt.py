@@ -108,7 +108,7 @@ def test_what_cannot_be_drawn_is_said_in_one_line() -> None:
     with pytest.raises(ConfigError, match="no action has been timed yet"):
         before(report(times={}, plan=None, status="warmup"))
     partial = {text: pair for text, pair in TIMES.items() if text != "1B1"}
-    with pytest.raises(ConfigError, match="times has no entry for 1B1"):
+    with pytest.raises(ConfigError, match="times: '1B1' is missing"):
         before(report(times=partial))
     with pytest.raises(ConfigError, match=r"plan\.start_ms has no entry for 0F0"):
         after(report(plan={**PLAN, "start_ms": {}}))

@@ -74,7 +74,7 @@ def test_a_failed_write_keeps_the_old_report(tmp_path: Path, monkeypatch: pytest
         (json.dumps({"ranks": [], "times": {}}), "this is input for the planner"),
         ('{"format": 2}', "format 2 is newer than this version reads"),
         ('{"format": "one"}', "format is 'one': it must be an integer"),
-        ('{"format": 1}', "host is missing"),
+        ('{"format": 1}', "host: missing"),
         (b"\xff\xfe", "is not JSON"),
     ],
 )
@@ -98,14 +98,13 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"status": "sleeping"}, "status is 'sleeping'"),
-        ({"times": {"0F0": [1.0]}}, "times.0F0"),
-        ({"times": {"0F0": [-1.0, 1.0]}}, "times.0F0.0 is -1.0"),
-        ({"measured": {"mean_afr": {"0": -0.5}}}, "measured.mean_afr.0 is -0.5"),
-        ({"measured": {"step_ms_stable": float("nan")}}, "measured.step_ms_stable is nan"),
-        ({"plan": {"makespan_ms": {}}}, "plan.makespan_ms.unfrozen is missing"),
+        ({"status": "sleeping"}, "status: 'sleeping' is not 'warmup'"),
+        ({"times": {"0F0": [1.0]}}, "times['0F0']"),
+        ({"times": {"0F0": [-1.0, 1.0]}}, "times['0F0'][0]: -1.0"),
+        ({"measured": {"mean_afr": {"0": -0.5}}}, "measured['mean_afr']['0']: -0.5"),
+        ({"measured": {"step_ms_stable": float("nan")}}, "measured['step_ms_stable']: nan"),
+        ({"plan": {"makespan_ms": {}}}, "plan['makespan_ms']['unfrozen']: missing"),
         ({"schedule": {"ranks": [["0F0", "nonsense"]]}}, "'nonsense' is not an action"),
-        ({"communication": {"0F0->0F1": 1.0}}, "communication.0F0->0F1 is not an edge between stages"),
     ],
 )
 def test_the_first_wrong_field_is_named(changes: dict[str, Any], message: str) -> None:
@@ -113,6 +112,11 @@ def test_the_first_wrong_field_is_named(changes: dict[str, Any], message: str) -
         report(**changes)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_measurement_fits_the_schedule() -> None:
+    with pytest.raises(ConfigError, match="communication: '0F0->0F1' is not an edge between stages of the schedule"):
+        assert report(communication={"0F0->0F1": 1.0}).measurement
 
 
 def test_summary_leads_with_what_was_gained() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import plan_problem
 
 from tf_adapters.cli import main
 from tf_adapters.planner.deferred import describe_deferral
@@ -27,7 +28,7 @@ def problem(stages: int, microbatches: int, max_freeze_ratio: float = 0.0, **mor
     """Equal stages, forward : input gradient : weight gradient = 1 : 1.2 : 1."""
     schedule = one_forward_one_backward(stages, microbatches)
     times = {action: EQUAL[action.kind] for action in schedule.actions}
-    return PlanProblem(schedule, times, max_freeze_ratio=max_freeze_ratio, **{"defer": True, **more})
+    return plan_problem(schedule, times, max_freeze_ratio=max_freeze_ratio, **{"defer": True, **more})
 
 
 def speedup(plan: FreezePlan) -> float:
@@ -102,7 +103,7 @@ def optimum(of: PlanProblem, extra: int) -> float:
     """The shortest makespan of any order of F, I and W that holds no more than the limit, found by CP-SAT."""
     from ortools.sat.python import cp_model
 
-    parts, limit, scale = split(of.schedule), most_in_flight(of.schedule) + extra, 10
+    parts, limit, scale = split(of.measurement.schedule), most_in_flight(of.measurement.schedule) + extra, 10
     length = {Kind.FORWARD: 10, Kind.INPUT_GRAD: 12, Kind.WEIGHT_GRAD: 10}
     model = cp_model.CpModel()
     horizon = sum(length[action.kind] for action in parts.actions)
@@ -138,7 +139,7 @@ def optimum(of: PlanProblem, extra: int) -> float:
 def test_the_hosts_order_stays_where_deferring_gains_nothing():
     schedule = PipelineSchedule.from_text([["0F0", "0B0", "0F1", "0B1"]])
     times = dict.fromkeys(schedule.actions, Bounds(1.0, 2.0))
-    plan = solve(PlanProblem(schedule, times, max_freeze_ratio=0.0, defer=True))
+    plan = solve(plan_problem(schedule, times, max_freeze_ratio=0.0, defer=True))
     assert plan.schedule == schedule
     assert plan.makespan_ms.host == plan.makespan_ms.planned
 
@@ -159,7 +160,7 @@ def test_the_command_takes_the_same_input_and_gives_the_order(tmp_path, capsys):
     plan = json.loads(capsys.readouterr().out)
     assert plan["makespan_ms"]["planned"] <= plan["makespan_ms"]["unfrozen"] < plan["makespan_ms"]["host"]
     order = PipelineSchedule.from_text(plan["ranks"]).validate()
-    assert {backward_of(action) for action in order.actions} == set(of.schedule.actions)
+    assert {backward_of(action) for action in order.actions} == set(of.measurement.schedule.actions)
     assert plan["freeze_ratio"].keys() == {str(action) for action in order.actions if action.freezable}
     assert plan["start_ms"].keys() == plan["duration_ms"].keys() == {str(action) for action in order.actions}
     assert main(["plan", str(path)]) == 0
@@ -190,11 +191,11 @@ def test_wrong_options_are_one_line(tmp_path, capsys, options, words):
 def test_a_plan_says_what_can_wait_and_what_it_holds():
     schedule = one_forward_one_backward(2, 4)
     times = {a: Bounds(10.0, 10.0 if a.kind is Kind.FORWARD else 20.0 + 20.0 * a.stage) for a in schedule.actions}
-    plan = solve(PlanProblem(schedule, times, max_freeze_ratio=0.0, defer=True))
+    plan = solve(plan_problem(schedule, times, max_freeze_ratio=0.0, defer=True))
     assert plan.deferrable_share == pytest.approx({0: 0.5, 1: 0.75})
     assert FreezePlan.from_json(json.loads(json.dumps(plan.to_json()))).deferrable_share == plan.deferrable_share
     line = describe_deferral(plan, schedule)
     assert "50% to 75% of a stage's backwards" in line
     assert f"a rank holds {most_in_flight(plan.schedule)} microbatches at most, in the host's order 2" in line
-    in_place = solve(PlanProblem(schedule, times, max_freeze_ratio=0.0))
+    in_place = solve(plan_problem(schedule, times, max_freeze_ratio=0.0))
     assert "deferrable_share" not in in_place.to_json()

@@ -10,7 +10,7 @@ import pytest
 from schedules import gpipe, one_f_one_b, split_gpipe, v_shape
 
 from tf_adapters.errors import ConfigError, PlanInputError
-from tf_adapters.measuring.transfers import Gaps
+from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
@@ -25,7 +25,8 @@ PIECE = StageCost(10.0, 10.0, 10.0)
 
 def pipeline(schedule: PipelineSchedule, *costs: StageCost, delay: float = 0.0) -> Pipeline:
     pieces = costs or (PIECE,) * schedule.num_stages
-    return Pipeline("tiny", schedule, action_bounds(schedule, pieces, 1.0), between_ranks(schedule, delay))
+    gaps = between_ranks(schedule, delay)
+    return Pipeline("tiny", Measurement(schedule, action_bounds(schedule, pieces, 1.0), gaps.communication))
 
 
 def durations(schedule: PipelineSchedule, **stages: float) -> dict[Action, float]:
@@ -64,7 +65,7 @@ def test_another_order_has_the_measured_gaps_on_average() -> None:
     schedule = named_schedule("one_f_one_b", 2, 4)
     slow = {edge: 1.0 + 2.0 * edge[1].stage for edge in schedule.transfers()}
     before = {action: 0.5 if action.kind is Kind.FORWARD else 1.5 for rank in schedule.ranks for action in rank[1:]}
-    measured = Pipeline("measured", schedule, {}, Gaps(slow, before))
+    measured = Measurement(schedule, {}, slow, before)
     assert carried_gaps(measured, schedule).overhead == before
     other = named_schedule("zbv", 2, 4)
     gaps = carried_gaps(measured, other)
@@ -114,14 +115,14 @@ def test_a_rank_of_several_stages_is_named_with_them() -> None:
 
 def test_a_batch_that_takes_no_time_has_no_gain_and_no_bubble() -> None:
     schedule = gpipe(2, 1)
-    found = simulate(Pipeline("empty", schedule, dict.fromkeys(schedule.actions, Bounds(0.0, 0.0))), 0.8)
+    found = simulate(Pipeline("empty", Measurement(schedule, dict.fromkeys(schedule.actions, Bounds(0.0, 0.0)))), 0.8)
     assert (found.gain.gain, found.most.gain, found.unfrozen.bubble, found.holder.share) == (0.0, 0.0, 0.0, 0.0)
 
 
 def test_wrong_times_are_the_planners_errors() -> None:
     schedule = gpipe(2, 1)
     with pytest.raises(PlanInputError, match="min exceeds max"):
-        simulate(Pipeline("wrong", schedule, dict.fromkeys(schedule.actions, Bounds(2.0, 1.0))), 0.8)
+        simulate(Pipeline("wrong", Measurement(schedule, dict.fromkeys(schedule.actions, Bounds(2.0, 1.0)))), 0.8)
 
 
 def test_json_holds_every_number() -> None:
@@ -149,7 +150,7 @@ def test_recut_keeps_the_sum_and_the_order() -> None:
 @pytest.mark.parametrize("schedule", [gpipe(3, 2), split_gpipe(3, 2)])
 def test_stage_times_are_the_inverse_of_action_bounds(schedule: PipelineSchedule) -> None:
     costs = tuple(StageCost(1.0 + stage, 2.0 + stage, 3.0 + stage) for stage in range(3))
-    found = stage_times(schedule, action_bounds(schedule, costs, 1.0))
+    found = stage_times(Measurement(schedule, action_bounds(schedule, costs, 1.0)))
     for one, other in zip(found, costs, strict=True):
         assert (one.forward, one.input_grad, one.weight_grad) == pytest.approx(
             (other.forward, other.input_grad, other.weight_grad)

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 from clocks import FakeClock
+from problems import plan_problem
 from schedules import gpipe, one_f_one_b
 
 import tf_adapters.training.plan_maker as planning
 from tf_adapters.collectives import SingleProcess
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import SolverError
+from tf_adapters.measuring.learning import Learning, StageLearning
+from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.measuring.phase import Phase
-from tf_adapters.measuring.transfers import Gaps
-from tf_adapters.planner.learning import Learning, StageLearning
 from tf_adapters.report import Report
 from tf_adapters.report.observer import RunReporter
 from tf_adapters.report.terminal import summary
@@ -30,7 +31,7 @@ from tf_adapters.testing.plans import tensor_units
 from tf_adapters.training.batches import MOST_NUMBERS, BatchPlan, BatchPlans, carried_over, same_pipeline
 from tf_adapters.training.controller import Controller
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
-from tf_adapters.training.plan_maker import Measured
+from tf_adapters.training.plan_maker import target_ms
 
 LAST_MONITORED = 9
 LENGTHS = {Kind.FORWARD: 10.0, Kind.BACKWARD: 20.0}
@@ -78,38 +79,38 @@ def alternating(steps: int) -> list[int]:
 # --- known times for another number -----------------------------------------------------------------------------
 
 
-def measured(microbatches: int) -> Measured:
+def measured(microbatches: int) -> Measurement:
     schedule = one_f_one_b(2, microbatches)
     bounds = {
         a: Bounds(8.0 + a.stage + a.microbatch, 20.0 + a.microbatch) if a.freezable else Bounds(10.0, 10.0)
         for a in schedule.actions
     }
-    gaps = Gaps(dict.fromkeys(schedule.transfers(), 0.5), dict.fromkeys(schedule.actions, 0.25))
-    step_ms = planning._unfrozen_makespan(schedule, Measured(bounds, gaps, 0.0)) + 7.0
-    return Measured(bounds, gaps, step_ms, other_ms=7.0)
+    gaps = dict.fromkeys(schedule.transfers(), 0.5), dict.fromkeys(schedule.actions, 0.25)
+    batch = Measurement(schedule, bounds, *gaps)
+    return batch.of_step(batch.batch_ms + 7.0)
 
 
 @pytest.mark.parametrize("number", [2, 3, 7])
 def test_known_times_carry_over_and_further_microbatches_take_their_stages_median(number: int) -> None:
     known, schedule = measured(5), one_f_one_b(2, number)
     other = carried_over(known, schedule)
-    assert set(other.bounds) == set(schedule.actions)
-    for action, bounds in other.bounds.items():
+    assert set(other.times) == set(schedule.actions)
+    for action, bounds in other.times.items():
         twin = Action(action.stage, action.kind, min(action.microbatch, 2 if action.microbatch > 4 else 4))
-        assert bounds == known.bounds[twin]  # of 0 to 4 the median is 2's
-    assert set(other.gaps.communication) == set(schedule.transfers())
-    assert {*other.gaps.communication.values(), *other.gaps.overhead.values()} == {0.5, 0.25}
-    assert other.unfrozen_step_ms == pytest.approx(planning._unfrozen_makespan(schedule, other) + 7.0)
-    assert planning.other_ms(schedule, other) == pytest.approx(7.0)
-    assert carried_over(known, one_f_one_b(2, 5)) is known
+        assert bounds == known.times[twin]  # of 0 to 4 the median is 2's
+    assert set(other.communication) == set(schedule.transfers())
+    assert {*other.communication.values(), *other.overhead.values()} == {0.5, 0.25}
+    assert other.unfrozen_step_ms == pytest.approx(other.batch_ms + 7.0)
+    assert other.other_ms == pytest.approx(7.0)
+    assert carried_over(known, known.schedule) is known
 
 
 def test_a_target_in_ms_grows_with_the_batch() -> None:
     known = measured(4)
     other, config = carried_over(known, one_f_one_b(2, 8)), TimelyFreezeConfig(target_step_time_ms=100.0)
-    assert other.target_ms(config) / other.unfrozen_step_ms == pytest.approx(100.0 / known.unfrozen_step_ms)
+    assert target_ms(config, other) / other.unfrozen_step_ms == pytest.approx(100.0 / known.unfrozen_step_ms)
     faster = TimelyFreezeConfig(target_speedup=1.25)
-    assert other.target_ms(faster) == pytest.approx(other.unfrozen_step_ms / 1.25)
+    assert target_ms(faster, other) == pytest.approx(other.unfrozen_step_ms / 1.25)
 
 
 def test_a_larger_batch_has_more_signal() -> None:
@@ -152,7 +153,7 @@ def test_the_plan_that_was_used_longest_ago_is_given_up() -> None:
 def batch_plan(number: int, at: int) -> BatchPlan:
     schedule = gpipe(1, number)
     times = {a: Bounds(1.0, 2.0) if a.freezable else Bounds(1.0, 1.0) for a in schedule.actions}
-    plan = planning.solve(planning.PlanProblem(schedule, times, max_freeze_ratio=0.5))
+    plan = planning.solve(plan_problem(schedule, times, 0.5))
     return BatchPlan(schedule, plan, 2.0, 1.0, planned_at=at)
 
 
@@ -220,7 +221,7 @@ def test_a_larger_number_that_a_checkpoint_knows_nothing_of_is_planned_for_witho
     first, second = train(resumed, [6, 6])
     assert not any(first.values())
     assert any(second.values())
-    assert resumed.state.measured.bounds == controller.state.measured.bounds
+    assert resumed.state.measurement.times == controller.state.measurement.times
 
 
 def test_with_more_numbers_than_have_room_plans_are_exchanged_now_and_then(tmp_path: Path) -> None:
@@ -275,13 +276,13 @@ def test_where_times_change_every_number_is_planned_for_anew(tmp_path: Path) -> 
     train(controller, [*alternating(LAST_MONITORED), *alternating(9)])
     state = controller.state
     before = dict(state.plans.of)
-    halved = {a: Bounds(b.lower / 2, b.upper / 2) for a, b in state.measured.bounds.items()}
-    state.measured = replace(state.measured, bounds=halved)
+    halved = {a: Bounds(b.lower / 2, b.upper / 2) for a, b in state.measurement.times.items()}
+    state.measurement = replace(state.measurement, times=halved)
     train(controller, alternating(30))
     assert sorted(state.plans.of) == [4, 6, 8]
     for number, batch in state.plans.of.items():
         assert batch.planned_at > before[number].planned_at
-        whole = {a: b.upper for a, b in state.measured_for(order(number)).bounds.items()}
+        whole = {a: b.upper for a, b in state.measured_for(order(number)).times.items()}
         assert sum(whole.values()) == pytest.approx(number * 2 * 30.0, rel=0.05)
     assert state.phases.monitoring_end == LAST_MONITORED
 

@@ -51,7 +51,38 @@ def test_a_state_of_an_older_format_keeps_its_step_and_is_monitored_anew() -> No
     assert state.completed_steps == data["completed_steps"]
     assert state.plan is None
     assert state.phases.warmup_end == data["completed_steps"]
-    assert "of format 1, this version reads 2" in state.notes[-1]
+    assert "of format 1, this version reads 2 and 3" in state.notes[-1]
+
+
+def test_a_state_of_format_2_goes_on_with_its_plans_and_times() -> None:
+    """Of a run with two numbers of microbatches, sampled tokens and ``max_freeze_ratio`` "auto"."""
+    data, schedule = load("state_format_2.json"), one_f_one_b(2, 3)
+    masks = StageMasks({stage: [FreezeUnit((f"{stage}.weight",), 4.0, (2, 2))] for stage in (0, 1)}, seed=0)
+    state = compatible_state(data, CONFIG, schedule, masks, 3)
+    assert (state.completed_steps, state.measured_at, state.notes) == (40, 15, ("1B0: a note",))
+    known, facts = state.measurement, state.measurement.to_json()
+    assert (known.schedule, facts["times"], facts["communication"]) == (
+        schedule,
+        data["bounds"],
+        data["gaps"]["communication"],
+    )
+    assert known.learning is not None
+    assert (known.unfrozen_step_ms, known.other_ms, known.learning.stages[0].cost.fixed) == (
+        12.3456789012345,
+        1.25,
+        0.05,
+    )
+    assert known.batch_times is not None
+    assert [known.token_costs[stage].fixed for stage in (0, 1)] == [0.05, 0.1]
+    assert {number: batch.steps for number, batch in state.plans.of.items()} == {4: 0, 3: 1}
+    assert state.plans.of[3].plan.to_json()["freeze_ratio"] == data["plan"]["freeze_ratio"]
+    assert state.measured_for(one_f_one_b(2, 4)).unfrozen_step_ms == 19.25
+    saved = json.loads(json.dumps(state.to_json(CONFIG, schedule, masks)))
+    assert compatible_state(saved, CONFIG, schedule, masks, 3) == state
+    single = {name: value for name, value in data.items() if name not in ("batches", "other_ms", "checksum")}
+    earliest = compatible_state(single, CONFIG, schedule, masks, 3)
+    assert earliest.plans.of[3].plan == state.plans.of[3].plan
+    assert earliest.measurement.other_ms == max(0.0, known.unfrozen_step_ms - known.batch_ms)
 
 
 def test_the_table_of_hosts_is_what_doctor_compares_with() -> None:

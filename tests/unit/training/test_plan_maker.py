@@ -20,7 +20,6 @@ from tf_adapters.collectives import SingleProcess
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import SolverError
 from tf_adapters.measuring.phase import Phase
-from tf_adapters.measuring.transfers import NO_GAPS
 from tf_adapters.planner.worker import BackgroundPlan
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.selection.masks import StageMasks
@@ -129,7 +128,7 @@ def test_it_is_the_plan_that_would_have_been_made_at_once(tmp_path, workers):
     train(controller, 1)
     beside = controller.state.plan
     again = controller_of(tmp_path, plan_wait="auto")
-    at_once = again._decisions.plan_maker.start(SCHEDULE, controller.state.measured)
+    at_once = again._decisions.plan_maker.start(planning.PlanJob(controller.state.measurement))
     assert at_once is not None
     assert beside is not None
     assert at_once.plan.freeze_ratio == pytest.approx(beside.freeze_ratio, abs=1e-12)
@@ -159,7 +158,7 @@ def test_ranks_that_wait_for_a_plan_exchange_messages_all_along(tmp_path, monkey
 def test_where_gradients_cannot_be_seen_auto_freezes_nothing_and_says_so():
     planner = planner_of(max_freeze_ratio="auto")
     bounds = {a: Bounds(1.0, 2.0) if a.freezable else Bounds(1.0, 1.0) for a in SCHEDULE.actions}
-    planned = planner.start(SCHEDULE, planning.Measured(bounds, NO_GAPS, 10.0))
+    planned = planner.start(planning.PlanJob(planning.Measurement(SCHEDULE, bounds, unfrozen_step_ms=10.0)))
     assert planned is not None
     assert planned.plan.mean_freeze_ratio == 0.0
     assert any("cannot be seen here" in note for note in planned.notes)
@@ -174,10 +173,10 @@ def planner_of(**settings: Any) -> planning.PlanMaker:
     )
 
 
-def measured(step_ms: float = 100.0) -> planning.Measured:
+def measured(step_ms: float = 100.0) -> planning.PlanJob:
     """Two stages and 4 microbatches, 10 ms forwards, 20 ms backwards of which half is weight gradients."""
     bounds = {a: Bounds(10.0, 20.0) if a.freezable else Bounds(10.0, 10.0) for a in PIPELINE.actions}
-    return planning.Measured(bounds, NO_GAPS, step_ms)
+    return planning.PlanJob(planning.Measurement(PIPELINE, bounds, unfrozen_step_ms=step_ms))
 
 
 PIPELINE = gpipe(2, 4)
@@ -186,21 +185,21 @@ UNFROZEN = 10.0 * 5 + 20.0 * 5
 
 def test_a_target_is_for_the_whole_step():
     """200 ms a step, 150 of them the pipeline: 1.1 times as fast is 18 ms less of the pipeline."""
-    fastest = planner_of().start(PIPELINE, measured(200.0))
-    asked = planner_of(target_speedup=1.1).start(PIPELINE, measured(200.0))
+    fastest = planner_of().start(measured(200.0))
+    asked = planner_of(target_speedup=1.1).start(measured(200.0))
     assert fastest is not None
     assert asked is not None
     assert asked.plan.makespan_ms.planned == pytest.approx(UNFROZEN - 200.0 * (1 - 1 / 1.1))
     assert asked.step_ms <= 200.0 / 1.1 + 1e-6
     assert asked.plan.mean_freeze_ratio < fastest.plan.mean_freeze_ratio
     assert asked.notes == ()
-    same = planner_of(target_step_time_ms=200.0 / 1.1).start(PIPELINE, measured(200.0))
+    same = planner_of(target_step_time_ms=200.0 / 1.1).start(measured(200.0))
     assert same is not None
     assert same.plan.freeze_ratio == pytest.approx(asked.plan.freeze_ratio)
 
 
 def test_a_target_out_of_reach_is_said():
-    asked = planner_of(target_speedup=3.0).start(PIPELINE, measured(200.0))
+    asked = planner_of(target_speedup=3.0).start(measured(200.0))
     assert asked is not None
     assert len(asked.notes) == 1
     assert "66.7 ms (3.00x) is out of reach within max_freeze_ratio 0.8" in asked.notes[0]
@@ -232,7 +231,7 @@ def test_a_checkpoint_in_between_needs_no_second_monitoring(tmp_path, workers):
     resumed = controller_of(tmp_path)
     resumed.load_state_dict(saved)
     assert resumed.phase is Phase.PLANNING
-    assert resumed.state.measured == controller.state.measured
+    assert resumed.state.measurement == controller.state.measurement
     go_on(workers[1])
     train(resumed, 1)
     assert resumed.state.plan is not None

@@ -10,8 +10,8 @@ from schedules import gpipe
 
 from tf_adapters.collectives import SingleProcess
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.measuring.phase import Phase
-from tf_adapters.measuring.transfers import NO_GAPS
 from tf_adapters.planner.forecast import planned_dag, stable_durations
 from tf_adapters.planner.solve import plan
 from tf_adapters.schedule.durations import Bounds
@@ -19,12 +19,12 @@ from tf_adapters.schedule.ir import Action
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
-from tf_adapters.training.plan_maker import Measured, PlanMaker, RunSetup
+from tf_adapters.training.plan_maker import PlanJob, RunSetup
 from tf_adapters.training.replanning import Replanning, changes
 
 SCHEDULE = gpipe(2, 2)
 BOUNDS = {a: Bounds(10.0, 20.0) if a.freezable else Bounds(10.0, 10.0) for a in SCHEDULE.actions}
-MEASURED = Measured(BOUNDS, NO_GAPS, 200.0)
+MEASURED = Measurement(SCHEDULE, BOUNDS, unfrozen_step_ms=200.0)
 PLAN = plan(SCHEDULE, BOUNDS, 0.8)
 
 
@@ -45,11 +45,11 @@ def watch(**settings: Any) -> Replanning:
     masks = StageMasks({stage: [FreezeUnit(("weight",), 1.0, (1,))] for stage in range(2)}, seed=0)
     pipeline = HostPipeline(HostInfo("host", "1"), SCHEDULE, units={}, parameters={})
     setup = RunSetup(TimelyFreezeConfig(**settings), SingleProcess(), pipeline, masks, probes=dict)
-    return Replanning(setup, PlanMaker(setup), print)
+    return Replanning(setup)
 
 
-def looks(watching: Replanning, found: Filled, times: int) -> list[Measured | None]:
-    return [watching.look(SCHEDULE, found.timer, MEASURED, PLAN) for _ in range(times)]
+def looks(watching: Replanning, found: Filled, times: int) -> list[PlanJob | None]:
+    return [watching.look(found.timer, MEASURED, PLAN) for _ in range(times)]
 
 
 def test_it_looks_at_intervals_of_stable_freezing() -> None:
@@ -84,15 +84,15 @@ def test_a_change_that_lasts_gives_bounds_that_have_it(factor: float) -> None:
     first, second = looks(watch(), stable({1: factor}), 2)
     assert first is None  # once may be a neighbour's short job
     assert second is not None
-    for action, bounds in second.bounds.items():
+    for action, bounds in second.measurement.times.items():
         of_stage = factor if action.stage == 1 else 1.0
         assert bounds.lower == pytest.approx(of_stage * BOUNDS[action].lower)
         assert bounds.upper == pytest.approx(of_stage * BOUNDS[action].upper)
-    assert second.notes == (
+    assert second.reason == (
         "actions take other times than it was made for "
-        f"(stage 0: B 1.00x F 1.00x, stage 1: B {factor:.2f}x F {factor:.2f}x)",
+        f"(stage 0: B 1.00x F 1.00x, stage 1: B {factor:.2f}x F {factor:.2f}x)"
     )
-    assert plan(SCHEDULE, second.bounds, 0.8).makespan_ms.unfrozen != PLAN.makespan_ms.unfrozen
+    assert plan(SCHEDULE, second.measurement.times, 0.8).makespan_ms.unfrozen != PLAN.makespan_ms.unfrozen
 
 
 def test_a_change_that_passes_is_forgotten() -> None:
@@ -108,11 +108,11 @@ def test_the_unfrozen_step_is_the_measured_one_and_what_the_plan_in_force_spares
     _, fresh = looks(watch(), stable({0: 2.0, 1: 2.0}), 2)
     assert fresh is not None
     step_ms = stable({0: 2.0, 1: 2.0}).timer.step_ms(Phase.STABLE)
-    saved = PLAN.makespan_ms.unfrozen - planned_dag(SCHEDULE, PLAN).makespan(
+    saved = PLAN.makespan_ms.unfrozen - planned_dag(MEASURED, PLAN).makespan(
         stable_durations(PLAN.duration_ms, PLAN.freeze_ratio)
     )
     assert step_ms is not None
-    assert fresh.unfrozen_step_ms == pytest.approx(step_ms + 2.0 * saved)
+    assert fresh.measurement.unfrozen_step_ms == pytest.approx(step_ms + 2.0 * saved)
 
 
 def test_an_action_that_was_never_timed_keeps_its_bounds() -> None:
@@ -121,5 +121,5 @@ def test_an_action_that_was_never_timed_keeps_its_bounds() -> None:
         found.add(Phase.STABLE, Action.parse("1F0"), 0.0, 20.0)
     _, fresh = looks(watch(), found, 2)
     assert fresh is not None
-    assert fresh.bounds[Action.parse("0F0")] == BOUNDS[Action.parse("0F0")]
-    assert fresh.bounds[Action.parse("1F1")] == Bounds(20.0, 20.0)
+    assert fresh.measurement.times[Action.parse("0F0")] == BOUNDS[Action.parse("0F0")]
+    assert fresh.measurement.times[Action.parse("1F1")] == Bounds(20.0, 20.0)

@@ -9,15 +9,15 @@ import pytest
 from schedules import gpipe, one_f_one_b
 
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.measuring.phase import Phase
-from tf_adapters.measuring.transfers import Gaps
 from tf_adapters.planner.solve import plan
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.training.phases import PhaseSchedule
-from tf_adapters.training.plan_maker import Measured, Planned
+from tf_adapters.training.plan_maker import Planned
 from tf_adapters.training.state import FORMAT, RunState, compatible_state, fingerprint
 
 SCHEDULE = one_f_one_b(2, 3)
@@ -32,7 +32,8 @@ def planned_state(completed: int) -> RunState:
     state.completed_steps = completed
     bounds = {a: Bounds(1.1, 2.3) if a.freezable else Bounds(1.0, 1.0) for a in SCHEDULE.actions}
     edge = next(SCHEDULE.transfers())
-    state.measure(Measured(bounds, Gaps({edge: 0.7}, {edge[1]: 0.1}), 12.3456789012345, ("1B0: a note",)))
+    known = Measurement(SCHEDULE, bounds, {edge: 0.7}, {edge[1]: 0.1}, unfrozen_step_ms=12.3456789012345)
+    state.measure(known, ("1B0: a note",))
     state.turn_to(SCHEDULE)
     state.adopt(SCHEDULE, Planned(plan(SCHEDULE, bounds, 0.8), 9.87654321))
     return state
@@ -132,7 +133,7 @@ def test_a_plan_for_something_else_is_made_anew_and_the_step_stays(change: dict[
     state = resumed(saved(planned_state(20)), **change)
     assert state.completed_steps == 20
     assert state.plan is None
-    assert state.measured.bounds == {}
+    assert state.measurement.times == {}
     assert state.phases == PhaseSchedule(20, 30, 50, mixed=True)
     assert state.phases.phase(21) is Phase.MONITORING_UPPER
     assert state.notes[0] == "1B0: a note"
@@ -190,10 +191,10 @@ def without(state: dict[str, Any], *names: str) -> dict[str, Any]:
     ("data", "steps", "said"),
     [
         (saved(planned_state(20), completed_steps=21), 21, "was changed after it was saved"),
-        (saved(planned_state(20), plan=None), 20, "was changed after it was saved"),
-        (without(saved(planned_state(20)), "plan", "checksum"), 20, "lacks 'plan'"),
+        (saved(planned_state(20), plans=[]), 20, "was changed after it was saved"),
+        (without(saved(planned_state(20)), "plans", "checksum"), 20, "lacks 'plans'"),
         (saved(planned_state(20), completed_steps="many", checksum=None), 0, "was changed after it was saved"),
-        (without(saved(planned_state(20), bounds=[1.0]), "checksum"), 20, "'list' object has no attribute 'items'"),
+        (without(saved(planned_state(20), measurement=[1.0]), "checksum"), 20, "it: [1.0] is not a dictionary"),
         ([1, 2], 0, "is no object: [1, 2]"),
         ('{"format": 2, "completed', 0, 'is no object: \'{"format"'),
     ],

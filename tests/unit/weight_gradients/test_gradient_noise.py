@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from tf_adapters.measuring.learning import SAMPLED_AT, Learning, Probe
 from tf_adapters.measuring.token_cost import TokenCost
-from tf_adapters.planner.learning import SAMPLED_AT, Learning, Probe
 from tf_adapters.weight_gradients import gradient_noise
 from tf_adapters.weight_gradients.gradient_noise import GradientNoise
 from tf_adapters.weight_gradients.taps import StageTaps, plain_layer

@@ -186,8 +186,8 @@ class Stepping:
 def backward(timer: ActionTimer, clock: Stepping, phase: str, share: float, pace: float, cost: TokenCost) -> None:
     left = 1.0 if not share else cost.fixed + cost.per_token * TokenCost().kept(share)
     with timer.timed(phase, Action.parse("0B0"), share):
-        with timer.timed(phase, Action.parse("0B0"), first_part=True):
-            clock.now += 10 * pace
+        clock.now += 10 * pace
+        timer.input_gradients_done()
         clock.now += 20 * pace * left
 
 

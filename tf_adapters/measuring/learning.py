@@ -13,11 +13,14 @@ import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from tf_adapters.errors import PlanInputError
+from pydantic import BeforeValidator
+
 from tf_adapters.measuring.estimates import merged
-from tf_adapters.measuring.token_cost import TokenCost
+from tf_adapters.measuring.token_cost import CostPair, TokenCost
+from tf_adapters.schedule.durations import Quotient, Ratio
+from tf_adapters.values import Value
 
 __all__ = ["SAMPLED_AT", "Learning", "Probe", "Progress", "StageLearning"]
 
@@ -60,10 +63,10 @@ class StageLearning:
         cost: what a draw of tokens takes.
     """
 
-    signal: float
-    error: float
-    draws: float | None = None
-    cost: TokenCost = field(default_factory=TokenCost)
+    signal: Ratio
+    error: Quotient
+    draws: Quotient | None = None
+    cost: CostPair = field(default_factory=TokenCost)
 
     def added_noise(self, ratios: Sequence[float]) -> float:
         """The noise that freezing adds under the ratios of the stage's microbatches.
@@ -90,18 +93,24 @@ class StageLearning:
         return Progress(math.sqrt(share), error / (2.0 * math.sqrt(share))) if adaptive else Progress(share, error)
 
 
+def _named(stage: Any) -> Any:
+    """The fields of a stage that an earlier version wrote as a list."""
+    if not isinstance(stage, list):
+        return stage
+    named = dict(zip(("signal", "error", "draws"), stage, strict=False))
+    return named | {"cost": stage[3:]} if stage[3:] else named
+
+
 @dataclass(frozen=True)
-class Learning:
+class Learning(Value):
     """What a plan that is to pay is chosen by.
 
     Attributes:
         stages: the gradient of every stage that has anything to freeze.
-        other_ms: what a step takes besides the batch, ms: data, optimizer.
         adaptive: whether the optimizer divides by the size of the gradient.
     """
 
-    stages: Mapping[int, StageLearning]
-    other_ms: float = 0.0
+    stages: Mapping[int, Annotated[StageLearning, BeforeValidator(_named)]]
     adaptive: bool = False
 
     def progress(self, added_noise: Mapping[int, float]) -> Progress:
@@ -131,38 +140,6 @@ class Learning:
         if not by_stage or not all(by_stage.values()):
             return None
         return cls({s: _of_probes(by_stage[s], batch, costs.get(s)) for s in sorted(by_stage)}, adaptive=adaptive)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "stages": {
-                str(stage): [of.signal, of.error, *([] if of.draws is None else [of.draws, *of.cost.to_json()])]
-                for stage, of in self.stages.items()
-            },
-            "other_ms": self.other_ms,
-            "adaptive": self.adaptive,
-        }
-
-    @classmethod
-    def from_json(cls, data: Any) -> Learning:
-        """The inverse of ``to_json``. Raises PlanInputError."""
-        try:
-            stages = {
-                int(stage): StageLearning(*values[:2], *([values[2], TokenCost(*values[3:])] if values[2:] else []))
-                for stage, values in data["stages"].items()
-            }
-            return cls(stages, float(data["other_ms"]), bool(data["adaptive"])).validate()
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise PlanInputError(f"learning: not what a report has there ({error})") from error
-
-    def validate(self) -> Learning:
-        """Raises PlanInputError for numbers that nothing could have measured."""
-        for stage, of in self.stages.items():
-            if not (0.0 <= of.signal <= 1.0 and of.error >= 0.0 and (of.draws or 0.0) >= 0.0):
-                raise PlanInputError(
-                    f"learning.stages[{stage}]: {of.signal:g}, {of.error:g}, {of.draws} are not a share from 0 to 1, "
-                    "its error and the noise of draws, both of at least 0"
-                )
-        return self
 
 
 def _of_probes(probes: Sequence[Probe], batch: int, cost: TokenCost | None) -> StageLearning:

@@ -1,0 +1,121 @@
+"""What was measured of a pipeline: the one value that planner, checkpoint, report and simulation pass on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from tf_adapters.errors import ScheduleError
+from tf_adapters.measuring.batch_times import BatchTimes
+from tf_adapters.measuring.learning import Learning
+from tf_adapters.measuring.token_cost import CostPair
+from tf_adapters.measuring.transfers import Gaps
+from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.durations import ActionText, BoundsPair, EdgeText, Order, Quotient, Time
+from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.values import Value
+
+__all__ = ["NOTHING_MEASURED", "Measurement"]
+
+
+@dataclass(frozen=True)
+class Measurement(Value):
+    """Times of a batch in ms.
+
+    Attributes:
+        schedule: the actions of each pipeline rank, in execution order.
+        times: each action's duration, all frozen and nothing frozen. An F or I action computes no weight gradient:
+            where its two times differ, it takes the second.
+        communication: on edges between stages, from the source's end to the target's start; 0 where absent.
+        overhead: what an action's rank spends before it, besides waiting for its input; 0 where absent.
+        waits: from the end of an action to the start of one of another rank that waits until what it sent is received
+            (``SendWait``).
+        token_costs: by stage, the cost of sampled weight gradients, where tokens are sampled.
+        learning: what freezing costs in learning, where single microbatches' gradients were seen.
+        unfrozen_step_ms: a whole step with nothing frozen; 0 where not measured.
+        other_ms: the part of a step that is not the batch: data, optimizer.
+        longer: the step's time divided by that of the step whose target the settings name: it has other microbatches.
+        batch_times: how the ranks spend their time in a batch.
+    """
+
+    schedule: Annotated[Order, Field(alias="ranks")]
+    times: Mapping[ActionText, BoundsPair]
+    communication: Mapping[EdgeText, Time] = field(default_factory=dict)
+    overhead: Mapping[ActionText, Time] = field(default_factory=dict)
+    waits: Mapping[EdgeText, Time] = field(default_factory=dict)
+    token_costs: Mapping[int, CostPair] = field(default_factory=dict)
+    learning: Learning | None = None
+    unfrozen_step_ms: Time = 0.0
+    other_ms: Time = 0.0
+    longer: Quotient = 1.0
+    batch_times: BatchTimes | None = None
+
+    @property
+    def gaps(self) -> Gaps:
+        """``communication``, ``overhead`` and ``waits``."""
+        return Gaps(self.communication, self.overhead, self.waits)
+
+    @cached_property
+    def dag(self) -> PipelineDag:
+        return PipelineDag.from_schedule(self.schedule, *self.gaps)
+
+    @cached_property
+    def upper(self) -> dict[Action, float]:
+        """Durations with nothing frozen."""
+        return {action: bounds.upper for action, bounds in self.times.items()}
+
+    @cached_property
+    def batch_ms(self) -> float:
+        """A batch in the host's order with nothing frozen."""
+        return self.dag.makespan(self.upper)
+
+    def of_step(self, step_ms: float) -> Measurement:
+        """The same with the time of the whole step that the batch is a part of."""
+        return replace(self, unfrozen_step_ms=step_ms, other_ms=max(0.0, step_ms - self.batch_ms))
+
+    def validate(self) -> Measurement:
+        """The same, checked. Raises ScheduleError for a schedule that cannot run, PlanInputError for anything else."""
+        self.schedule.validate()
+        return self.from_json(dict(vars(self)))
+
+    @model_validator(mode="after")
+    def _fits_the_schedule(self) -> Measurement:
+        """Every action has its times, in the schedule's order, and nothing is of an action that is not there."""
+        if not self.times and not self.schedule.ranks:
+            return self
+        try:
+            self.schedule.validate()
+        except ScheduleError as error:
+            raise ValueError(f"ranks: {error}") from error
+        actions = dict.fromkeys(self.schedule.actions)
+        _check_known("times", self.times, actions)
+        _check_known("overhead", self.overhead, actions)
+        _check_known("waits", [action for edge in self.waits for action in edge], actions)
+        for action in actions:
+            if action not in self.times:
+                raise ValueError(f"times: '{action}' is missing: each needs [all frozen, nothing frozen]")
+        edges = set(self.schedule.transfers()) if self.communication else set()
+        for source, target in self.communication:
+            if (source, target) not in edges:
+                raise ValueError(f"communication: '{source}->{target}' is not an edge between stages of the schedule")
+        if self.waits:
+            self.schedule.execution_order(self.waits)
+        last = self.schedule.num_stages - 1
+        for stage in self.learning.stages if self.learning else ():
+            if not 0 <= stage <= last:
+                raise ValueError(f"learning.stages: {stage} is not a stage of the schedule: allowed are 0 to {last}")
+        object.__setattr__(self, "times", {action: self.times[action] for action in actions})
+        return self
+
+
+NOTHING_MEASURED = Measurement(PipelineSchedule(()), {})
+
+
+def _check_known(name: str, named: Collection[Action], actions: Collection[Action]) -> None:
+    for action in named:
+        if action not in actions:
+            raise ValueError(f"{name}: '{action}' is not an action of the schedule")
