@@ -35,9 +35,6 @@ __all__ = ["NOTHING_MEASURED", "Measured", "PlanMaker", "Planned", "Probes", "Ru
 _SOLVED_AT_ONCE = 1_000
 """Actions up to which planning takes about a second, no more than starting a process for it."""
 
-_PATIENCE_S = 20.0
-"""How long ranks wait for one message while a plan is made: far less than any process group's timeout."""
-
 _NEARLY = 1.01
 """Up to this ratio to its target a promised step has reached it: measurements are no more precise."""
 
@@ -186,7 +183,7 @@ class PlanMaker:
         self.close()
         self._waited = 0
         solves = SOLVES if self._config.is_auto else 1
-        if self._config.plan_wait == "auto" and len(schedule.actions) * solves <= _SOLVED_AT_ONCE:
+        if len(schedule.actions) * solves <= _SOLVED_AT_ONCE:
 
             def solve_here() -> Planned:
                 plan = solve(self._problem(schedule, measured), self._config.solver_time_limit_s)
@@ -198,10 +195,7 @@ class PlanMaker:
             self._worker = BackgroundPlan(self._problem(schedule, measured), self._config.solver_time_limit_s)
 
         on_one_rank(self._collectives, launch)
-        planned = None
-        while planned is None and self._config.plan_wait is True:
-            planned = self._arrived(schedule, measured, wait_s=_PATIENCE_S)
-        return planned
+        return None
 
     def poll(self, schedule: PipelineSchedule, measured: Measured) -> Planned | None:
         """The plan, if it is there. Called after every step; it looks ever more rarely, since looking is a broadcast.
@@ -210,7 +204,7 @@ class PlanMaker:
         """
         self._waited += 1
         due = self._waited % max(1, self._waited // 8) == 0
-        return self._arrived(schedule, measured, wait_s=0.0) if due else None
+        return self._arrived(schedule, measured) if due else None
 
     def close(self) -> None:
         if self._worker is not None:
@@ -237,10 +231,10 @@ class PlanMaker:
         first = self._run.masks.first_training_stage
         return measured_times(timer, first, sampled=sampled, microbatches=number)
 
-    def _arrived(self, schedule: PipelineSchedule, measured: Measured, wait_s: float) -> Planned | None:
+    def _arrived(self, schedule: PipelineSchedule, measured: Measured) -> Planned | None:
         def ask() -> Planned | None:
             assert self._worker is not None
-            plan = self._worker.wait(wait_s) if wait_s else self._worker.poll()
+            plan = self._worker.poll()
             return None if plan is None else self._promise(schedule, measured, plan)
 
         return on_one_rank(self._collectives, ask)
