@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tf_adapters.config import SECTION, TimelyFreezeConfig, allowed, read_setting
+from tf_adapters.config import RETIRED, SECTION, TimelyFreezeConfig, allowed, read_setting
 from tf_adapters.errors import ConfigError
 
 Spelling = Callable[[str], str]
@@ -41,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser, spelling: Spelling = dashed) 
             metavar=name.split("_")[-1].upper(),
             help=f"{description} (default: {field.default})",
         )
+    for name in RETIRED:
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        parser.add_argument(spelling(name), dest=f"{SECTION}_{name}", **options)
     _check_after_parsing(parser, spelling)
     return parser
 
@@ -51,11 +54,11 @@ def config_from_args(args: argparse.Namespace, spelling: Spelling = dashed) -> T
     Raises ConfigError where a setting is given but freezing is not switched on.
     """
     given = vars(args)
-    settings = {name: given[f"{SECTION}_{name}"] for name in _FIELDS if f"{SECTION}_{name}" in given}
+    settings = {name: given[f"{SECTION}_{name}"] for name in (*_FIELDS, *RETIRED) if f"{SECTION}_{name}" in given}
     if given.get(SECTION):
         return TimelyFreezeConfig(**settings)
     for name, value in settings.items():
-        if value != _FIELDS[name].default:
+        if name in _FIELDS and value != _FIELDS[name].default:
             option, switch = spelling(name), spelling("")
             raise ConfigError(f"{option} is {value!r}, but {switch} is not given: give it, or leave {option} out")
     return None

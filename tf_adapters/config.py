@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import logging
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,10 +19,21 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from tf_adapters.errors import ConfigError
+from tf_adapters.log import announce
 
 SECTION = "timely_freeze"
 
 _MOST_AUTO = 0.8
+
+RETIRED = {
+    "target_step_time_ms": "give target_speedup, the unfrozen step's time over the one that you want",
+    "monitoring_masks": 'to freeze nothing while measuring, give method "none" and max_freeze_ratio 0.0',
+    "apf_alpha": "leave it out: APF's alpha is 0.99",
+    "apf_score": "leave it out: a tensor's score is its mean update's",
+    "plan_wait": "leave it out: training waits for the plans of up to 1,000 actions",
+    "report_every": "give replan_interval, after which the report is written too",
+}
+"""Settings that version 2 had, and what to do without them. This version accepts them, the next one does not."""
 
 
 class TimelyFreezeConfig(BaseModel):
@@ -46,9 +59,6 @@ class TimelyFreezeConfig(BaseModel):
     )
     target_speedup: Annotated[float, Field(ge=1)] | None = Field(
         None, description="freeze the least that makes a step this many times as fast; by default, as fast as can be"
-    )
-    target_step_time_ms: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="the same as milliseconds of a step"
     )
     freeze_exclude: list[str] = Field(
         [],
@@ -93,20 +103,11 @@ class TimelyFreezeConfig(BaseModel):
     monitoring_precision: float = Field(
         0.02, gt=0, le=1, description="standard error, as a share of the times, at which mixed monitoring ends"
     )
-    monitoring_masks: bool = Field(
-        True,
-        description='with method "none": true freezes while monitoring, so that what freezing saves is measured; false '
-        "never freezes anything, and only unfrozen times are reported",
-    )
     progressive_steps: int = Field(50, ge=0, description="steps over which the freeze ratios rise to the plan's")
     stability_check_interval: int = Field(
         50, ge=1, description="steps between the stability checks of APF and AutoFreeze"
     )
     apf_threshold: float = Field(0.01, ge=0, le=1, description="T_APF: a score below it is stable")
-    apf_alpha: float = Field(0.99, ge=0, lt=1, description="alpha: weight of the past in APF's moving averages")
-    apf_score: Literal["tensor", "elements"] = Field(
-        "tensor", description="APF's score of a tensor: of its mean update, or of its elements' updates"
-    )
     autofreeze_percentile: float = Field(
         80.0, ge=0, le=100, description="P_Auto: percentage of the layers that may count as stable"
     )
@@ -117,16 +118,13 @@ class TimelyFreezeConfig(BaseModel):
     on_error: Literal["warn", "raise"] = Field(
         "warn", description="an error of ours: warn and train without freezing, or raise it on all ranks"
     )
-    plan_wait: Literal["auto"] | bool = Field(
-        "auto",
-        description="whether training waits for the plan: true or false, or auto: only for one of about a second",
-    )
     replan_threshold: float = Field(
         0.1, ge=0, description="how far times may leave the plan's, as a share of them, before it is made anew; 0: any"
     )
-    replan_interval: int = Field(100, ge=1, description="steps of stable freezing between looks at them")
+    replan_interval: int = Field(
+        100, ge=1, description="steps of stable freezing between looks at them, and between updates of the report"
+    )
     solver_time_limit_s: float = Field(300.0, gt=0, description="seconds the planner may take")
-    report_every: int = Field(100, ge=1, description="steps of stable freezing between updates of the report")
     output_dir: str = Field(
         ".",
         description="the report is written to <output_dir>/timely_freeze/report.json",
@@ -135,6 +133,7 @@ class TimelyFreezeConfig(BaseModel):
 
     def __init__(self, **settings: Any) -> None:
         """Raises ConfigError, one line: each wrong setting, its value and what is allowed."""
+        settings = _without_retired(settings)
         unknown = [_unknown_key(key) for key in settings if key not in type(self).model_fields]
         if unknown:
             raise ConfigError("; ".join(unknown))
@@ -146,16 +145,6 @@ class TimelyFreezeConfig(BaseModel):
 
     def _check_together(self) -> None:
         """Raises ConfigError where settings that are right by themselves contradict each other."""
-        if self.target_speedup is not None and self.target_step_time_ms is not None:
-            raise ConfigError(
-                f"{SECTION}.target_speedup is {self.target_speedup} and {SECTION}.target_step_time_ms is "
-                f"{self.target_step_time_ms}: allowed is one of the two"
-            )
-        if not self.monitoring_masks and self.method != "none":
-            raise ConfigError(
-                f'{SECTION}.monitoring_masks is False and {SECTION}.method is "{self.method}": false is allowed with '
-                'method "none" only, since a plan needs times with freezing'
-            )
         if self.samples_tokens and self.method not in ("timely", "none"):
             raise ConfigError(
                 f'{SECTION}.granularity is "token" and {SECTION}.method is "{self.method}": allowed is "tensor" or '
@@ -211,8 +200,6 @@ class TimelyFreezeConfig(BaseModel):
 
         Unless backwards compute the weight gradients that can wait at their end, which tells it with nothing frozen.
         """
-        if self.method == "none" and not self.monitoring_masks:
-            return False
         return self.stage_limit > 0 and not (self.defers and not self.samples_tokens)
 
     @property
@@ -269,9 +256,7 @@ class TimelyFreezeConfig(BaseModel):
 
     def target_ms(self, unfrozen_step_ms: float) -> float:
         """How long a step may take, in ms; 0 where it is to be as short as can be."""
-        if self.target_speedup is not None:
-            return unfrozen_step_ms / self.target_speedup
-        return self.target_step_time_ms or 0.0
+        return unfrozen_step_ms / self.target_speedup if self.target_speedup else 0.0
 
     @classmethod
     def parse(cls, section: Mapping[str, Any] | TimelyFreezeConfig | None) -> TimelyFreezeConfig:
@@ -283,6 +268,23 @@ class TimelyFreezeConfig(BaseModel):
         if not isinstance(section, Mapping):
             raise ConfigError(f'"{SECTION}" is {section!r}: it must be an object of settings')
         return cls(**{str(key): value for key, value in section.items()})
+
+
+def _without_retired(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that there still are; each other one is a line in the log."""
+    kept = {name: value for name, value in settings.items() if name not in RETIRED}
+    for name in settings.keys() & RETIRED.keys():
+        _say_retired(name)
+    if settings.get("monitoring_masks") in (False, "false"):
+        kept["max_freeze_ratio"] = 0.0  # whoever asked for a run that freezes nothing has one
+    return kept
+
+
+@functools.cache
+def _say_retired(name: str) -> None:
+    """Say it once in a process, and on one rank: settings are read more than once, and on all."""
+    rank = int(os.environ.get("RANK", "0"))
+    announce(rank, f"{SECTION}.{name} is no setting any more and is ignored: {RETIRED[name]}", logging.WARNING)
 
 
 def read_setting(field: str, value: Any) -> Any:

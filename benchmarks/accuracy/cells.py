@@ -86,7 +86,6 @@ def section(task: Task, cell: Cell, output_dir: str) -> dict[str, Any]:
         "stability_check_interval": task.check_every,
         "apf_threshold": task.apf_threshold,
         "seed": cell.seed,
-        "plan_wait": True,
         "on_error": "raise",
         "output_dir": output_dir,
         **cell.settings,

@@ -14,7 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,7 +97,7 @@ class Full:
 
     def check(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, dict[str, float]]:
         """Scores of each tensor, and its share of its layer's squared norm."""
-        found: dict[str, dict[str, float]] = {"tensor": {}, "elements": {}, "squares": {}}
+        found: dict[str, dict[str, float]] = {"tensor": {}, "squares": {}}
         for name, parameter in parameters.items():
             delta = parameter.detach() - self._then[name]
             trend, size = self._averages[name]
@@ -105,7 +105,6 @@ class Full:
             size.mul_(ALPHA).add_(delta.abs(), alpha=1 - ALPHA)
             total = float(size.double().sum())
             found["tensor"][name] = abs(float(trend.double().sum())) / total
-            found["elements"][name] = float(trend.abs().double().sum()) / total
             found["squares"][name] = float((delta.double() ** 2).sum())
             self._then[name].copy_(parameter.detach())
         return found
@@ -118,7 +117,7 @@ class Sampled:
         self._units = {0: tensor_units(parameters)}  # type: ignore[arg-type]
         self._places = unit_places(self._units)
         self._layers = AutoFreeze(layers_of(self._units), 80.0)
-        self._memory: dict[str, dict[str, np.ndarray]] = {"tensor": {}, "elements": {}}
+        self._memory: dict[str, np.ndarray] = {}
         self._numel = np.array([p.numel() for p in parameters.values()])
         cut = np.arange(len(parameters)) * stages // len(parameters)
         self.sizes = sampling.sample_sizes(cut, cut, self._numel)
@@ -129,13 +128,10 @@ class Sampled:
         updates = Updates.between(self._then, now, self._places)
         self._then = now
         found = {"norms": self._layers.norms(updates)}
-        kinds: tuple[Literal["tensor", "elements"], ...] = ("tensor", "elements")
-        for kind in kinds:
-            apf = Apf(0.0, ALPHA, kind, periods=False)
-            trend, size = apf.averages(self._memory[kind], updates, np.ones(updates.units, bool))
-            self._memory[kind] = {"trend": trend, "size": size}
-            found[kind] = apf.scores(trend, size, updates)
-        return found
+        apf = Apf(0.0, periods=False, alpha=ALPHA)
+        trend, size = apf.averages(self._memory, updates, np.ones(updates.units, bool))
+        self._memory = {"trend": trend, "size": size}
+        return {**found, "tensor": apf.scores(trend, size, updates)}
 
     def _snapshot(self, parameters: Mapping[str, torch.Tensor]) -> Snapshot:
         keys = tuple((0, name, ()) for name in parameters)
@@ -147,8 +143,7 @@ def errors(model: nn.Module, steps: int) -> dict[str, Any]:
     """Return the errors of sampled metrics against those of all elements.
 
     Relative errors are by statistic and by cut of the model, over tensors (layers) and checks. The shares say how many
-    tensors (of the lowest layers) are judged alike, at the paper's settings or at the median score. The last check's
-    scores follow.
+    tensors (of the lowest layers) are judged alike, at the paper's settings. The last check's scores follow.
     """
     parameters = dict(model.named_parameters())
     full, sampled = Full(parameters), {cut: Sampled(stages, parameters) for cut, stages in CUTS.items()}
@@ -165,12 +160,10 @@ def errors(model: nn.Module, steps: int) -> dict[str, Any]:
         norms = np.sqrt(np.bincount(layers, list(exact["squares"].values())))
         for cut, of_cut in sampled.items():
             estimate = of_cut.check(parameters)
-            for kind in ("tensor", "elements"):
-                true = np.array([exact[kind][name] for name in parameters])
-                found.setdefault(f"apf score, {kind}, {cut}", []).extend(np.abs(estimate[kind] / true - 1))
-                threshold = PAPERS_THRESHOLD if kind == "tensor" else np.median(true)
-                same = (estimate[kind] < threshold) == (true < threshold)
-                agreed.setdefault(f"apf, {kind}, {cut}", []).extend(same)
+            true = np.array([exact["tensor"][name] for name in parameters])
+            found.setdefault(f"apf score, tensor, {cut}", []).extend(np.abs(estimate["tensor"] / true - 1))
+            same = (estimate["tensor"] < PAPERS_THRESHOLD) == (true < PAPERS_THRESHOLD)
+            agreed.setdefault(f"apf, tensor, {cut}", []).extend(same)
             found.setdefault(f"layer's update norm, {cut}", []).extend(np.abs(estimate["norms"] / norms - 1))
             if cut in before:
                 true, estimated = (
@@ -185,9 +178,7 @@ def errors(model: nn.Module, steps: int) -> dict[str, Any]:
         name: {"median": float(np.median(of)), "p95": float(np.quantile(of, 0.95)), "max": float(np.max(of))}
         for name, of in found.items()
     }
-    scores = {
-        kind: np.quantile(list(exact[kind].values()), (0.0, 0.5, 1.0)).tolist() for kind in ("tensor", "elements")
-    }
+    scores = {"tensor": np.quantile(list(exact["tensor"].values()), (0.0, 0.5, 1.0)).tolist()}
     return {
         "step_ms": statistics.median(step_ms),
         "relative_error": summary,
@@ -200,11 +191,11 @@ def errors(model: nn.Module, steps: int) -> dict[str, Any]:
 # --- time and memory -----------------------------------------------------------------------------------------
 
 
-def check_ms(model: nn.Module, method: str, score: str) -> float:
+def check_ms(model: nn.Module, method: str) -> float:
     """One check of a whole model in one process, in ms."""
     parameters = {0: dict(model.named_parameters())}
     units = {0: tensor_units(parameters[0])}
-    config = TimelyFreezeConfig(method=method, apf_score=score)
+    config = TimelyFreezeConfig(method=method)
     checks = StabilityChecks(config, units, [0], whole_parameters(parameters), SingleProcess())
     state = checks.run(StabilityState(), 0, 0)
     return timed(lambda: checks.run(state, config.stability_check_interval, 0), 5)
@@ -249,9 +240,7 @@ def llama_costs(shape: LlamaShape) -> dict[str, float]:
     samples = int(sizes.sum())
     keys = tuple((0, name, ()) for name in elements)
     snapshot = Snapshot(0, keys, numel, sizes, np.zeros(len(keys)), np.zeros(samples, np.float32))
-    averages = np.zeros(samples, np.float32)
-    held = {"tensor": {}, "elements": {"trend": averages, "size": averages}}
-    state = {score: StabilityState(1, {}, True, memory, snapshot) for score, memory in held.items()}
+    state = StabilityState(1, {}, True, {}, snapshot)
     masks = StageMasks(units, seed=0)
     preferred = frozenset(range(len(units[1]) // 3))
 
@@ -264,9 +253,7 @@ def llama_costs(shape: LlamaShape) -> dict[str, float]:
     return {
         "samples": samples,
         "state_mb": samples * 4 / 1e6,
-        "state_mb_elements": samples * 12 / 1e6,
-        "checkpoint_mb": len(json.dumps(state["tensor"].to_json())) / 1e6,
-        "checkpoint_mb_elements": len(json.dumps(state["elements"].to_json())) / 1e6,
+        "checkpoint_mb": len(json.dumps(state.to_json())) / 1e6,
         "masks_ms_a_step_uniform": timed(lambda: draw(frozenset()), 20),
         "masks_ms_a_step_hybrid": timed(lambda: draw(preferred), 20),
     }
@@ -341,12 +328,8 @@ def stability(steps: int) -> dict[str, Any]:
     model = Decoder()
     sampled = errors(model, steps)
     checks = {
-        name: check_ms(model, *setting)
-        for name, setting in {
-            "apf, tensor": ("timely+apf", "tensor"),
-            "apf, elements": ("timely+apf", "elements"),
-            "autofreeze": ("timely+autofreeze", "tensor"),
-        }.items()
+        name: check_ms(model, method)
+        for name, method in {"apf, tensor": "timely+apf", "autofreeze": "timely+autofreeze"}.items()
     }
     interval = TimelyFreezeConfig().stability_check_interval
     return {

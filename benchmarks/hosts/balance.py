@@ -34,7 +34,7 @@ RESULTS = result_file("hosts/balance.json")
 PAGE = ROOT / "docs" / "balance.md"
 FORWARD_S = 0.035
 STEPS, SETTLE = 10, 2
-SETTINGS = {"method": "none", "monitoring_masks": False}
+SETTINGS = {"method": "none", "max_freeze_ratio": 0.0}
 PHASES = {"warmup": 5, "monitoring": 10, "progressive": 0, "stable": 1}
 
 

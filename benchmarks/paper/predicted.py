@@ -16,14 +16,13 @@ from benchmarks.paper.predicting import (
     PAPER,
     SCHEDULES,
     Prediction,
-    Variant,
     frozen_share,
     gain,
     predict,
 )
+from benchmarks.paper.variants import CostOptions, Variant
 from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, result_file, write_json
-from tf_adapters.simulate.model_costs import CostOptions
 
 WITHIN = 4.0  # points
 FLOPS_PER_BYTE = FLOPS_PER_MS / 4.8e9  # an H200's balance, about 206; an A6000's (155 TFLOP/s, 0.768 TB/s) is 202

@@ -7,8 +7,9 @@ constant was fitted. ``predicted.py`` prints the tables.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from benchmarks.paper.variants import Variant
 from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.planner.forecast import disappears, planned_dag, stable_durations
@@ -22,11 +23,9 @@ from tf_adapters.simulate.model_costs import (
     LLAMA_1B,
     LLAMA_8B,
     LLAMA_13B,
-    CostOptions,
     LlamaShape,
     action_bounds,
     split_layers,
-    stage_costs,
 )
 from tf_adapters.training.phases import PhaseSchedule
 
@@ -80,15 +79,6 @@ PAPER = {
 
 
 @dataclass(frozen=True)
-class Variant:
-    """Assumptions of a prediction in addition to the paper's settings."""
-
-    options: CostOptions = field(default_factory=CostOptions)
-    ends: int = 1
-    first_stage_disappears: bool = False
-
-
-@dataclass(frozen=True)
 class Prediction:
     """Gains in throughput and freeze ratios, in %; makespans in ms at the machine's peak."""
 
@@ -115,8 +105,8 @@ def predict(
     setting = MODELS[model]
     order = named_schedule(schedule, ranks, microbatches)
     layers = split_layers(setting.shape.num_hidden_layers, order.num_stages, variant.ends)
-    costs = stage_costs(setting.shape, layers, SEQUENCES, LENGTH, options=variant.options)
-    bounds = action_bounds(order, costs, FLOPS_PER_MS, variant.first_stage_disappears)
+    costs = variant.options.costs(setting.shape, layers, SEQUENCES, LENGTH)
+    bounds = variant.bounds(action_bounds(order, costs, FLOPS_PER_MS))
     solved = plan(order, bounds, MAX_FREEZE_RATIO)
     unfrozen = solved.makespan_ms.unfrozen
     durations = stable_durations(solved.duration_ms, solved.freeze_ratio)

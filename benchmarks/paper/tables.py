@@ -40,7 +40,7 @@ SLOWER = {"deepspeed 8B gpipe 4": 3.0, "deepspeed 8B 1f1b 4": 3.0}
 
 ALONE, SETTLE = 5, 1
 PHASES = {"warmup": 2, "monitoring": 10, "progressive": 0, "stable": 6}
-SETTINGS: dict[str, Any] = {"plan_wait": True, "stability_check_interval": 3}
+SETTINGS: dict[str, Any] = {"stability_check_interval": 3}
 HEADINGS = (
     *("host", "model", "schedule", "ranks", "paper", "planned", "measured", "off the paper"),
     *("measured step / planned", "stable: planned", "stable: measured", "freeze ratio: planned", "paper"),

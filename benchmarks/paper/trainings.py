@@ -112,7 +112,7 @@ def _deepspeed(cell: Cell, section: Section | None) -> Training:
             self.parts = cell.boundaries
             self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 
-    alone = {"method": "none", "monitoring_masks": False}
+    alone = {"method": "none", "max_freeze_ratio": 0.0}
     settings = {**(alone if section is None else section), "schedule": cell.schedule}
     config = {
         "train_micro_batch_size_per_gpu": 1,

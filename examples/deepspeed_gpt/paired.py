@@ -163,7 +163,7 @@ def build_engine(options: Options, freezing: bool) -> tuple[Any, Any]:
     if not freezing:
         section = config.pop("timely_freeze")
         if section.get("schedule"):  # a schedule of ours, without freezing
-            config["timely_freeze"] = {"schedule": section["schedule"], "method": "none", "monitoring_masks": False}
+            config["timely_freeze"] = {"schedule": section["schedule"], "method": "none", "max_freeze_ratio": 0.0}
     shape = GPTConfig(context=options.context, width=options.width, blocks=options.blocks)
     with _quiet():
         model = build_pipeline(shape, num_stages=options.stages)

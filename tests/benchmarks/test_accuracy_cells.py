@@ -76,7 +76,7 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
     [
         ("max_freeze_ratio=0.5", ("max_freeze_ratio", 0.5)),
         ("gradient_scale=computed_mean", ("gradient_scale", "computed_mean")),
-        ("apf_score=elements", ("apf_score", "elements")),
+        ("method=apf", ("method", "apf")),
     ],
 )
 def test_settings_on_the_command_line(text: str, parsed: tuple[str, object]) -> None:

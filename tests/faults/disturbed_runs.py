@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hosts
 import pytest
 from jobs import Tell
 
 from tf_adapters.report import Report
+from tf_adapters.training import plan_maker
 
-LIFE = {"warmup_steps": 30, "monitoring_steps": 60, "progressive_steps": 60, "report_every": 5, "on_error": "warn"}
-BESIDE = {**LIFE, "plan_wait": False}
+LIFE = {
+    "warmup_steps": 30,
+    "monitoring_steps": 60,
+    "progressive_steps": 60,
+    "replan_interval": 5,
+    "replan_threshold": 0.0,
+    "on_error": "warn",
+}
 HOSTS = [name for name in hosts.HOSTS if name != "deepspeed gpipe"]
 each_host = pytest.mark.parametrize("host", HOSTS)
 SHORT_LIFE = {
     **{"warmup_steps": 4, "monitoring_steps": 10, "progressive_steps": 4, "monitoring_precision": 1e-6},
-    **{"report_every": 2, "on_error": "warn"},
+    **{"replan_interval": 2, "replan_threshold": 0.0, "on_error": "warn"},
 }
 AT = {"warmup": 2, "monitoring": 8, "progressive": 16, "stable": 22}
 """The step of a run of ``SHORT_LIFE`` at which a fault comes, by phase."""
@@ -33,6 +41,12 @@ def train(tell: Tell, host: str, section: dict[str, Any], steps: int) -> None:
     made = state.plan.makespan_ms.unfrozen if state.plan else None
     tell(failure=state.failure, unfrozen_ms=made, phase=training.controller.phase.value)
     training.detach()
+
+
+@mock.patch.object(plan_maker, "_SOLVED_AT_ONCE", 0)
+def train_beside(tell: Tell, host: str, section: dict[str, Any], steps: int) -> None:
+    """The same, with every plan made by another process, as those of many actions are."""
+    train(tell, host, section, steps)
 
 
 def report_of(folder: Path) -> dict[str, Any] | None:

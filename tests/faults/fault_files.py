@@ -12,18 +12,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hosts
 import pytest
 from disturbed_runs import HOSTS, each_host, report_of
 from jobs import Tell, start
 
+from tf_adapters.training import plan_maker
+
 pytestmark = pytest.mark.timeout(400)
 
 STEPS = 40
 SECTION = {
     **{"warmup_steps": 4, "monitoring_steps": 10, "progressive_steps": 4, "monitoring_precision": 1e-6},
-    **{"report_every": 2, "on_error": "warn"},
+    **{"replan_interval": 2, "replan_threshold": 0.0, "on_error": "warn"},
 }
 
 
@@ -56,7 +59,7 @@ DISKS: dict[str, Callable[[], None]] = {"full": full_disk, "gone": gone_folder, 
 
 def train_on(tell: Tell, host: str, disk: str) -> None:
     """Train; from the sixth step on rank 0's disk is as said. Rank 1 tells how long its steps took."""
-    section = SECTION if disk != "slow" else {**SECTION, "report_every": 1000}
+    section = SECTION if disk != "slow" else {**SECTION, "replan_interval": 1000, "replan_threshold": 0.0}
     training = hosts.start(host, section, output_dir="out")
     longest = 0.0
     for number in range(STEPS):
@@ -156,8 +159,9 @@ def fault_a_state_was_damaged(host: str, damage: str, tmp_path: Path) -> None:
 # --- the planner's process ---------------------------------------------------------------------------------------
 
 
+@mock.patch.object(plan_maker, "_SOLVED_AT_ONCE", 0)
 def train_while_planning(tell: Tell, host: str, number_of_signal: int) -> None:
-    section = {**SECTION, "plan_wait": False, "solver_time_limit_s": 3.0}
+    section = {**SECTION, "solver_time_limit_s": 3.0}
     training = hosts.start(host, section, output_dir="out")
     sent, number = False, 0
     deadline = time.monotonic() + 60.0

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from disturbed_runs import BESIDE, each_host, report_of, train
+from disturbed_runs import LIFE, each_host, report_of, train, train_beside
 from jobs import GRACE_S, start
 from launching import BIN, ROOT
 from node_links import timed_run, way_ms
@@ -29,7 +29,7 @@ FREEZE = {"warmup-steps": 1, "monitoring-steps": 4, "progressive-steps": 2, "on-
 @pytest.mark.parametrize("dead", [0, 1])
 def fault_a_node_dies(host: str, phase: str, dead: int, nodes: tuple[Node, Node], tmp_path: Path) -> None:
     """Two stages, two replicas. The other node's ranks end with the host's own error, and its report is whole."""
-    with start(train, host, tmp_path, BESIDE, 100_000, size=4, nodes=nodes) as job:
+    with start(train_beside, host, tmp_path, LIFE, 100_000, size=4, nodes=nodes) as job:
         job.wait_for(lambda event: event.get("phase") == phase, rank=2 * dead)
         nodes[dead].kill()
         codes = job.ended(GRACE_S)
@@ -49,7 +49,7 @@ def fault_a_node_falls_silent(nodes: tuple[Node, Node], tmp_path: Path) -> None:
 
     Only torch's pipelines have the timeout of the job; the other hosts' groups have half an hour of their own.
     """
-    section = {"replan_interval": 1, "report_every": 1}
+    section = {"replan_interval": 1}
     with start(train, "torch", tmp_path, section, 100_000, nodes=nodes, timeout_s=SILENT_AFTER_S) as job:
         job.wait_for(lambda event: event.get("phase") == "stable")
         nodes[1].disconnect()

@@ -13,7 +13,7 @@ from typing import Any
 
 import hosts
 import pytest
-from disturbed_runs import BESIDE, LIFE, each_host, report_of, train
+from disturbed_runs import LIFE, each_host, report_of, train, train_beside
 from jobs import GRACE_S, Tell, start
 
 PHASES = ("warmup", "monitoring_upper", "planning", "progressive", "stable")
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(400)
 @pytest.mark.parametrize("killed", [0, 1])
 def fault_a_rank_is_killed(host: str, phase: str, killed: int, tmp_path: Path) -> None:
     """The other ends with the host's own error, soon, without a second one of ours; the last report is whole."""
-    with start(train, host, tmp_path, BESIDE, 100_000) as job:
+    with start(train_beside, host, tmp_path, LIFE, 100_000) as job:
         job.wait_for(lambda event: event.get("phase") == phase, rank=killed)
         time.sleep(random.Random(f"{host}{phase}{killed}").uniform(0.0, 0.05))
         job.signal(killed, signal.SIGKILL)
@@ -71,7 +71,13 @@ def fault_ranks_fork_and_the_copies_end(host: str, tmp_path: Path) -> None:
 
 
 def fork_now_and_then(tell: Tell, host: str) -> None:
-    section = {"warmup_steps": 2, "monitoring_steps": 4, "progressive_steps": 2, "report_every": 1000}
+    section = {
+        "warmup_steps": 2,
+        "monitoring_steps": 4,
+        "progressive_steps": 2,
+        "replan_interval": 1000,
+        "replan_threshold": 0.0,
+    }
     training = hosts.start(host, section, output_dir="out")
     copies, status = [], None
     for number in range(12):
@@ -94,7 +100,14 @@ def fork_now_and_then(tell: Tell, host: str) -> None:
 @each_host
 def fault_two_runs_share_a_folder(host: str, tmp_path: Path) -> None:
     """Both train to their ends, and what lies there is one of their reports, whole."""
-    section = {**LIFE, "warmup_steps": 2, "monitoring_steps": 10, "progressive_steps": 2, "report_every": 1}
+    section = {
+        **LIFE,
+        "warmup_steps": 2,
+        "monitoring_steps": 10,
+        "progressive_steps": 2,
+        "replan_interval": 1,
+        "replan_threshold": 0.0,
+    }
     section["output_dir"] = str(tmp_path / "shared")
     with start(train, host, tmp_path / "a", section, 60) as one, start(train, host, tmp_path / "b", section, 60) as two:
         assert one.ended(120.0) == two.ended(120.0) == [0, 0]

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 FREEZING: dict[str, Any] = {
     **{"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2},
-    **{"report_every": 1, "on_error": "raise"},
+    **{"replan_interval": 1, "replan_threshold": 0.0, "on_error": "raise"},
 }
 
 

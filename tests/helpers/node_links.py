@@ -60,7 +60,14 @@ def train_over_links(tell: Tell, host: str) -> None:
 
     import tf_adapters.torch_pipelining
 
-    section = {**SECTION, "warmup_steps": 2, "monitoring_steps": 8, "report_every": 1, "output_dir": "out"}
+    section = {
+        **SECTION,
+        "warmup_steps": 2,
+        "monitoring_steps": 8,
+        "replan_interval": 1,
+        "replan_threshold": 0.0,
+        "output_dir": "out",
+    }
     with EmulatedLinks(BETWEEN_RANKS, {(1, 2): BETWEEN_NODES}, clock=time.time):
         run = build(Case(ranks=4, microbatches=4, section=None))
         adapter = tf_adapters.torch_pipelining.attach(run.schedule, section, optimizer=run.optimizers)

@@ -14,8 +14,9 @@ from torch import nn
 import tf_adapters.torch_pipelining
 
 SECTION: dict[str, Any] = {
-    **{"warmup_steps": 0, "monitoring_steps": 20, "progressive_steps": 0, "on_error": "raise", "plan_wait": True},
-    "report_every": 1000,
+    **{"warmup_steps": 0, "monitoring_steps": 20, "progressive_steps": 0, "on_error": "raise"},
+    "replan_interval": 1000,
+    "replan_threshold": 0.0,
 }
 Named = dict[str, torch.Tensor | None]
 

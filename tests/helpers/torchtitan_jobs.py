@@ -48,7 +48,8 @@ PIPELINE = (
 )
 FREEZING = (
     *("--timely_freeze.enable", "--timely_freeze.monitoring_steps", "4", "--timely_freeze.progressive_steps", "2"),
-    *("--timely_freeze.on_error", "raise", "--timely_freeze.report_every", "1"),
+    *("--timely_freeze.on_error", "raise", "--timely_freeze.replan_interval", "1"),
+    *("--timely_freeze.replan_threshold", "0"),
 )
 
 

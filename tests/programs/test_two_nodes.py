@@ -18,7 +18,13 @@ pytestmark = [pytest.mark.programs, pytest.mark.timeout(200)]
 
 Nodes = tuple[Node, Node]
 HOSTS = [name for name in hosts.HOSTS if name != "deepspeed gpipe"]
-SECTION = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2, "report_every": 1}
+SECTION = {
+    "warmup_steps": 1,
+    "monitoring_steps": 4,
+    "progressive_steps": 2,
+    "replan_interval": 1,
+    "replan_threshold": 0.0,
+}
 SAVED_AT, STEPS = 17, 20  # the report says "stable" from the tenth stable step on
 
 

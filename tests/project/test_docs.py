@@ -383,7 +383,7 @@ def test_the_page_on_the_algorithm_shows_the_committed_draws() -> None:
 def test_the_page_on_selection_shows_its_committed_figures() -> None:
     page = (ROOT / "docs" / "selection.md").read_text()
     selection = json.loads((RESULTS / "core" / "selection.json").read_text())
-    for estimate in ("apf score, tensor", "apf score, elements", "layer's update norm"):
+    for estimate in ("apf score, tensor", "layer's update norm"):
         for cut in ("as one stage", "as four stages"):
             errors = selection["relative_error"][f"{estimate}, {cut}"]
             assert " | ".join(f"{errors[name]:.1%}" for name in ("median", "p95", "max")) in page

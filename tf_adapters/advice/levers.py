@@ -107,7 +107,7 @@ class _Run:
     def notes(self) -> Iterator[str]:
         if self._assumed:
             yield (
-                "what freezing saves was not measured (monitoring_masks is false): a weight gradient is taken to last "
+                "what freezing saves was not measured (nothing was frozen): a weight gradient is taken to last "
                 "as long as the forward, at most half of the backward"
             )
         if not self._costs:

@@ -11,7 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from statistics import fmean, median_low
 from typing import Annotated, NamedTuple
 
@@ -171,8 +170,7 @@ class _Batch:
 
     def __init__(self, schedule: PipelineSchedule, step: Trace, gaps: Gaps) -> None:
         self._step, self._delay = step, gaps.communication
-        self._before = {action: previous for rank in schedule.ranks for previous, action in pairwise(rank)}
-        self._source = {target: source for source, target in schedule.transfers()}
+        self._before, self._source = schedule.before, schedule.source
         self._start = min(interval.start_ms for interval in step.values())
         self._end = max(interval.end_ms for interval in step.values())
         self.span_ms = self._end - self._start
@@ -237,10 +235,9 @@ def _mean_rank(times: Sequence[RankTimes]) -> RankTimes:
 
 def _mean_edges(schedule: PipelineSchedule, batches: Sequence[_Batch]) -> tuple[EdgeTimes, ...]:
     """Mean times of the edges between ranks, by receiving stage and kind."""
-    home = {stage: rank for rank in range(len(schedule.ranks)) for stage in schedule.stages_of(rank)}
     groups: defaultdict[tuple[int, int, Kind], list[Action]] = defaultdict(list)
     for source, target in schedule.transfers():
-        if home[source.stage] != home[target.stage]:
+        if schedule.leaves_rank(source, target):
             groups[source.stage, target.stage, target.kind].append(target)
     edges = []
     for (source_stage, target_stage, kind), actions in sorted(groups.items()):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
-from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -75,9 +74,7 @@ def measure_gaps(schedule: PipelineSchedule, steps: Sequence[Trace]) -> Gaps:
     All microbatches of a stage send the same sizes, so one median serves all of them, separately for forwards and
     backwards.
     """
-    before = {action: previous for rank in schedule.ranks for previous, action in pairwise(rank)}
-    source = {target: source for source, target in schedule.transfers()}
-    rank_of = _rank_of(schedule)
+    before, source = schedule.before, schedule.source
     of_steps = [aligned(schedule, step) for step in steps]
     waits = [wait for wait in schedule.send_waits if _holds(wait, [on_one_clock for on_one_clock, _ in of_steps])]
     posted: dict[Action, list[Action]] = {}
@@ -86,7 +83,7 @@ def measure_gaps(schedule: PipelineSchedule, steps: Sequence[Trace]) -> Gaps:
     lags: dict[tuple[int, Kind], list[_Lag]] = {}
     for on_one_clock, began in of_steps:
         for action, interval in on_one_clock.items():
-            free = on_one_clock[before[action]].end_ms if action in before else began[rank_of[action]]
+            free = on_one_clock[before[action]].end_ms if action in before else began[schedule.home[action.stage]]
             needed = posted.get(action, []) + ([source[action]] if action in source else [])
             ready = max((on_one_clock[other].end_ms for other in needed), default=-math.inf)
             if action in before or ready > free:  # otherwise it waited for its rank to begin the step
@@ -131,24 +128,19 @@ def _overhead(lags: Sequence[_Lag], transfer: float) -> float:
 
 def aligned(schedule: PipelineSchedule, step: Trace) -> tuple[dict[Action, Interval], dict[int, float]]:
     """Return the step on the clock of one rank, and the time in ms at which each rank began it."""
-    rank_of = _rank_of(schedule)
-    ahead = _clocks(schedule, step, rank_of)
-    on_one_clock = {
-        action: Interval(interval.start_ms - ahead[rank_of[action]], interval.end_ms - ahead[rank_of[action]])
-        for action, interval in step.items()
-    }
+    ahead = _clocks(schedule, step)
+    on_one_clock = {}
+    for action, interval in step.items():
+        own = ahead[schedule.home[action.stage]]
+        on_one_clock[action] = Interval(interval.start_ms - own, interval.end_ms - own)
     return on_one_clock, {rank: -of_rank for rank, of_rank in ahead.items()}
 
 
-def _rank_of(schedule: PipelineSchedule) -> dict[Action, int]:
-    return {action: rank for rank, actions in enumerate(schedule.ranks) for action in actions}
-
-
-def _clocks(schedule: PipelineSchedule, step: Trace, rank_of: Mapping[Action, int]) -> dict[int, float]:
+def _clocks(schedule: PipelineSchedule, step: Trace) -> dict[int, float]:
     """Return how far each rank's clock is ahead of rank 0's, in ms."""
     shortest: dict[tuple[int, int], float] = {}
     for source, target in schedule.transfers():
-        way = rank_of[source], rank_of[target]
+        way = schedule.home[source.stage], schedule.home[target.stage]
         lag = step[target].start_ms - step[source].end_ms
         shortest[way] = min(lag, shortest.get(way, lag))
     ahead = {0: 0.0}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -66,10 +65,9 @@ class PipelineDag:
                 raise ScheduleError(f"{source}->{target} is not an edge between stages of this schedule")
             delays[source, target] = float(delay)
         # A transfer between neighbours on one rank (V-shaped schedules) implies the order edge.
-        for rank in schedule.ranks:
-            for before, action in pairwise(rank):
-                own = float((overhead or {}).get(action, 0.0))
-                delays[before, action] = max(own, delays.get((before, action), 0.0))
+        for action, before in schedule.before.items():
+            own = float((overhead or {}).get(action, 0.0))
+            delays[before, action] = max(own, delays.get((before, action), 0.0))
         known = set(schedule.actions) if waits else set()
         for edge, delay in (waits or {}).items():
             if not known.issuperset(edge):

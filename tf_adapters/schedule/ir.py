@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tf_adapters.errors import ScheduleError
 
@@ -73,7 +74,7 @@ class SendWait(NamedTuple):
     sent: tuple[Action, Action]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PipelineSchedule:
     """The actions of each pipeline rank in one batch, in order.
 
@@ -93,42 +94,62 @@ class PipelineSchedule:
         """One list of action texts per rank; the inverse of ``from_text``."""
         return [[str(action) for action in rank] for rank in self.ranks]
 
-    @property
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without derived values."""
+        return type(self), (self.ranks, self.send_waits)
+
+    @cached_property
     def actions(self) -> tuple[Action, ...]:
         """Every action, rank after rank."""
         return tuple(action for rank in self.ranks for action in rank)
 
-    @property
+    @cached_property
+    def before(self) -> Mapping[Action, Action]:
+        """The previous action of the same rank, by action; a rank's first action is absent."""
+        return {action: previous for rank in self.ranks for previous, action in pairwise(rank)}
+
+    @cached_property
+    def source(self) -> Mapping[Action, Action]:
+        """The action of another stage whose result an action needs, by that action.
+
+        Activations go from F(s, m) to F(s+1, m); input gradients from B or I(s+1, m) to B or I(s, m).
+        """
+        present = set(self.actions)
+        found = ((action, _upstream(action, present)) for action in self.actions)
+        return {action: source for action, source in found if source is not None}
+
+    @cached_property
+    def home(self) -> Mapping[int, int]:
+        """The rank of each stage."""
+        return {action.stage: rank for rank, actions in enumerate(self.ranks) for action in actions}
+
+    @cached_property
     def num_stages(self) -> int:
         """One more than the highest stage; 0 without actions."""
         return max((action.stage for action in self.actions), default=-1) + 1
 
-    @property
+    @cached_property
     def num_microbatches(self) -> int:
         """One more than the highest microbatch; 0 without actions."""
         return max((action.microbatch for action in self.actions), default=-1) + 1
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds ``stage``. Raises ScheduleError when none does."""
-        for rank, actions in enumerate(self.ranks):
-            if any(action.stage == stage for action in actions):
-                return rank
-        raise ScheduleError(f"stage {stage} is on no rank: the stages are 0 to {self.num_stages - 1}")
+        if stage not in self.home:
+            raise ScheduleError(f"stage {stage} is on no rank: the stages are 0 to {self.num_stages - 1}")
+        return self.home[stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that ``rank`` holds, ascending."""
         return tuple(sorted({action.stage for action in self.ranks[rank]}))
 
     def transfers(self) -> Iterator[tuple[Action, Action]]:
-        """Yield every pair (source, target) in which the target needs the result of the source on another stage.
+        """Every pair (source, target) in which the target needs the result of the source on another stage."""
+        return ((source, target) for target, source in self.source.items())
 
-        Activations go from F(s, m) to F(s+1, m); input gradients from B or I(s+1, m) to B or I(s, m).
-        """
-        present = set(self.actions)
-        for target in self.actions:
-            source = _upstream(target, present)
-            if source is not None:
-                yield source, target
+    def leaves_rank(self, source: Action, target: Action) -> bool:
+        """Return whether the two actions are on different ranks."""
+        return self.home[source.stage] != self.home[target.stage]
 
     def execution_order(self, also: Iterable[tuple[Action, Action]] = ()) -> tuple[Action, ...]:
         """Return all actions in a topological order (Kahn, linear time).

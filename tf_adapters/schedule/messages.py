@@ -58,7 +58,7 @@ def in_time(schedule: PipelineSchedule, end_ms: Mapping[Action, float]) -> tuple
 def receive_points(schedule: PipelineSchedule, end_ms: Mapping[Action, float]) -> dict[Action, tuple[Action, ...]]:
     """Map an action to the actions whose inputs its rank begins to receive before it, in order."""
     place = {action: n for n, action in enumerate(in_time(schedule, end_ms))}
-    _, sources = _between_ranks(schedule)
+    sources = _between_ranks(schedule)
     points: dict[Action, tuple[Action, ...]] = {}
     for row in schedule.ranks:
         coming = deque(sorted((a for a in row if a in sources), key=lambda action: place[sources[action]]))
@@ -76,20 +76,19 @@ def messages_taken(schedule: PipelineSchedule) -> dict[Action, int]:
 
     The sender had waited for them before it sent the input, so this rank can free them.
     """
-    rank_of, sources = _between_ranks(schedule)
+    home, sources = schedule.home, _between_ranks(schedule)
     targets = {source: target for target, source in sources.items()}
     found: dict[Action, int] = {}
     for row in schedule.ranks:
         had = Counter[int]()
         for action in row:
             if action in sources:
-                had[rank_of[sources[action]]] += 1
+                had[home[sources[action].stage]] += 1
             if action in targets:
-                found[targets[action]] = had[rank_of[targets[action]]]
+                found[targets[action]] = had[home[targets[action].stage]]
     return found
 
 
-def _between_ranks(schedule: PipelineSchedule) -> tuple[dict[Action, int], dict[Action, Action]]:
-    """Return the rank of every action, and the source of every action whose input comes from another rank."""
-    rank_of = {action: rank for rank, row in enumerate(schedule.ranks) for action in row}
-    return rank_of, {t: s for s, t in schedule.transfers() if rank_of[s] != rank_of[t]}
+def _between_ranks(schedule: PipelineSchedule) -> dict[Action, Action]:
+    """Return the source of every action whose input comes from another rank."""
+    return {target: source for source, target in schedule.transfers() if schedule.leaves_rank(source, target)}

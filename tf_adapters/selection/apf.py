@@ -2,23 +2,21 @@
 
 E_K = alpha E_{K-1} + (1 - alpha) Delta_K, and E_K^abs is the same average of |Delta_K|. The score is |E_K| / E_K^abs:
 1 for a steady trend, near 0 for oscillation. The paper defines it for one scalar. Freezing saves time for whole tensors
-only, so each unit gets one score:
-
-- ``"tensor"``: Delta_K is the mean update of the unit's elements, and |Delta_K| the mean of their magnitudes. The
-  thresholds in the paper's table of settings need this score: a scalar's score stays above about 1/sqrt(K) even when
-  its updates are pure noise, and would never reach 0.0001.
-- ``"elements"``: each sampled element has its moving averages. The score is the sum of |E_K| over the sum of E_K^abs,
-  so an element counts by how much it moves.
+only, so each unit gets one score: Delta_K is the mean update of the unit's elements, and |Delta_K| the mean of their
+magnitudes. The thresholds in the paper's table of settings need this score: a scalar's score stays above about
+1/sqrt(K) even when its updates are pure noise, and would never reach 0.0001.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from tf_adapters.selection.updates import Memory, Updates
+
+ALPHA = 0.99
+"""Weight of the past in a run's moving averages."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +25,16 @@ class Apf:
 
     Args:
         threshold: T_APF; a unit is stable if its score is below it.
-        alpha: weight of the past in the moving averages, in [0, 1).
-        score: "tensor" or "elements", see above.
         periods: true for APF alone. It does not train frozen units, so a unit needs one interval of training before
             its score means anything. APF freezes a stable unit for one check longer than the last time. It halves the
             period of a unit that is unstable again. False for the hybrids, where every unit goes on learning: each
             check decides anew.
+        alpha: weight of the past in the moving averages, in [0, 1).
     """
 
     threshold: float
-    alpha: float
-    score: Literal["tensor", "elements"]
     periods: bool
+    alpha: float = ALPHA
 
     def check(self, memory: Memory, updates: Updates) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Return the memory for the next check, and the stable units as bools ``[units]``."""
@@ -48,8 +44,7 @@ class Apf:
         trend, size = self.averages(memory, updates, trained)
         scores = self.scores(trend, size, updates)
         stable = scores < self.threshold
-        kept = np.float64 if self.score == "tensor" else np.float32  # float32: one value per element is much
-        averages = {"trend": trend.astype(kept), "size": size.astype(kept), "scores": scores}
+        averages = {"trend": trend, "size": size, "scores": scores}
         if not self.periods:
             return averages, stable
         period = np.where(trained, np.where(stable, period + 1, period // 2), period)
@@ -57,16 +52,12 @@ class Apf:
         return {**averages, "period": period, "waiting": waiting}, waiting > 0
 
     def averages(self, memory: Memory, updates: Updates, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """E_K and E_K^abs: ``[units]``, or ``[samples]`` by element. Units that did not train keep their averages."""
-        if self.score == "tensor":
-            moved, magnitude, moves = updates.mean, updates.mean_abs, trained
-        else:
-            moved, magnitude, moves = updates.delta, np.abs(updates.delta), trained[updates.unit_of]
-        trend, size = (_kept(memory, name, len(moved)) for name in ("trend", "size"))
+        """E_K and E_K^abs, ``[units]``. Units that did not train keep their averages."""
+        trend, size = (_kept(memory, name, updates.units) for name in ("trend", "size"))
         rest = 1.0 - self.alpha
         return (
-            np.where(moves, self.alpha * trend + rest * moved, trend),
-            np.where(moves, self.alpha * size + rest * magnitude, size),
+            np.where(trained, self.alpha * trend + rest * updates.mean, trend),
+            np.where(trained, self.alpha * size + rest * updates.mean_abs, size),
         )
 
     def scores(self, trend: np.ndarray, size: np.ndarray, updates: Updates) -> np.ndarray:
@@ -76,19 +67,12 @@ class Apf:
         finite or where no element was read.
         """
         strength = np.abs(trend)
-        if self.score == "elements":
-            strength, size = updates.sums(strength), updates.sums(size)
         with np.errstate(invalid="ignore"):
             scores: np.ndarray = np.divide(strength, size, out=np.zeros_like(strength), where=size != 0.0)
         return np.where(updates.numel > 0, np.minimum(1.0, scores), np.nan)
 
-    def resharded(self, memory: Memory) -> dict[str, np.ndarray]:
-        """Return the part of the memory that stays valid when other elements are sampled."""
-        lost = ("trend", "size") if self.score == "elements" else ()
-        return {name: array for name, array in memory.items() if name not in lost}
-
 
 def _kept(memory: Memory, name: str, length: int) -> np.ndarray:
-    """Return the remembered array, or zeros if it is absent or of another length."""
+    """Return the remembered array, or zeros if it is absent or of another length, as version 2 may have saved it."""
     found = memory.get(name)
     return found if found is not None and len(found) == length else np.zeros(length)

@@ -57,10 +57,6 @@ class AutoFreeze:
         norms: np.ndarray = np.where(read > 0, np.sqrt(squares), np.nan)
         return norms
 
-    def resharded(self, memory: Memory) -> dict[str, np.ndarray]:
-        """All of the memory stays valid when other elements are sampled: norms are estimates for whole layers."""
-        return dict(memory)
-
     def _extended(self, prefix: int, changes: np.ndarray) -> int:
         """The stable prefix, in layers, after a check with these scores."""
         lowest = int(len(changes) * self.percentile / 100.0 + 1e-9)

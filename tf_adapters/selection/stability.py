@@ -28,9 +28,6 @@ class StabilityMetric(Protocol):
     def check(self, memory: Memory, updates: Updates) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Return the memory for the next check, and the stable units as bools ``[units]``."""
 
-    def resharded(self, memory: Memory) -> dict[str, np.ndarray]:
-        """Return the part of the memory that stays valid when other elements are sampled."""
-
 
 @dataclass(frozen=True, eq=False)
 class StabilityState:
@@ -131,9 +128,7 @@ class StabilityChecks:
             if snapshot is None:
                 return None
             before, memory, stable = state.snapshot, state.memory, np.zeros(0, bool)
-            if before is not None and not before.matches(snapshot):
-                memory = metric.resharded(memory)
-            elif before is not None and step != start:
+            if before is not None and before.matches(snapshot) and step != start:
                 memory, stable = metric.check(memory, Updates.between(before, snapshot, self._places))
             judged.append((memory, snapshot))
             return np.packbits(stable).tobytes()
@@ -204,5 +199,5 @@ def metric_of(config: TimelyFreezeConfig, units: Units) -> StabilityMetric | Non
     if config.stability_metric == "autofreeze":
         return AutoFreeze(layers_of(units), config.autofreeze_percentile)
     if config.stability_metric == "apf":
-        return Apf(config.apf_threshold, config.apf_alpha, config.apf_score, periods=not config.plans)
+        return Apf(config.apf_threshold, periods=not config.plans)
     return None

@@ -4,8 +4,7 @@ Counted are matrix products, a multiply-add as two FLOPs. A product of activatio
 three times: forward, gradient of its input, gradient of its weight. Attention's products of activations with
 activations have no weight: two forward, five backward (FlashAttention-2, section 4.1: the backward takes 2.5 times
 the forward's FLOPs, one of its five products being the scores again). The embedding is a look-up, its gradient an
-addition. Norms, rotary embedding, SiLU and the loss are below 1% of the FLOPs and left out; what their memory
-traffic takes can be put in as ``CostOptions``.
+addition. Norms, rotary embedding, SiLU and the loss are below 1% of the FLOPs and left out.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ __all__ = [
     "LLAMA_1B",
     "LLAMA_8B",
     "LLAMA_13B",
-    "CostOptions",
     "LlamaShape",
     "StageCost",
     "action_bounds",
@@ -82,25 +80,6 @@ LLAMA_13B = LlamaShape(
 
 
 @dataclass(frozen=True, slots=True)
-class CostOptions:
-    """What else is counted, or is not. Bytes are turned into FLOPs at ``flops_per_byte``, the machine's balance."""
-
-    attention_share: float = 0.5
-    """Share of the sequence x sequence scores that is computed: a half with a causal kernel, 1 without."""
-    recompute: float = 0.0
-    """Share of the layers whose forward the backward runs again (activation checkpointing)."""
-    head: bool = True
-    """Whether the last stage has the output head."""
-    loss_forward_bytes: float = 0.0
-    """Memory traffic of the loss, forward, in bytes for each logit."""
-    loss_backward_bytes: float = 0.0
-    """The same, backward: it belongs to the input gradient."""
-    weight_gradient_bytes: float = 0.0
-    """Memory traffic of adding up the weight gradient, in bytes for each weight and microbatch."""
-    flops_per_byte: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class StageCost:
     """FLOPs of one stage for one microbatch."""
 
@@ -135,57 +114,30 @@ def split_layers(layers: int, stages: int, ends: int = 1) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def stage_costs(
-    shape: LlamaShape,
-    layers: Sequence[int],
-    sequences: int,
-    length: int,
-    options: CostOptions | None = None,
-) -> tuple[StageCost, ...]:
+def stage_costs(shape: LlamaShape, layers: Sequence[int], sequences: int, length: int) -> tuple[StageCost, ...]:
     """FLOPs by stage of a microbatch of ``sequences`` sequences of ``length`` tokens; ``layers`` by stage."""
-    options = options or CostOptions()
     tokens = sequences * length
-    layer = _layer(shape, tokens, length, options)
+    layer = _layer(shape, tokens, length)
     costs = [layer.scaled(count) for count in layers]
     costs[0] += StageCost(0.0, 0.0, tokens * shape.hidden_size)
-    if options.head:
-        costs[-1] += _head(shape, tokens, options)
+    head = 2.0 * tokens * shape.embedding_weights
+    costs[-1] += StageCost(head, head, head)
     return tuple(costs)
 
 
-def _layer(shape: LlamaShape, tokens: int, length: int, options: CostOptions) -> StageCost:
+def _layer(shape: LlamaShape, tokens: int, length: int) -> StageCost:
+    """Of attention's scores a causal kernel computes half."""
     linear = 2.0 * tokens * shape.layer_weights
-    attention = 4.0 * tokens * length * shape.hidden_size * options.attention_share
-    forward = linear + attention
-    return StageCost(
-        forward=forward,
-        input_grad=linear + _ATTENTION_BACKWARD * attention + options.recompute * forward,
-        weight_grad=linear + shape.layer_weights * options.weight_gradient_bytes * options.flops_per_byte,
-    )
+    attention = 2.0 * tokens * length * shape.hidden_size
+    return StageCost(linear + attention, linear + _ATTENTION_BACKWARD * attention, linear)
 
 
-def _head(shape: LlamaShape, tokens: int, options: CostOptions) -> StageCost:
-    linear = 2.0 * tokens * shape.embedding_weights
-    logits = tokens * shape.vocab_size * options.flops_per_byte
-    return StageCost(
-        forward=linear + logits * options.loss_forward_bytes,
-        input_grad=linear + logits * options.loss_backward_bytes,
-        weight_grad=linear + shape.embedding_weights * options.weight_gradient_bytes * options.flops_per_byte,
-    )
-
-
-def action_bounds(
-    schedule: PipelineSchedule,
-    costs: Sequence[StageCost],
-    flops_per_ms: float,
-    first_stage_disappears: bool = False,
-) -> dict[Action, Bounds]:
+def action_bounds(schedule: PipelineSchedule, costs: Sequence[StageCost], flops_per_ms: float) -> dict[Action, Bounds]:
     """How long each action takes, all frozen and nothing frozen, in ms.
 
     The first stage passes no input gradient on, but random masks leave it to compute down to its first trained
-    layer: that stays in its lower bound, as the controller measures it. ``first_stage_disappears`` is the paper's
-    reading, where all is frozen and the backward is gone. With split backwards torch computes nothing in the first
-    stage's I and its whole backward in W (``_PipelineStageBase.backward_weight_one_chunk``, torch 2.13).
+    layer: that stays in its lower bound, as the controller measures it. With split backwards torch computes nothing in
+    the first stage's I and its whole backward in W (``_PipelineStageBase.backward_weight_one_chunk``, torch 2.13).
     """
 
     def bounds(action: Action) -> Bounds:
@@ -195,7 +147,7 @@ def action_bounds(
         if action.kind is Kind.INPUT_GRAD:
             return Bounds(0.0, 0.0) if first else Bounds(cost.input_grad, cost.input_grad)
         before = cost.input_grad if first or action.kind is Kind.BACKWARD else 0.0
-        return Bounds(0.0 if first and first_stage_disappears else before, before + cost.weight_grad)
+        return Bounds(before, before + cost.weight_grad)
 
     flops = {action: bounds(action) for action in schedule.actions}
     return {a: Bounds(b.lower / flops_per_ms, b.upper / flops_per_ms) for a, b in flops.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
@@ -31,14 +30,8 @@ class Pipeline(NamedTuple):
 
 def between_ranks(schedule: PipelineSchedule, ms: float) -> Gaps:
     """``ms`` on every edge whose ends are on different ranks; a rank hands over to itself at once."""
-    home = {stage: rank for rank in range(len(schedule.ranks)) for stage in schedule.stages_of(rank)}
-    return Gaps(
-        {
-            (source, target): ms
-            for source, target in schedule.transfers()
-            if home[source.stage] != home[target.stage] and ms > 0.0
-        }
-    )
+    edges = [edge for edge in schedule.transfers() if schedule.leaves_rank(*edge)]
+    return Gaps(dict.fromkeys(edges, ms) if ms > 0.0 else {})
 
 
 def carried_gaps(measured: Measurement, order: PipelineSchedule) -> Gaps:
@@ -51,10 +44,7 @@ def carried_gaps(measured: Measurement, order: PipelineSchedule) -> Gaps:
     communication = between_ranks(order, fmean(known.get(edge, 0.0) for edge in edges) if edges else 0.0).communication
     spent = {forward: _mean_overhead(measured, forward) for forward in (True, False)}
     overhead = {
-        action: spent[action.kind is Kind.FORWARD]
-        for rank in order.ranks
-        for _, action in pairwise(rank)
-        if action.kind is not Kind.WEIGHT_GRAD
+        action: spent[action.kind is Kind.FORWARD] for action in order.before if action.kind is not Kind.WEIGHT_GRAD
     }
     return Gaps(communication, {action: ms for action, ms in overhead.items() if ms > 0.0})
 

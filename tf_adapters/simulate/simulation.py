@@ -213,8 +213,7 @@ def held_by(schedule: PipelineSchedule, dag: PipelineDag, durations: Mapping[Act
     A batch usually has many critical paths, which wander between ranks that are equally busy. So each rank is asked
     for the critical path that is longest on it; the rank with the longest answer holds the batch.
     """
-    home = {stage: rank for rank in range(len(schedule.ranks)) for stage in schedule.stages_of(rank)}
-    rank_of = np.array([home[action.stage] for action in dag.actions], dtype=np.int64)
+    rank_of = np.array([schedule.home[action.stage] for action in dag.actions], dtype=np.int64)
     length = dag.durations(durations)
     busy = np.bincount(rank_of, weights=length, minlength=len(schedule.ranks))
     busiest = np.argsort(-busy, kind="stable")

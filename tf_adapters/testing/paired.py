@@ -46,7 +46,6 @@ class Freezing:
             "warmup_steps": self.warmup,
             "monitoring_steps": self.monitoring,
             "progressive_steps": self.progressive,
-            "report_every": 10,
             "on_error": "raise",
             "output_dir": self.output_dir,
             **self.settings,

@@ -259,7 +259,7 @@ class Decisions:
 
     def _report_due(self, run: RunSnapshot) -> bool:
         stable = run.state.completed_steps - run.state.phases.progressive_end
-        return stable == 10 or (stable > 0 and stable % self._config.report_every == 0)
+        return stable == 10 or (stable > 0 and stable % self._config.replan_interval == 0)
 
     def _report(self, run: RunSnapshot) -> None:
         if self._observer is not None:

@@ -36,9 +36,6 @@ __all__ = ["Packed", "PlanJob", "PlanMaker", "Planned", "Probes", "RunSetup", "p
 _SOLVED_AT_ONCE = 1_000
 """Actions up to which planning takes about a second, no more than starting a process for it."""
 
-_PATIENCE_S = 20.0
-"""How long ranks wait for one message while a plan is made: far less than any process group's timeout."""
-
 _NEARLY = 1.01
 """Up to this ratio to its target a promised step has reached it: measurements are no more precise."""
 
@@ -171,7 +168,7 @@ class PlanMaker:
         """
         self._waited += 1
         due = self._waited % max(1, self._waited // 8) == 0
-        return self._ended(lambda: self._arrived(wait_s=0.0)) if due else None
+        return self._ended(lambda: self._arrived()) if due else None
 
     def close(self) -> None:
         self.job = None
@@ -192,7 +189,7 @@ class PlanMaker:
 
     def _begin(self, job: PlanJob) -> Planned | None:
         solves, limit_s = SOLVES if self._config.is_auto else 1, self._config.solver_time_limit_s
-        if self._config.plan_wait == "auto" and len(job.measurement.schedule.actions) * solves <= _SOLVED_AT_ONCE:
+        if len(job.measurement.schedule.actions) * solves <= _SOLVED_AT_ONCE:
             return on_one_rank(
                 self._collectives,
                 lambda: self._promise(job.measurement, solve(self._problem(job.measurement), limit_s)),
@@ -202,10 +199,7 @@ class PlanMaker:
             self._worker = BackgroundPlan(self._problem(job.measurement), limit_s)
 
         on_one_rank(self._collectives, launch)
-        planned = None
-        while planned is None and self._config.plan_wait is True:
-            planned = self._arrived(wait_s=_PATIENCE_S)
-        return planned
+        return None
 
     def _local(self, schedule: PipelineSchedule, timer: ActionTimer) -> _Local:
         timer.drain(wait=True)
@@ -227,11 +221,11 @@ class PlanMaker:
         first = self._run.masks.first_training_stage
         return measured_times(timer, first, sampled=sampled, microbatches=number)
 
-    def _arrived(self, wait_s: float) -> Planned | None:
+    def _arrived(self) -> Planned | None:
         def ask() -> Planned | None:
             assert self._worker is not None
             assert self.job is not None
-            plan = self._worker.wait(wait_s) if wait_s else self._worker.poll()
+            plan = self._worker.poll()
             return None if plan is None else self._promise(self.job.measurement, plan)
 
         return on_one_rank(self._collectives, ask)

@@ -306,8 +306,8 @@ def fingerprint(config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: S
     }
     if config.freeze_limits:
         parts["freeze_limits"] = config.freeze_limits
-    if config.target_speedup or config.target_step_time_ms:
-        parts["target"] = [config.target_speedup, config.target_step_time_ms]
+    if config.target_speedup:
+        parts["target"] = [config.target_speedup, None]  # as checkpoints of versions that also had a target in ms
     if config.defers:
         parts["deferred"] = config.extra_microbatches
     if config.samples_tokens:

@@ -17,7 +17,7 @@ class GPipeTraining(DeepSpeedTraining):
 def start(settings: dict[str, Any] | None) -> GPipeTraining:
     """The host alone is a run of the same schedule that never freezes: DeepSpeed has no GPipe of its own."""
     if settings is None:
-        settings = {"method": "none", "monitoring_masks": False}
+        settings = {"method": "none", "max_freeze_ratio": 0.0}
     return GPipeTraining({**settings, "schedule": "gpipe"})
 
 

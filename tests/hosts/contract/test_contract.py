@@ -30,13 +30,14 @@ from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.selection.sampling import sample_indices
 from tf_adapters.testing import force_plan, relative_error
+from tf_adapters.training import plan_maker
 from tf_adapters.weight_gradients.gradient_noise import chosen_weights
 
 pytestmark = pytest.mark.distributed
 
-LIFE = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2, "report_every": 2}
+LIFE = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2, "replan_interval": 2, "replan_threshold": 0.0}
 # Small models of few steps: everything looks stable to these settings sooner or later, and not at once.
-STABILITY = {"stability_check_interval": 1, "apf_threshold": 0.3, "apf_alpha": 0.5, "autofreeze_percentile": 85.0}
+STABILITY = {"stability_check_interval": 1, "apf_threshold": 0.3, "autofreeze_percentile": 85.0}
 METHODS = ["timely+apf", "timely+autofreeze", "apf", "autofreeze"]
 each_method = pytest.mark.parametrize("method", METHODS)
 FROZEN = {**{f"0B{m}": 1.0 for m in range(MICROBATCHES)}, **{f"1B{m}": 0.75 for m in range(MICROBATCHES)}}
@@ -47,6 +48,8 @@ LEVERS: dict[str, dict] = {
     "tokens": {"granularity": "token"},
     "deferred tokens": {"weight_gradients": "deferred", "granularity": "token"},
 }
+beside_training = mock.patch.object(plan_maker, "_SOLVED_AT_ONCE", 0)
+"""Every plan is made by another process, as those of many actions are."""
 each_lever = pytest.mark.parametrize("section", LEVERS.values(), ids=LEVERS)
 
 
@@ -210,9 +213,10 @@ def test_a_plan_made_beside_training_is_in_force_on_all_ranks_from_one_step_on(r
     assert all(unfrozen for _, _, unfrozen in outcomes)
 
 
+@beside_training
 def plan_beside(host: str, folder: str) -> tuple[str | None, int, bool]:
     """Train until the plan has come; was nothing frozen while it was made?"""
-    training = start(host, {**LIFE, "plan_wait": False}, folder)
+    training = start(host, LIFE, folder)
     controller, unfrozen, number = training.controller, True, 0
     while controller.state.plan is None and not controller.state.failure:
         training.step(number)
@@ -235,12 +239,13 @@ def test_a_plan_whose_times_no_longer_hold_is_made_anew_on_all_ranks(ranks, host
         assert phase == "stable"
 
 
+@beside_training
 def outlived(host: str, folder: str) -> tuple[str | None, float, dict[str, Any], str]:
     """Train with a plan for a machine that is ten times as fast, until there is another one.
 
     The failure; how many times as long actions are then taken to last; the plan; the phase.
     """
-    training = start(host, {**LIFE, "replan_interval": 2, "plan_wait": False}, folder)
+    training = start(host, {**LIFE, "replan_threshold": 0.1}, folder)
     controller, number = training.controller, 0
     while controller.phase is not Phase.STABLE and not controller.state.failure:
         training.step(number)
@@ -265,8 +270,9 @@ def test_a_planner_that_dies_leaves_all_ranks_training(ranks, host, tmp_path):
     assert outcomes == [("the planner was killed by SIGKILL", ())] * STAGES
 
 
+@beside_training
 def planner_dies(host: str, folder: str) -> tuple[str | None, tuple[str, ...]]:
-    training = start(host, {**LIFE, "plan_wait": False, "on_error": "warn"}, folder)
+    training = start(host, {**LIFE, "on_error": "warn"}, folder)
     controller = training.controller
     for number in range(LIFE["warmup_steps"] + LIFE["monitoring_steps"] + 4):
         training.step(number)
@@ -470,7 +476,7 @@ def held_and_still(host: str) -> tuple[set, set]:
     "section",
     [
         {"max_freeze_ratio": 0.0},
-        {"method": "none", "monitoring_masks": False},
+        {"method": "none", "max_freeze_ratio": 0.0},
         {**STABILITY, "method": "apf", "max_freeze_ratio": 0.0},
         {**LEVERS["deferred"], "max_freeze_ratio": 0.0},
         {**LEVERS["tokens"], "max_freeze_ratio": 0.0},
@@ -614,7 +620,7 @@ SLOW_RANK, SLOWER_S = 2 * STAGES - 1, 0.15
 
 def with_slow_rank(host: str, folder: str) -> tuple[str | None, int]:
     """The failure, and this rank's stage. One rank sleeps in every forward."""
-    settings = {"warmup_steps": 1, "monitoring_steps": 2, "method": "none", "monitoring_masks": False}
+    settings = {"warmup_steps": 1, "monitoring_steps": 2, "method": "none", "max_freeze_ratio": 0.0}
     training = start(host, settings, folder)
     controller = training.controller
     (stage,) = controller.pipeline.parameters

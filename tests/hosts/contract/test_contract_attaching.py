@@ -22,7 +22,7 @@ from tf_adapters.testing import force_plan
 
 pytestmark = pytest.mark.distributed
 
-LIFE = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 1, "report_every": 1}
+LIFE = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 1, "replan_interval": 1, "replan_threshold": 0.0}
 WAYS: dict[str, dict[str, Any]] = {
     "in place": {},
     "deferred": {"weight_gradients": "deferred"},

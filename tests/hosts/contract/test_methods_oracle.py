@@ -24,7 +24,7 @@ pytestmark = pytest.mark.distributed
 
 def section(method: str, **settings: Any) -> dict[str, Any]:
     """A metric that soon finds much of a small model stable."""
-    checks = {"stability_check_interval": 1, "apf_threshold": 0.4, "apf_alpha": 0.5, "autofreeze_percentile": 90.0}
+    checks = {"stability_check_interval": 1, "apf_threshold": 0.4, "autofreeze_percentile": 90.0}
     return {**checks, "method": method, **settings}
 
 

@@ -40,7 +40,7 @@ def test_nothing_frozen_is_the_host_to_the_bit(pools, name):
     case = replace(CASES[name], ratios=0.0, steps=3)
     ours = pools(case.stages).run(train, deferred(case))
     alone = pools(case.stages).run(
-        train, replace(case, section={**case.section, "method": "none", "monitoring_masks": False}, ratios=None)
+        train, replace(case, section={**case.section, "method": "none", "max_freeze_ratio": 0.0}, ratios=None)
     )
     for mine, theirs in zip(ours, alone, strict=True):
         assert mine["plan"]["ranks"] != mine["schedule"]

@@ -35,7 +35,13 @@ FROZEN = {**{f"0B{m}": 1.0 for m in range(4)}, **{f"1B{m}": 0.75 for m in range(
 
 
 def test_a_run_goes_through_all_phases_and_leaves_a_report(pools, tmp_path):
-    section = {"warmup_steps": 1, "monitoring_steps": 6, "progressive_steps": 2, "report_every": 2}
+    section = {
+        "warmup_steps": 1,
+        "monitoring_steps": 6,
+        "progressive_steps": 2,
+        "replan_interval": 2,
+        "replan_threshold": 0.0,
+    }
     case = Case(section=section, steps=13, output_dir=str(tmp_path))
     ranks = pools(2).run(train, case)
     phases = [step["phase"] for step in ranks[0]["steps"]]
@@ -75,7 +81,7 @@ def test_the_translated_schedule_is_deepspeeds_1f1b(pools):
 
 @pytest.mark.skipif(not HAS_DUALPIPEV, reason="this DeepSpeed has no DualPipeV engine")
 def test_dualpipev_goes_through_all_phases_with_two_stages_on_each_rank(pools, tmp_path):
-    section = {"monitoring_steps": 6, "progressive_steps": 2, "report_every": 2}
+    section = {"monitoring_steps": 6, "progressive_steps": 2, "replan_interval": 2, "replan_threshold": 0.0}
     case = Case(dualpipev=True, section=section, steps=13, output_dir=str(tmp_path))
     ranks = pools(2).run(train, case)
     assert [rank["status"] for rank in ranks] == [None, None]
@@ -88,7 +94,7 @@ def test_dualpipev_goes_through_all_phases_with_two_stages_on_each_rank(pools, t
 
 
 def test_gpipe_gives_the_losses_of_1f1b(pools):
-    gpipe = pools(2).run(train, Case(section={"schedule": "gpipe", "method": "none", "monitoring_masks": False}))
+    gpipe = pools(2).run(train, Case(section={"schedule": "gpipe", "method": "none", "max_freeze_ratio": 0.0}))
     alone = pools(2).run(train, Case(section=None))
     assert gpipe[0]["schedule"][1] == ["1F0", "1F1", "1F2", "1F3", "1B0", "1B1", "1B2", "1B3"]
     for ours, theirs in zip(gpipe[0]["steps"], alone[0]["steps"], strict=True):

@@ -55,7 +55,7 @@ def test_a_ratio_of_zero_is_the_host_to_the_bit(pools):
     case = replace(CASES["fp32"], ratios=0.0, steps=3)
     ours = pools(case.stages).run(train, sampled(case))
     alone = pools(case.stages).run(
-        train, replace(case, section={**case.section, "method": "none", "monitoring_masks": False}, ratios=None)
+        train, replace(case, section={**case.section, "method": "none", "max_freeze_ratio": 0.0}, ratios=None)
     )
     for mine, theirs in zip(ours, alone, strict=True):
         assert [step["loss"] for step in mine["steps"]] == [step["loss"] for step in theirs["steps"]]

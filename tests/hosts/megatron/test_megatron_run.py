@@ -61,7 +61,13 @@ def assert_same(actual: list[dict], expected: list[dict]) -> None:
 
 @pytest.mark.parametrize("virtual", [None, 2])
 def test_a_run_goes_through_all_phases_and_leaves_a_report(megatron, tmp_path, virtual):
-    section = {"warmup_steps": 1, "monitoring_steps": 6, "progressive_steps": 2, "report_every": 2}
+    section = {
+        "warmup_steps": 1,
+        "monitoring_steps": 6,
+        "progressive_steps": 2,
+        "replan_interval": 2,
+        "replan_threshold": 0.0,
+    }
     case = Case(vp=virtual, section=section, steps=13, output_dir=str(tmp_path))
     ranks = megatron(2).run(train, case, False)
     assert [step["phase"] for step in ranks[0]["steps"]] == (

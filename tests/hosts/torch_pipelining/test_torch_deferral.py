@@ -49,7 +49,13 @@ def test_nothing_frozen_is_the_host_to_the_bit(name: str) -> None:
 
 
 def test_a_run_is_monitored_without_masks_and_then_planned(tmp_path: Path) -> None:
-    section = {**DEFERRED, "monitoring_steps": 10, "max_freeze_ratio": 0.4, "report_every": 1}
+    section = {
+        **DEFERRED,
+        "monitoring_steps": 10,
+        "max_freeze_ratio": 0.4,
+        "replan_interval": 1,
+        "replan_threshold": 0.0,
+    }
     case = Case(ranks=4, section=section, steps=16, output_dir=str(tmp_path))
     ranks = pool(4).run(train, case)
     check_oracle(case, ranks)

@@ -14,7 +14,7 @@ from torch_ranks import SCHEDULES, Case, Run, attached, build, losses_of, made, 
 
 pytestmark = pytest.mark.distributed
 
-LIFE = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2, "report_every": 2}
+LIFE = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2, "replan_interval": 2, "replan_threshold": 0.0}
 PHASES = ["warmup", *["monitoring_upper", "monitoring_mixed"] * 2, *["progressive"] * 2, *["stable"] * 2]
 FROZEN = {"0": 1.0, "1": 0.75, "2": 0.75, "3": 0.75}
 HOSTS = {
@@ -334,7 +334,7 @@ def measured(case: Case) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("method", ["apf", "timely+apf"])
 def test_figures_are_what_the_masks_of_the_step_froze(method: str) -> None:
-    section = {**LIFE, "method": method, "stability_check_interval": 1, "apf_threshold": 0.4, "apf_alpha": 0.5}
+    section = {**LIFE, "method": method, "stability_check_interval": 1, "apf_threshold": 0.4}
     ranks = pool(2).run(frozen, Case(section=section))
     shares = {stage: of_stage for rank in ranks for stage, of_stage in rank["shares"].items()}
     for rank in ranks:

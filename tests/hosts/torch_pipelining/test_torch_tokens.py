@@ -84,7 +84,13 @@ def test_what_is_excluded_takes_every_token_and_what_is_limited_more_of_them() -
 
 @pytest.mark.parametrize("section", [TOKENS, DEFERRED], ids=["in place", "deferred"])
 def test_a_run_is_monitored_with_draws_and_then_planned(tmp_path: Path, section: dict[str, Any]) -> None:
-    section = {**section, "monitoring_steps": 10, "max_freeze_ratio": 0.4, "report_every": 1}
+    section = {
+        **section,
+        "monitoring_steps": 10,
+        "max_freeze_ratio": 0.4,
+        "replan_interval": 1,
+        "replan_threshold": 0.0,
+    }
     case = Case(section=section, steps=16, output_dir=str(tmp_path))
     ranks = pool(2).run(train, case)
     check_oracle(case, ranks)

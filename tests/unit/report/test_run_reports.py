@@ -140,7 +140,7 @@ def test_method_none_plans_from_masked_monitoring_and_then_freezes_nothing(tmp_p
 
 
 def test_method_none_without_masks_never_freezes(tmp_path: Path) -> None:
-    controller = controller_of(tmp_path, method="none", monitoring_masks=False)
+    controller = controller_of(tmp_path, method="none", max_freeze_ratio=0.0)
     assert set(train(controller, 15)) == {0.0}
     controller.close()
     report = json.loads((tmp_path / "timely_freeze" / "report.json").read_text())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from snapshots import snapshot_of
 
-from tf_adapters.selection.apf import Apf
+from tf_adapters.selection.apf import ALPHA, Apf
 from tf_adapters.selection.autofreeze import AutoFreeze, layers_of
 from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.selection.updates import Updates
@@ -35,25 +35,23 @@ def run(metric: Apf | AutoFreeze, steps: list[Updates]) -> list[list[bool]]:
 # --- APF -----------------------------------------------------------------------------------------------------
 
 
-def full_score(deltas: list[torch.Tensor], alpha: float, score: str) -> float:
+def full_score(deltas: list[torch.Tensor]) -> float:
     """The paper's formula over every element."""
-    trend = size = torch.zeros(()) if score == "tensor" else torch.zeros_like(deltas[0])
+    trend = size = torch.zeros(())
     for delta in deltas:
-        moved, magnitude = (delta.mean(), delta.abs().mean()) if score == "tensor" else (delta, delta.abs())
-        trend, size = alpha * trend + (1 - alpha) * moved, alpha * size + (1 - alpha) * magnitude
-    return float(trend.abs().sum() / size.sum())
+        trend, size = ALPHA * trend + (1 - ALPHA) * delta.mean(), ALPHA * size + (1 - ALPHA) * delta.abs().mean()
+    return float(trend.abs() / size)
 
 
-@pytest.mark.parametrize("score", ["tensor", "elements"])
 @pytest.mark.parametrize("drift", [0.0, 0.3, 2.0])
-def test_the_sampled_score_is_close_to_the_formula_over_every_element(score: str, drift: float) -> None:
+def test_the_sampled_score_is_close_to_the_formula_over_every_element(drift: float) -> None:
     generator = torch.Generator().manual_seed(1)
     deltas = [drift + torch.randn(300_000, generator=generator) for _ in range(6)]
-    full = full_score(deltas, 0.9, score)
-    margin = {"tensor": 0.05 * full + 1e-6, "elements": 0.05 * full}[score]
+    full = full_score(deltas)
+    margin = 0.05 * full + 1e-6
     memory: dict[str, np.ndarray] = {}
     for threshold, expected in ((full + margin, True), (full - margin, False)):
-        apf = Apf(threshold, 0.9, score, periods=False)  # type: ignore[arg-type]
+        apf = Apf(threshold, periods=False)
         memory = {}
         for delta in deltas:
             memory, stable = apf.check(memory, updates_of(delta))
@@ -63,33 +61,30 @@ def test_the_sampled_score_is_close_to_the_formula_over_every_element(score: str
 def test_oscillation_is_stable_and_a_trend_is_not() -> None:
     ups, downs, trend = torch.full((2000,), 1.0), torch.full((2000,), -1.0), torch.full((2000,), 0.01)
     steps = [updates_of(ups if k % 2 else downs, trend) for k in range(12)]
-    for score in ("tensor", "elements"):
-        last = run(Apf(0.1, 0.9, score, periods=False), steps)[-1]  # type: ignore[arg-type]
-        assert last == [True, False]
+    assert run(Apf(0.1, periods=False), steps)[-1] == [True, False]
 
 
 def test_what_never_moves_is_stable_and_a_threshold_of_0_freezes_nothing() -> None:
     still = [updates_of(torch.zeros(100))] * 2
-    assert run(Apf(0.5, 0.9, "tensor", periods=False), still) == [[True], [True]]
-    assert run(Apf(0.0, 0.9, "tensor", periods=False), still) == [[False], [False]]
+    assert run(Apf(0.5, periods=False), still) == [[True], [True]]
+    assert run(Apf(0.0, periods=False), still) == [[False], [False]]
 
 
-@pytest.mark.parametrize("score", ["tensor", "elements"])
-def test_what_is_not_finite_is_never_stable(score: str) -> None:
+def test_what_is_not_finite_is_never_stable() -> None:
     broken = [updates_of(torch.full((300,), torch.inf), torch.full((300,), torch.nan), torch.zeros(300))] * 3
-    assert run(Apf(1.0, 0.9, score, periods=False), broken)[-1] == [False, False, True]  # type: ignore[arg-type]
+    assert run(Apf(1.0, periods=False), broken)[-1] == [False, False, True]
     assert run(AutoFreeze(np.arange(3), 66.7), broken)[-1] == [False] * 3
 
 
 def test_alone_it_freezes_one_check_longer_each_time_and_thaws_for_one_interval() -> None:
     """Periods of 1, 2, 3 checks, each after an interval of training: APF's additive increase."""
     still = updates_of(torch.zeros(100))
-    frozen = [step[0] for step in run(Apf(0.5, 0.9, "tensor", periods=True), [still] * 9)]
+    frozen = [step[0] for step in run(Apf(0.5, periods=True), [still] * 9)]
     assert frozen == [True, False, True, True, False, True, True, True, False]
 
 
 def test_alone_it_halves_the_period_of_what_became_unstable() -> None:
-    apf = Apf(0.5, 0.0, "tensor", periods=True)
+    apf = Apf(0.5, periods=True, alpha=0.0)
     memory = {name: np.array([value]) for name, value in {"period": 4, "waiting": 0}.items()}
     memory, stable = apf.check(memory, updates_of(torch.ones(100)))
     assert (stable.tolist(), memory["period"].tolist(), memory["waiting"].tolist()) == ([True], [2], [2])
@@ -101,7 +96,7 @@ def test_alone_it_halves_the_period_of_what_became_unstable() -> None:
 
 
 def test_what_was_frozen_all_the_time_keeps_its_averages() -> None:
-    apf = Apf(0.9, 0.5, "tensor", periods=True)
+    apf = Apf(0.9, periods=True, alpha=0.5)
     memory, _ = apf.check({}, updates_of(torch.cat([torch.ones(50), -torch.ones(50)])))
     later, _ = apf.check(memory, updates_of(torch.zeros(100)))
     assert memory["waiting"].tolist() == [1]

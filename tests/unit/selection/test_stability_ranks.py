@@ -33,7 +33,6 @@ UNITS = {
 SETTINGS: dict[str, Any] = {
     "method": "timely+apf",
     "apf_threshold": 0.5,
-    "apf_alpha": 0.5,
     "stability_check_interval": 1,
 }
 
@@ -178,11 +177,10 @@ def checked(
     return json.loads(json.dumps(state.to_json()))
 
 
-@pytest.mark.parametrize("score", ["tensor", "elements"])
 def test_the_first_rank_alone_keeps_what_checks_compare_with_and_all_find_the_same_stable(
-    pool: RankPool, score: str
+    pool: RankPool,
 ) -> None:
-    first, *others = pool.run(checked, {"apf_score": score}, 5)
+    first, *others = pool.run(checked, {}, 5)
     assert first["checks"] == 4
     assert first["stable"] == {str(stage): list(range(0, TENSORS, 2)) for stage in range(STAGES)}
     assert first["snapshot"]["keys"] == [[stage, name, []] for stage in range(STAGES) for name in sorted(NAMES)]

@@ -6,13 +6,13 @@ import pytest
 from schedules import one_f_one_b, split_one_f_one_b
 
 from benchmarks.paper import predicted, predicting
+from benchmarks.paper.variants import CostOptions, Variant
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action
 from tf_adapters.simulate.model_costs import (
     LLAMA_1B,
     LLAMA_8B,
     LLAMA_13B,
-    CostOptions,
     LlamaShape,
     StageCost,
     action_bounds,
@@ -27,7 +27,7 @@ TOKENS, LENGTH = 6, 3
 
 
 def tiny(layers: tuple[int, ...], **options: float) -> tuple[StageCost, ...]:
-    return stage_costs(TINY, layers, 2, LENGTH, CostOptions(**options))
+    return CostOptions(**options).costs(TINY, layers, 2, LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_bounds_of_whole_and_split_backwards() -> None:
     assert whole[Action.parse("1F0")] == Bounds(1.1, 1.1)
     assert whole[Action.parse("1B1")] == Bounds(2.2, 5.5)
     assert whole[Action.parse("0B0")] == Bounds(2.0, 5.0)
-    gone = action_bounds(one_f_one_b(2, 2), costs, 10.0, first_stage_disappears=True)
+    gone = Variant(first_stage_disappears=True).bounds(whole)
     assert gone[Action.parse("0B0")] == Bounds(0.0, 5.0)
     assert gone[Action.parse("1B0")] == Bounds(2.2, 5.5)
     split = action_bounds(split_one_f_one_b(2, 2), costs, 10.0)

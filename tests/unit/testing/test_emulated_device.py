@@ -143,7 +143,7 @@ def train_emulated(case: Case) -> dict:
 
 @pytest.mark.distributed
 def test_four_ranks_on_emulated_devices(tmp_path: Path):
-    section = {"monitoring_steps": 4, "max_freeze_ratio": 0.6, "report_every": 1}
+    section = {"monitoring_steps": 4, "max_freeze_ratio": 0.6, "replan_interval": 1, "replan_threshold": 0.0}
     case = Case(ranks=4, section=section, steps=10, output_dir=str(tmp_path))
     ranks = pool(4).run(train_emulated, case)
     check_oracle(case, ranks)

@@ -144,7 +144,11 @@ def test_messages_between_ranks():
 
 @pytest.mark.distributed
 def test_a_pipeline_trains_the_same_over_links(tmp_path: Path):
-    case = Case(section={"max_freeze_ratio": 0.6, "report_every": 1}, steps=6, output_dir=str(tmp_path))
+    case = Case(
+        section={"max_freeze_ratio": 0.6, "replan_interval": 1, "replan_threshold": 0.0},
+        steps=6,
+        output_dir=str(tmp_path),
+    )
     ranks = pool(2).run(train_over_links, case)
     check_oracle(case, ranks)
     assert all(rank["failure"] is None for rank in ranks)

@@ -28,7 +28,7 @@ from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
 SCHEDULE = gpipe(1, 3)
 LAST_MONITORED = 5
-controller_of = partial(one_rank.controller_of, SCHEDULE, plan_wait=False)
+controller_of = partial(one_rank.controller_of, SCHEDULE)
 
 
 @pytest.fixture
@@ -43,6 +43,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BackgroundPlan]]:
             started.append(self)
 
     monkeypatch.setattr(planning, "BackgroundPlan", Held)
+    monkeypatch.setattr(planning, "_SOLVED_AT_ONCE", 0)
     yield started
     for worker in started:
         worker.close()
@@ -74,8 +75,9 @@ def go_on(worker: BackgroundPlan) -> None:
     worker._process.wait()
 
 
-def test_a_small_plan_is_there_when_monitoring_ends(tmp_path, workers):
-    controller = controller_of(tmp_path, plan_wait="auto")
+def test_a_small_plan_is_there_when_monitoring_ends(tmp_path, workers, monkeypatch):
+    monkeypatch.setattr(planning, "_SOLVED_AT_ONCE", len(SCHEDULE.actions))
+    controller = controller_of(tmp_path)
     train(controller, LAST_MONITORED)
     assert controller.state.plan is not None
     assert controller.phase is Phase.PROGRESSIVE
@@ -86,7 +88,7 @@ def test_a_small_plan_is_there_when_monitoring_ends(tmp_path, workers):
 def test_monitoring_waits_for_the_device_once_at_its_end(tmp_path, precision):
     """A wait empties the queue of launches: steps after it look slow, and only unfrozen ones would follow one."""
     clock = LaggingClock()
-    controller = controller_of(tmp_path, clock, plan_wait="auto", monitoring_steps=40, monitoring_precision=precision)
+    controller = controller_of(tmp_path, clock, monitoring_steps=40, monitoring_precision=precision)
     waits = []
     while controller.state.plan is None:
         assert controller.step <= 1 + 40
@@ -100,8 +102,8 @@ def test_monitoring_waits_for_the_device_once_at_its_end(tmp_path, precision):
 
 
 def test_a_large_plan_is_made_beside_training(tmp_path, workers, monkeypatch):
-    monkeypatch.setattr(planning, "_SOLVED_AT_ONCE", 0)
-    controller = controller_of(tmp_path, plan_wait="auto")
+    monkeypatch.setattr(planning, "_SOLVED_AT_ONCE", len(SCHEDULE.actions) - 1)
+    controller = controller_of(tmp_path)
     train(controller, LAST_MONITORED)
     assert controller.phase is Phase.PLANNING
     assert len(workers) == 1
@@ -121,38 +123,18 @@ def test_until_the_plan_is_there_nothing_is_frozen_and_then_the_ramp_begins(tmp_
     assert controller.phase is Phase.STABLE
 
 
-def test_it_is_the_plan_that_would_have_been_made_at_once(tmp_path, workers):
+def test_it_is_the_plan_that_would_have_been_made_at_once(tmp_path, workers, monkeypatch):
     controller = controller_of(tmp_path)
     train(controller, LAST_MONITORED)
     go_on(workers[0])
     train(controller, 1)
     beside = controller.state.plan
-    again = controller_of(tmp_path, plan_wait="auto")
+    monkeypatch.setattr(planning, "_SOLVED_AT_ONCE", len(SCHEDULE.actions))
+    again = controller_of(tmp_path)
     at_once = again._decisions.plan_maker.start(planning.PlanJob(controller.state.measurement))
     assert at_once is not None
     assert beside is not None
     assert at_once.plan.freeze_ratio == pytest.approx(beside.freeze_ratio, abs=1e-12)
-
-
-def test_plan_wait_makes_the_step_sure(tmp_path):
-    controller = controller_of(tmp_path, plan_wait=True)
-    train(controller, LAST_MONITORED)
-    assert controller.state.plan is not None
-    assert controller.state.phases.freezing_start == LAST_MONITORED
-
-
-def test_ranks_that_wait_for_a_plan_exchange_messages_all_along(tmp_path, monkeypatch):
-    """A wait of any length is no single operation of a process group, whose timeout would end the job."""
-    monkeypatch.setattr(planning, "_PATIENCE_S", 0.01)
-    messages = []
-    broadcast = SingleProcess.broadcast
-    monkeypatch.setattr(
-        SingleProcess, "broadcast", lambda self, value: messages.append(value) or broadcast(self, value)
-    )
-    controller = controller_of(tmp_path, plan_wait=True)
-    train(controller, LAST_MONITORED)
-    assert controller.state.plan is not None
-    assert messages.count((None, None)) > 10
 
 
 def test_where_gradients_cannot_be_seen_auto_freezes_nothing_and_says_so():
@@ -193,9 +175,6 @@ def test_a_target_is_for_the_whole_step():
     assert asked.step_ms <= 200.0 / 1.1 + 1e-6
     assert asked.plan.mean_freeze_ratio < fastest.plan.mean_freeze_ratio
     assert asked.notes == ()
-    same = planner_of(target_step_time_ms=200.0 / 1.1).start(measured(200.0))
-    assert same is not None
-    assert same.plan.freeze_ratio == pytest.approx(asked.plan.freeze_ratio)
 
 
 def test_a_target_out_of_reach_is_said():

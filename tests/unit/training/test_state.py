@@ -147,7 +147,7 @@ def test_without_limits_a_fingerprint_is_what_it_was_before_there_were_any() -> 
 
 
 def test_settings_that_the_plan_does_not_depend_on_may_change() -> None:
-    changed = CONFIG.model_copy(update={"seed": 9, "report_every": 3, "output_dir": "elsewhere"})
+    changed = CONFIG.model_copy(update={"seed": 9, "replan_interval": 3, "output_dir": "elsewhere"})
     state = planned_state(20)
     assert resumed(saved(state), config=changed) == state
 
