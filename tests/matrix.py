@@ -47,8 +47,10 @@ OF_TRAINERS = {
     "nemo-automodel": "test_automodel.py",
 }
 """Each runs its trainings once, in two processes of its own: all that the trainer's contract asks."""
-OF_LAYERS = {ENGINE.package: "test_transformer_engine_on_cpu.py"}
-"""Its own Python, without a GPU."""
+OF_LAYERS = {
+    ENGINE.package: ("test_transformer_engine_on_cpu.py", "test_engine_taps.py", "test_megatron_transformer_engine.py")
+}
+"""Its own Python, without a GPU, alone and in Megatron-Core."""
 CHECKOUTS = {"slime": ("SLIME_SOURCE", "MEGATRON_LM_SOURCE")}
 """What no package index has, by the variables that name its folders."""
 BUILD_SHM = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
@@ -128,8 +130,10 @@ def run(package: str, version: str, whole: bool) -> dict[str, object]:
         subprocess.run([sys.executable, "-c", BUILD_SHM], env=environment, check=True, capture_output=True)
     report = FOLDER / f"{package}-{version}.xml"
     FOLDER.mkdir(parents=True, exist_ok=True)
-    if package in OF_TRAINERS or package in OF_LAYERS:
-        files, options = [{**OF_TRAINERS, **OF_LAYERS}[package]], []
+    if package in OF_TRAINERS:
+        files, options = [OF_TRAINERS[package]], []
+    elif package in OF_LAYERS:
+        files, options = list(OF_LAYERS[package]), ["-n", "2", "--dist", "worksteal"]
     else:
         files, options = (
             ["."] if whole else list(CONTRACT),
