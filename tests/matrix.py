@@ -39,7 +39,11 @@ HOST_TESTS = {
     "torch": "torch and not titan",
     "torchtitan": "titan",
 }
-CONTRACT = ("hosts/contract", "trainers/test_torchtitan.py")
+CONTRACT = (
+    "hosts/contract/test_contract.py",
+    "hosts/contract/test_contract_attaching.py",
+    "trainers/test_torchtitan.py",
+)
 OF_TRAINERS = {
     "megatron-bridge": "trainers/test_bridge.py",
     "ms-swift": "trainers/test_swift.py",
@@ -47,8 +51,14 @@ OF_TRAINERS = {
     "nemo-automodel": "trainers/test_automodel.py",
 }
 """Each runs its trainings once, in two processes of its own: all that the trainer's contract asks."""
-OF_LAYERS = {ENGINE.package: "unit/testing/test_transformer_engine_on_cpu.py"}
-"""Its own Python, without a GPU."""
+OF_LAYERS = {
+    ENGINE.package: (
+        "unit/testing/test_transformer_engine_on_cpu.py",
+        "unit/weight_gradients/test_engine_taps.py",
+        "hosts/megatron/test_megatron_transformer_engine.py",
+    )
+}
+"""Its own Python, without a GPU, alone and in Megatron-Core."""
 CHECKOUTS = {"slime": ("SLIME_SOURCE", "MEGATRON_LM_SOURCE")}
 """What no package index has, by the variables that name its folders."""
 BUILD_SHM = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
@@ -128,8 +138,10 @@ def run(package: str, version: str, whole: bool) -> dict[str, object]:
         subprocess.run([sys.executable, "-c", BUILD_SHM], env=environment, check=True, capture_output=True)
     report = FOLDER / f"{package}-{version}.xml"
     FOLDER.mkdir(parents=True, exist_ok=True)
-    if package in OF_TRAINERS or package in OF_LAYERS:
-        files, options = [{**OF_TRAINERS, **OF_LAYERS}[package]], []
+    if package in OF_TRAINERS:
+        files, options = [OF_TRAINERS[package]], []
+    elif package in OF_LAYERS:
+        files, options = list(OF_LAYERS[package]), ["-n", "2", "--dist", "worksteal"]
     else:
         files, options = (
             ["."] if whole else list(CONTRACT),

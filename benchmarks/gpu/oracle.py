@@ -37,6 +37,10 @@ ENGINE = {
     **{f"Transformer Engine, {name}": Case(settings=settings) for name, settings in WAYS.items()},
     "Transformer Engine, fused weight gradients": Case(model={"gradient_accumulation_fusion": True}),
     **{f"fp8, {recipe}": Case(model={**FP8, "fp8_recipe": recipe}) for recipe in ("delayed", "tensorwise")},
+    **{
+        f"fp8, delayed, {name}": Case(model={**FP8, "fp8_recipe": "delayed"}, settings=WAYS[name])
+        for name in ("deferred", "tokens")
+    },
     "fp8, blockwise": Case(model={**FP8, "fp8_recipe": "blockwise"}),
     "fp8, mxfp8": Case(model={**FP8, "fp8_recipe": "mxfp8"}),
     "grouped linear": Case(model={"num_moe_experts": 4, "moe_grouped_gemm": True, "add_bias_linear": False}),

@@ -1,8 +1,9 @@
 """slime's own training of rollouts with Megatron, on a tiny GPT in two pipeline stages; see ``forked_jobs``.
 
-Real: slime's ``train`` and ``save``, its loss, batches, logs and hook, Megatron-Core's schedule, DDP and optimizer.
-Stand-ins: Ray, wandb and whatever else of slime's imports is not installed; attention over packed sequences, which
-needs Transformer Engine (a microbatch is one sample here); the writing of Megatron's checkpoint.
+Real: slime's ``train`` and ``save``, its loss, batches, logs and hook, Megatron-Core's schedule, DDP and optimizer;
+Transformer Engine's layers where it is there, its kernels answered by torch. Stand-ins: Ray, wandb and whatever else of
+slime's imports is not installed; attention over packed sequences, which needs a kernel of Transformer Engine (a
+microbatch is one sample here); the writing of Megatron's checkpoint.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import megatron_ranks as ranks
 import torch
 from forked_jobs import FREEZING, StandIn, Told, digest
 
+from tf_adapters.testing import transformer_engine_on_cpu
+
 HOOK = "tf_adapters.trainers.slime.before_train_step"
-CASE = ranks.Case(pp=2)
+CASE = ranks.Case(pp=2, engine=transformer_engine_on_cpu.available())
 JOBS: dict[str, dict[str, Any]] = {
     "alone": {"where": "alone"},
     "nothing frozen": {"where": "nothing", "timely_freeze": {**FREEZING, "max_freeze_ratio": 0.0}},
@@ -43,7 +46,7 @@ def prepare() -> None:
     sys.path[:0] = [os.environ["SLIME_SOURCE"], os.environ["MEGATRON_LM_SOURCE"]]
     from tf_adapters.testing import megatron_lm_on_cpu
 
-    megatron_lm_on_cpu.install()
+    megatron_lm_on_cpu.install(engine=CASE.engine)
     while True:  # until nothing is missing
         try:
             importlib.import_module("slime.backends.megatron_utils.model")

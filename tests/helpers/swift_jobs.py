@@ -2,8 +2,8 @@
 
 Real: the command's own function with its arguments, plugin file, tokenizer, template and data; ``MegatronTrainer`` with
 its loop, step, loss, samplers, callbacks, logs and Megatron checkpoints; Megatron-Core's schedule, DDP and optimizer.
-Stand-ins: ``mcore_bridge``, which builds the model from Hugging Face weights and needs Transformer Engine (here a GPT
-of Megatron-Core's own layers); the warm-up of fused kernels.
+Stand-ins: ``mcore_bridge``, which builds the model from Hugging Face weights (here a GPT of Transformer Engine's layers
+where that is there, else of Megatron-Core's own); the warm-up of fused kernels.
 """
 
 from __future__ import annotations
@@ -19,8 +19,13 @@ import megatron_ranks as ranks
 import torch
 from forked_jobs import FREEZING, StandIn, Told, digest
 
+from tf_adapters.testing import transformer_engine_on_cpu
+
 HALF = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
-CASE = ranks.Case(pp=2, model={**HALF, "variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"})
+ENGINE = transformer_engine_on_cpu.available()
+CASE = ranks.Case(
+    pp=2, engine=ENGINE, model={**HALF, "variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+)
 PLUGIN = "from tf_adapters.trainers.swift import register\n\nregister({settings})\n"
 JOBS: dict[str, dict[str, Any]] = {
     "alone": {"where": "alone"},
@@ -58,6 +63,8 @@ def prepare() -> None:
 
     from tf_adapters.testing import megatron_on_cpu
 
+    if ENGINE:
+        transformer_engine_on_cpu.install()
     megatron_on_cpu.install()
     for name in ("mcore_bridge", "mcore_bridge.utils", "mcore_bridge.model", "mcore_bridge.config"):
         sys.modules[name] = StandIn(name)

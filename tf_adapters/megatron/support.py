@@ -20,14 +20,18 @@ from tf_adapters.megatron.chunks import innermost
 from tf_adapters.megatron.optimizers import inner_of, leaves
 
 _REMATERIALIZED = "the weight gradient of one layer finishes that of another, which a frozen weight would leave undone"
+_DELAYED = (
+    "weight gradients are computed apart from the backward that is masked; set it to False, and weight_gradients to "
+    '"deferred" here'
+)
 _UNEVEN = "it makes microbatches of different lengths, but a plan takes those of a stage for alike"
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("cuda_graph_impl", lambda v: v != "none", "a CUDA graph would replay one mask for ever"),
     ("enable_cuda_graph", bool, "a CUDA graph would replay one mask for ever"),
     ("external_cuda_graph", bool, "a CUDA graph would replay one mask for ever"),
+    ("delay_wgrad_compute", bool, _DELAYED),  # before the next one, without which Megatron refuses it
     ("overlap_moe_expert_parallel_comm", bool, "the combined 1F1B schedule mixes two microbatches in one pass"),
     ("hybrid_context_parallel", bool, "its schedule runs forwards and backwards of its own"),
-    ("delay_wgrad_compute", bool, "weight gradients are computed apart from the backward that is masked"),
     ("defer_embedding_wgrad_compute", bool, "weight gradients are computed apart from the backward that is masked"),
     ("overlap_dispatch_backward_with_experts_wgrad", bool, "weight gradients are computed apart from the backward"),
     ("moe_paged_stash", bool, "it keeps count of activations that freezing does not keep"),

@@ -23,7 +23,7 @@ import torch
 
 from tf_adapters.testing import cuda_stand_in, megatron_on_cpu, transformer_engine_kernels
 
-__all__ = ["FOLDER", "install"]
+__all__ = ["FOLDER", "available", "install"]
 
 FOLDER = Path(sys.prefix) / "transformer_engine"
 """A further folder to search. On the ordinary path, Megatron-Core would use Transformer Engine in every test."""
@@ -37,6 +37,11 @@ _FORWARD = (
 _BACKWARD = "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3"
 _WITH_ENGINE = ("megatron.core.models.bert.bert_layer_specs", "megatron.core.transformer.moe.moe_utils")
 """Modules in which ``megatron_on_cpu`` sets names that Transformer Engine provides."""
+
+
+def available() -> bool:
+    """Whether there is a Transformer Engine to run, installed or in ``FOLDER``."""
+    return importlib.util.find_spec("transformer_engine") is not None or FOLDER.exists()
 
 
 def install() -> None:

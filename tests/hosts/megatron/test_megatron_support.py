@@ -82,15 +82,16 @@ def refusal(chunks: Any = None, optimizer: Any = None, config: Any = PLAIN) -> s
 UNEVEN = "it makes microbatches of different lengths, but a plan takes those of a stage for alike"
 GRAPH = "a CUDA graph would replay one mask for ever"
 APART = "weight gradients are computed apart from the backward that is masked"
+DELAYED = f'{APART}; set it to False, and weight_gradients to "deferred" here'
 REMATERIALIZED = "the weight gradient of one layer finishes that of another, which a frozen weight would leave undone"
 FURTHER_TOKENS = "multi-token prediction was checked"
 REFUSED: dict[str, tuple[Any, Any, str]] = {  # what is refused, what is not, and why
     "cuda_graph_impl": ("local", "none", GRAPH),
     "enable_cuda_graph": (True, False, GRAPH),
     "external_cuda_graph": (True, False, GRAPH),
+    "delay_wgrad_compute": (True, False, DELAYED),
     "overlap_moe_expert_parallel_comm": (True, False, "the combined 1F1B schedule mixes two microbatches in one pass"),
     "hybrid_context_parallel": (True, False, "its schedule runs forwards and backwards of its own"),
-    "delay_wgrad_compute": (True, False, APART),
     "defer_embedding_wgrad_compute": (True, False, APART),
     "overlap_dispatch_backward_with_experts_wgrad": (
         True,
@@ -114,6 +115,11 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {  # what is refused, what is not, an
 def test_a_setting_that_freezing_cannot_be_right_with_is_refused(field: str) -> None:
     wrong, _, why = REFUSED[field]
     assert refusal(config=SimpleNamespace(**{field: wrong})) == f"{field} is {wrong!r}, and {why}"
+
+
+def test_what_megatron_needs_for_delayed_weight_gradients_hides_no_advice() -> None:
+    both = SimpleNamespace(delay_wgrad_compute=True, overlap_moe_expert_parallel_comm=True)
+    assert refusal(config=both) == f"delay_wgrad_compute is True, and {DELAYED}"
 
 
 @pytest.mark.parametrize("field", REFUSED)
@@ -447,7 +453,7 @@ def test_what_is_refused_leaves_model_optimizer_and_megatron_as_they_were(single
     optimizer = sgd(chunk)
     before = dict(vars(schedules)), dict(vars(chunk)), dict(vars(optimizer))
     text = attach_refusal(UnsupportedError, chunks=chunk if single else [chunk], optimizer=optimizer)
-    assert text == f"{PREFIX}delay_wgrad_compute is True, and {APART}"
+    assert text == f"{PREFIX}delay_wgrad_compute is True, and {DELAYED}"
     assert (dict(vars(schedules)), dict(vars(chunk)), dict(vars(optimizer))) == before
 
 
