@@ -92,7 +92,7 @@ def _reader(parser: argparse.ArgumentParser, name: str, option: str) -> Callable
 
 
 def _readings(text: str) -> Iterator[str | int | float | bool | list[str] | dict[str, float]]:
-    """What an argument's text can mean: a setting takes the first that it allows."""
+    """Yield the possible values of an argument's text. A setting takes the first that it allows."""
     yield text
     for convert in (int, float):
         with contextlib.suppress(ValueError):

@@ -174,7 +174,7 @@ class TimelyFreezeConfig(BaseModel):
 
     @property
     def is_auto(self) -> bool:
-        """Whether the plan is chosen by what it pays."""
+        """Return whether the plan is chosen by what it pays."""
         return self.max_freeze_ratio == "auto"
 
     @property
@@ -184,19 +184,19 @@ class TimelyFreezeConfig(BaseModel):
 
     @property
     def stability_metric(self) -> Literal["apf", "autofreeze"] | None:
-        """What tells stable parameters from others; None where the method does not ask."""
+        """The metric that finds stable parameters; None if the method uses none of them."""
         if self.method in ("apf", "timely+apf"):
             return "apf"
         return "autofreeze" if self.method in ("autofreeze", "timely+autofreeze") else None
 
     @property
     def plans(self) -> bool:
-        """Whether the pipeline is monitored and planned for: APF and AutoFreeze alone do without."""
+        """Return whether the pipeline is monitored and planned. APF and AutoFreeze alone need neither."""
         return self.method not in ("apf", "autofreeze")
 
     @property
     def monitors_with_masks(self) -> bool:
-        """Whether monitoring freezes: what freezing would save can be measured in no other way.
+        """Return whether monitoring freezes, to measure the savings of freezing.
 
         Unless backwards compute the weight gradients that can wait at their end, which tells it with nothing frozen.
         """
@@ -204,22 +204,22 @@ class TimelyFreezeConfig(BaseModel):
 
     @property
     def defers(self) -> bool:
-        """Whether the plan may let weight gradients wait."""
+        """Return whether the plan may defer weight gradients."""
         return self.weight_gradients == "deferred" and self.method != "none"
 
     @property
     def samples_tokens(self) -> bool:
-        """Whether weight gradients are made from a sample of the tokens."""
+        """Return whether weight gradients are computed from sampled tokens."""
         return self.granularity == "token"
 
     @property
     def freezes_blocks(self) -> bool:
-        """Whether layers are frozen whole or not at all."""
+        """Return whether layers are frozen only as a whole."""
         return self.granularity == "block"
 
     @property
     def splits_backwards(self) -> bool:
-        """Whether linear layers compute their weight gradients apart from the host's backward."""
+        """Return whether linear layers compute their weight gradients separately from the host's backward."""
         return self.defers or self.samples_tokens
 
     @property
@@ -295,7 +295,7 @@ def read_setting(field: str, value: Any) -> Any:
 
 
 def allowed(field: str) -> str:
-    """What a setting may be, in words, from the type and the limits of its field."""
+    """Describe a setting's allowed values from the type and the limits of its field."""
     schema = _schemas()[field]
     *first, last = [words for choice in schema.get("anyOf", [schema]) for words in _in_words(choice)]
     return f"{', '.join(first)}{',' if last == 'null' else ''} or {last}" if first else last

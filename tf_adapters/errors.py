@@ -1,4 +1,4 @@
-"""What this package raises. Every message is one line that names the field, the value and what is allowed."""
+"""The errors of this package. Every message is one line that names the field, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _WORDS = {
     "Input should be a valid boolean": "is not true or false",
     "Input should be": "is not",
 }
-"""Of pydantic's messages, what is said in our words."""
+"""pydantic's messages that are replaced by our own."""
 
 
 def first_problem(error: ValidationError) -> str:

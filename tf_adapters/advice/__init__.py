@@ -1,1 +1,1 @@
-"""What a run that was measured should change: which lever brings what, and where the layers had better be cut."""
+"""Advice from the report of a measured run: the gain of each lever, and a better cut of the layers."""

@@ -43,7 +43,7 @@ class Balance:
 
     @property
     def moves(self) -> bool:
-        """Whether another cut is better."""
+        """Return whether another cut is better."""
         return self.best.layers != self.now.layers
 
     @property
@@ -53,7 +53,7 @@ class Balance:
 
     @property
     def gain(self) -> float:
-        """How many times as fast the best cut's step is; the batch's where no step was measured."""
+        """Speedup of a step with the best cut; of the batch if no step was measured."""
         if self.step_ms is None or not self.best_step_ms:
             return self.now.makespan_ms / self.best.makespan_ms if self.best.makespan_ms else 1.0
         return self.step_ms / self.best_step_ms
@@ -118,7 +118,7 @@ def _mean(upper: Mapping[Action, float], schedule: PipelineSchedule, stage: int,
 
 
 def _scale(whole: float, parts: Sequence[float]) -> float:
-    """What parts of another moment are multiplied by to add up to the whole."""
+    """The factor by which parts of another moment are multiplied, so that they add up to the whole."""
     return whole / sum(parts) if sum(parts) else 0.0
 
 

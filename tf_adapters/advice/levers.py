@@ -1,4 +1,4 @@
-"""What each lever would bring to a run that was measured: deferral, freezing, sampled tokens, another order, a new cut.
+"""Predict the gain of each lever for a measured run: deferral, freezing, sampled tokens, another order, a new cut.
 
 All of them from the same times, and each as ``planner.forecast`` promises a step: the measured one less what the
 pipeline gets shorter.
@@ -30,7 +30,7 @@ __all__ = ["Lever", "Levers", "levers", "levers_table"]
 
 _RATIO = 0.8
 _DRAWING = TokenCost(fixed=0.1)
-"""What sampling tokens costs where it was not measured: a tenth of a weight gradient, for drawing and gathering."""
+"""Assumed cost of sampling tokens if it was not measured: a tenth of a weight gradient, for drawing and gathering."""
 
 _NO_COSTS: Mapping[int, TokenCost] = {}
 
@@ -38,7 +38,7 @@ _MOST_DEFERRED, _MOST_FROZEN = 4_096, 1_024
 """Actions up to which an order with deferral, and a plan that freezes, take a second or two."""
 
 _WORTH_MEMORY = 0.01
-"""Of the step: what more microbatches held must save at least to be named."""
+"""A lever with more microbatches in memory is named if it saves at least this share of the step."""
 
 _ORDERS = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv")
 _MOVES_NO_FORWARDS = "megatron-core"

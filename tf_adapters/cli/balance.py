@@ -88,11 +88,11 @@ def _cells(cut: Cut, stage: int) -> tuple[str, str, str]:
     return str(len(cut.layers[stage])), f"{cut.parameters[stage]:,}", f"{forward:.1f} + {backward:.1f}"
 
 
-# --- the host's own way to say it ------------------------------------------------------------------------------
+# --- the host's own notation -----------------------------------------------------------------------------------
 
 
 def say_it(host: str, cut: Cut) -> str:
-    """What the user sets in the host to get this cut."""
+    """Return the setting of the host that gives this cut."""
     if host == "megatron-core" and (layout := _megatron_layout(cut)):
         return f"--pipeline-model-parallel-layout '{layout}'"
     if host == "deepspeed":

@@ -1,4 +1,5 @@
-"""``tf-adapters doctor``: what is installed, which host can be used, and the line that mends what is missing.
+"""``tf-adapters doctor``: show what is installed, which hosts can be used, and the command that installs what is
+missing.
 
 Versions come from the packages' metadata: importing a host to ask for its version could start compilers
 or CUDA.
@@ -39,7 +40,7 @@ Versions = Mapping[str, str | None]
 class Host:
     """A host that has an adapter: what pip is given, the oldest and newest version that the adapter's tests pass with.
 
-    What works on it is in the README's support table. A trainer on top of another host names that ``on``; it is
+    The README's support table says what works on it. A trainer on top of another host names that ``on``; it is
     nothing to install for our sake.
     """
 
@@ -69,7 +70,7 @@ _PACKAGES = tuple(dict.fromkeys((*_CORE, *(host.package for host in (*HOSTS, *TR
 
 @dataclass(frozen=True, slots=True)
 class HostCheck:
-    """Whether one host can be used; ``remedy`` is a command line, empty where none is needed."""
+    """The state of one host. ``remedy`` is a command line; it is empty if the host can be used."""
 
     name: str
     usable: bool
@@ -79,7 +80,7 @@ class HostCheck:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What ``diagnose`` found. ``problems`` keep every host from working, ``hints`` keep none."""
+    """The result of ``diagnose``. ``problems`` keep every host from working, ``hints`` keep none."""
 
     versions: dict[str, str | None]
     hosts: tuple[HostCheck, ...]

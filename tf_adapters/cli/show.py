@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _with_levers(shown: Page, report: Report) -> Page:
-    """What each lever would bring to a run that only measures; what cannot be planned is a note."""
+    """Return the gain of each lever for a run that only measures. A lever that cannot be planned becomes a note."""
     from tf_adapters.advice.levers import levers, levers_table
 
     if not report.times:

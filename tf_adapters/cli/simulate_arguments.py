@@ -21,7 +21,7 @@ _EXPECTED = {
     **dict.fromkeys(("weight_share", "max_freeze_ratio", "sweep"), _RATIOS),
     "tflops": "a finite number of TFLOP/s of at least 0.000001",
 }
-"""Of an argument's values; of others a whole number from 1 to 1000000."""
+"""Checks of arguments' values; values of other arguments are whole numbers from 1 to 1000000."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,10 +1,10 @@
-"""What freezing costs in learning: the progress that a step makes, as a share of that of a step with nothing frozen.
+"""The cost of freezing in learning: the progress that a step makes, as a share of that of a step with nothing frozen.
 
 A step along a batch's gradient gains in proportion to the share ``s`` of it that is signal, if its length is right for
 it (McCandlish et al. 2018, equation 2.7; Qiao et al. 2021, "Pollux", section 3.1). Skipped and sampled weight gradients
 make the gradient noisier, not wrong: a stage whose noise is ``v`` times as large makes ``1 / (s + (1 - s) v)`` of the
-progress. Of this Adam and its kin feel the square root, since they divide by the size of the gradient (Malladi et al.
-2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms").
+progress. Adam and similar optimizers feel only the square root of this, since they divide by the size of the gradient
+(Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms").
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Probe(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a step gains, as a share of a step with nothing frozen, and its standard error."""
+    """Progress of a step as a share of that of a step with nothing frozen, and its standard error."""
 
     share: float
     error: float
@@ -58,7 +58,7 @@ class StageLearning:
     Attributes:
         signal: the share of the whole batch's gradient, by its expected square, that is signal; in [0, 1].
         error: its standard error.
-        draws: the noise that drawing tokens adds, for each 1 of ``1 / kept - 1``, over the noise between microbatches;
+        draws: the noise that drawing tokens adds, per unit of ``1 / kept - 1``, over the noise between microbatches;
             None where tensors are frozen whole.
         cost: what a draw of tokens takes.
     """
@@ -79,12 +79,12 @@ class StageLearning:
         return sum(ratios) / computed if computed > 0.0 else math.inf
 
     def of_batch(self, times: float) -> StageLearning:
-        """The same where batches have so many times as many microbatches: their noise is less by that."""
+        """Rescale for batches with ``times`` as many microbatches, whose noise is lower by that factor."""
         left = self.signal + (1.0 - self.signal) / times
         return replace(self, signal=self.signal / left, error=self.error / times / left**2)
 
     def progress(self, added_noise: float, adaptive: bool = False) -> Progress:
-        """What a step gains with so much ``added_noise``, along the gradient or with an ``adaptive`` optimizer."""
+        """Return the progress of a step with ``added_noise``, along the gradient or with an ``adaptive`` optimizer."""
         if math.isinf(added_noise):
             return Progress(0.0, 0.0)
         noise = 1.0 + added_noise * (1.0 if self.draws is None else self.draws)
@@ -103,7 +103,7 @@ def _named(stage: Any) -> Any:
 
 @dataclass(frozen=True)
 class Learning(Value):
-    """What a plan that is to pay is chosen by.
+    """The data by which the plan that pays most is chosen.
 
     Attributes:
         stages: the gradient of every stage that has anything to freeze.
@@ -114,13 +114,13 @@ class Learning(Value):
     adaptive: bool = False
 
     def progress(self, added_noise: Mapping[int, float]) -> Progress:
-        """What a step gains with so much ``added_noise`` on each stage: the mean over the stages."""
+        """Return the progress of a step with ``added_noise`` on each stage: the mean over the stages."""
         every = [of_stage.progress(added_noise[stage], self.adaptive) for stage, of_stage in self.stages.items()]
         errors = math.sqrt(sum(progress.error**2 for progress in every))
         return Progress(sum(progress.share for progress in every) / len(every), errors / len(every))
 
     def of_batch(self, times: float) -> Learning:
-        """The same where batches have so many times as many microbatches."""
+        """Rescale for batches with ``times`` as many microbatches."""
         return replace(self, stages={stage: of_stage.of_batch(times) for stage, of_stage in self.stages.items()})
 
     @classmethod

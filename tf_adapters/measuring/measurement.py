@@ -1,4 +1,4 @@
-"""What was measured of a pipeline: the one value that planner, checkpoint, report and simulation pass on."""
+"""The measurement of a pipeline: the one value that planner, checkpoint, report and simulation share."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class ActionTimer:
 
     @property
     def device(self) -> str:
-        """What reports call the device that is timed."""
+        """The name of the timed device in reports."""
         return self._clock.device
 
     @contextmanager

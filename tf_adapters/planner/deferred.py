@@ -30,7 +30,7 @@ _ONE_ROUND_FROM = 1_000
 """Actions of the host from which one order has to do: a plan then takes a second and more."""
 
 _SAME = 1e-6
-"""Of the makespan, or of a freeze ratio: a smaller difference is none."""
+"""Relative tolerance of makespans and freeze ratios; smaller differences are ignored."""
 
 
 def plan_deferred(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePlan]) -> FreezePlan:
@@ -62,7 +62,7 @@ def plan_deferred(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePla
 
 
 def describe_deferral(plan: FreezePlan, host: PipelineSchedule) -> str:
-    """What can wait, what that saves, and what it holds, in words. The plan has a ``deferrable_share``."""
+    """Describe a deferral: the share that can wait, the saving, and the memory. The plan has a ``deferrable_share``."""
     shares = plan.deferrable_share.values()
     spans, order = plan.makespan_ms, plan.schedule or host
     saved = (spans.host or spans.unfrozen) - spans.unfrozen
@@ -88,7 +88,7 @@ def _deferrable_share(times: Mapping[Action, Bounds]) -> dict[int, float]:
 
 
 def _is_better(plan: FreezePlan, best: FreezePlan, problem: PlanProblem) -> bool:
-    """Whether a plan ends earlier, or as early at a lower price; before the target all ends are early enough."""
+    """Return whether a plan ends earlier, or as early at a lower price. All ends before the target count as equal."""
     ends, best_ends = (max(p.makespan_ms.planned, problem.limits.target_makespan_ms) for p in (plan, best))
     if abs(ends - best_ends) > _SAME * best_ends:
         return ends < best_ends

@@ -90,10 +90,10 @@ def durations_under(plan: FreezePlan, bounds: Mapping[Action, Bounds]) -> dict[A
 
 
 def disappears(action: Action) -> bool:
-    """Whether an action takes no time once all of its stage's parameters are frozen.
+    """Return whether an action takes no time if all parameters of its stage are frozen.
 
-    Stage 0 passes no input gradient on, so nothing of its B is left. Of split backwards it is stage 0's W: torch
-    computes the whole backward there and nothing in its I.
+    Stage 0 passes no input gradient on, so nothing of its B is left. With split backwards it is stage 0's W: torch
+    computes the whole backward in W, and nothing in I.
     """
     return action.stage == 0 and action.freezable
 

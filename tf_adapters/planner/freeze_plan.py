@@ -37,7 +37,7 @@ class Makespan:
 
 @dataclass(frozen=True)
 class SolverReport:
-    """Which solver ran, how it ended, its wall time in s, and the plan's proven distance from the optimum.
+    """The solver, its status, its wall time in s, and the plan's proven distance from the optimum.
 
     No freeze ratios within the budgets end the batch before (1 - optimality_gap) * planned makespan, unless that is
     before the target.
@@ -86,7 +86,7 @@ def _one_chosen(points: tuple[FrontierPoint, ...]) -> tuple[FrontierPoint, ...]:
 
 @dataclass(frozen=True)
 class FreezePlan(Value):
-    """What to freeze, and the batch that follows. Times in ms from the batch's start, ratios in [0, 1].
+    """The freeze ratios of a plan, and the batch that results. Times in ms from the batch's start, ratios in [0, 1].
 
     ``freeze_ratio`` has the actions that compute weight gradients (B and W), ``start_ms`` and
     ``duration_ms`` have every action. The means are over B and W actions, of all stages or of one. Where weight

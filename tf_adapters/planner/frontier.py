@@ -65,7 +65,7 @@ def best_point(points: Sequence[FrontierPoint], learning: Learning, current: int
 
 
 def describe_frontier(plan: FreezePlan) -> str:
-    """What a plan that is to pay was chosen from, and why, in words. The plan has a frontier."""
+    """Describe the candidates for the plan that pays most, and the reason of the choice. The plan has a frontier."""
     points = plan.frontier
     chosen = next(point for point in points if point.chosen)
     best = max(points, key=lambda point: point.progress_in_time)

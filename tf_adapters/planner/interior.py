@@ -5,8 +5,8 @@ see (``newton``).
 
 One objective, the batch's end plus a small price on freezing or on the noise of draws, stands for GLOP's solves in
 order of importance: freezing that buys no time vanishes, and the end is later than the earliest by less than the price
-of all freezing. Of several optima an interior point method finds the middle, which is the even spread that GLOP needs a
-third solve for.
+of all freezing. Among several optima an interior point method finds the middle, which is the even spread that GLOP
+needs a third solve for.
 
 The method is Mehrotra's predictor-corrector (SIAM J. Optimization 2, 1992; Nocedal and Wright, "Numerical
 Optimization", algorithm 14.3) with Gondzio's further correctors (Comput. Optim. Appl. 6, 1996), which are worth it
@@ -27,7 +27,7 @@ from tf_adapters.planner.program import Floats, FreezeProgram, Optimum, Progress
 __all__ = ["solve_interior"]
 
 _PRICE = 2e-4
-"""Of all the freezing that the budgets allow, as a share of the unfrozen makespan."""
+"""Price of all the freezing that the budgets allow, as a share of the unfrozen makespan."""
 
 _TOLERANCE = 4e-6
 """Relative error of the objective at which a solve ends."""
@@ -49,7 +49,7 @@ _CORRECTORS = 8
 """At most, in one step."""
 
 _FURTHER = 0.15
-"""How much longer a corrector tries to make a step."""
+"""Factor by which a corrector tries to lengthen a step."""
 
 _BETA = 0.1
 """Products of slack and dual value that are within this factor of their aim are left alone."""

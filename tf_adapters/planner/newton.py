@@ -33,7 +33,7 @@ _BY_RATIO: Corners = ((0.0, 0.0), (1.0, 1.0))
 
 _REFINEMENTS = 2
 _EXACT = 1e-12
-"""Of the right side: a residual that needs no refinement."""
+"""A residual below this share of the right side needs no refinement."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ class _Pieces:
 
     @property
     def are_ratios(self) -> bool:
-        """Whether each ratio is one piece."""
+        """Return whether each ratio is one piece."""
         return len(self.owner) == 0 or len(self.owner) == self.owner[-1] + 1
 
     def sums(self, values: Floats) -> Floats:

@@ -44,7 +44,7 @@ def _most_saved(saving: Floats, most: Floats, budget: float) -> float:
 def _throughflow(program: FreezeProgram, optimum: Optimum) -> tuple[Floats, Floats]:
     """Send one unit back from the batch's end, over each action's incoming edges as the dual values say.
 
-    What passes each action, and each edge.
+    Returns the flow through each action and each edge.
     """
     dag = program.dag
     durations = program.upper - optimum.ratios * program.ranges

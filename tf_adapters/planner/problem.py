@@ -22,7 +22,7 @@ _MOST_FROZEN = 0.9
 
 @dataclass(frozen=True)
 class Limits(Value):
-    """What a plan may do.
+    """The limits of a plan.
 
     Attributes:
         max_freeze_ratio: the largest mean freeze ratio of a stage's B and W actions, in [0, 1].
@@ -53,7 +53,7 @@ class Limits(Value):
 
 @dataclass(frozen=True)
 class PlanProblem:
-    """What was measured, and the limits of a plan for it.
+    """The input of the planner: a measurement and the limits of a plan.
 
     With ``measurement.token_costs`` no ratio is above what a draw can meet, and the plan adds least noise where it
     would otherwise freeze least. With ``measurement.learning`` it is the plan that pays most.

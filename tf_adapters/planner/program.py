@@ -24,7 +24,7 @@ Progress = Callable[[str], None]
 """Told, in words, how far a solve has come."""
 
 Corners = tuple[tuple[float, float], ...]
-"""Of a line in pieces: ratios, ascending, and their prices."""
+"""The corners of a piecewise linear price: ratios, ascending, and their prices."""
 
 _PRICED = 16
 """Ratios at which a price is read."""

@@ -1,4 +1,4 @@
-"""How much of each backward's weight-gradient work to skip: paper, "Phase II: Freeze Ratio Formulation"."""
+"""Choose the share of each backward's weight-gradient work to skip: paper, "Phase II: Freeze Ratio Formulation"."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def solve(problem: PlanProblem, time_limit_s: float | None = None, progress: Pro
 
 
 class _Outcome(NamedTuple):
-    """Which solver ended how, its ratios in the order of the DAG's actions, and their proven gap."""
+    """The solver and its status, the ratios in the order of the DAG's actions, and their proven gap."""
 
     solver: str
     status: SolverStatus
