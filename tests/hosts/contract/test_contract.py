@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
 import io
 import json
 import pickle
@@ -18,8 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hosts import HOSTS, MICROBATCHES, STAGES, Tensors, start
-from rank_pools import GetPool, rank_pool
+from hosts import MICROBATCHES, STAGES, Tensors, start
 
 from tf_adapters.advice.balance import balance
 from tf_adapters.measuring.batch_times import BatchTimes
@@ -51,17 +49,6 @@ LEVERS: dict[str, dict] = {
 beside_training = mock.patch.object(plan_maker, "_SOLVED_AT_ONCE", 0)
 """Every plan is made by another process, as those of many actions are."""
 each_lever = pytest.mark.parametrize("section", LEVERS.values(), ids=LEVERS)
-
-
-@pytest.fixture(scope="module", params=HOSTS)
-def host(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def ranks(host: str) -> GetPool:
-    """The host's ranks, by how many; its other schedules run on the same ones."""
-    return functools.partial(rank_pool, host.split()[0])
 
 
 # --- schedule ------------------------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hosts import HOSTS, STAGES, build, forget, settings_of
+from hosts import STAGES, build, forget, settings_of
 from left_behind import alive, differences, names_in, references, state_of
-from rank_pools import GetPool, rank_pool
 
 import megatron_patches
 from tf_adapters.errors import TimelyFreezeError
@@ -31,16 +30,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 each_way = pytest.mark.parametrize("way", WAYS)
 NOTHING = "no.such.parameter"
-
-
-@pytest.fixture(scope="module", params=HOSTS)
-def host(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def ranks(host: str) -> GetPool:
-    return functools.partial(rank_pool, host.split()[0])
 
 
 def settings(way: str, folder: str, **more: Any) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.gpu.optimizer_step import Allocated
 from tf_adapters.deepspeed import partitions
 from tf_adapters.deepspeed.optimizers import HeldParameters
 
@@ -27,21 +27,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 class Unknown(torch.optim.AdamW):
     """An optimizer that we know nothing of: what it does is put back."""
-
-
-class Allocated(TorchDispatchMode):
-    """Bytes of all tensors that were made, views not counted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        known = {a.untyped_storage().data_ptr() for a in args if torch.is_tensor(a)}
-        if torch.is_tensor(result) and result.untyped_storage().data_ptr() not in known:
-            self.bytes += result.untyped_storage().nbytes()
-        return result
 
 
 @pytest.fixture(autouse=True)
