@@ -15,7 +15,7 @@ from tf_adapters.measuring.learning import Learning
 from tf_adapters.measuring.token_cost import CostPair
 from tf_adapters.measuring.transfers import Gaps
 from tf_adapters.schedule.dag import PipelineDag
-from tf_adapters.schedule.durations import ActionText, BoundsPair, EdgeText, Order, Quotient, Time
+from tf_adapters.schedule.durations import ActionText, BoundsPair, EdgeText, Order, Time
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.values import Value
 
@@ -38,7 +38,6 @@ class Measurement(Value):
         learning: what freezing costs in learning, where single microbatches' gradients were seen.
         unfrozen_step_ms: a whole step with nothing frozen; 0 where not measured.
         other_ms: the part of a step that is not the batch: data, optimizer.
-        longer: the step's time divided by that of the step whose target the settings name: it has other microbatches.
         batch_times: how the ranks spend their time in a batch.
     """
 
@@ -51,7 +50,6 @@ class Measurement(Value):
     learning: Learning | None = None
     unfrozen_step_ms: Time = 0.0
     other_ms: Time = 0.0
-    longer: Quotient = 1.0
     batch_times: BatchTimes | None = None
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import reprlib
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import Field, StrictBool
@@ -69,7 +70,7 @@ class PlanProblem:
         """
         return PlanProblem(self.measurement.validate(), Limits.from_json(vars(self.limits)))
 
-    @property
+    @cached_property
     def token_cost(self) -> TokenCost | None:
         """The largest of the stages' costs; None where no tokens are sampled."""
         return slowest_cost(self.measurement.token_costs.values())
@@ -108,5 +109,5 @@ class PlanProblem:
 _FIELDS = ("ranks", *[field.name for kind in (Measurement, Limits) for field in fields(kind)][1:], "token_cost")
 """``token_cost`` is one for all stages. Earlier versions wrote ``other_ms`` into ``learning``."""
 
-_UNUSED = ("unfrozen_step_ms", "other_ms", "longer", "batch_times", "token_cost")
+_UNUSED = ("unfrozen_step_ms", "other_ms", "batch_times", "token_cost")
 _ALLOWED = ", ".join(name for name in _FIELDS if name not in _UNUSED)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import signal
 import subprocess
@@ -76,15 +75,6 @@ class BackgroundPlan:
             raise SolverError(f"the planner's output cannot be read: {error}") from error
         finally:
             self.close()
-
-    def wait(self, at_most_s: float = math.inf) -> FreezePlan | None:
-        """Wait for the plan; None where it is not there in ``at_most_s`` seconds. Raises SolverError as ``poll``."""
-        until = time.monotonic() + at_most_s
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, min(self._deadline, until) - time.monotonic()))
-        while (plan := self.poll()) is None and time.monotonic() < until:
-            time.sleep(0.05)
-        return plan
 
     def close(self) -> None:
         self._finalizer()

@@ -144,9 +144,7 @@ def carried_over(known: Measurement, schedule: PipelineSchedule) -> Measurement:
         other_ms=known.other_ms,
         batch_times=known.batch_times,
     )
-    step_ms = other.batch_ms + known.other_ms
-    longer = step_ms / known.unfrozen_step_ms if known.unfrozen_step_ms > 0.0 else 1.0
-    return replace(other, unfrozen_step_ms=step_ms, longer=longer)
+    return replace(other, unfrozen_step_ms=other.batch_ms + known.other_ms)
 
 
 def _group(action: Action) -> tuple[int, Kind]:

@@ -31,7 +31,7 @@ from tf_adapters.training import messages
 from tf_adapters.training.pipeline import HostPipeline
 from tf_adapters.training.tap_findings import TapFindings
 
-__all__ = ["Packed", "PlanJob", "PlanMaker", "Planned", "Probes", "RunSetup", "packed", "target_ms", "unpacked"]
+__all__ = ["Packed", "PlanJob", "PlanMaker", "Planned", "Probes", "RunSetup", "packed", "unpacked"]
 
 _SOLVED_AT_ONCE = 1_000
 """Actions up to which planning takes about a second, no more than starting a process for it."""
@@ -168,7 +168,7 @@ class PlanMaker:
         """
         self._waited += 1
         due = self._waited % max(1, self._waited // 8) == 0
-        return self._ended(lambda: self._arrived()) if due else None
+        return self._ended(self._arrived) if due else None
 
     def close(self) -> None:
         self.job = None
@@ -231,7 +231,7 @@ class PlanMaker:
         return on_one_rank(self._collectives, ask)
 
     def _problem(self, known: Measurement) -> PlanProblem:
-        config, target = self._config, target_ms(self._config, known)
+        config, target = self._config, self._config.target_ms(known.unfrozen_step_ms)
         limits = Limits.of_training(
             config.stage_limit,
             target_makespan_ms=max(0.0, known.batch_ms - (known.unfrozen_step_ms - target)) if target else 0.0,
@@ -249,7 +249,7 @@ class PlanMaker:
 
     def _notes(self, known: Measurement, promised: Forecast, plan: FreezePlan) -> Iterator[str]:
         """What the settings ask for and the plan does not reach, and why it freezes what it freezes."""
-        target = target_ms(self._config, known)
+        target = self._config.target_ms(known.unfrozen_step_ms)
         if target and promised.planned_ms > target * _NEARLY and not self._config.is_auto:
             yield messages.out_of_reach(target, promised, self._config.stage_limit)
         if self._config.is_auto and not plan.frontier:
@@ -257,11 +257,6 @@ class PlanMaker:
                 "max_freeze_ratio auto: nothing is frozen, since the gradients of single microbatches cannot be seen "
                 "here, so that what freezing costs is not known"
             )
-
-
-def target_ms(config: TimelyFreezeConfig, known: Measurement) -> float:
-    """The settings' target for the step; 0 without one."""
-    return config.target_ms(known.unfrozen_step_ms / known.longer) * known.longer
 
 
 Packed = tuple[PackedBounds, Measurement]

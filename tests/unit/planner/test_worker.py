@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from schedules import one_f_one_b
 
 import tf_adapters.planner.worker as background
 from tf_adapters.errors import SolverError
+from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.solve import solve
 from tf_adapters.planner.worker import BackgroundPlan
 from tf_adapters.schedule.durations import Bounds
@@ -29,8 +31,15 @@ PROBLEM = plan_problem(
 )
 
 
+def waited(made: BackgroundPlan) -> FreezePlan:
+    """Poll until the plan is there, as training does at its steps."""
+    while (plan := made.poll()) is None:
+        time.sleep(0.05)
+    return plan
+
+
 def test_it_finds_the_plan_that_this_process_would():
-    found = BackgroundPlan(PROBLEM, time_limit_s=60.0).wait()
+    found = waited(BackgroundPlan(PROBLEM, time_limit_s=60.0))
     ours = solve(PROBLEM)
     assert found.freeze_ratio == pytest.approx(ours.freeze_ratio, abs=1e-12)
     assert found.makespan_ms == ours.makespan_ms
@@ -39,7 +48,7 @@ def test_it_finds_the_plan_that_this_process_would():
 def test_it_leaves_no_files_and_no_process():
     made = BackgroundPlan(PROBLEM, time_limit_s=60.0)
     folder = Path(made._folder.name)
-    made.wait()
+    waited(made)
     assert not folder.exists()
     given_up = BackgroundPlan(PROBLEM, time_limit_s=60.0)
     folder, process = Path(given_up._folder.name), given_up._process
@@ -55,7 +64,7 @@ def test_until_it_is_there_a_poll_is_none():
         assert made.poll() is None
     finally:
         os.kill(made._process.pid, signal.SIGCONT)
-    assert made.wait().solver.name == "GLOP"
+    assert waited(made).solver.name == "GLOP"
 
 
 def test_a_process_that_is_killed_is_a_solver_error():
@@ -63,7 +72,7 @@ def test_a_process_that_is_killed_is_a_solver_error():
     made = BackgroundPlan(PROBLEM, time_limit_s=60.0)
     made._process.kill()
     with pytest.raises(SolverError, match=r"^the planner was killed by SIGKILL$"):
-        made.wait()
+        waited(made)
 
 
 def test_a_process_that_hangs_is_stopped_at_its_limit(monkeypatch):
@@ -71,7 +80,7 @@ def test_a_process_that_hangs_is_stopped_at_its_limit(monkeypatch):
     made = BackgroundPlan(PROBLEM, time_limit_s=0.2)
     os.kill(made._process.pid, signal.SIGSTOP)
     with pytest.raises(SolverError, match=r"^the planner was stopped: no plan within solver_time_limit_s, 0.2 s$"):
-        made.wait()
+        waited(made)
     assert made._process.poll() is not None
 
 
@@ -84,7 +93,7 @@ def test_a_process_that_hangs_is_stopped_at_its_limit(monkeypatch):
 )
 def test_its_error_is_one_line(change, words):
     with pytest.raises(SolverError, match=words) as caught:
-        BackgroundPlan(changed(PROBLEM, **change), time_limit_s=60.0).wait()
+        waited(BackgroundPlan(changed(PROBLEM, **change), time_limit_s=60.0))
     assert "\n" not in str(caught.value)
 
 

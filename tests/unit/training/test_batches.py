@@ -31,7 +31,6 @@ from tf_adapters.testing.plans import tensor_units
 from tf_adapters.training.batches import MOST_NUMBERS, BatchPlan, BatchPlans, carried_over, same_pipeline
 from tf_adapters.training.controller import Controller
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
-from tf_adapters.training.plan_maker import target_ms
 
 LAST_MONITORED = 9
 LENGTHS = {Kind.FORWARD: 10.0, Kind.BACKWARD: 20.0}
@@ -109,7 +108,7 @@ def test_a_target_grows_with_the_batch() -> None:
     known = measured(4)
     other = carried_over(known, one_f_one_b(2, 8))
     faster = TimelyFreezeConfig(target_speedup=1.25)
-    assert target_ms(faster, other) == pytest.approx(other.unfrozen_step_ms / 1.25)
+    assert faster.target_ms(other.unfrozen_step_ms) == pytest.approx(other.unfrozen_step_ms / 1.25)
 
 
 def test_a_larger_batch_has_more_signal() -> None:
