@@ -10,6 +10,7 @@ from typing import Any
 import deepspeed.pipe
 import pytest
 import torch
+from clocks import counted_time
 from deepspeed_oracle import check_oracle
 from deepspeed_ranks import CONTEXT, Case, batch, build_engine, force_plan, optimizer_state, parameters_of, train
 from run_checks import assert_same
@@ -266,10 +267,15 @@ EXACT = {**WHOLE_LIFE, "max_freeze_ratio": 0, "weight_gradients": "deferred"}
 DRAWN = {**WHOLE_LIFE, "granularity": "token", "weight_gradients": "deferred"}
 
 
+def train_in_counted_time(case: Case) -> dict[str, Any]:
+    with counted_time():
+        return train(case)
+
+
 @pytest.mark.parametrize("section", [WHOLE_LIFE, DRAWN], ids=["tensors", "deferred tokens"])
 def test_numbers_of_microbatches_that_change_are_monitored_together_and_planned_for_apart(pools, section, tmp_path):
     case = Case(section=section, numbers=MIXED, steps=14, output_dir=str(tmp_path))
-    ranks = pools(4).run(train, case)
+    ranks = pools(4).run(train_in_counted_time, case)
     check_oracle(case, ranks)
     phases = ["warmup", *["monitoring_upper", "monitoring_mixed"] * 2, *["progressive"] * 2, *["stable"] * 7]
     for rank in ranks:

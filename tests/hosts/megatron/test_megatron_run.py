@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from clocks import counted_time
 from logged import Lines
 from megatron_oracle import check_oracle
 from megatron_ranks import (
@@ -288,10 +289,15 @@ MIXED = {
 }
 
 
+def train_in_counted_time(case: Case) -> dict[str, Any]:
+    with counted_time():
+        return train(case)
+
+
 @pytest.mark.parametrize("name", MIXED)
 def test_numbers_of_microbatches_that_change_are_monitored_together_and_planned_for_apart(megatron, name):
     case = replace(MIXED[name], section={**MIXED[name].section, "monitoring_steps": 4}, numbers=(4, 6, 8), steps=12)
-    ranks = megatron(2).run(train, case)
+    ranks = megatron(2).run(train_in_counted_time, case)
     check_oracle(case, ranks)
     phases = ["warmup", *["monitoring_upper", "monitoring_mixed"] * 2, *["progressive"] * 2, *["stable"] * 5]
     for rank in ranks:
