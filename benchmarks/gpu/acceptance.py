@@ -30,6 +30,7 @@ from tf_adapters.testing import RankPool, RanksFailed
 
 MODULES = {
     "oracle": "oracle",
+    "same-bits": "same_bits",
     "hot-path": "hot_path",
     "backward-time": "backward_time",
     "recompilations": "recompilations",

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from benchmarks.gpu.parts import Options
+from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.testing import force_plan
+from tf_adapters.training.plan_maker import Planned
+
+if TYPE_CHECKING:
+    from tf_adapters.training.controller import Controller
 
 VOCABULARY, ROWS, MICROBATCHES = 256, 2, 4
 
@@ -31,15 +38,24 @@ def prepare(options: Options) -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if not options.cuda:
-        import tf_adapters.testing.megatron_on_cpu
+        from tf_adapters.testing import megatron_on_cpu, transformer_engine_on_cpu
 
-        tf_adapters.testing.megatron_on_cpu.install()
+        (transformer_engine_on_cpu if transformer_engine_on_cpu.available() else megatron_on_cpu).install()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     parallel_state.initialize_model_parallel()
     torch.manual_seed(7)
     model_parallel_cuda_manual_seed(7)
+
+
+def engine_available(options: Options) -> bool:
+    """Whether there is a Transformer Engine; on the CPU its Python is enough."""
+    if options.cuda:
+        return importlib.util.find_spec("transformer_engine") is not None
+    from tf_adapters.testing import transformer_engine_on_cpu
+
+    return transformer_engine_on_cpu.available()
 
 
 def context(options: Options) -> int:
@@ -85,6 +101,24 @@ def build(options: Options, case: Case) -> tuple[Any, Any]:
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     return model, optimizer
+
+
+def force_waiting_plan(controller: Controller, ratio: float) -> None:
+    """Stable freezing at this freeze ratio. Where weight gradients are deferred, all of them wait for the batch's end.
+
+    One stage is never idle, so no plan of ours would let them wait.
+    """
+    force_plan(controller, ratio)
+    plan = controller.state.plan
+    if plan is None or not controller.config.defers:
+        return
+    order = [a for rank in plan.to_json()["ranks"] for a in rank]
+    late = [a.replace("B", "W") for a in order if "B" in a]
+    order = [*(a.replace("B", "I") for a in order), *late]
+    times = dict.fromkeys(order, 1.0)
+    made = {"ranks": [order], "freeze_ratio": dict.fromkeys(late, ratio), "start_ms": times, "duration_ms": times}
+    waiting = FreezePlan.from_json({**plan.to_json(), **made, "critical_path": order})
+    controller.state.adopt(controller.schedule, Planned(waiting, step_ms=1.0))
 
 
 def named(model: Any) -> dict[str, Any]:

@@ -16,10 +16,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.megatron import MICROBATCHES, Case, build, named, prepare, run_batch, update
+from benchmarks.gpu.megatron import (
+    MICROBATCHES,
+    Case,
+    build,
+    engine_available,
+    force_waiting_plan,
+    named,
+    prepare,
+    run_batch,
+    update,
+)
 from benchmarks.gpu.parts import NOT_RUN, WAYS, Check, Options, Part, no_package, section
 from tf_adapters.overrides import Overrides
-from tf_adapters.testing import force_plan
 from tf_adapters.testing.oracle import Sampled, Samples, of_other_gradient, recorded_draws
 
 RATIO = 0.8
@@ -73,8 +82,8 @@ def missing(options: Options, case: Case) -> str:
     """Why a case cannot run here; "" where it can."""
     major = torch.cuda.get_device_capability()[0] if options.cuda else 0
     recipe = case.model.get("fp8_recipe")
-    if case.engine and not (options.cuda and importlib.util.find_spec("transformer_engine")):
-        return "no Transformer Engine" if options.cuda else "Transformer Engine needs a GPU"
+    if case.engine and not engine_available(options):
+        return "no Transformer Engine"
     if recipe and (major < 9 or (recipe == "mxfp8" and major < 10)):
         return f"this GPU has no {recipe} fp8"
     if case.model.get("gradient_accumulation_fusion") and not case.engine and options.cuda:
@@ -91,7 +100,7 @@ def of_case(options: Options, name: str, case: Case) -> list[Check]:
         [model], optimizer, section(options, **case.settings), num_microbatches=MICROBATCHES
     )
     controller = adapter.controller
-    force_plan(controller, RATIO)
+    force_waiting_plan(controller, RATIO)
     with recorded_draws() as draws:
         run_batch(options, model, 0, range(MICROBATCHES))
         update(optimizer)
