@@ -37,9 +37,10 @@ def prepare(options: Options) -> None:
     """Before anything of Megatron is imported."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if not options.cuda:
-        from tf_adapters.testing import megatron_on_cpu, transformer_engine_on_cpu
+    from tf_adapters.testing import megatron_on_cpu, transformer_engine_on_cpu
 
+    megatron_on_cpu.stand_in_for_apex()
+    if not options.cuda:
         (transformer_engine_on_cpu if transformer_engine_on_cpu.available() else megatron_on_cpu).install()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed

@@ -7,11 +7,7 @@ case has a control: the same comparison with the masks of the next microbatch, w
 from __future__ import annotations
 
 import gc
-import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +24,8 @@ from benchmarks.gpu.megatron import (
     update,
 )
 from benchmarks.gpu.parts import NOT_RUN, WAYS, Check, Options, Part, no_package, section
-from tf_adapters.overrides import Overrides
-from tf_adapters.testing.oracle import Sampled, Samples, of_other_gradient, recorded_draws
+from tf_adapters.testing.megatron_oracle import sampled_layers
+from tf_adapters.testing.oracle import Samples, recorded_draws
 
 RATIO = 0.8
 FP8 = {"fp8": "hybrid"}
@@ -86,8 +82,6 @@ def missing(options: Options, case: Case) -> str:
         return "no Transformer Engine"
     if recipe and (major < 9 or (recipe == "mxfp8" and major < 10)):
         return f"this GPU has no {recipe} fp8"
-    if case.model.get("gradient_accumulation_fusion") and not case.engine and options.cuda:
-        return "" if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") else "no Apex"
     return ""
 
 
@@ -114,7 +108,9 @@ def of_case(options: Options, name: str, case: Case) -> list[Check]:
     held = set.intersection(*map(set, frozen))
     moved = sum(not torch.equal(before[name], value) for name, value in values(model).items() if name in held)
     adapter.detach()
-    limit = (0.2 if "fp8" in case.model else 0.02) if options.cuda else 1e-5
+    limit = 0.02 if options.cuda else 1e-5
+    if case.model.get("fp8_recipe") == "delayed":
+        limit = 0.3  # the copy has other amax values before it, so it rounds in another way
     checks = [Check(f"{name}: worst gradient", worst(found, full, frozen), most=limit)]
     if any(frozen):  # sampled tokens hold nothing
         shifted = frozen[1:] + frozen[:1]
@@ -136,36 +132,17 @@ def full_gradients(options: Options, case: Case, weights: Gradients, samples: li
     own = {
         key: value for key, value in case.model.items() if not key.startswith(("recompute_", "gradient_accumulation_"))
     }
+    from tf_adapters.megatron.chunks import innermost
+
     copy, _ = build(options, replace(case, model=own, optimizer={}, sharded=False))
     for name, parameter in named(copy).items():
         parameter.data.copy_(weights[name])
     found = []
     for microbatch in range(MICROBATCHES):
-        with sampling(copy, samples[microbatch]):
+        with sampled_layers(innermost(copy), samples[microbatch]):
             run_batch(options, copy, 1, [microbatch])
         found.append(gradients(copy))
     return found
-
-
-@contextmanager
-def sampling(model: Any, samples: Samples) -> Iterator[None]:
-    """Count tokens as ``samples`` says in the weight gradients of Megatron's own linear layers."""
-    from tf_adapters.megatron.chunks import innermost
-
-    overrides = Overrides()
-    for name, of_weight in samples.items():
-        layer: Any = innermost(model).get_submodule(name.removesuffix(".weight"))
-        overrides.set(layer, "_forward_impl", partial(_product, layer._forward_impl, of_weight))
-    try:
-        yield
-    finally:
-        overrides.restore()
-
-
-def _product(run: Callable[..., Any], sampled: Sampled, *, input: Any, weight: Any, bias: Any, **more: Any) -> Any:
-    counted = run(input=sampled.counted(input), weight=weight, bias=None, **more)
-    output = of_other_gradient(run(input=input, weight=weight.detach(), bias=None, **more), counted)
-    return output if bias is None else output + bias
 
 
 def worst(found: Gradients, full: list[Gradients], frozen: list[tuple[str, ...]]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -87,12 +88,15 @@ def checked_step() -> dict[str, str]:
     return taps.end_check()
 
 
-def quantizing_step() -> dict[str, str]:
-    """What a checked step finds out about a layer that computes in FP8."""
+def quantizing_step(recipe: str, sampled: bool) -> dict[str, str]:
+    """What a checked step finds out about a layer that computes in FP8 with this recipe."""
+    from transformer_engine.common import recipe as recipes
+
     model = torch.nn.ModuleDict({"used": layer("Linear")})
-    taps = StageTaps(model, engine_layer)
+    taps = StageTaps(model, partial(engine_layer, sampled=sampled))
     taps.install()
-    with taps.checking(0), mock.patch("tf_adapters.weight_gradients.engine_taps._quantizes", return_value=True):
+    of_layer = mock.patch("tf_adapters.weight_gradients.engine_taps._recipe", return_value=getattr(recipes, recipe)())
+    with taps.checking(0), of_layer:
         model["used"](torch.randn(TOKENS, WIDTH)).sum().backward()
     return taps.end_check()
 

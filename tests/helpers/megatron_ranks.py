@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,9 +14,9 @@ import user_layers
 from megatron_low_rank import with_adapters
 from rank_pools import destroy_groups, seed
 
-from tf_adapters.overrides import Overrides
 from tf_adapters.testing import force_plan
-from tf_adapters.testing.oracle import Draws, Sampled, Samples, of_other_gradient, recorded_draws
+from tf_adapters.testing.megatron_oracle import sampled_layers
+from tf_adapters.testing.oracle import Draws, Samples, recorded_draws
 
 VOCABULARY, WIDTH, HEADS, CONTEXT, BATCH = 32, 16, 4, 8, 2
 SECTION: dict[str, Any] = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 2, "on_error": "raise"}
@@ -467,34 +466,10 @@ def full_gradients(
             copy.zero_grad_buffer()
         with ExitStack() as sampled, patch.object(finalizing, "_allreduce_word_embedding_grads"):
             for copy, of_chunk in zip(copies, samples[microbatch] if samples else (), strict=bool(samples)):
-                sampled.enter_context(sampled_parallel_layers(innermost(copy), of_chunk))
+                sampled.enter_context(sampled_layers(innermost(copy), of_chunk))
             run_batch(plain(case), copies, step, [microbatch] * at_least)
         found.append(by_name(case, copies, main_gradient))
     return found
-
-
-@contextmanager
-def sampled_parallel_layers(model: torch.nn.Module, samples: Samples) -> Iterator[None]:
-    """Count tokens as ``samples`` says in the weight gradients of Megatron's linear layers."""
-    overrides = Overrides()
-    for name, of_weight in samples.items():
-        layer = model.get_submodule(name.removesuffix(".weight"))
-        overrides.set(layer, "_forward_impl", partial(_sampled_product, layer._forward_impl, of_weight))
-    try:
-        yield
-    finally:
-        overrides.restore()
-
-
-def _sampled_product(impl: Any, sampled: Sampled, *, input: Any, weight: Any, bias: Any, **kwargs: Any) -> Any:
-    whole = input
-    if kwargs["sequence_parallel"]:  # of the tokens this rank has a part, and what it drew is of all
-        group = kwargs["tp_group"]
-        whole = input.new_empty((input.shape[0] * group.size(), *input.shape[1:]))
-        torch.distributed.all_gather_into_tensor(whole, input.detach().contiguous(), group=group)
-    counted = impl(input=sampled.counted(whole), weight=weight, bias=None, **{**kwargs, "sequence_parallel": False})
-    output = of_other_gradient(impl(input=input, weight=weight.detach(), bias=None, **kwargs), counted)
-    return output if bias is None else output + bias
 
 
 def drawn_samples(case: Case, chunks: list[Any], draws: Draws, step: int, number: int) -> list[list[Samples]]:

@@ -24,10 +24,9 @@ def tapped_layer(module: torch.nn.Module, sampled: bool = False) -> TappedLayer 
     """The tap of a layer of a Megatron model; None for what it does not know: embeddings, for one.
 
     Nor for layers whose weight is shared or whose weight gradient Megatron itself puts off (``wgrad_deferral_limit``).
-    Layers of Transformer Engine make their gradients of all tokens: they have no tap where tokens are ``sampled``.
     """
     if type(module) not in (ColumnParallelLinear, RowParallelLinear):
-        return plain_layer(module) or (None if sampled else engine_layer(module))
+        return plain_layer(module) or engine_layer(module, sampled)
     weight = vars(module)["_parameters"].get("weight")
     if (
         weight is None

@@ -59,8 +59,7 @@ def install() -> None:
     cuda_stand_in.install()
     sys.meta_path.insert(0, _AfterImport)
     _send_copies()
-    if importlib.util.find_spec(_FUSED_KERNEL) is None:
-        sys.modules[_FUSED_KERNEL] = _fused_kernel()
+    stand_in_for_apex()
     if not hasattr(typing, "override"):  # 0.19 assumes Python 3.12
         vars(typing)["override"] = lambda function: function
     if importlib.util.find_spec("triton") is None:
@@ -104,15 +103,20 @@ def _send_copies() -> None:
     dist.isend = dist.distributed_c10d.isend = isend
 
 
-def _fused_kernel() -> types.ModuleType:
-    """Return the module that ``gradient_accumulation_fusion`` calls: it adds a weight's gradient to ``main_grad``."""
+def stand_in_for_apex() -> None:
+    """Without Apex, answer the kernel that ``gradient_accumulation_fusion`` calls with a product of torch.
+
+    It adds a weight's gradient to ``main_grad``. It also works on a GPU.
+    """
+    if _FUSED_KERNEL in sys.modules or importlib.util.find_spec(_FUSED_KERNEL) is not None:
+        return
 
     def add_product(inputs: Any, gradient: Any, total: Any) -> None:
         total.add_(gradient.t() @ inputs)
 
     module = types.ModuleType(_FUSED_KERNEL)
     vars(module).update(wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product)
-    return module
+    sys.modules[_FUSED_KERNEL] = module
 
 
 def _module_of_functions_that_answer_false(name: str) -> types.ModuleType:

@@ -10,13 +10,13 @@ it is there. Source: transformer_engine/pytorch/module/ (2.3 and newer).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from tf_adapters.weight_gradients.tap_check import QUANTIZED, accumulates
+from tf_adapters.weight_gradients.tap_check import NO_ROWS, NOT_PLAIN, QUANTIZED, SPECIAL_WEIGHT, accumulates
 from tf_adapters.weight_gradients.tapped_classes import Run
 from tf_adapters.weight_gradients.taps import Choose, StageTaps, TappedLayer, transforms_run
 
@@ -25,6 +25,9 @@ __all__ = ["EngineTap", "engine_layer"]
 _ENGINE = "transformer_engine.pytorch"
 _OWN = ("transformer_engine.", "megatron.core.extensions.transformer_engine")
 """Where the classes are written whose forward is understood; a user's subclass may do anything with its weight."""
+
+_RECIPES = ("delayed", "float8_current_scaling", "float8_block_scaling")
+"""Methods of a recipe of FP8, true of those with which deferral gave the host's bits on a GPU."""
 
 Finish = Callable[[Sequence[Any]], None]
 
@@ -65,9 +68,11 @@ class EngineTap(TappedLayer):
     A GroupedLinear has one function for all of its products.
     """
 
-    def __init__(self, module: torch.nn.Module, products: Sequence[tuple[str, ...]], grouped: bool) -> None:
+    def __init__(
+        self, module: torch.nn.Module, products: Sequence[tuple[str, ...]], grouped: bool, sampled: bool
+    ) -> None:
         super().__init__(module, tuple(name for product in products for name in product))
-        self._products, self._grouped = products, grouped
+        self._products, self._grouped, self._sampled = products, grouped, sampled
         self._weights = [product[0] for product in products]
 
     def gradients(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
@@ -85,21 +90,28 @@ class EngineTap(TappedLayer):
         if taps.check is not None:
             with taps.check.inside(self):
                 output = run(*args, **kwargs)
-            if transforms_run():
-                taps.check.not_plain(self)
-            elif _quantizes():
-                taps.check.not_plain(self, QUANTIZED)
-            else:
+            reason = self._not_understood(trained.values())
+            if reason is None:
                 taps.check.trust(self, tuple(trained.values()))
+            else:
+                taps.check.not_plain(self, reason)
             return output
-        if (
-            transforms_run()
-            or _quantizes()
-            or self._overwrites(args, kwargs)
-            or not all(map(_is_plain, trained.values()))
-        ):
+        if self._overwrites(args, kwargs) or self._not_understood(trained.values()) is not None:
             return run(*args, **kwargs)
         return self._delayed(partial(run, *args, **kwargs), taps, trained)
+
+    def _not_understood(self, parameters: Iterable[torch.nn.Parameter]) -> str | None:
+        """Why a call now is left to the host; None where it is understood."""
+        if transforms_run():
+            return NOT_PLAIN
+        if not all(type(parameter) is torch.nn.Parameter and parameter.is_leaf for parameter in parameters):
+            return SPECIAL_WEIGHT
+        recipe = _recipe()
+        if recipe is None:
+            return None
+        if self._sampled:
+            return NO_ROWS
+        return None if any(getattr(recipe, name, bool)() for name in _RECIPES) else QUANTIZED
 
     def _overwrites(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the function of this call writes over what has been accumulated: that of a step's first microbatch.
@@ -139,7 +151,7 @@ class EngineTap(TappedLayer):
         """Gradients of the trained parameters; ``received`` came in the backward, as a bias's may."""
         fused = bool(getattr(self.module, "fuse_wgrad_accumulation", False))
         waited = bool(store.tasks)
-        found = self._run(store, trained)
+        found = self._run(store, trained, choose)
         gradients = []
         for name, parameter in trained.items():
             weight = name in self._weights
@@ -153,39 +165,65 @@ class EngineTap(TappedLayer):
             gradients.append(torch.zeros_like(parameter) if gradient is None else gradient)
         return tuple(gradients)
 
-    def _run(self, store: _Store, trained: dict[str, Any]) -> dict[str, Any]:
-        """Run what the module has put off; what that gives, by parameter."""
+    def _run(self, store: _Store, trained: dict[str, Any], choose: Choose | None) -> dict[str, Any]:
+        """Run what the module has put off, of all tokens or of some; what that gives, by parameter."""
         found: dict[str, Any] = {}
-        products = [product for product in self._products if product[0] in trained]
+        products = self._products if self._grouped else [p for p in self._products if p[0] in trained]
         for number, (tensors, function) in enumerate(store.tasks):
-            result = function(*tensors)
+            of_task = products if self._grouped else products[number : number + 1]
+            rows, biases = (tensors, {}) if choose is None else _some_rows(tensors, of_task, choose)
+            result = function(*rows)
             if self._grouped:
-                biases = result[1] or []
-                found |= dict(zip(self._weights, tensors[2], strict=True))
-                found |= dict(zip([name for product in products for name in product[1:]], biases, strict=False))
+                found |= dict(zip(self._weights, rows[2], strict=True))
+                of_biases = [name for product in of_task for name in product[1:]]
+                found |= dict(zip(of_biases, result[1] or [], strict=False))
             else:
-                found |= dict(zip(products[number], result, strict=False))
+                found |= dict(zip(of_task[0], result, strict=False))
+            found |= biases
         store.tasks.clear()
         store.aliases.clear()
         return found
 
 
-def _quantizes() -> bool:
-    """Whether an FP8 or FP4 recipe is on: deferral under one has not run yet, on any device."""
+def _some_rows(
+    tensors: Sequence[Any], products: Sequence[tuple[str, ...]], choose: Choose
+) -> tuple[Sequence[Any], dict[str, torch.Tensor]]:
+    """The arguments of a module's function with chosen rows only, and the bias gradients, which are of all rows.
+
+    ``tensors`` are inputs and output gradients, of a GroupedLinear a list of each by expert. Others stay as they are.
+    """
+    inputs, gradients, *rest = tensors
+    grouped = isinstance(inputs, (list, tuple))
+    pairs = list(zip(inputs, gradients, strict=True)) if grouped else [(inputs, gradients)]
+    if len(pairs) != len(products) or not all(_has_rows(x) and _has_rows(g) for x, g in pairs):
+        return tensors, {}
+    rows, biases = [], {}
+    for (x, gradient), (weight, *bias) in zip(pairs, products, strict=True):
+        x, gradient = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        rows.append(choose(x, gradient, weight))
+        if len(rows[-1][1]) < len(gradient):
+            biases.update(dict.fromkeys(bias, gradient.sum(dim=0)))
+    if not grouped:
+        return [*rows[0], *rest], biases
+    return [[x for x, _ in rows], [gradient for _, gradient in rows], *rest], biases
+
+
+def _has_rows(tensor: Any) -> bool:
+    return type(tensor) is torch.Tensor and tensor.is_floating_point() and tensor.element_size() > 1
+
+
+def _recipe() -> Any:
+    """The recipe of FP8 or FP4 that is on; None where none is."""
     base: Any = sys.modules[f"{_ENGINE}.module.base"]
-    return bool(base.FP8GlobalStateManager.is_fp8_enabled())
+    state = base.FP8GlobalStateManager
+    return state.get_fp8_recipe() if state.is_fp8_enabled() else None
 
 
-def _is_plain(parameter: torch.nn.Parameter) -> bool:
-    """Whether this is an ordinary tensor, and not one whose values are kept in FP8."""
-    return type(parameter) is torch.nn.Parameter and parameter.is_leaf
-
-
-def engine_layer(module: torch.nn.Module) -> TappedLayer | None:
+def engine_layer(module: torch.nn.Module, sampled: bool = False) -> TappedLayer | None:
     """The tap of a layer of Transformer Engine; None for others, and for what its store does not work with.
 
     Those are products that overlap with communication, its own way to put weight gradients off or to shard weights,
-    and weights in parts.
+    and weights in parts. Where tokens are ``sampled`` the tap leaves calls in FP8 to the host.
     """
     engine: Any = sys.modules.get(_ENGINE)
     if engine is None or not type(module).__module__.startswith(_OWN):
@@ -203,7 +241,7 @@ def engine_layer(module: torch.nn.Module) -> TappedLayer | None:
     fused = getattr(module, "fuse_wgrad_accumulation", False)
     if fused and not all(hasattr(weight, "grad_added_to_main_grad") for weight in weights):
         return None
-    return EngineTap(module, products, isinstance(module, engine.GroupedLinear))
+    return EngineTap(module, products, isinstance(module, engine.GroupedLinear), sampled)
 
 
 def _products(engine: Any, module: Any) -> list[tuple[str, ...]]:

@@ -24,8 +24,10 @@ __all__ = [
     "CHANGES",
     "NOT_CALLED",
     "NOT_PLAIN",
+    "NO_ROWS",
     "OTHER_USES",
     "QUANTIZED",
+    "SPECIAL_WEIGHT",
     "TapCheck",
     "accumulates",
 ]
@@ -34,7 +36,9 @@ ANOTHER_GRADIENT = "its weight gradient is not the product that a tap computes"
 OTHER_USES = "its weight is used outside of its own forward"
 NOT_CALLED = "its forward did not run in the first step"
 NOT_PLAIN = "it is called inside torch.func, or with complex, nested, sparse, distributed or not contiguous tensors"
-QUANTIZED = "it computes in FP8 or FP4, where taps have not been tested"
+QUANTIZED = "it computes in MXFP8, FP4 or by a recipe of its own, where taps have not been tested"
+NO_ROWS = "it computes in FP8 or FP4, where tokens cannot be sampled"
+SPECIAL_WEIGHT = "its weight is no ordinary tensor: it is sharded, or kept in FP8"
 CHANGES = "its weight changes within a batch, as where an optimizer steps inside the backward"
 
 _SAMPLED = 4096

@@ -30,8 +30,15 @@ from tf_adapters.weight_gradients.tokens import Rows
 __all__ = ["Choose", "LinearTap", "StageTaps", "TappedLayer", "linear_gradient", "plain_layer", "transforms_run"]
 
 
-Choose = Callable[[torch.Tensor, torch.Tensor], Rows]
-"""Of inputs ``[tokens, inputs]`` and output gradients ``[tokens, outputs]``, the rows to make a gradient from."""
+class Choose(Protocol):
+    """Chooses the rows that a gradient is made from."""
+
+    def __call__(self, inputs: torch.Tensor, gradient: torch.Tensor, weight: str | None = None) -> Rows:
+        """Rows of inputs ``[tokens, inputs]`` and output gradients ``[tokens, outputs]``.
+
+        ``weight`` is the layer's own name of the weight, by default that of its first one.
+        """
+        ...
 
 
 Gradients = dict[torch.nn.Parameter, torch.Tensor]
@@ -233,7 +240,9 @@ class StageTaps:
 
     def __init__(self, model: torch.nn.Module, make: Callable[[torch.nn.Module], TappedLayer | None]) -> None:
         self._layers = _layers(model, make)
-        self._weights = {layer: name for name, layer in reversed(self._layers.items())}  # the first of its names
+        self._names: dict[TappedLayer, dict[str, str]] = {}  # by layer and its own name of a parameter
+        for name, layer in self._layers.items():
+            self._names.setdefault(layer, {})[name.rpartition(".")[2]] = name
         self._left: set[TappedLayer] = set()
         self.microbatch: int | None = None  # whose forward or backward runs
         self.check: TapCheck | None = None  # in the step that is checked
@@ -319,7 +328,13 @@ class StageTaps:
         return complete
 
     def _gradients(self, call: _Pending, sampler: RowSampler | None) -> tuple[torch.Tensor, ...]:
-        choose = None if sampler is None else partial(sampler.rows, self._weights[call.layer])
+        if sampler is None:
+            return call.make(None)
+        names, first = self._names[call.layer], call.layer.names[0]
+
+        def choose(inputs: torch.Tensor, gradient: torch.Tensor, weight: str | None = None) -> Rows:
+            return sampler.rows(names[weight or first], inputs, gradient)
+
         return call.make(choose)
 
     def keep(

@@ -24,6 +24,7 @@ from megatron_oracle import (
 from megatron_ranks import Case, setup_engine, start, teardown, train, train_step
 from megatron_reductions import reductions
 from rank_pools import fork_ranks
+from run_checks import assert_tokens_drawn
 
 from tf_adapters.report import Report
 from tf_adapters.testing import RankPool
@@ -113,6 +114,43 @@ def test_nothing_frozen_is_the_host_to_the_bit(engine, name):
     check_same(ours, engine.run(train, replace(case, section=None, ratios=None), False, True))
 
 
+SAMPLED = {"granularity": "token"}
+
+
+def check_tokens(case: Case, ranks: list[dict]) -> None:
+    check_oracle(case, ranks)
+    assert_tokens_drawn(ranks)
+    layers = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
+    for rank in ranks:
+        names = {name for of_microbatch in rank["draws"].values() for name in of_microbatch}
+        assert layers <= {name.split(".")[-2] for name in names}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_the_drawn_tokens(engine, name):
+    case = replace(CASES[name], section=SAMPLED)
+    check_tokens(case, engine.run(train, case))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "fused", "experts", "experts, fused", "interleaved", "bf16, fused"])
+def test_gradients_are_those_of_the_drawn_tokens_where_they_wait(engine, name):
+    case = replace(CASES[name], section={**DEFERRED, **SAMPLED})
+    check_tokens(case, engine.run(train, case))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "fused", "experts", "bf16"])
+def test_no_token_left_out_is_the_host_to_the_bit(engine, name):
+    case = replace(CASES[name], ratios=0.0, steps=3)
+    ours = engine.run(train, replace(case, section=SAMPLED), False)
+    check_same(ours, engine.run(train, replace(case, section=None, ratios=None), False))
+
+
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_four_ranks_sample_tokens(four, name):
+    case = replace(FOUR_RANKS[name], section=SAMPLED)
+    check_tokens(case, four.run(train, case))
+
+
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_four_ranks(four, name):
     case = replace(FOUR_RANKS[name], section=DEFERRED)
@@ -130,9 +168,10 @@ def first_step(case: Case) -> tuple[dict[int, float], dict[int, dict[str, str]],
     return dict(findings.shares), dict(findings.left), {name for name in names if "weight" in name}
 
 
+@pytest.mark.parametrize("section", [DEFERRED, SAMPLED], ids=["deferred", "sampled"])
 @pytest.mark.parametrize("name", ["1f1b", "fused", "experts"])
-def test_most_of_the_weight_gradient_work_can_wait(engine, name):
-    case = replace(CASES[name], section=DEFERRED, ratios=None)
+def test_most_of_the_weight_gradient_work_can_wait_or_be_sampled(engine, name, section):
+    case = replace(CASES[name], section=section, ratios=None)
     for shares, left, names in engine.run(first_step, case):
         assert left == {}
         assert min(shares.values()) > 0.8
@@ -163,13 +202,6 @@ def test_a_measured_run_shows_the_share_that_can_wait(engine, tmp_path, model):
     assert min(report.plan.deferrable_share.values()) > 0.0
     assert any("deferral: weight gradients that can wait are" in line for line in said)
     assert operations >= 8 * 4 * 2 * 4 * 3  # of 8 steps, 4 microbatches, 2 layers: 4 linear layers, 3 products each
-
-
-def test_without_a_store_of_ours_little_can_wait(engine):
-    section = {"granularity": "token"}  # where layers that cannot sample have no tap
-    case = replace(CASES["1f1b"], section=section, ratios=None)
-    for _, _, names in engine.run(first_step, case):
-        assert not any("linear_qkv" in name for name in names)
 
 
 @pytest.mark.parametrize("model", [{}, FUSED], ids=["unfused", "fused"])

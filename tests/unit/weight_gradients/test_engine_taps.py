@@ -12,7 +12,7 @@ from transformer_engine_jobs import install
 
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.transformer_engine_on_cpu import FOLDER
-from tf_adapters.weight_gradients.tap_check import NOT_CALLED, QUANTIZED
+from tf_adapters.weight_gradients.tap_check import NO_ROWS, NOT_CALLED, QUANTIZED
 
 pytestmark = pytest.mark.distributed  # a process of its own
 
@@ -46,8 +46,15 @@ def test_the_checked_step_knows_which_layers_were_called(engine: RankPool) -> No
     assert engine.run(jobs.checked_step) == [{"unused.weight": NOT_CALLED, "unused.bias": NOT_CALLED}]
 
 
-def test_a_layer_that_quantizes_is_left_to_the_host(engine: RankPool) -> None:
-    assert engine.run(jobs.quantizing_step) == [{"used.weight": QUANTIZED, "used.bias": QUANTIZED}]
+@pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"])
+def test_a_layer_in_fp8_is_deferred_and_not_sampled(engine: RankPool, recipe: str) -> None:
+    assert engine.run(jobs.quantizing_step, recipe, False) == [{}]
+    assert engine.run(jobs.quantizing_step, recipe, True) == [{"used.weight": NO_ROWS, "used.bias": NO_ROWS}]
+
+
+def test_a_recipe_without_a_test_is_left_to_the_host(engine: RankPool) -> None:
+    found = engine.run(jobs.quantizing_step, "MXFP8BlockScaling", False)
+    assert found == [{"used.weight": QUANTIZED, "used.bias": QUANTIZED}]
 
 
 def test_a_first_microbatch_writes_over_no_others(engine: RankPool) -> None:
