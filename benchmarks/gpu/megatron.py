@@ -33,15 +33,16 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def prepare(options: Options) -> None:
-    """Before anything of Megatron is imported."""
+def prepare(options: Options, engine: bool = True) -> None:
+    """Before anything of Megatron is imported. ``engine``: with Transformer Engine where it can run."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from tf_adapters.testing import megatron_on_cpu, transformer_engine_on_cpu
 
     megatron_on_cpu.stand_in_for_apex()
     if not options.cuda:
-        (transformer_engine_on_cpu if transformer_engine_on_cpu.available() else megatron_on_cpu).install()
+        with_engine = engine and transformer_engine_on_cpu.available()
+        (transformer_engine_on_cpu if with_engine else megatron_on_cpu).install()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 

@@ -81,4 +81,4 @@ def _normalized(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
     weight, bias = weight.detach() + float(layer.zero_centered_gamma), layer.layer_norm_bias
     if layer.normalization == "RMSNorm":
         return rms_norm(inputs, weight.shape, weight, layer.eps)
-    return layer_norm(inputs, weight.shape, weight, bias.detach(), layer.eps)
+    return layer_norm(inputs, weight.shape, weight=weight, bias=bias.detach(), eps=layer.eps)
