@@ -146,7 +146,7 @@ class _Run:
 
     def _lever(self, name: str, plan: FreezePlan, gradients: str) -> Lever:
         promised = forecast(self._known, plan, stage_0_vanishes=not self._report.config.get("freeze_exclude"))
-        return Lever(name, max(0.0, promised.planned_ms), _held(plan.schedule or self.schedule), gradients)
+        return Lever(name, promised.planned_ms, _held(plan.schedule or self.schedule), gradients)
 
     def _plan(
         self, name: str, ratio: float, defer: bool, extra: int = 0, costs: Mapping[int, TokenCost] = _NO_COSTS

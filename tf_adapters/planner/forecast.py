@@ -41,7 +41,8 @@ def forecast(
     The rest of the step (data, optimizer) stays as it was measured. ``steps`` are durations of monitored steps with
     nothing frozen, ms. Each step is replayed in the DAG, with its backwards shortened in the proportion that the plan
     says, and the median saving is taken: actions that now and then take longer delay their neighbours, which medians of
-    durations do not show. ``stage_0_vanishes``: stage 0's backward takes no time where all of it is frozen
+    durations do not show. Where the durations make a batch that is longer than the measured step, the step shrinks in
+    the batch's proportion. ``stage_0_vanishes``: stage 0's backward takes no time where all of it is frozen
     (``disappears``). Pass False where some of its parameters are excluded from freezing.
     """
     upper, rewritten = measurement.upper, planned_dag(measurement, plan)
@@ -50,11 +51,13 @@ def forecast(
     whole = {action: action if action in upper else backward_of(action) for action in planned}
     left = {a: ms / upper[whole[a]] if upper[whole[a]] > 0.0 else 1.0 for a, ms in planned.items()}
 
-    def saved(durations: Mapping[Action, float]) -> float:
-        unfrozen_ms = measurement.dag.makespan(durations)
-        return unfrozen_ms - rewritten.makespan({a: durations[whole[a]] * left[a] for a in planned})
-
     step_ms = measurement.unfrozen_step_ms
+
+    def saved(durations: Mapping[Action, float]) -> float:
+        batch_ms = measurement.dag.makespan(durations)
+        planned_ms = rewritten.makespan({a: durations[whole[a]] * left[a] for a in planned})
+        return (batch_ms - planned_ms) * (min(1.0, step_ms / batch_ms) if batch_ms > 0.0 else 1.0)
+
     return Forecast(step_ms, step_ms - float(np.median(list(map(saved, steps or [upper])))))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from schedules import gpipe
 
@@ -41,7 +43,15 @@ def test_the_rest_of_the_step_stays_as_it_was_measured() -> None:
 def test_monitored_steps_say_what_freezing_saves() -> None:
     """Steps that take twice as long as the bounds save twice as much; of several, the median."""
     steps = [{action: scale * bounds.upper for action, bounds in BOUNDS.items()} for scale in (1.0, 2.0, 5.0)]
-    assert forecast(STEP, planned(0.5), steps=steps).planned_ms == pytest.approx(80.0)
+    long_step = replace(STEP, unfrozen_step_ms=400.0)
+    assert forecast(long_step, planned(0.5), steps=steps).planned_ms == pytest.approx(380.0)
+
+
+@pytest.mark.parametrize("step_ms", [0.0, 1.0, 35.0])
+def test_a_step_shorter_than_its_batch_shrinks_in_the_batchs_proportion(step_ms: float) -> None:
+    """Its durations may be of disturbed steps, or its ranks begin the next step early. No promise is below 0."""
+    promised = forecast(replace(STEP, unfrozen_step_ms=step_ms), planned(0.5))
+    assert promised.planned_ms == pytest.approx(step_ms * 60.0 / 70.0)
 
 
 def test_nothing_frozen_promises_nothing() -> None:
