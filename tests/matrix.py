@@ -56,9 +56,11 @@ OF_LAYERS = {
         "unit/testing/test_transformer_engine_on_cpu.py",
         "unit/weight_gradients/test_engine_taps.py",
         "hosts/megatron/test_megatron_transformer_engine.py",
+        "hosts/torch_pipelining/test_torch_user_layers.py",
+        "hosts/deepspeed/test_deepspeed_user_layers.py",
     )
 }
-"""Its own Python, without a GPU, alone and in Megatron-Core."""
+"""Its own Python, without a GPU, alone and on each host."""
 CHECKOUTS = {"slime": ("SLIME_SOURCE", "MEGATRON_LM_SOURCE")}
 """What no package index has, by the variables that name its folders."""
 BUILD_SHM = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"

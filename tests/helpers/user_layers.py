@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
+from rank_pools import finish, fork_ranks, prepare
 from torch import nn
+
+from tf_adapters.testing import RankPool, transformer_engine_on_cpu
 
 WIDTH = 8
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -144,9 +149,50 @@ class Join(nn.Module):
         return self.out(pair[0] * pair[1])
 
 
+class Engine(nn.Module):
+    """A layer of Transformer Engine."""
+
+    kind = "Linear"
+    sizes: tuple[int, ...] = (WIDTH, WIDTH)
+    bias = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        self.layer = getattr(te, self.kind)(*self.sizes, bias=self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x))
+
+
+class EngineWithoutBias(Engine):
+    bias = False
+
+
+class EngineNormLinear(Engine):
+    kind = "LayerNormLinear"
+
+
+class EngineNormMLP(Engine):
+    kind, sizes = "LayerNormMLP", (WIDTH, 2 * WIDTH)
+
+
+class EngineGrouped(Engine):
+    """Each expert takes one row."""
+
+    kind, sizes = "GroupedLinear", (2, WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x, [1, 1]))
+
+
 LAYERS: dict[str, Any] = {
     kind.__name__: kind
-    for kind in (Energy, Plain, Product, Spectral, Functional, Watched, Lookup, Fork, Learned, Cross, Join)
+    for kind in (
+        *(Energy, Plain, Product, Spectral, Functional, Watched, Lookup, Fork, Learned, Cross, Join),
+        *(Engine, EngineWithoutBias, EngineNormLinear, EngineNormMLP, EngineGrouped),
+    )
 }
 MODELS: dict[str, tuple[str, ...]] = {
     "energies": ("Energy", "Energy"),
@@ -159,10 +205,18 @@ MODELS: dict[str, tuple[str, ...]] = {
     "no taps on a stage": ("Plain", "Plain", "Product", "Product"),
 }
 """The layers of a pipeline of two stages, by what is special about it."""
+ENGINE_MODELS = {
+    "Transformer Engine": ("EngineNormLinear", "Engine", "EngineNormMLP", "EngineWithoutBias"),
+    "Transformer Engine, experts": ("Engine", "EngineGrouped", "EngineGrouped", "Engine"),
+}
+
+
+def layer_kinds(name: str) -> tuple[str, ...]:
+    return MODELS.get(name) or ENGINE_MODELS[name]
 
 
 def takes_tokens(name: str) -> bool:
-    return MODELS[name][0] in ("Lookup", "Fork")
+    return layer_kinds(name)[0] in ("Lookup", "Fork")
 
 
 def samples(name: str, step: int, microbatches: int) -> list[Pair]:
@@ -174,6 +228,18 @@ def samples(name: str, step: int, microbatches: int) -> list[Pair]:
         tokens = torch.randint(16, (2,), generator=generator)
         batch.append((tokens if takes_tokens(name) else torch.randn(2, WIDTH, generator=generator), target))
     return batch
+
+
+def engine_ranks(host: str) -> RankPool:
+    """Two ranks of a host with Transformer Engine; skips the test where there is none."""
+    if not transformer_engine_on_cpu.available():
+        pytest.skip("no Transformer Engine here: make puts it into a folder of its own")
+    return fork_ranks(2, partial(_prepare_engine, host), partial(finish, host))
+
+
+def _prepare_engine(host: str) -> None:
+    transformer_engine_on_cpu.install()
+    prepare(host)
 
 
 def check_nothing_is_promised(name: str, ranks: list[dict[str, Any]]) -> None:

@@ -56,7 +56,8 @@ from tf_adapters.selection.units import Tie, same_names
 from tf_adapters.training.batches import MOST_NUMBERS
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
-from tf_adapters.weight_gradients.taps import StageTaps, plain_layer
+from tf_adapters.weight_gradients.engine_taps import linear_layer
+from tf_adapters.weight_gradients.taps import StageTaps
 
 HOST = HostInfo("deepspeed", deepspeed.__version__)
 ATTRIBUTE = "timely_freeze"  # of the engine: its adapter
@@ -98,6 +99,7 @@ class DeepSpeedAdapter(HostAdapter):
         self._own_schedule = own_schedule(engine)
         self._schedule_type = SCHEDULES.get(self.config.schedule) or self._own_schedule
         self._orders = lru_cache(MOST_NUMBERS)(partial(translate, self._schedule_type, stages=engine.num_stages))
+        layer = partial(linear_layer, sampled=self.config.samples_tokens)
         return HostPipeline(
             host=HOST,
             schedule=self._orders(engine.micro_batches),
@@ -106,7 +108,7 @@ class DeepSpeedAdapter(HostAdapter):
             models=dict.fromkeys(parameters, engine.module),
             layers=layers_by_stage(engine),
             held_values=held_values(engine, parameters),
-            taps={engine.stage_id: StageTaps(engine.module, plain_layer)} if self.config.splits_backwards else {},
+            taps={engine.stage_id: StageTaps(engine.module, layer)} if self.config.splits_backwards else {},
             accumulating=lambda: accumulating(engine),
             moves_forwards=not engine.dynamic_shape,  # with dynamic shapes, receives cannot begin early
             traced=holds_first_rank(engine.grid.get_pipe_parallel_group()),

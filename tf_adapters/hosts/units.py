@@ -9,10 +9,32 @@ import torch
 
 from tf_adapters.selection.units import FreezeUnit
 
-__all__ = ["UnitRules", "units_of"]
+__all__ = ["UnitRules", "units_of", "weights_with_biases"]
 
 Own = Mapping[str, torch.nn.Parameter]
 """A module's own trainable parameters, by the module's names for them (not those of submodules)."""
+
+_PAIRS = (("weight", "bias"), ("fc1_weight", "fc1_bias"), ("fc2_weight", "fc2_bias"))
+
+
+def weights_with_biases(module: torch.nn.Module, own: Own) -> list[tuple[str, ...]]:
+    """Group each weight with its bias, and all parameters of a grouped linear layer of Transformer Engine.
+
+    That is how layers have to be frozen that compute no bias gradient for a frozen weight. A grouped layer checks only
+    whether its first weight trains.
+    Source: transformer_engine/pytorch/module/linear.py and grouped_linear.py; megatron/core/tensor_parallel/layers.py.
+    """
+    if hasattr(module, "num_gemms"):
+        return [tuple(own)] if own else []
+    pairs = [pair for pair in _PAIRS if all(name in own for name in pair)]
+    paired = {name for pair in pairs for name in pair}
+    return [*pairs, *((name,) for name in own if name not in paired)]
+
+
+def _alone(module: torch.nn.Module, own: Own) -> list[tuple[str, ...]]:
+    """Each parameter alone, but for layers of Transformer Engine."""
+    of_engine = any(kind.__module__.startswith("transformer_engine.") for kind in type(module).__mro__)
+    return weights_with_biases(module, own) if of_engine else [(name,) for name in own]
 
 
 @dataclass(frozen=True)
@@ -20,13 +42,14 @@ class UnitRules:
     """The rules that differ between hosts.
 
     Attributes:
-        groups: groups a module's own parameters that are frozen together; by default each alone.
+        groups: groups a module's own parameters that are frozen together; by default each alone, and a weight with its
+            bias in layers of Transformer Engine.
         is_table: returns whether a module is an embedding: it gathers rows, and computes no matrix product.
         projects: returns whether a table, given by name and parameter, is also a factor of a product on the stage.
         token_share: returns the share of a rank's tokens that reach a module, given by name, in [0, 1].
     """
 
-    groups: Callable[[torch.nn.Module, Own], Sequence[tuple[str, ...]]] = lambda module, own: [(n,) for n in own]
+    groups: Callable[[torch.nn.Module, Own], Sequence[tuple[str, ...]]] = _alone
     is_table: Callable[[torch.nn.Module], bool] = lambda module: isinstance(module, torch.nn.Embedding)
     projects: Callable[[str, torch.nn.Parameter], bool] = lambda name, parameter: False
     token_share: Callable[[str], float] = lambda prefix: 1.0

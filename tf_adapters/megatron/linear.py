@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-from tf_adapters.weight_gradients.engine_taps import engine_layer
-from tf_adapters.weight_gradients.taps import Choose, TappedLayer, linear_gradient, plain_layer
+from tf_adapters.weight_gradients.engine_taps import linear_layer
+from tf_adapters.weight_gradients.taps import Choose, TappedLayer, linear_gradient
 
 __all__ = ["ParallelLinearTap", "tapped_layer"]
 
@@ -26,7 +26,7 @@ def tapped_layer(module: torch.nn.Module, sampled: bool = False) -> TappedLayer 
     Nor for layers whose weight is shared or whose weight gradient Megatron itself puts off (``wgrad_deferral_limit``).
     """
     if type(module) not in (ColumnParallelLinear, RowParallelLinear):
-        return plain_layer(module) or engine_layer(module, sampled)
+        return linear_layer(module, sampled)
     weight = vars(module)["_parameters"].get("weight")
     if (
         weight is None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tf_adapters.hosts.units import UnitRules, units_of
+from tf_adapters.hosts.units import UnitRules, units_of, weights_with_biases
 from tf_adapters.measuring.estimates import grouped
 from tf_adapters.selection.units import FreezeUnit, Tie, joined
 
@@ -18,10 +18,9 @@ def unit_rules(config: Any, expert_parallel_size: int) -> UnitRules:
     """Return Megatron's rules; ``config`` is the model's TransformerConfig.
 
     A weight and its bias are one unit, because Megatron's linear layer computes no bias gradient for a frozen weight.
-    All weights of a grouped linear layer are one unit, because the layer checks only whether the first one trains.
     """
     return UnitRules(
-        groups=_groups,
+        groups=weights_with_biases,
         is_table=lambda m: isinstance(m, torch.nn.Embedding) or type(m).__name__ == "VocabParallelEmbedding",
         projects=lambda name, parameter: "zero_out_wgrad" in vars(parameter),  # tied to the stage's output layer
         token_share=lambda prefix: _token_share(prefix, config, expert_parallel_size),
@@ -68,14 +67,6 @@ def tied_places(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> T
         for name, parameter in of_stage.items()
         if "shared_embedding" in vars(parameter)
     )
-
-
-def _groups(module: torch.nn.Module, own: Mapping[str, torch.nn.Parameter]) -> list[tuple[str, ...]]:
-    if hasattr(module, "num_gemms"):  # Transformer Engine's GroupedLinear: weight0, weight1, ...
-        return [tuple(own)] if own else []
-    together = tuple(name for name in ("weight", "bias") if name in own)
-    alone: list[tuple[str, ...]] = [(name,) for name in own if name not in together]
-    return [together, *alone] if together else alone
 
 
 def _token_share(prefix: str, config: Any, expert_parallel_size: int) -> float:

@@ -27,7 +27,7 @@ from tf_adapters.torch_pipelining.execution import RewrittenOrder
 from tf_adapters.torch_pipelining.replicas import (
     frozen_replica,
     inside_replica,
-    linear_layer,
+    layers_with_taps,
     replica_count,
     reported_to_reducer,
 )
@@ -80,7 +80,10 @@ class TorchPipeliningAdapter(HostAdapter):
                 layers={stage: layers_of(model) for stage, model in models.items()},
                 ties=shared_parameters(parameters),
                 held_values=held_values(parameters),
-                taps={stage.stage_index: StageTaps(stage.submod, linear_layer(stage.submod)) for stage in tapped},
+                taps={
+                    stage.stage_index: StageTaps(stage.submod, layers_with_taps(stage.submod, config.samples_tokens))
+                    for stage in tapped
+                },
                 moves_forwards=True,
                 traced=holds_first_rank(self._stages[0].group),
                 adaptive=is_adaptive(optimizers),

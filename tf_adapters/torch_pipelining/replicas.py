@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tf_adapters.weight_gradients.taps import TappedLayer, plain_layer
+from tf_adapters.weight_gradients.engine_taps import linear_layer
+from tf_adapters.weight_gradients.taps import TappedLayer
 
 
 def replica_count(module: torch.nn.Module) -> int:
@@ -48,7 +49,7 @@ def frozen_replica(module: torch.nn.Module, names: Sequence[str]) -> Iterator[No
             module.get_parameter(name).requires_grad_(True)
 
 
-def linear_layer(stage: torch.nn.Module) -> Callable[[torch.nn.Module], TappedLayer | None]:
+def layers_with_taps(stage: torch.nn.Module, sampled: bool) -> Callable[[torch.nn.Module], TappedLayer | None]:
     """Return a function that makes the tap of a layer of this stage, or None for a layer without one.
 
     Under FSDP alone, a weight is a DTensor shard and the layer computes with the gathered weight: it can be tapped.
@@ -58,7 +59,7 @@ def linear_layer(stage: torch.nn.Module) -> Callable[[torch.nn.Module], TappedLa
     def layer(module: torch.nn.Module) -> TappedLayer | None:
         weight = vars(module)["_parameters"].get("weight")  # a parametrization would compute it
         sharded = isinstance(stage, FSDPModule) and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1
-        return plain_layer(module, DTensor if sharded else torch.nn.Parameter)
+        return linear_layer(module, sampled, DTensor if sharded else torch.nn.Parameter)
 
     return layer
 

@@ -64,8 +64,8 @@ class TapFindings(Value):
             if share < _LITTLE:
                 lines.append(
                     f"stage {stage}: only {share:.0%} of the weight-gradient work can be deferred or sampled; no tap "
-                    f"for {_shown(self.others.get(stage, ()))}. torch.nn.Linear and Megatron-Core's linear layers "
-                    "have one, and for deferral Transformer Engine's in Megatron-Core; "
+                    f"for {_shown(self.others.get(stage, ()))}. torch.nn.Linear and the linear layers of Megatron-Core "
+                    "and Transformer Engine have one; "
                     'else use weight_gradients "in_place" with granularity "tensor"'
                 )
         return lines

@@ -18,9 +18,9 @@ import torch
 
 from tf_adapters.weight_gradients.tap_check import NO_ROWS, NOT_PLAIN, QUANTIZED, SPECIAL_WEIGHT, accumulates
 from tf_adapters.weight_gradients.tapped_classes import Run
-from tf_adapters.weight_gradients.taps import Choose, StageTaps, TappedLayer, transforms_run
+from tf_adapters.weight_gradients.taps import Choose, StageTaps, TappedLayer, plain_layer, transforms_run
 
-__all__ = ["EngineTap", "engine_layer"]
+__all__ = ["EngineTap", "engine_layer", "linear_layer"]
 
 _ENGINE = "transformer_engine.pytorch"
 _OWN = ("transformer_engine.", "megatron.core.extensions.transformer_engine")
@@ -236,12 +236,24 @@ def engine_layer(module: torch.nn.Module, sampled: bool = False) -> TappedLayer 
     if any(value is True for name, value in vars(module).items() if name.startswith("ub_")):
         return None
     weights = [own._parameters.get(product[0]) for product in products]
-    if any(w is None or not w.requires_grad or "shared_embedding" in vars(w) for w in weights):
+    if not all(type(w) is torch.nn.Parameter and w.requires_grad for w in weights):
+        return None
+    if any("shared_embedding" in vars(weight) for weight in weights):
         return None
     fused = getattr(module, "fuse_wgrad_accumulation", False)
     if fused and not all(hasattr(weight, "grad_added_to_main_grad") for weight in weights):
         return None
     return EngineTap(module, products, isinstance(module, engine.GroupedLinear), sampled)
+
+
+def linear_layer(
+    module: torch.nn.Module, sampled: bool = False, kind: type[torch.Tensor] = torch.nn.Parameter
+) -> TappedLayer | None:
+    """The tap of torch's own linear layer with a weight of this ``kind``, or of a layer of Transformer Engine.
+
+    None for others. ``sampled`` says that tokens are sampled.
+    """
+    return plain_layer(module, kind) or engine_layer(module, sampled)
 
 
 def _products(engine: Any, module: Any) -> list[tuple[str, ...]]:

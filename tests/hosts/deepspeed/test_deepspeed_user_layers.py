@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from deepspeed_ranks import ENGINES, PLAIN, SECTION
 from rank_pools import rank_pool, seed
-from user_layers import LAYERS, MODELS, WIDTH, check_nothing_is_promised, samples
+from user_layers import (
+    ENGINE_MODELS,
+    LAYERS,
+    MODELS,
+    WIDTH,
+    check_nothing_is_promised,
+    engine_ranks,
+    layer_kinds,
+    samples,
+)
 
-from tf_adapters.testing import force_plan, relative_error
+from tf_adapters.testing import RankPool, force_plan, relative_error
 
 pytestmark = pytest.mark.distributed
 
@@ -31,7 +41,7 @@ def train(name: str, section: dict[str, Any] | None, ratio: float | None, output
 
     seed(3)
     module = PipelineModule(
-        [LayerSpec(LAYERS[layer]) for layer in MODELS[name]],
+        [LayerSpec(LAYERS[layer]) for layer in layer_kinds(name)],
         num_stages=2,
         loss_fn=torch.nn.functional.mse_loss,
         partition_method="uniform",
@@ -65,14 +75,15 @@ def train(name: str, section: dict[str, Any] | None, ratio: float | None, output
     if adapter is not None:
         state = adapter.controller.state
         result |= {"notes": state.notes, "failure": state.failure, "plan": state.plan}
+        result["shares"] = dict(state.taps.shares) if state.taps else {}
         adapter.detach()
     return result
 
 
 def expected(name: str, step: int, weights: dict[str, torch.Tensor], masks: list[Any]) -> dict[str, torch.Tensor]:
     """The mean over microbatches of the gradients that the masks leave, of the whole model in one process."""
-    layers = torch.nn.ModuleDict({str(index): LAYERS[layer]() for index, layer in enumerate(MODELS[name])})
-    layers.load_state_dict(weights)
+    layers = torch.nn.ModuleDict({str(index): LAYERS[layer]() for index, layer in enumerate(layer_kinds(name))})
+    layers.load_state_dict(weights, strict=False)
     total = {n: torch.zeros_like(p) for n, p in layers.named_parameters()}
     for microbatch, (x, target) in enumerate(samples(name, step, MICROBATCHES)):
         layers.zero_grad()
@@ -88,28 +99,59 @@ def expected(name: str, step: int, weights: dict[str, torch.Tensor], masks: list
 @pytest.mark.parametrize("section", [{}, DEFERRED, TOKENS], ids=["in place", "deferred", "tokens"])
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_frozen_is_the_host_to_the_bit(name: str, section: dict[str, Any], tmp_path: Any) -> None:
-    pool = rank_pool("deepspeed", 2)
-    alone = pool.run(train, name, None, None, str(tmp_path))
-    ours = pool.run(train, name, {**NOTHING, **section}, 0.0, str(tmp_path))
+    check_bits(name, section, str(tmp_path), rank_pool("deepspeed", 2))
+
+
+def check_bits(name: str, section: dict[str, Any], output_dir: str, pool: RankPool) -> list[dict[str, Any]]:
+    alone = pool.run(train, name, None, None, output_dir)
+    ours: list[dict[str, Any]] = pool.run(train, name, {**NOTHING, **section}, 0.0, output_dir)
     for mine, theirs in zip(ours, alone, strict=True):
         assert mine["failure"] is None
         assert mine["losses"] == theirs["losses"]
         for weight, value in theirs["parameters"].items():
             assert torch.equal(mine["parameters"][weight], value), weight
+    return ours
 
 
 @pytest.mark.parametrize("section", [{}, DEFERRED], ids=["in place", "deferred"])
 @pytest.mark.parametrize("name", NAMES)
 def test_masks_leave_the_oracles_gradients(name: str, section: dict[str, Any], tmp_path: Any) -> None:
-    ranks = rank_pool("deepspeed", 2).run(train, name, section, 0.6, str(tmp_path))
+    check_masks(name, section, str(tmp_path), rank_pool("deepspeed", 2))
+
+
+def check_masks(name: str, section: dict[str, Any], output_dir: str, pool: RankPool) -> None:
+    ranks = pool.run(train, name, section, 0.6, output_dir)
     for step in range(STEPS):
         weights = ranks[0]["weights"][step] | ranks[1]["weights"][step]
         masks = [(*first, *second) for first, second in zip(*(rank["masks"][step] for rank in ranks), strict=True)]
-        oracle = expected(name, step, weights, masks)
+        oracle = pool.run(expected, name, step, weights, masks)[0]
         for rank in ranks:
             for weight, gradient in rank["gradients"][step].items():
                 assert relative_error(gradient, oracle[weight]) <= 1e-5, (step, weight)
     assert any(names for rank in ranks for step in rank["masks"] for names in step)
+
+
+@pytest.fixture(scope="module")
+def with_engine() -> Iterator[RankPool]:
+    with engine_ranks("deepspeed") as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("section", [{}, DEFERRED, TOKENS], ids=["in place", "deferred", "tokens"])
+@pytest.mark.parametrize("name", ENGINE_MODELS)
+def test_transformer_engines_layers_keep_the_hosts_bits(
+    with_engine: RankPool, name: str, section: dict[str, Any], tmp_path: Any
+) -> None:
+    for rank in check_bits(name, section, str(tmp_path), with_engine):
+        assert min(rank["shares"].values(), default=1.0) >= 0.8
+
+
+@pytest.mark.parametrize("section", [{}, DEFERRED], ids=["in place", "deferred"])
+@pytest.mark.parametrize("name", ENGINE_MODELS)
+def test_masks_on_transformer_engines_layers_leave_the_oracles_gradients(
+    with_engine: RankPool, name: str, section: dict[str, Any], tmp_path: Any
+) -> None:
+    check_masks(name, section, str(tmp_path), with_engine)
 
 
 def test_layers_that_are_left_to_the_host_are_named_with_the_reason(tmp_path: Any) -> None:

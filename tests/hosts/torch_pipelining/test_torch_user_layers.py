@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from rank_pools import rank_pool, seed
-from user_layers import LAYERS, MODELS, Pair, check_nothing_is_promised, samples
+from user_layers import (
+    ENGINE_MODELS,
+    LAYERS,
+    MODELS,
+    Pair,
+    check_nothing_is_promised,
+    engine_ranks,
+    layer_kinds,
+    samples,
+)
 
-from tf_adapters.testing import force_plan, relative_error
+from tf_adapters.testing import RankPool, force_plan, relative_error
 
 pytestmark = pytest.mark.distributed
 
@@ -27,7 +37,7 @@ class Stage(torch.nn.Module):
 
     def __init__(self, name: str, stage: int) -> None:
         super().__init__()
-        kinds = MODELS[name]
+        kinds = layer_kinds(name)
         half = len(kinds) // 2
         seed(10 + stage)
         self.parts = torch.nn.ModuleList(LAYERS[kind]() for kind in kinds[stage * half : (stage + 1) * half])
@@ -94,6 +104,7 @@ def train(
     if adapter is not None:
         controller = adapter.controller
         result |= {"notes": controller.state.notes, "failure": controller.state.failure, "plan": controller.state.plan}
+        result["shares"] = dict(controller.state.taps.shares) if controller.state.taps else {}
         adapter.detach()
     return result
 
@@ -102,7 +113,7 @@ def expected(name: str, step: int, ranks: list[dict[str, Any]]) -> list[dict[str
     """By stage, the mean over microbatches of the gradients that the masks leave, in one process."""
     stages = [Stage(name, stage) for stage in range(2)]
     for stage, rank in zip(stages, ranks, strict=True):
-        stage.load_state_dict(rank["weights"][step])
+        stage.load_state_dict(rank["weights"][step], strict=False)
     totals = [{n: torch.zeros_like(p) for n, p in stage.named_parameters()} for stage in stages]
     for microbatch, (x, target) in enumerate(samples(name, step, MICROBATCHES)):
         for stage in stages:
@@ -117,8 +128,10 @@ def expected(name: str, step: int, ranks: list[dict[str, Any]]) -> list[dict[str
     return totals
 
 
-def same_as_alone(name: str, section: dict[str, Any], output_dir: str, in_backward: bool = False) -> Any:
-    pool = rank_pool("torch", 2)
+def same_as_alone(
+    name: str, section: dict[str, Any], output_dir: str, in_backward: bool = False, ranks: RankPool | None = None
+) -> Any:
+    pool = ranks or rank_pool("torch", 2)
     alone = pool.run(train, name, None, None, output_dir, in_backward)
     ours = pool.run(train, name, {**NOTHING, **section}, 0.0, output_dir, in_backward)
     for mine, theirs in zip(ours, alone, strict=True):
@@ -138,12 +151,40 @@ def test_nothing_frozen_is_the_host_to_the_bit(name: str, section: dict[str, Any
 @pytest.mark.parametrize("section", [{}, DEFERRED], ids=["in place", "deferred"])
 @pytest.mark.parametrize("name", MODELS)
 def test_masks_leave_the_oracles_gradients(name: str, section: dict[str, Any], tmp_path: Any) -> None:
-    ranks = rank_pool("torch", 2).run(train, name, section, 0.6, str(tmp_path))
+    check_masks(name, section, str(tmp_path), rank_pool("torch", 2))
+
+
+def check_masks(name: str, section: dict[str, Any], output_dir: str, pool: RankPool) -> None:
+    ranks = pool.run(train, name, section, 0.6, output_dir)
     for step in range(STEPS):
-        for rank, oracle in zip(ranks, expected(name, step, ranks), strict=True):
+        given = [{key: rank[key] for key in ("weights", "masks")} for rank in ranks]
+        for rank, oracle in zip(ranks, pool.run(expected, name, step, given)[0], strict=True):
             for weight, gradient in rank["gradients"][step].items():
                 assert relative_error(gradient, oracle[weight]) <= 1e-5, (step, weight)
     assert any(names for rank in ranks for step in rank["masks"] for names in step)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[RankPool]:
+    with engine_ranks("torch") as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("section", [{}, DEFERRED, TOKENS], ids=["in place", "deferred", "tokens"])
+@pytest.mark.parametrize("name", ENGINE_MODELS)
+def test_transformer_engines_layers_keep_the_hosts_bits(
+    engine: RankPool, name: str, section: dict[str, Any], tmp_path: Any
+) -> None:
+    for rank in same_as_alone(name, section, str(tmp_path), ranks=engine):
+        assert min(rank["shares"].values(), default=1.0) >= 0.8
+
+
+@pytest.mark.parametrize("section", [{}, DEFERRED], ids=["in place", "deferred"])
+@pytest.mark.parametrize("name", ENGINE_MODELS)
+def test_masks_on_transformer_engines_layers_leave_the_oracles_gradients(
+    engine: RankPool, name: str, section: dict[str, Any], tmp_path: Any
+) -> None:
+    check_masks(name, section, str(tmp_path), engine)
 
 
 def test_updates_inside_the_backward_are_found_out_and_left_to_the_host(tmp_path: Any) -> None:
