@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+from clocks import counted_time
 from hosts import MICROBATCHES, STAGES, Tensors, start
 
 from tf_adapters.advice.balance import balance
@@ -124,12 +125,13 @@ def test_mixed_monitoring_ends_on_all_ranks_at_once_when_it_is_precise(ranks, ho
 
 def monitor_until_precise(host: str) -> tuple[str | None, int, bool]:
     """The failure; the last step of monitoring; whether there is a plan. The precision is one that is reached."""
-    training = start(host, {"warmup_steps": 1, "monitoring_steps": 40, "monitoring_precision": 1.0})
-    for number in range(12):
-        training.step(number)
-    state = training.controller.state
-    outcome = state.failure, state.phases.monitoring_end, state.plan is not None
-    training.detach()
+    with counted_time():
+        training = start(host, {"warmup_steps": 1, "monitoring_steps": 40, "monitoring_precision": 1.0})
+        for number in range(12):
+            training.step(number)
+        state = training.controller.state
+        outcome = state.failure, state.phases.monitoring_end, state.plan is not None
+        training.detach()
     return outcome
 
 
