@@ -73,7 +73,7 @@ def balance(report: Report) -> Balance:
     )
     present: Cuts = tuple(accumulate(sizes[:-1]))
     best = pipeline.best_cuts(present)
-    if pipeline.makespan(best) > (1.0 - _GAIN) * pipeline.makespan(present):
+    if pipeline.span_ms(best) > (1.0 - _GAIN) * pipeline.span_ms(present):
         best = present
     now, then = (_cut(pipeline, pieces, cuts) for cuts in (present, best))
     return Balance(schedule, now, then, report.measured.step_ms_unfrozen)
@@ -146,5 +146,5 @@ def _cut(pipeline: CutPipeline, pieces: Sequence[Piece], cuts: Cuts) -> Cut:
         layers=tuple(tuple(name for piece in part for name in piece.names) for part in parts),
         parameters=tuple(sum(piece.parameters for piece in part) for part in parts),
         stage_ms=pipeline.stage_times(cuts),
-        makespan_ms=pipeline.makespan(cuts),
+        makespan_ms=pipeline.span_ms(cuts),
     )

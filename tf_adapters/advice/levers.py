@@ -97,7 +97,7 @@ class _Run:
         self._costs, self._ratio = known.token_costs, report.max_freeze_ratio or _RATIO
         self._assumed = not any(b.lower < b.upper for a, b in known.times.items() if a.freezable)
         times = _with_assumed_weights(known.times) if self._assumed else known.times
-        step_ms = known.unfrozen_step_ms or known.batch_ms
+        step_ms = known.unfrozen_step_ms or known.span_ms
         self._known = replace(known, times=times, token_costs={}, unfrozen_step_ms=step_ms)
         self.schedule, self._step_ms = known.schedule, step_ms
 
@@ -174,7 +174,7 @@ class _Run:
             each = order.num_stages // len(order.ranks)
             cut = f", {each} stages a rank" if each > 1 else ""
             yield Lever(
-                f"schedule {name}{cut}", self._with_batch(other.batch_ms - self._known.batch_ms), _held(order), "all"
+                f"schedule {name}{cut}", self._with_batch(other.span_ms - self._known.span_ms), _held(order), "all"
             )
 
     def cut(self) -> Iterator[Lever]:

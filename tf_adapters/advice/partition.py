@@ -67,14 +67,14 @@ class CutPipeline:
             rest.backward_ms + self._backward[stop] - self._backward[start],
         )
 
-    def makespan(self, cuts: Cuts) -> float:
-        """ms from the batch's start to its end."""
+    def span_ms(self, cuts: Cuts) -> float:
+        """The pipeline's part of a step in ms, with these cuts."""
         times = [
             (forward, backward, backward * half, backward * (1.0 - half))
             for (forward, backward), half in zip(self.stage_times(cuts), self._halves, strict=True)
         ]
         by_stage: NDArray[np.float64] = np.array(times)
-        return self._dag.end(by_stage[self._stages, self._kinds])
+        return self._dag.span(by_stage[self._stages, self._kinds])
 
     def even_cuts(self) -> Cuts:
         """The cuts whose longest stage is shortest: what a microbatch takes on it, forward and backward."""
@@ -95,12 +95,12 @@ class CutPipeline:
 
         From the present ``cuts`` and from ``even_cuts``.
         """
-        return min((self._descend(start) for start in (cuts, self.even_cuts())), key=self.makespan)
+        return min((self._descend(start) for start in (cuts, self.even_cuts())), key=self.span_ms)
 
     def _descend(self, cuts: Cuts) -> Cuts:
-        shortest = self.makespan(cuts)
+        shortest = self.span_ms(cuts)
         while True:
-            moved = min(((self.makespan(m), m) for m in _moves(cuts, self._last)), default=(shortest, cuts))
+            moved = min(((self.span_ms(m), m) for m in _moves(cuts, self._last)), default=(shortest, cuts))
             if moved[0] >= shortest * (1.0 - 1e-9):
                 return cuts
             shortest, cuts = moved

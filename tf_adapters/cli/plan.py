@@ -6,10 +6,11 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from tf_adapters.cli.progress import Progress
 from tf_adapters.errors import PlanInputError
+from tf_adapters.measuring.measurement import Steps
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.solve import plan_from_json
 from tf_adapters.report.schema import write_atomically
@@ -23,6 +24,8 @@ INPUT.json: {"ranks": [["0F0", "0B0"], ["1F0", "1B0"]], "times": {"0F0": [12, 12
              "communication": {"0F0->1F0": 0.4}, "max_freeze_ratio": 0.8}; "-" reads standard input.
 --defer lets weight gradients wait (exact: the same gradients): PLAN has the rewritten order, "ranks", in which a B is
 an I (its lower bound) and a W (what freezing saves), and "makespan_ms"."host", the order of INPUT with nothing frozen.
+--steps overlap is for ranks that do not meet between two steps: PLAN minimises "period_ms", the time from a rank's
+first action to its first action in the next step; "between_steps": {"0": 3.5} in INPUT has a rank's own time between.
 Exit status: 0 with a plan, 2 for wrong input, 1 when the solver fails."""
 
 
@@ -43,6 +46,12 @@ def add_parser(subparsers: Any) -> None:
         default=0,
         help="with --defer: microbatches more than the fullest rank of INPUT that a rank may hold (default: 0)",
     )
+    parser.add_argument(
+        "--steps",
+        choices=get_args(Steps),
+        help="whether all ranks meet between two steps, or a rank may begin the next step while others still work "
+        '(default: what INPUT says in "steps", else meet)',
+    )
     parser.set_defaults(run=run)
 
 
@@ -52,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     data = load_json(args.input)
     if args.defer and isinstance(data, dict):
         data = {**data, "defer": True, "extra_microbatches": args.extra_microbatches}
+    if args.steps and isinstance(data, dict):
+        data = {**data, "steps": args.steps}
     with Progress("tf-adapters plan") as progress:
         plan = plan_from_json(data, progress=progress)
     text = json.dumps(plan.to_json(), indent=2) + "\n"
@@ -107,9 +118,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _summary(plan: FreezePlan, out: str) -> str:
-    times = plan.makespan_ms
+    times, name = plan.span_ms, "period" if plan.period_ms else "batch"
     host = "" if times.host is None else f"{times.host:.6g} ms in the host's order, weight gradients deferred "
     return (
-        f"{out}: batch {host}{times.unfrozen:.6g} -> {times.planned:.6g} ms"
+        f"{out}: {name} {host}{times.unfrozen:.6g} -> {times.planned:.6g} ms"
         f" (fully frozen {times.fully_frozen:.6g}), mean freeze ratio {plan.mean_freeze_ratio:.3f}"
     )

@@ -279,7 +279,7 @@ def with_replicas(
         slowest, middle = max(of_rank, key=of_rank.__getitem__), median_low(of_rank.values())
         found.append(_Slowest(of_rank[slowest] - middle, middle, stage=stage, rank=slowest))
     worst = [each for each in sorted(found, reverse=True) if each.share >= _SLOWER][:_MOST_STRAGGLERS]
-    end = dag.makespan(upper) if worst else 0.0
+    end = dag.span_ms(upper) if worst else 0.0
 
     def straggler(slow: _Slowest) -> Straggler:
         rest = {action: ms / (1.0 + slow.share) for action, ms in upper.items() if action.stage == slow.stage}
@@ -288,7 +288,7 @@ def with_replicas(
             slow.rank,
             slowest_ms=slow.median + slow.above,
             median_ms=slow.median,
-            cost_ms=max(0.0, end - dag.makespan({**upper, **rest})),
+            cost_ms=max(0.0, end - dag.span_ms({**upper, **rest})),
         )
 
     return replace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -17,9 +17,13 @@ from tf_adapters.measuring.transfers import Gaps
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import ActionText, BoundsPair, EdgeText, Order, Time
 from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.schedule.period import PeriodicDag
 from tf_adapters.values import Value
 
-__all__ = ["NOTHING_MEASURED", "Measurement"]
+__all__ = ["NOTHING_MEASURED", "Measurement", "Steps"]
+
+Steps = Literal["meet", "overlap"]
+"""Whether all ranks meet between two steps."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,10 @@ class Measurement(Value):
         unfrozen_step_ms: a whole step with nothing frozen; 0 where not measured.
         other_ms: the part of a step that is not the batch: data, optimizer.
         batch_times: how the ranks spend their time in a batch.
+        steps: whether all ranks "meet" between two steps, or steps "overlap": a rank begins the next one while others
+            still work.
+        between_steps: by rank, from its last action to its first action of the next step, without waits for other
+            ranks; 0 where absent. It counts only where steps overlap.
     """
 
     schedule: Annotated[Order, Field(alias="ranks")]
@@ -51,6 +59,13 @@ class Measurement(Value):
     unfrozen_step_ms: Time = 0.0
     other_ms: Time = 0.0
     batch_times: BatchTimes | None = None
+    steps: Steps = "meet"
+    between_steps: Mapping[Annotated[int, Field(ge=0)], Time] = field(default_factory=dict)
+
+    @property
+    def overlap(self) -> bool:
+        """Whether steps overlap."""
+        return self.steps == "overlap"
 
     @property
     def gaps(self) -> Gaps:
@@ -59,7 +74,13 @@ class Measurement(Value):
 
     @cached_property
     def dag(self) -> PipelineDag:
-        return PipelineDag.from_schedule(self.schedule, *self.gaps)
+        """The graph of a step in the host's order."""
+        return self.dag_of(self.schedule, self.gaps)
+
+    def dag_of(self, schedule: PipelineSchedule, gaps: Gaps) -> PipelineDag:
+        """The graph of a step in another order, with the gaps in that order."""
+        dag = PipelineDag.from_schedule(schedule, *gaps)
+        return PeriodicDag.of(dag, schedule, self.between_steps) if self.overlap else dag
 
     @cached_property
     def upper(self) -> dict[Action, float]:
@@ -67,13 +88,13 @@ class Measurement(Value):
         return {action: bounds.upper for action, bounds in self.times.items()}
 
     @cached_property
-    def batch_ms(self) -> float:
-        """A batch in the host's order with nothing frozen."""
-        return self.dag.makespan(self.upper)
+    def span_ms(self) -> float:
+        """The pipeline's part of a step in the host's order with nothing frozen: the makespan, or the period."""
+        return self.dag.span_ms(self.upper)
 
     def of_step(self, step_ms: float) -> Measurement:
         """The same with the time of the whole step that the batch is a part of."""
-        return replace(self, unfrozen_step_ms=step_ms, other_ms=max(0.0, step_ms - self.batch_ms))
+        return replace(self, unfrozen_step_ms=step_ms, other_ms=max(0.0, step_ms - self.span_ms))
 
     def validate(self) -> Measurement:
         """The same, checked. Raises ScheduleError for a schedule that cannot run, PlanInputError for anything else."""
@@ -100,6 +121,10 @@ class Measurement(Value):
         for source, target in self.communication:
             if (source, target) not in edges:
                 raise ValueError(f"communication: '{source}->{target}' is not an edge between stages of the schedule")
+        last_rank = len(self.schedule.ranks) - 1
+        for rank in self.between_steps:
+            if rank > last_rank:
+                raise ValueError(f"between_steps: {rank} is not a rank: allowed are 0 to {last_rank}")
         if self.waits:
             self.schedule.execution_order(self.waits)
         last = self.schedule.num_stages - 1

@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from tf_adapters.measuring.estimates import grouped
+from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.planner.forecast import gaps_in
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import PlanProblem
@@ -41,7 +42,7 @@ def plan_deferred(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePla
     ``makespan_ms.host`` is the host's order with nothing frozen, ``deferrable_share`` is set.
     """
     measurement = problem.measurement
-    host, times = measurement.batch_ms, _times(measurement.times)
+    host, times = measurement, _times(measurement.times)
     few = len(measurement.times) < _ONE_ROUND_FROM
     best: FreezePlan | None = None
     last: FreezePlan | None = None
@@ -53,7 +54,7 @@ def plan_deferred(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePla
         best = _named(last, rewritten, host)
     assert best is not None
     best = replace(best, deferrable_share=_deferrable_share(measurement.times))
-    if few or best.makespan_ms.unfrozen >= host * (1.0 - _SAME):
+    if few or best.span_ms.unfrozen >= host.span_ms * (1.0 - _SAME):
         in_place = _in_place(problem)
         own = _named(solve(in_place), in_place, host)
         if not _is_better(best, own, problem):
@@ -64,7 +65,7 @@ def plan_deferred(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePla
 def describe_deferral(plan: FreezePlan, host: PipelineSchedule) -> str:
     """Describe a deferral: the share that can wait, the saving, and the memory. The plan has a ``deferrable_share``."""
     shares = plan.deferrable_share.values()
-    spans, order = plan.makespan_ms, plan.schedule or host
+    spans, order = plan.span_ms, plan.schedule or host
     saved = (spans.host or spans.unfrozen) - spans.unfrozen
     return (
         f"weight gradients that can wait are {min(shares):.0%} to {max(shares):.0%} of a stage's backwards; "
@@ -73,8 +74,11 @@ def describe_deferral(plan: FreezePlan, host: PipelineSchedule) -> str:
     )
 
 
-def _named(plan: FreezePlan, problem: PlanProblem, host: float) -> FreezePlan:
-    return replace(plan, schedule=problem.measurement.schedule, makespan_ms=replace(plan.makespan_ms, host=host))
+def _named(plan: FreezePlan, problem: PlanProblem, host: Measurement) -> FreezePlan:
+    """The plan with its order, and with the spans of the host's order."""
+    makespan = replace(plan.makespan_ms, host=host.dag.makespan(host.upper))
+    period = plan.period_ms and replace(plan.period_ms, host=host.span_ms)
+    return replace(plan, schedule=problem.measurement.schedule, makespan_ms=makespan, period_ms=period)
 
 
 def _deferrable_share(times: Mapping[Action, Bounds]) -> dict[int, float]:
@@ -89,7 +93,7 @@ def _deferrable_share(times: Mapping[Action, Bounds]) -> dict[int, float]:
 
 def _is_better(plan: FreezePlan, best: FreezePlan, problem: PlanProblem) -> bool:
     """Return whether a plan ends earlier, or as early at a lower price. All ends before the target count as equal."""
-    ends, best_ends = (max(p.makespan_ms.planned, problem.limits.target_makespan_ms) for p in (plan, best))
+    ends, best_ends = (max(p.span_ms.planned, problem.limits.target_makespan_ms) for p in (plan, best))
     if abs(ends - best_ends) > _SAME * best_ends:
         return ends < best_ends
     price, best_price = (fmean(map(problem.price, p.freeze_ratio.values())) for p in (plan, best))
@@ -122,7 +126,7 @@ def _rewritten(problem: PlanProblem, times: dict[Action, Bounds], last: FreezePl
     order = joined(
         defer(
             host.schedule,
-            DeferralTimes(durations, communication, overhead),
+            DeferralTimes(durations, communication, overhead, host.between_steps if host.overlap else None),
             extra_microbatches=limits.extra_microbatches,
             moves_forwards=limits.moves_forwards,
         ),

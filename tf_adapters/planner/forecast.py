@@ -54,9 +54,9 @@ def forecast(
     step_ms = measurement.unfrozen_step_ms
 
     def saved(durations: Mapping[Action, float]) -> float:
-        batch_ms = measurement.dag.makespan(durations)
-        planned_ms = rewritten.makespan({a: durations[whole[a]] * left[a] for a in planned})
-        return (batch_ms - planned_ms) * (min(1.0, step_ms / batch_ms) if batch_ms > 0.0 else 1.0)
+        span_ms = measurement.dag.span_ms(durations)
+        planned_ms = rewritten.span_ms({a: durations[whole[a]] * left[a] for a in planned})
+        return (span_ms - planned_ms) * (min(1.0, step_ms / span_ms) if span_ms > 0.0 else 1.0)
 
     return Forecast(step_ms, step_ms - float(np.median(list(map(saved, steps or [upper])))))
 
@@ -65,7 +65,7 @@ def planned_dag(measurement: Measurement, plan: FreezePlan | None) -> PipelineDa
     """The DAG of what a plan runs: the host's schedule, or the plan's own where weight gradients wait."""
     if plan is None or plan.schedule is None:
         return measurement.dag
-    return PipelineDag.from_schedule(plan.schedule, *gaps_in(plan.schedule, measurement.schedule, measurement.gaps))
+    return measurement.dag_of(plan.schedule, gaps_in(plan.schedule, measurement.schedule, measurement.gaps))
 
 
 def gaps_in(rewritten: PipelineSchedule, host: PipelineSchedule, gaps: Gaps) -> Gaps:

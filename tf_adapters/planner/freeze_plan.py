@@ -27,7 +27,10 @@ _Noise = Annotated[
 
 @dataclass(frozen=True)
 class Makespan:
-    """How long a batch takes in ms with nothing frozen, as planned, and with everything frozen."""
+    """How long a batch or a period takes in ms with nothing frozen, as planned, and with everything frozen.
+
+    ``host`` is in the host's order with nothing frozen, where weight gradients may wait.
+    """
 
     unfrozen: Milliseconds
     planned: Milliseconds
@@ -54,7 +57,7 @@ class FrontierPoint:
     """One of the plans that a plan which is to pay was chosen from.
 
     Attributes:
-        makespan_ms: of its batch, planned.
+        makespan_ms: of its batch, planned; the period where steps overlap.
         mean_freeze_ratio: its plan's.
         speed: the host's step without us over a step with this plan.
         added_noise: by stage, as ``measuring.learning`` has it; infinite where a stage computes no weight gradients.
@@ -91,7 +94,9 @@ class FreezePlan(Value):
     ``freeze_ratio`` has the actions that compute weight gradients (B and W), ``start_ms`` and
     ``duration_ms`` have every action. The means are over B and W actions, of all stages or of one. Where weight
     gradients may wait, ``schedule`` is the order to run and ``deferrable_share`` the share of a stage's backwards that
-    can wait. ``frontier`` is what a plan that is to pay was chosen from, by growing freeze ratio.
+    can wait. ``frontier`` is what a plan that is to pay was chosen from, by growing freeze ratio. Where steps overlap,
+    ``period_ms`` is the time from a rank's first action to its first action in the next step, ``makespan_ms`` that of
+    a batch alone.
     """
 
     makespan_ms: Makespan
@@ -105,6 +110,12 @@ class FreezePlan(Value):
     schedule: Annotated[Order | None, Field(alias="ranks")] = None
     deferrable_share: Mapping[int, Share] = field(default_factory=dict)
     frontier: Annotated[tuple[FrontierPoint, ...], AfterValidator(_one_chosen)] = ()
+    period_ms: Makespan | None = None
+
+    @property
+    def span_ms(self) -> Makespan:
+        """The pipeline's part of a step: the period where steps overlap, else the makespan."""
+        return self.period_ms or self.makespan_ms
 
     @cached_property
     def ratio_of_microbatch(self) -> Mapping[tuple[int, int], float]:

@@ -39,12 +39,12 @@ def plan_that_pays(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePl
     plans = [exact]
     if limits.max_freeze_ratio > 0.0:
         most = within(limits)
-        longest, shortest = exact.makespan_ms.planned, most.makespan_ms.planned
+        longest, shortest = exact.span_ms.planned, most.span_ms.planned
         step = (longest - shortest) / (_BETWEEN + 1)
         targets = [longest - step * number for number in range(1, _BETWEEN + 1)] if step > 0.0 else []
         plans += [within(replace(limits, target_makespan_ms=target)) for target in targets]
         plans += [most] if targets else []
-    host = exact.makespan_ms.host or exact.makespan_ms.unfrozen
+    host = exact.span_ms.host or exact.span_ms.unfrozen
     points = [_point(plan, learning, host, measurement.other_ms) for plan in plans]
     chosen = best_point(points, learning, current=0)
     frontier = tuple(replace(point, chosen=number == chosen) for number, point in enumerate(points))
@@ -90,9 +90,9 @@ def _point(plan: FreezePlan, learning: Learning, host_ms: float, other_ms: float
     added_noise = {stage: of_stage.added_noise(by_stage[stage]) for stage, of_stage in learning.stages.items()}
     progress = learning.progress(added_noise)
     return FrontierPoint(
-        makespan_ms=plan.makespan_ms.planned,
+        makespan_ms=plan.span_ms.planned,
         mean_freeze_ratio=plan.mean_freeze_ratio,
-        speed=(host_ms + other_ms) / (plan.makespan_ms.planned + other_ms),
+        speed=(host_ms + other_ms) / (plan.span_ms.planned + other_ms),
         added_noise=added_noise,
         progress=progress.share,
         progress_error=progress.error,

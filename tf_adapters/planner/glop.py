@@ -1,12 +1,12 @@
 """The planner's linear program, solved by GLOP.
 
 Paper, section "Linear Programming Formulation", with w_i = upper_i - r_i * range_i put in for the
-durations, so that the variables are the start times P_i, the freeze ratios r_i and the batch's end P_d. The
-paper's weighted objective becomes three solves in order of importance, so that no weight has to be small
-enough:
+durations, so that the variables are the start times P_i, the freeze ratios r_i and the batch's end P_d. If steps
+overlap, the period takes the place of P_d, and the start times of the ranks are free to shift (``schedule.period``).
+The paper's weighted objective becomes three solves in order of importance, so that no weight has to be small enough:
 
-1. the earliest end of the batch;
-2. the least total freezing that keeps that end;
+1. the earliest end of the batch, or the shortest period;
+2. the least total freezing that keeps it;
 3. among those, freezing spread evenly (a piecewise linear sum of r squared), because a vertex freezes all of
    one action and nothing of the next where a part of both would do. Keeping each stage's largest ratio low
    would not do it: in most schedules some action near the batch's ends is frozen whole in every optimum.
@@ -32,7 +32,7 @@ _SLACKS = (1e-11, 1e-9, 1e-8, 1e-7)
 """Relative slack of what earlier solves reached, tried in turn. In large programs whose times all differ GLOP can find
 the first one infeasible, by its own tolerance."""
 
-_MAKESPAN_TOLERANCE = 1e-9
+_SPAN_TOLERANCE = 1e-9
 _FREEZING_SLACK = 1e-8
 _SEGMENTS = 4
 _ITERATIONS, _ITERATIONS_PER_ACTION = 2_000, 10
@@ -54,7 +54,7 @@ def solve_glop(program: FreezeProgram, time_limit_s: float | None = None, target
     only breaks ties: when it fails, the second's solution is returned.
     """
     model = _Model(program, time_limit_s)
-    flow = model.minimise_makespan(target)
+    flow = model.minimise_span(target)
     if program.price:
         return Optimum(model.minimise_price(program.price), flow)
     return Optimum(model.spread(model.minimise_freezing()), flow)
@@ -78,32 +78,32 @@ class _Model:
         self._ratios = {
             int(i): self._solver.NumVar(0.0, float(program.most[i]), "") for i in np.flatnonzero(program.ranges > 0.0)
         }
-        self._end = self._solver.NumVar(0.0, infinity, "")
-        self._latest = float("inf")  # the batch's end that later solves keep
+        self._span = self._solver.NumVar(0.0, infinity, "")  # the batch's end, or the period
+        self._longest = float("inf")  # the span that later solves keep
         iterations = _ITERATIONS + _ITERATIONS_PER_ACTION * len(program.dag.actions)
         self._limit = f" max_number_of_iterations:{iterations}"
         self._edge_rows = self._add_edges()
-        self._end_rows = self._add_ends()
+        self._span_rows = self._add_loops() if len(program.dag.loops.sources) else self._add_ends()
         self._add_budgets()
 
-    def minimise_makespan(self, target: float = 0.0) -> Flow:
-        self._solve([(self._end, 1.0)], "earliest end of the batch", _GLOP_FIRST)
+    def minimise_span(self, target: float = 0.0) -> Flow:
+        self._solve([(self._span, 1.0)], "earliest end of the batch", _GLOP_FIRST)
         ends = np.zeros(len(self._starts))
-        for position, row in self._end_rows.items():
+        for position, row in self._span_rows.items():
             ends[position] = row.dual_value()
         flow = Flow(np.array([row.dual_value() for row in self._edge_rows], dtype=np.float64), ends)
-        # The end that the ratios reach, not GLOP's value of it: later solves can keep that one.
-        self._latest = max(self._program.end(self._read()), target)
+        # The span that the ratios reach, not GLOP's value of it: later solves can keep that one.
+        self._longest = max(self._program.span(self._read()), target)
         return flow
 
     def minimise_freezing(self) -> Floats:
         self._solve_within(
-            [(self._end, self._latest)], [(ratio, 1.0) for ratio in self._ratios.values()], "least freezing"
+            [(self._span, self._longest)], [(ratio, 1.0) for ratio in self._ratios.values()], "least freezing"
         )
         return self._read()
 
     def minimise_price(self, price: Corners) -> Floats:
-        self._solve_within([(self._end, self._latest)], self._in_pieces(price), "least noise")
+        self._solve_within([(self._span, self._longest)], self._in_pieces(price), "least noise")
         return self._read()
 
     def spread(self, least: Floats) -> Floats:
@@ -114,11 +114,11 @@ class _Model:
             total.SetCoefficient(ratio, 1.0)
         squares = tuple((n / _SEGMENTS, n**2 / _SEGMENTS) for n in range(_SEGMENTS + 1))
         try:
-            self._solve_within([(self._end, self._latest), (total, most)], self._in_pieces(squares), "even freezing")
+            self._solve_within([(self._span, self._longest), (total, most)], self._in_pieces(squares), "even freezing")
         except SolverError:
             return least
         even = self._read()
-        in_time = self._program.end(even) <= self._end.Ub() * (1.0 + _MAKESPAN_TOLERANCE)
+        in_time = self._program.span(even) <= self._span.Ub() * (1.0 + _SPAN_TOLERANCE)
         return even if in_time and float(even.sum()) <= total.Ub() * (1.0 + _FREEZING_SLACK) else least
 
     def _in_pieces(self, price: Corners) -> list[tuple[Any, float]]:
@@ -146,7 +146,16 @@ class _Model:
         rows = {}
         for position in set(range(len(self._starts))) - set(self._program.dag.edges.sources.tolist()):
             rows[position] = self._row_after(position, float(self._program.upper[position]))
-            rows[position].SetCoefficient(self._end, 1.0)
+            rows[position].SetCoefficient(self._span, 1.0)
+        return rows
+
+    def _add_loops(self) -> dict[int, Any]:
+        upper = self._program.upper.tolist()
+        rows = {}
+        for source, target, delay in zip(*(c.tolist() for c in self._program.dag.loops), strict=True):
+            rows[source] = self._row_after(source, upper[source] + delay)
+            rows[source].SetCoefficient(self._starts[target], 1.0)
+            rows[source].SetCoefficient(self._span, 1.0)
         return rows
 
     def _row_after(self, source: int, length: float) -> Any:

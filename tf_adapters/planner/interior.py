@@ -3,10 +3,10 @@
 GLOP's time grows with the square of that number. The Newton systems have a structure that a general solver does not
 see (``newton``).
 
-One objective, the batch's end plus a small price on freezing or on the noise of draws, stands for GLOP's solves in
-order of importance: freezing that buys no time vanishes, and the end is later than the earliest by less than the price
-of all freezing. Among several optima an interior point method finds the middle, which is the even spread that GLOP
-needs a third solve for.
+One objective stands for GLOP's solves in order of importance: the batch's end (or the period, if steps overlap) plus a
+small price on freezing or on the noise of draws. Freezing that buys no time vanishes, and the end is later than the
+earliest by less than the price of all freezing. Among several optima an interior point method finds the middle, which
+is the even spread that GLOP needs a third solve for.
 
 The method is Mehrotra's predictor-corrector (SIAM J. Optimization 2, 1992; Nocedal and Wright, "Numerical
 Optimization", algorithm 14.3) with Gondzio's further correctors (Comput. Optim. Appl. 6, 1996), which are worth it
@@ -68,14 +68,14 @@ def solve_interior(
     """
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
     form = StandardForm.of(program)
-    price = _PRICE * program.end(np.zeros_like(program.upper)) / form.budgets.sum()
-    earliest = _minimise(form, form.cost(end=1.0, price=price), deadline, progress)
+    price = _PRICE * program.span(np.zeros_like(program.upper)) / form.budgets.sum()
+    earliest = _minimise(form, form.cost(span=1.0, price=price), deadline, progress)
     flow, ratios = form.flow(earliest.z), form.ratios(earliest.x)
-    if program.end(ratios) >= target:
+    if program.span(ratios) >= target:
         return Optimum(ratios, flow)
     # The price of freezing alone is scaled to the size of the first objective, which the tolerance is made for.
-    bounded = StandardForm.of(program, latest_end=target)
-    cheapest = _minimise(bounded, bounded.cost(end=0.0, price=price / _PRICE), deadline, progress)
+    bounded = StandardForm.of(program, longest=target)
+    cheapest = _minimise(bounded, bounded.cost(span=0.0, price=price / _PRICE), deadline, progress)
     return Optimum(bounded.ratios(cheapest.x), flow)
 
 

@@ -24,6 +24,7 @@ from scipy import sparse
 from scipy.sparse.linalg import splu
 
 from tf_adapters.planner.program import Corners, Floats, Flow, FreezeProgram
+from tf_adapters.schedule.dag import Edges
 
 __all__ = ["Newton", "StandardForm"]
 
@@ -38,7 +39,11 @@ _EXACT = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class _Network:
-    """Edges of the DAG and of its actions without a successor to the batch's end, which is the node after the last.
+    """Edges of the DAG, and edges for the span, which is the value of the node after the last action.
+
+    If ranks meet, the span is the batch's end, and actions without a successor have an edge to its node. If steps
+    overlap, the span is the period, and the edges are the loops. A loop ends at its target's start plus the period:
+    its ``turns`` is 1, that of other edges 0.
 
     ``owner`` is the ratio of an edge's source, ``leverage`` how much that ratio shortens it: 0 where it has none.
     ``siblings`` are pairs of edges with one source that has a ratio. ``grounded`` are nodes with a bound of their own.
@@ -46,6 +51,8 @@ class _Network:
 
     sources: Indices
     targets: Indices
+    turns: Floats
+    delay: Floats
     owner: Indices
     leverage: Floats
     siblings: tuple[Indices, Indices]
@@ -53,9 +60,14 @@ class _Network:
 
     @classmethod
     def of(cls, program: FreezeProgram, freezable: Indices, grounded: Indices) -> _Network:
-        edges, actions = program.dag.edges, len(program.upper)
-        last = np.setdiff1d(np.arange(actions), edges.sources)
-        sources = np.concatenate([edges.sources, last])
+        edges, loops, actions = program.dag.edges, program.dag.loops, len(program.upper)
+        if not len(loops.sources):
+            last = np.setdiff1d(np.arange(actions), edges.sources)
+            closing = Edges(last, np.full(len(last), actions), np.zeros(len(last)))
+        else:
+            closing = loops
+        turn = 1.0 if len(loops.sources) else 0.0
+        sources = np.concatenate([edges.sources, closing.sources])
         column = np.zeros(actions, dtype=np.int64)
         column[freezable] = np.arange(len(freezable))
         owner, leverage = column[sources], program.ranges[sources]
@@ -64,7 +76,9 @@ class _Network:
         leaves = sparse.csr_array((ones, (shortened, owner[shortened])), (len(sources), len(freezable)))
         return cls(
             sources=sources,
-            targets=np.concatenate([edges.targets, np.full(len(last), actions)]),
+            targets=np.concatenate([edges.targets, closing.targets]),
+            turns=np.concatenate([np.zeros(len(edges.sources)), np.full(len(closing.sources), turn)]),
+            delay=np.concatenate([edges.delay, closing.delay]),
             owner=owner,
             leverage=leverage,
             siblings=sparse.triu(leaves @ leaves.T, 1).nonzero(),
@@ -105,10 +119,10 @@ class _Pieces:
 
 @dataclass(frozen=True, eq=False)
 class StandardForm:
-    """A linear program's x where ``rows x - least = slack >= 0``: the start times, the batch's end, the ratios' pieces.
+    """A linear program's x where ``rows x - least = slack >= 0``: the start times, the span, the ratios' pieces.
 
-    The rows are, in this order: DAG edges, ends of actions without a successor, starts of actions without a
-    predecessor, the latest end if there is one, pieces at least 0, pieces at most their widths, budgets.
+    The rows are, in this order: DAG edges, edges for the span, starts of actions without a predecessor, the longest
+    span if there is a limit, pieces at least 0, pieces at most their widths, budgets.
 
     Attributes:
         freezable: the action of each ratio.
@@ -127,37 +141,37 @@ class StandardForm:
     pattern: _Pattern
 
     @classmethod
-    def of(cls, program: FreezeProgram, latest_end: float | None = None) -> StandardForm:
-        """The form of ``program``, with a batch that ends by ``latest_end``, if given."""
+    def of(cls, program: FreezeProgram, longest: float | None = None) -> StandardForm:
+        """The form of ``program``, with a span of at most ``longest``, if given."""
         dag, actions = program.dag, len(program.upper)
         freezable = np.flatnonzero(program.ranges * program.most > 0.0)
         pieces = _Pieces.of(program.price, program.most[freezable])
         first = np.setdiff1d(np.arange(actions), dag.edges.targets)
-        ends = np.full(0 if latest_end is None else 1, actions)
-        network = _Network.of(program, freezable, np.concatenate([first, ends]))
+        limited = np.full(0 if longest is None else 1, actions)
+        network = _Network.of(program, freezable, np.concatenate([first, limited]))
         node, own = (sparse.eye_array(size, format="csr") for size in (actions + 1, len(pieces.owner)))
         of_action = freezable[pieces.owner]
         saved = sparse.csr_array(
             (program.ranges[of_action], (of_action, np.arange(len(of_action)))), (actions, len(of_action))
         )
+        every = np.arange(len(network.sources))
+        span = sparse.csr_array((network.turns, (every, np.full(len(every), actions))), (len(every), actions + 1))
         members = sparse.csr_array(np.stack([np.isin(freezable, p) for p in program.stages.values()]), dtype=float)
         budgets = np.array([program.budgets[stage] for stage in program.stages])
         rows = sparse.block_array(
             [
-                [node[network.targets] - node[network.sources], saved[network.sources]],
-                [sparse.vstack([node[first], -node[ends]]), None],
+                [node[network.targets] - node[network.sources] + span, saved[network.sources]],
+                [sparse.vstack([node[first], -node[limited]]), None],
                 [None, own],
                 [None, -own],
                 [None, -members[:, pieces.owner]],
             ],
             format="csr",
         )
-        delays = np.zeros(len(network.sources))
-        delays[: len(dag.edges.delay)] = dag.edges.delay
         least = [
-            program.upper[network.sources] + delays,
+            program.upper[network.sources] + network.delay,
             np.zeros(len(first)),
-            np.full(len(ends), 0.0 if latest_end is None else -latest_end),
+            np.full(len(limited), 0.0 if longest is None else -longest),
             np.zeros(len(pieces.owner)),
             -pieces.width,
             -budgets,
@@ -183,12 +197,13 @@ class StandardForm:
         durations[self.freezable] -= half * program.ranges[self.freezable]
         late = 1.02 * durations + 0.01
         starts = program.dag.earliest_starts(late) + 0.01
+        span = np.max(starts + late) + float(np.max(program.dag.loops.delay, initial=0.0))
         of_pieces = half[self.pieces.owner] * (self.pieces.width / program.most[self.freezable][self.pieces.owner])
-        return np.concatenate([starts, [np.max(starts + late)], of_pieces])
+        return np.concatenate([starts, [span], of_pieces])
 
-    def cost(self, end: float, price: float) -> Floats:
-        """The objective's gradient: ``end`` per unit of time of the batch, ``price`` per unit of the largest ratio."""
-        return np.concatenate([np.zeros_like(self.program.upper), [end], price * self.pieces.slope])
+    def cost(self, span: float, price: float) -> Floats:
+        """The objective's gradient: ``span`` per unit of the span, ``price`` per unit of the largest ratio."""
+        return np.concatenate([np.zeros_like(self.program.upper), [span], price * self.pieces.slope])
 
     def ratios(self, x: Floats) -> Floats:
         """Freeze ratios in the order of the DAG's actions."""
@@ -222,8 +237,15 @@ class _Pattern:
         first, second = network.siblings
         one = np.concatenate([network.targets, network.targets[first]])
         two = np.concatenate([network.sources, network.targets[second]])
+        turns = np.concatenate([network.turns, network.turns[first] - network.turns[second]])
         rank = _elimination_order(one, two, nodes)
+        again = np.flatnonzero(network.turns)
+        if len(again):  # no edge ends at the period's node, but every loop couples it: it is eliminated last
+            rank = np.where(rank > rank[-1], rank - 1, rank)
+            rank[-1] = nodes - 1
         one, two, ground = rank[one], rank[two], rank[network.grounded]
+        looped = np.flatnonzero(turns)
+        period = np.full(len(looped), rank[nodes - 1])
         stages, ratios = members.shape
         stage = np.zeros(ratios, dtype=np.int64)
         stage[members.indices] = np.repeat(np.arange(stages), np.diff(members.indptr))
@@ -231,7 +253,7 @@ class _Pattern:
         heads, tails = one[: len(border)], two[: len(border)]
         pairs, edges = np.arange(len(one)), len(one) + len(ground) + np.arange(len(border))
         corner = nodes + np.arange(stages)
-        parts = [  # row, column, which value, its sign
+        parts: list[tuple[Indices, Indices, Indices, Floats | float]] = [  # row, column, which value, its factor
             (one, one, pairs, 1.0),
             (two, two, pairs, 1.0),
             (one, two, pairs, -1.0),
@@ -242,9 +264,16 @@ class _Pattern:
             (border, tails, edges, 1.0),
             (tails, border, edges, 1.0),
             (corner, corner, len(one) + len(ground) + len(border) + np.arange(stages), -1.0),
+            (period, period, looped, turns[looped] ** 2),
+            (period, one[looped], looped, turns[looped]),
+            (one[looped], period, looped, turns[looped]),
+            (period, two[looped], looped, -turns[looped]),
+            (two[looped], period, looped, -turns[looped]),
+            (border[again], period[: len(again)], edges[again], -1.0),
+            (period[: len(again)], border[again], edges[again], -1.0),
         ]
-        row, column, value = (np.concatenate([part[k] for part in parts]) for k in range(3))
-        sign = np.concatenate([np.full(len(part[0]), part[3]) for part in parts])
+        row, column, value = (np.concatenate(arrays) for arrays in list(zip(*parts, strict=True))[:3])
+        sign = np.concatenate([factor * np.ones(len(rows)) for rows, _, _, factor in parts])
         size = nodes + stages
         entries, entry = np.unique(column * size + row, return_inverse=True)
         indptr = np.searchsorted(entries, np.arange(size + 1) * size)
@@ -332,10 +361,11 @@ class Newton:
         times = (
             times - np.bincount(network.targets, pulled, len(rank)) + np.bincount(network.sources, pulled, len(rank))
         )
+        times[-1] -= network.turns @ pulled
         bordered = np.empty(len(rank) + len(self._form.budgets))
         bordered[rank], bordered[len(rank) :] = times, -(members @ free)
         answer = self._factor.solve(bordered)
         times, prices = answer[rank], answer[len(rank) :]
-        drawn = self._pull * (times[network.targets] - times[network.sources])
+        drawn = self._pull * (times[network.targets] - times[network.sources] + network.turns * times[-1])
         drawn = np.bincount(network.owner, drawn, minlength=len(ratios)) + prices @ members
         return times, (ratios - drawn) / self._diagonal

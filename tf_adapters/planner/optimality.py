@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import numpy as np
 
 from tf_adapters.planner.program import Floats, FreezeProgram, Optimum
+from tf_adapters.schedule.dag import PipelineDag
 
 __all__ = ["lower_bound", "optimality_gap"]
 
 
 def optimality_gap(program: FreezeProgram, optimum: Optimum, target: float = 0.0) -> float:
-    """The share of the makespan that no freeze ratios within the budgets can improve by; an end by ``target`` is 0."""
-    planned = program.end(optimum.ratios)
+    """The share of the span that no freeze ratios within the budgets can improve by; 0 for a span up to ``target``."""
+    planned = program.span(optimum.ratios)
     bound = max(lower_bound(program, optimum), target)
     return max(0.0, (planned - bound) / planned) if planned > 0.0 else 0.0
 
 
 def lower_bound(program: FreezeProgram, optimum: Optimum) -> float:
-    """A makespan that no freeze ratios within the budgets can beat, in the program's unit.
+    """A span that no freeze ratios within the budgets can beat, in the program's unit.
 
     One unit of flow from the batch's start to its end is a weighted mean of paths, so the batch takes at
-    least the flow's length: sum of flow * (upper + delay) less what freezing can save on it. A stage saves
+    least the flow's length: sum of flow * (upper + delay) less what freezing can save on it. If steps overlap, flow
+    circulates through the loops, one unit over all of them, and the period is at least its length. A stage saves
     at most u * budget + sum of max(0, range * throughflow - u) for every u >= 0. The flow follows the
     solver's dual values but is made to conserve exactly, so the bound holds however rough they are. No action freezes
     more than its ``most``, so what it saves counts in that proportion.
     """
-    through, over_edges = _throughflow(program, optimum)
-    length = float(through @ program.upper + over_edges @ program.dag.edges.delay)
+    dag = program.dag
+    if len(dag.loops.sources):
+        through, over_edges, over_loops = _circulation(program, optimum)
+    else:
+        through, over_edges = _throughflow(program, optimum)
+        over_loops = np.zeros(0)
+    length = float(through @ program.upper + over_edges @ dag.edges.delay + over_loops @ dag.loops.delay)
     saving = through * program.ranges
     most_saved = sum(
         _most_saved(saving[p], program.most[p], program.budgets[stage]) for stage, p in program.stages.items()
     )
-    return max(length - most_saved, program.end(program.most), 0.0)
+    return max(length - most_saved, program.span(program.most), 0.0)
 
 
 def _most_saved(saving: Floats, most: Floats, budget: float) -> float:
@@ -51,16 +61,64 @@ def _throughflow(program: FreezeProgram, optimum: Optimum) -> tuple[Floats, Floa
     finish = dag.earliest_starts(durations) + durations
     arrival = finish[dag.edges.sources] + dag.edges.delay
     last = np.setdiff1d(np.arange(len(dag.actions)), dag.edges.sources)
-    nodes = np.zeros(len(dag.actions))
-    nodes[last] = _shares(optimum.flow.ends[last], finish[last])
-    flow = np.zeros(len(arrival))
-    first = np.searchsorted(dag.edges.targets, np.arange(len(dag.actions) + 1))
-    for position in range(len(dag.actions) - 1, -1, -1):
-        incoming = slice(first[position], first[position + 1])
-        if nodes[position] > 0.0 and incoming.stop > incoming.start:
-            flow[incoming] = nodes[position] * _shares(optimum.flow.edges[incoming], arrival[incoming])
-            np.add.at(nodes, dag.edges.sources[incoming], flow[incoming])
-    return nodes, flow
+    nodes = np.zeros((len(dag.actions), 1))
+    nodes[last, 0] = _shares(optimum.flow.ends[last], finish[last])
+    shares = [_shares(optimum.flow.edges[of], arrival[of]) for of in _incoming(dag)]
+    through, edges = _sent_back(dag, nodes, shares)
+    return through[:, 0], edges[:, 0]
+
+
+def _circulation(program: FreezeProgram, optimum: Optimum) -> tuple[Floats, Floats, Floats]:
+    """A flow through actions, edges and loops that conserves, follows the dual values, and is 1 over all loops.
+
+    What is sent back from one loop's rank arrives, in shares, at the loops of all ranks. The stationary distribution of
+    these shares is the flow of the loops.
+    """
+    dag, loops = program.dag, program.dag.loops
+    durations = program.upper - optimum.ratios * program.ranges
+    finish = dag.earliest_starts(durations) + durations
+    arrival = finish[dag.edges.sources] + dag.edges.delay
+    again = finish[loops.sources] + loops.delay - dag.span(durations)
+    number = {target: loop for loop, target in enumerate(loops.targets.tolist())}
+    shares, kept = [], np.zeros(len(loops.sources))
+    for position, of in enumerate(_incoming(dag)):
+        loop = number.get(position)
+        if loop is None:
+            shares.append(_shares(optimum.flow.edges[of], arrival[of]))
+            continue
+        weights = np.append(optimum.flow.edges[of], optimum.flow.ends[loops.sources[loop]])
+        together = _shares(weights, np.append(arrival[of], again[loop]))
+        shares.append(together[:-1])
+        kept[loop] = together[-1]
+    nodes = np.zeros((len(dag.actions), len(loops.sources)))
+    nodes[loops.sources, np.arange(len(loops.sources))] = 1.0
+    through, edges = _sent_back(dag, nodes, shares)
+    arrives = through[loops.targets] * kept[:, None]
+    balance = np.vstack([arrives - np.eye(len(arrives)), np.ones(len(arrives))])
+    flow = np.linalg.lstsq(balance, np.append(np.zeros(len(arrives)), 1.0), rcond=None)[0]
+    flow = np.maximum(flow, 0.0)
+    return through @ flow, edges @ flow, flow
+
+
+def _incoming(dag: PipelineDag) -> list[slice]:
+    """The edges that lead to each action."""
+    first = np.searchsorted(dag.edges.targets, np.arange(len(dag.actions) + 1)).tolist()
+    return [slice(start, stop) for start, stop in pairwise(first)]
+
+
+def _sent_back(dag: PipelineDag, nodes: Floats, shares: Sequence[Floats]) -> tuple[Floats, Floats]:
+    """Send what starts at ``nodes`` back over each action's incoming edges, in ``shares``.
+
+    ``nodes`` has shape (actions, flows). Returns the flows through actions and edges.
+    """
+    edges = np.zeros((len(dag.edges.sources), nodes.shape[1]))
+    sources = dag.edges.sources.tolist()
+    for position, incoming in reversed(list(enumerate(_incoming(dag)))):
+        if incoming.stop > incoming.start and nodes[position].any():
+            edges[incoming] = np.outer(shares[position], nodes[position])
+            for edge in range(incoming.start, incoming.stop):
+                nodes[sources[edge]] += edges[edge]
+    return nodes, edges
 
 
 def _shares(weights: Floats, arrivals: Floats) -> Floats:
@@ -70,5 +128,6 @@ def _shares(weights: Floats, arrivals: Floats) -> Floats:
     if total > 0.0:
         return positive / total
     shares = np.zeros_like(positive)
-    shares[int(np.argmax(arrivals))] = 1.0
+    if len(shares):
+        shares[int(np.argmax(arrivals))] = 1.0
     return shares

@@ -27,7 +27,8 @@ class Limits(Value):
 
     Attributes:
         max_freeze_ratio: the largest mean freeze ratio of a stage's B and W actions, in [0, 1].
-        target_makespan_ms: a batch that ends by then is early enough; 0 asks for the earliest end.
+        target_makespan_ms: a batch that ends by then, or a period of this length, is short enough; 0 asks for the
+            shortest.
         max_action_freeze_ratio: the largest freeze ratio of any one B or W action, in [0, 1].
         max_microbatch_freeze_ratio: the largest mean freeze ratio of a microbatch over the stages, in [0, 1].
         defer: let weight gradients wait: a B becomes an I, its lower bound, and a W, what full freezing saves.
@@ -97,8 +98,8 @@ class PlanProblem:
         for key in data:
             if key not in _FIELDS:
                 close = difflib.get_close_matches(str(key), _FIELDS, n=1)
-                hint = f" (did you mean '{close[0]}'?)" if close else ""
-                raise PlanInputError(f"unknown field {reprlib.repr(key)}{hint}: allowed are {_ALLOWED}")
+                hint = f" (did you mean '{close[0]}'?)" if close else f": allowed are {_ALLOWED}"
+                raise PlanInputError(f"unknown field {reprlib.repr(key)}{hint}")
         if data.get("token_cost") is not None:
             data = {**data, "token_costs": {0: data["token_cost"]}}
         if isinstance(data.get("learning"), dict) and "other_ms" in data["learning"]:

@@ -70,7 +70,7 @@ class FreezeProgram:
         dag, times = problem.measurement.dag, problem.measurement.times
         upper = np.array([times[action].upper for action in dag.actions])
         lower = np.array([times[a].lower if a.freezable else times[a].upper for a in dag.actions])
-        if not math.isfinite(dag.end(upper)):
+        if not math.isfinite(dag.span(upper)):
             raise PlanInputError("times: they add up to more than a float holds")
         members = grouped((a.stage, position) for position, a in enumerate(dag.actions) if a.freezable)
         return cls(
@@ -101,28 +101,28 @@ class FreezeProgram:
         )
         return replace(self, most=np.where(among, np.minimum(self.most, others), self.most))
 
-    def end(self, ratios: Floats) -> float:
-        """Makespan under ``ratios``, in the program's unit."""
-        return self.dag.end(self.upper - ratios * self.ranges)
+    def span(self, ratios: Floats) -> float:
+        """The makespan, or the period if steps overlap, under ``ratios`` and in the program's unit."""
+        return self.dag.span(self.upper - ratios * self.ranges)
 
     def scaled(self) -> FreezeProgram | None:
         """The same program without a unit of time, or None when every time is 0.
 
-        Times become multiples of the unfrozen makespan, rounded to a grid of 2**-34 of it. Without the rounding
+        Times become multiples of the unfrozen span, rounded to a grid of 2**-34 of it. Without the rounding
         the same times in other units differ in their last bit, and that bit can choose another one of several
         optima. The factor, about a rank's number of actions, then brings a typical duration near 1, GLOP's size.
         """
-        makespan = self.end(np.zeros_like(self.upper))
-        if makespan == 0.0:
+        span = self.span(np.zeros_like(self.upper))
+        if span == 0.0:
             return None
         factor = 2.0 ** math.ceil(math.log2(len(self.dag.actions) / len(self.stages) + 1.0))
 
         def rescale(times: Floats) -> Floats:
-            return np.asarray(np.round(times / makespan / _GRID) * _GRID * factor, dtype=np.float64)
+            return np.asarray(np.round(times / span / _GRID) * _GRID * factor, dtype=np.float64)
 
-        dag, upper = self.dag, rescale(self.upper)
+        upper = rescale(self.upper)
         return FreezeProgram(
-            dag=PipelineDag(dag.actions, dag.index, dag.edges._replace(delay=rescale(dag.edges.delay))),
+            dag=self.dag.with_delays(rescale),
             upper=upper,
             ranges=upper - rescale(self.upper - self.ranges),
             stages=self.stages,
@@ -151,7 +151,11 @@ def _slope(left: tuple[float, float], right: tuple[float, float]) -> float:
 
 
 class Flow(NamedTuple):
-    """Dual values of the earliest end: one per DAG edge, one per action (0 if it has a successor)."""
+    """Dual values of the shortest span: one per DAG edge, and one per action.
+
+    An action's is that of its row for the span: an action without a successor ends within the makespan; if steps
+    overlap, a rank's last action ends within the period. Other actions have 0.
+    """
 
     edges: Floats
     ends: Floats
@@ -159,7 +163,7 @@ class Flow(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Optimum:
-    """Freeze ratios in the order of ``dag.actions`` and the dual values that support their makespan."""
+    """Freeze ratios in the order of ``dag.actions`` and the dual values that support their span."""
 
     ratios: Floats
     flow: Flow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -63,13 +63,16 @@ def plan_from_json(
 def solve(problem: PlanProblem, time_limit_s: float | None = None, progress: Progress | None = None) -> FreezePlan:
     """Choose the freeze ratios that end the batch earliest and, among those, freeze least.
 
+    Where steps overlap (``measurement.steps``), the period is as short as possible instead.
+
     In every stage the sum of the ratios is at most ``max_freeze_ratio`` times the number of the stage's B and W
     actions (the paper's constraint [4]). An action whose two times are equal gets ratio 0 and still counts in that
     number: the budget bounds the share of its updates that a parameter loses in expectation, and an update that is
     never skipped is one of them. No single ratio exceeds ``max_action_freeze_ratio``. With a ``token_cost`` the plan
     makes least noise, where it would freeze least. Where a microbatch's mean over the stages would exceed
     ``max_microbatch_freeze_ratio``, its ratios are limited and the program is solved again.
-    A batch that ends by ``target_makespan_ms`` is early enough: the plan then freezes the least that reaches it.
+    A batch that ends by ``target_makespan_ms``, or a period of this length, is early enough: the plan then freezes the
+    least that reaches it.
 
     Up to 4,096 actions GLOP finds the exact optimum. Larger programs go to an interior point method whose time and
     memory grow in proportion to the actions. ``solver.optimality_gap`` proves how close it came. Where that is above
@@ -114,11 +117,11 @@ class _Outcome(NamedTuple):
 
 def _optimise(program: FreezeProgram, target: float, time_limit_s: float | None, progress: Progress) -> _Outcome:
     no_freezing = np.zeros_like(program.upper)
-    unfrozen = program.end(no_freezing)
+    unfrozen = program.span(no_freezing)
     scaled = program.scaled() if unfrozen > target and any(program.budgets.values()) else None
     if scaled is None or not (scaled.ranges * scaled.most).any():
         return _Outcome(_GLOP, SolverStatus.NOT_NEEDED, no_freezing, 0.0)
-    goal = target / unfrozen * scaled.end(no_freezing)
+    goal = target / unfrozen * scaled.span(no_freezing)
 
     def proven(solver: str, optimum: Optimum) -> _Outcome:
         optimum = Optimum(_repair(program, optimum.ratios), optimum.flow)
@@ -165,13 +168,14 @@ def _describe(schedule: PipelineSchedule, program: FreezeProgram, outcome: _Outc
         actions = (action for action in schedule.actions if action.freezable or not freezable)
         return {action: float(values[dag.index[action]]) for action in actions}
 
+    def spans(of: Callable[[Floats], float]) -> Makespan:
+        unfrozen, planned, frozen = (program.upper - share * program.ranges for share in (0.0, ratios, 1.0))
+        return Makespan(of(unfrozen), of(planned), of(frozen))
+
     freezable = np.concatenate(list(program.stages.values()))
     return FreezePlan(
-        makespan_ms=Makespan(
-            unfrozen=program.end(np.zeros_like(ratios)),
-            planned=program.end(ratios),
-            fully_frozen=program.end(np.ones_like(ratios)),
-        ),
+        makespan_ms=spans(lambda ms: dag.makespan(dict(zip(dag.actions, ms.tolist(), strict=True)))),
+        period_ms=spans(dag.span) if len(dag.loops.sources) else None,
         freeze_ratio=by_action(ratios, freezable=True),
         start_ms=by_action(dag.earliest_starts(durations)),
         duration_ms=by_action(durations),

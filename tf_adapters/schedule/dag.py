@@ -9,9 +9,9 @@ not be on the first stage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,8 @@ from tf_adapters.errors import ScheduleError
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 
 __all__ = ["Edges", "PipelineDag"]
+
+_D = TypeVar("_D", bound="PipelineDag")
 
 
 class Edges(NamedTuple):
@@ -33,13 +35,20 @@ class Edges(NamedTuple):
     delay: NDArray[np.float64]
 
 
+_NO_EDGES = Edges(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0))
+
+
 @dataclass(frozen=True, eq=False)
 class PipelineDag:
-    """Actions in topological order, and their edges. Time and memory are linear in the number of actions."""
+    """Actions in topological order, and their edges. Time and memory are linear in the number of actions.
+
+    ``loops`` lead from one step to the next, if steps overlap (``PeriodicDag``).
+    """
 
     actions: tuple[Action, ...]
     index: dict[Action, int]
     edges: Edges
+    loops: Edges = _NO_EDGES
 
     @classmethod
     def from_schedule(
@@ -77,14 +86,22 @@ class PipelineDag:
         index = {action: position for position, action in enumerate(actions)}
         return cls(actions, index, _sorted_edges(delays, index))
 
+    def with_delays(self: _D, change: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> _D:
+        """Return the same graph with other delays of edges and loops."""
+        edges, loops = (of._replace(delay=change(of.delay)) for of in (self.edges, self.loops))
+        return replace(self, edges=edges, loops=loops)
+
     def durations(self, durations: Mapping[Action, float]) -> NDArray[np.float64]:
         """The values of ``durations`` in the order of ``actions``."""
         return np.array([durations[action] for action in self.actions], dtype=np.float64)
 
     def earliest_starts(self, durations: NDArray[np.float64]) -> NDArray[np.float64]:
         """Earliest start of each action in ms (the paper's P_i); durations and result follow ``actions``."""
-        starts = [0.0] * len(self.actions)
-        length = durations.tolist()
+        return self.starts_from(np.zeros(len(self.actions)), durations)
+
+    def starts_from(self, ready: NDArray[np.float64], durations: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Earliest start of each action in ms, if none starts before its ``ready``; all follow ``actions``."""
+        starts, length = ready.tolist(), durations.tolist()
         for source, target, delay in zip(*(column.tolist() for column in self.edges), strict=True):
             starts[target] = max(starts[target], starts[source] + length[source] + delay)
         return np.array(starts, dtype=np.float64)
@@ -94,13 +111,21 @@ class PipelineDag:
         return dict(zip(self.actions, self.earliest_starts(self.durations(durations)).tolist(), strict=True))
 
     def makespan(self, durations: Mapping[Action, float]) -> float:
-        """Time in ms from the batch's start to the end of its last action."""
-        return self.end(self.durations(durations))
+        """Time in ms from a batch's start to the end of its last action, if all ranks begin it together."""
+        return self._makespan(self.durations(durations))
 
-    def end(self, durations: NDArray[np.float64]) -> float:
-        """``makespan`` of durations in the order of ``actions``."""
+    def span_ms(self, durations: Mapping[Action, float]) -> float:
+        """The pipeline's part of a step in ms: the makespan, or the period if steps overlap (``PeriodicDag``)."""
+        return self.span(self.durations(durations))
+
+    def span(self, durations: NDArray[np.float64]) -> float:
+        """``span_ms`` of durations in the order of ``actions``."""
+        return self._makespan(durations)
+
+    def _makespan(self, durations: NDArray[np.float64]) -> float:
+        starts = self.starts_from(np.zeros(len(self.actions)), durations)
         with np.errstate(over="ignore"):  # the caller handles infinity
-            return float(np.max(self.earliest_starts(durations) + durations, initial=0.0))
+            return float(np.max(starts + durations, initial=0.0))
 
     def critical_path(self, durations: Mapping[Action, float]) -> tuple[Action, ...]:
         """One chain of actions, first to last, whose durations and delays add up to the makespan."""

@@ -14,9 +14,11 @@ from collections import deque
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.period import PeriodicDag
 
 __all__ = [
     "DeferralTimes",
@@ -34,16 +36,27 @@ __all__ = [
 Edge = tuple[Action, Action]
 
 _PATIENCE = (0.0, 0.5, 1.0)
-"""How long a rank waits for an input before it runs a weight gradient, as shares of that weight gradient's time."""
+"""How long a rank waits for an input before it runs a weight gradient or a forward, as shares of that action's time."""
 
 
 @dataclass(frozen=True)
 class DeferralTimes:
-    """Milliseconds: ``durations`` of F, I and W, ``communication`` on edges between stages, ``overhead`` of actions."""
+    """Milliseconds: ``durations`` of F, I and W, ``communication`` on edges between stages, ``overhead`` of actions.
+
+    ``between_steps`` has each rank's time between steps where steps overlap; None where ranks meet.
+    """
 
     durations: Mapping[Action, float]
     communication: Mapping[Edge, float]
     overhead: Mapping[Action, float]
+    between_steps: Mapping[int, float] | None = None
+
+    def span_ms(self, order: PipelineSchedule) -> float:
+        """The makespan of an order, or its period where steps overlap."""
+        dag = PipelineDag.from_schedule(order, self.communication, self.overhead)
+        if self.between_steps is not None:
+            dag = PeriodicDag.of(dag, order, self.between_steps)
+        return dag.span_ms(self.durations)
 
 
 def backward_of(half: Action) -> Action:
@@ -83,7 +96,9 @@ def most_in_flight(schedule: PipelineSchedule) -> int:
 def defer(
     schedule: PipelineSchedule, times: DeferralTimes, extra_microbatches: int = 0, moves_forwards: bool = True
 ) -> PipelineSchedule:
-    """Return the best order found. It never ends later than the order with each W right after its I.
+    """Return the best order found: with the earliest end, or the shortest period where steps overlap.
+
+    It is never worse than the order with each W right after its I.
 
     No rank holds more than ``extra_microbatches`` microbatches above the maximum of the host's order. With
     ``moves_forwards``, F and I may also move relative to each other; F stay in their order, and so do I. Each stage's W
@@ -91,13 +106,12 @@ def defer(
     """
     best = split(schedule)
     numbered = _Numbered(best, times)
-    earliest = PipelineDag.from_schedule(best, times.communication, times.overhead).makespan(times.durations)
+    shortest = times.span_ms(best)
     limit = most_in_flight(schedule) + extra_microbatches
-    for moves in (False, True) if moves_forwards else (False,):
-        for patience in _PATIENCE:
-            outcome = _Simulation(numbered, limit=limit, patience=patience, moves=moves).run()
-            if outcome is not None and outcome[0] < earliest * (1.0 - 1e-9):  # on a tie keep the host's order
-                earliest, best = outcome
+    for rules in _rules(moves_forwards, overlap=times.between_steps is not None):
+        order = _Simulation(numbered, limit, rules).run()
+        if order is not None and (span := times.span_ms(order)) < shortest * (1.0 - 1e-9):
+            shortest, best = span, order  # on a tie keep the host's order
     return best
 
 
@@ -108,6 +122,26 @@ def most_held(row: tuple[Action, ...]) -> int:
         held += (action.kind is Kind.FORWARD) - action.freezable
         most = max(most, held)
     return most
+
+
+class _Rules(NamedTuple):
+    """How a rank chooses its next action; see ``_PATIENCE``.
+
+    ``moves`` is whether F and I move relative to each other. If they do, ``forward_patience`` is how long a rank waits
+    for an I before it runs an F.
+    """
+
+    patience: float
+    moves: bool = False
+    forward_patience: float = 0.0
+
+
+def _rules(moves_forwards: bool, overlap: bool) -> list[_Rules]:
+    """The rules to try. Waits before an F pay where steps overlap: they keep the ranks' parts of a step compact."""
+    rules = [_Rules(patience) for patience in _PATIENCE]
+    if moves_forwards:
+        rules += [_Rules(patience, True, wait) for wait in (_PATIENCE if overlap else (0.0,)) for patience in _PATIENCE]
+    return rules
 
 
 def _halves(action: Action) -> tuple[Action, ...]:
@@ -157,22 +191,21 @@ class _Rank:
 class _Simulation:
     """List scheduling in the order of time."""
 
-    def __init__(self, numbered: _Numbered, limit: int, patience: float, moves: bool) -> None:
-        self._n, self._limit, self._patience = numbered, limit, patience
-        self._ranks = [_Rank(row, numbered.kind, moves) for row in numbered.rows]
+    def __init__(self, numbered: _Numbered, limit: int, rules: _Rules) -> None:
+        self._n, self._limit, self._rules = numbered, limit, rules
+        self._ranks = [_Rank(row, numbered.kind, rules.moves) for row in numbered.rows]
         self._end: list[float | None] = [None] * len(numbered.actions)
         self._free: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(self._ranks))]
 
-    def run(self) -> tuple[float, PipelineSchedule] | None:
-        """Return the end of the batch and its order; None for a deadlock."""
+    def run(self) -> PipelineSchedule | None:
+        """Return the batch's order; None for a deadlock."""
         while self._free:
             now, number = heapq.heappop(self._free)
             self._act(self._ranks[number], number, now)
         if any(rank.weights or any(rank.queues) for rank in self._ranks):
             return None
         actions = self._n.actions
-        rows = tuple(tuple(actions[number] for number in rank.order) for rank in self._ranks)
-        return max(end for end in self._end if end is not None), PipelineSchedule(rows)
+        return PipelineSchedule(tuple(tuple(actions[number] for number in rank.order) for rank in self._ranks))
 
     def _act(self, rank: _Rank, number: int, now: float) -> None:
         next_input = math.inf
@@ -180,11 +213,12 @@ class _Simulation:
             if not queue or (self._n.kind[queue[0]] is Kind.FORWARD and rank.held >= self._limit):
                 continue
             ready = self._ready(queue[0])
-            if ready <= now:
+            if ready > now:
+                next_input = min(next_input, ready)
+            elif next_input - now >= self._rules.forward_patience * self._n.duration[queue[0]]:
                 self._start(rank, number, queue.popleft(), now)
                 return
-            next_input = min(next_input, ready)
-        if rank.weights and next_input - now >= self._patience * self._n.duration[rank.weights[0]]:
+        if rank.weights and next_input - now >= self._rules.patience * self._n.duration[rank.weights[0]]:
             self._start(rank, number, rank.weights.popleft(), now)
         elif next_input < math.inf:
             heapq.heappush(self._free, (next_input, number))

@@ -182,7 +182,7 @@ def _plan(pipeline: Pipeline, ratio: float, progress: Progress | None, extra_mic
 def _gain(
     dag: PipelineDag, unfrozen_ms: float, durations: Mapping[Action, float], ratios: Mapping[Action, float]
 ) -> Gain:
-    ms, stable_ms = dag.makespan(durations), dag.makespan(stable_durations(durations, ratios))
+    ms, stable_ms = dag.span_ms(durations), dag.span_ms(stable_durations(durations, ratios))
     return Gain(ms, _over(unfrozen_ms, ms), stable_ms, _over(unfrozen_ms, stable_ms))
 
 
@@ -226,7 +226,7 @@ def held_by(schedule: PipelineSchedule, dag: PipelineDag, durations: Mapping[Act
         best = int(np.argmax(on_rank))
         if on_rank[best] > most:
             rank, most = int(asked[best]), float(on_rank[best])
-    end = dag.end(length)
+    end = dag.span(length)
     return Holder(rank, schedule.stages_of(rank), most / end if end > 0.0 else 0.0)
 
 

@@ -144,7 +144,7 @@ def carried_over(known: Measurement, schedule: PipelineSchedule) -> Measurement:
         other_ms=known.other_ms,
         batch_times=known.batch_times,
     )
-    return replace(other, unfrozen_step_ms=other.batch_ms + known.other_ms)
+    return replace(other, unfrozen_step_ms=other.span_ms + known.other_ms)
 
 
 def _group(action: Action) -> tuple[int, Kind]:

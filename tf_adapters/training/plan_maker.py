@@ -234,7 +234,7 @@ class PlanMaker:
         config, target = self._config, self._config.target_ms(known.unfrozen_step_ms)
         limits = Limits.of_training(
             config.stage_limit,
-            target_makespan_ms=max(0.0, known.batch_ms - (known.unfrozen_step_ms - target)) if target else 0.0,
+            target_makespan_ms=max(0.0, known.span_ms - (known.unfrozen_step_ms - target)) if target else 0.0,
             defer=config.defers,
             extra_microbatches=config.extra_microbatches,
             moves_forwards=self._run.pipeline.moves_forwards,

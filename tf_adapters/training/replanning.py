@@ -82,7 +82,7 @@ class Replanning:
             gaps = _gaps(known, plan, [rank.traces.unpack(ran) for rank in ranks])
             times = {a: _times(b, slowest.get((a.stage, a.kind), 1.0)) for a, b in known.times.items()}
             now = Measurement(schedule, times, **gaps._asdict(), token_costs=known.token_costs, learning=learning)
-            saved = max(0.0, now.batch_ms - self._planned_ms(now, plan))
+            saved = max(0.0, now.span_ms - self._planned_ms(now, plan))
             return packed(now.of_step(max(rank.step_ms for rank in ranks) + saved)), "; ".join(why)
 
         number = schedule.num_microbatches
@@ -105,7 +105,7 @@ class Replanning:
         now = durations_under(plan, known.times)
         if self._run.masks.can_freeze_all(0):
             now = stable_durations(now, plan.freeze_ratio)
-        return planned_dag(known, plan).makespan(now)
+        return planned_dag(known, plan).span_ms(now)
 
 
 def _pays_otherwise(plan: FreezePlan, learning: Learning | None) -> list[str]:

@@ -86,7 +86,7 @@ def measured(microbatches: int) -> Measurement:
     }
     gaps = dict.fromkeys(schedule.transfers(), 0.5), dict.fromkeys(schedule.actions, 0.25)
     batch = Measurement(schedule, bounds, *gaps)
-    return batch.of_step(batch.batch_ms + 7.0)
+    return batch.of_step(batch.span_ms + 7.0)
 
 
 @pytest.mark.parametrize("number", [2, 3, 7])
@@ -99,7 +99,7 @@ def test_known_times_carry_over_and_further_microbatches_take_their_stages_media
         assert bounds == known.times[twin]  # of 0 to 4 the median is 2's
     assert set(other.communication) == set(schedule.transfers())
     assert {*other.communication.values(), *other.overhead.values()} == {0.5, 0.25}
-    assert other.unfrozen_step_ms == pytest.approx(other.batch_ms + 7.0)
+    assert other.unfrozen_step_ms == pytest.approx(other.span_ms + 7.0)
     assert other.other_ms == pytest.approx(7.0)
     assert carried_over(known, known.schedule) is known
 

@@ -82,7 +82,7 @@ def test_a_state_of_format_2_goes_on_with_its_plans_and_times() -> None:
     single = {name: value for name, value in data.items() if name not in ("batches", "other_ms", "checksum")}
     earliest = compatible_state(single, CONFIG, schedule, masks, 3)
     assert earliest.plans.of[3].plan == state.plans.of[3].plan
-    assert earliest.measurement.other_ms == max(0.0, known.unfrozen_step_ms - known.batch_ms)
+    assert earliest.measurement.other_ms == max(0.0, known.unfrozen_step_ms - known.span_ms)
 
 
 def test_the_table_of_hosts_is_what_doctor_compares_with() -> None:
