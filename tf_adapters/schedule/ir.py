@@ -156,6 +156,14 @@ class PipelineSchedule:
 
         In each pair of ``also``, the second action waits for the first. Raises ScheduleError for a deadlock.
         """
+        further = tuple(also)
+        return self._ordered(further) if further else self._own_order
+
+    @cached_property
+    def _own_order(self) -> tuple[Action, ...]:
+        return self._ordered(())
+
+    def _ordered(self, also: Iterable[tuple[Action, Action]]) -> tuple[Action, ...]:
         waiting = dict.fromkeys(self.actions, 0)
         released: dict[Action, list[Action]] = {action: [] for action in waiting}
         for source, target in chain(*map(pairwise, self.ranks), self.transfers(), also):
@@ -176,6 +184,11 @@ class PipelineSchedule:
 
     def validate(self) -> PipelineSchedule:
         """Return this schedule if it can run; otherwise raise ScheduleError with the marked grid."""
+        assert self._can_run  # raises, or is true; a schedule is checked once
+        return self
+
+    @cached_property
+    def _can_run(self) -> bool:
         if not self.actions:
             raise ScheduleError("the schedule has no actions")
         self._check_unique()
@@ -183,7 +196,7 @@ class PipelineSchedule:
         self._check_complete()
         self._check_local_order()
         self.execution_order()
-        return self
+        return True
 
     def grid(self, marked: Iterable[Action] = ()) -> str:
         """Draw one row per rank and one column per slot, ``marked`` actions as ``>1B0<``."""
