@@ -43,7 +43,7 @@ def timed_run(nodes: tuple[Node, Node], folder: Path) -> TimedRun:
     clocks = [event["clock_s"] for event in told]
     assert min(clocks[2:]) - max(clocks[:2]) > 86_000
     schedule = PipelineSchedule.from_text(told[0]["ranks"])
-    steps = complete_steps(schedule, [traces_of(event) for event in told])
+    steps = list(complete_steps(schedule, [traces_of(event) for event in told]).values())
     assert len(steps) >= 2
     return TimedRun(schedule, Measurement.from_json(told[0]["measurement"]).communication, steps)
 

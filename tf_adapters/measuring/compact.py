@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -53,14 +55,21 @@ class PackedTraces:
         steps: the steps' numbers.
         actions: int32, indices into ``schedule.actions``.
         ms: float32 of shape (steps, 2, actions): start and end of actions, since the rank's step began.
+        until_next: float32, the time in ms from the beginning of each step to that of the next; NaN where not known.
     """
 
     steps: tuple[int, ...] = ()
     actions: bytes = b""
     ms: bytes = b""
+    until_next: bytes = b""
 
     @classmethod
-    def of(cls, schedule: PipelineSchedule, traces: Sequence[tuple[int, Trace]]) -> PackedTraces:
+    def of(
+        cls,
+        schedule: PipelineSchedule,
+        traces: Sequence[tuple[int, Trace]],
+        until_next: Mapping[int, float] = MappingProxyType({}),
+    ) -> PackedTraces:
         """Pack the steps that have the same actions as the newest one. Other steps are incomplete."""
         if not traces:
             return cls()
@@ -69,7 +78,9 @@ class PackedTraces:
         whole = [(number, trace) for number, trace in traces if trace.keys() == traces[-1][1].keys()]
         ms = [[[t[a].start_ms for a in actions], [t[a].end_ms for a in actions]] for _, t in whole]
         indices = np.array([index[action] for action in actions], dtype=np.int32)
-        return cls(tuple(number for number, _ in whole), indices.tobytes(), _floats(ms).tobytes())
+        numbers = tuple(number for number, _ in whole)
+        following = [until_next.get(number, math.nan) for number in numbers]
+        return cls(numbers, indices.tobytes(), ms=_floats(ms).tobytes(), until_next=_floats(following).tobytes())
 
     def unpack(self, schedule: PipelineSchedule) -> list[tuple[int, Trace]]:
         """The steps with their numbers, in order."""
@@ -80,6 +91,15 @@ class PackedTraces:
             (number, {a: Interval(*span) for a, span in zip(actions, spans.T.tolist(), strict=True)})
             for number, spans in zip(self.steps, ms, strict=True)
         ]
+
+    def rank(self, schedule: PipelineSchedule) -> int:
+        """The pipeline rank that ran the actions. There is a step."""
+        return schedule.home[schedule.actions[int(np.frombuffer(self.actions, np.int32)[0])].stage]
+
+    def unpack_until_next(self) -> dict[int, float]:
+        """By number of a step, the time in ms from its beginning to that of the next, where known."""
+        following = np.frombuffer(self.until_next, np.float32).tolist()
+        return {number: ms for number, ms in zip(self.steps, following, strict=True) if not math.isnan(ms)}
 
 
 def _floats(values: object) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:

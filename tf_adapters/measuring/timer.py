@@ -119,14 +119,17 @@ class _Step(NamedTuple):
 
 
 class _Marked(NamedTuple):
-    """An action between two marks, or a whole step (no action, but its ``number``), and the step it belongs to."""
+    """An action between two marks, or a whole step (no action, but its ``number``), and the step it belongs to.
+
+    Without a step it is the time from the beginning of step ``number`` to that of the next.
+    """
 
     phase: str
     action: Action | None
     share: float
     start: Any
     stop: Any
-    step: _Step
+    step: _Step | None
     number: int = 0
     inputs_done: Any = None
 
@@ -162,6 +165,8 @@ class ActionTimer:
         self._newest_step_ms: float | None = None
         self._trace: dict[Action, Interval] = {}
         self._traces: dict[tuple[str, int], deque[tuple[int, Trace]]] = defaultdict(lambda: deque(maxlen=_TRACES))
+        self._ended: _Marked | None = None  # the newest step
+        self._until_next: deque[tuple[int, float]] = deque(maxlen=2 * _TRACES)
 
     @property
     def device(self) -> str:
@@ -181,14 +186,19 @@ class ActionTimer:
         self._inputs_done = self._clock.mark()
 
     def start_step(self, microbatches: int = 0) -> Any:
-        self._step = _Step(self._clock.mark(), self._step.ordinal + 1, microbatches)
-        return self._step.origin
+        begin = self._clock.mark()
+        if (ended := self._ended) is not None:
+            self._pending.append(ended._replace(stop=begin, step=None))
+            self._ended = None
+        self._step = _Step(begin, self._step.ordinal + 1, microbatches)
+        return begin
 
     def stop_step(self, phase: str, start: Any, step: int) -> None:
         """Note that step number ``step``, the same on all ranks, has ended."""
-        self._pending.append(
-            _Marked(phase, None, share=0.0, start=start, stop=self._clock.mark(), step=self._step, number=step)
+        self._ended = _Marked(
+            phase, None, share=0.0, start=start, stop=self._clock.mark(), step=self._step, number=step
         )
+        self._pending.append(self._ended)
         self._step = self._step._replace(origin=None)
 
     def drain(self, wait: bool = False) -> None:
@@ -202,6 +212,9 @@ class ActionTimer:
                 return
             self._pending.popleft()
             step = marked.step
+            if step is None:
+                self._until_next.append((marked.number, elapsed))
+                continue
             if marked.action is None:
                 self._steps[marked.phase].append((step.microbatches, elapsed))
                 self._newest_step_ms = elapsed
@@ -231,6 +244,10 @@ class ActionTimer:
         """Newest steps of a phase with their numbers, in order. Ranks may have drained different numbers of steps."""
         return tuple(self._traces.get((phase, microbatches), ()))
 
+    def until_next(self) -> dict[int, float]:
+        """By number of a step, the time from its beginning to that of the next step, on this rank; ms, newest steps."""
+        return dict(self._until_next)
+
     def step_ms(self, phase: str, microbatches: int | None = None) -> float | None:
         """Median duration of this rank's steps in a phase, ms; None without steps."""
         return median(self.steps_ms(phase, microbatches))
@@ -251,3 +268,5 @@ class ActionTimer:
         self._newest_step_ms = None
         self._trace = {}
         self._traces.clear()
+        self._ended = None
+        self._until_next.clear()

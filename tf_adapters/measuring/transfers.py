@@ -55,17 +55,17 @@ def local_traces(timer: ActionTimer, phase: str, microbatches: int) -> tuple[tup
     return traces[-max(1, _MOST_INTERVALS // longest) :] if longest else ()
 
 
-def complete_steps(schedule: PipelineSchedule, ranks: Sequence[Sequence[tuple[int, Trace]]]) -> list[Trace]:
-    """Return the steps that every rank of the pipeline has traced, with all ranks' intervals, on unaligned clocks.
+def complete_steps(schedule: PipelineSchedule, ranks: Sequence[Sequence[tuple[int, Trace]]]) -> dict[int, Trace]:
+    """Return the steps that every rank of the pipeline has traced, by number, in order.
 
-    ``ranks`` has each rank's newest steps with their numbers.
+    ``ranks`` has each rank's newest steps with their numbers. A step has all ranks' intervals, on unaligned clocks.
     """
     steps: dict[int, dict[Action, Interval]] = {}
     for traces in ranks:
         for number, trace in traces:
             steps.setdefault(number, {}).update(trace)
     actions = set(schedule.actions)
-    return [step for _, step in sorted(steps.items()) if step.keys() == actions]
+    return {number: step for number, step in sorted(steps.items()) if step.keys() == actions}
 
 
 def measure_gaps(schedule: PipelineSchedule, steps: Sequence[Trace]) -> Gaps:

@@ -143,6 +143,8 @@ def carried_over(known: Measurement, schedule: PipelineSchedule) -> Measurement:
         learning=known.learning and known.learning.of_batch(number / before),
         other_ms=known.other_ms,
         batch_times=known.batch_times,
+        steps=known.steps,
+        between_steps=known.between_steps,
     )
     return replace(other, unfrozen_step_ms=other.span_ms + known.other_ms)
 

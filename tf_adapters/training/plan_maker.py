@@ -9,6 +9,7 @@ from tf_adapters.collectives import Collectives, decide_from_all, on_one_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.measuring.batch_times import batch_times, with_replicas
+from tf_adapters.measuring.between_steps import between_steps
 from tf_adapters.measuring.compact import PackedBounds, PackedTraces
 from tf_adapters.measuring.freeze_response import Group, StageTimes, measured_times
 from tf_adapters.measuring.learning import Learning, Probe
@@ -140,12 +141,16 @@ class PlanMaker:
             detailed = [rank.bounds.unpack(schedule) for rank in ranks if rank.bounds]
             merged, notes = merge_bounds(schedule, detailed, [rank.means for rank in ranks])
             times = findings.without_overhead(merged)
-            steps = complete_steps(schedule, [rank.traces.unpack(schedule) for rank in ranks if rank.traces])
+            traces = [rank.traces for rank in ranks if rank.traces]
+            traced_steps = complete_steps(schedule, [of_rank.unpack(schedule) for of_rank in traces])
+            steps = list(traced_steps.values())
             self._steps, gaps = slowest_durations(steps, detailed, times), measure_gaps(schedule, steps)
             costs = slowest_costs([rank.token_costs for rank in ranks])
             learning = self._run.learning(schedule, [rank.probes for rank in ranks], costs)
-            known = Measurement(schedule, times, **gaps._asdict(), token_costs=costs, learning=learning)
-            known = known.of_step(max(rank.step_ms for rank in ranks))
+            between = between_steps(schedule, traced_steps, traces)
+            known = Measurement(
+                schedule, times, **gaps._asdict(), token_costs=costs, learning=learning, **between._asdict()
+            ).of_step(max(rank.step_ms for rank in ranks))
             traced = batch_times(schedule, steps, gaps)
             typical = [(rank, local.typical_ms) for rank, local in enumerate(ranks)]
             if traced:
@@ -213,7 +218,7 @@ class PlanMaker:
             times.token_costs,
             self._run.probes(),
             bounds=PackedBounds.of(schedule, times.bounds()),
-            traces=PackedTraces.of(schedule, local_traces(timer, Phase.MONITORING_UPPER, number)),
+            traces=PackedTraces.of(schedule, local_traces(timer, Phase.MONITORING_UPPER, number), timer.until_next()),
         )
 
     def _times(self, schedule: PipelineSchedule, timer: ActionTimer) -> StageTimes:

@@ -81,7 +81,7 @@ class Replanning:
                 return None
             gaps = _gaps(known, plan, [rank.traces.unpack(ran) for rank in ranks])
             times = {a: _times(b, slowest.get((a.stage, a.kind), 1.0)) for a, b in known.times.items()}
-            now = Measurement(schedule, times, **gaps._asdict(), token_costs=known.token_costs, learning=learning)
+            now = replace(known, times=times, **gaps._asdict(), learning=learning, batch_times=None)
             saved = max(0.0, now.span_ms - self._planned_ms(now, plan))
             return packed(now.of_step(max(rank.step_ms for rank in ranks) + saved)), "; ".join(why)
 
@@ -148,7 +148,7 @@ def _gaps(known: Measurement, plan: FreezePlan, traces: Sequence[Sequence[tuple[
     The plan's order says nothing of where the host's waits for its receivers.
     """
     ran, host = plan.schedule or known.schedule, frozenset(known.schedule.actions)
-    steps = complete_steps(ran, traces)
+    steps = list(complete_steps(ran, traces).values())
 
     def in_host(action: Action) -> Action:
         return backward_of(action) if action.kind is Kind.INPUT_GRAD and action not in host else action

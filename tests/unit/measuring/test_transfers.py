@@ -32,7 +32,7 @@ def numbered(ranks: Iterable[Sequence[Trace]]) -> list[list[tuple[int, Trace]]]:
 
 def measured(schedule: PipelineSchedule, gaps: Gaps, ahead: tuple[float, ...], steps: int = 9) -> Gaps:
     ranks = numbered(zip(*(traced(schedule, gaps, ahead, seed) for seed in range(steps)), strict=True))
-    return measure_gaps(schedule, complete_steps(schedule, ranks))
+    return measure_gaps(schedule, list(complete_steps(schedule, ranks).values()))
 
 
 @pytest.mark.parametrize("ahead", [(0.0, 0.0, 0.0), (0.0, 1000.0, -17.5)], ids=["one clock", "clocks apart"])
@@ -88,7 +88,7 @@ def test_only_steps_that_all_ranks_have_whole_count():
     assert len(complete_steps(schedule, [first, second])) == 3
     assert len(complete_steps(schedule, [first, cut])) == 2
     assert len(complete_steps(schedule, [first[1:], second, ()])) == 2
-    assert complete_steps(schedule, [(), ()]) == []
+    assert complete_steps(schedule, [(), ()]) == {}
 
 
 def test_a_rank_whose_device_is_a_step_behind_does_not_mix_two_steps():

@@ -1,0 +1,76 @@
+"""Find out whether all ranks meet between two steps, and how long each rank takes between its steps.
+
+A rank that begins the next step before the last action of the batch has ended did not wait for that action's rank.
+So the ranks do not meet, and steps overlap. If no rank begins so early, they meet: a reduction of the loss, a norm over
+all gradients or a barrier holds them. Steps whose ranks all end at about the same time show nothing; they count as
+meeting, since there is little to gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from tf_adapters.measuring.compact import PackedTraces
+from tf_adapters.measuring.estimates import median
+from tf_adapters.measuring.measurement import Steps
+from tf_adapters.measuring.timer import Trace
+from tf_adapters.measuring.transfers import aligned
+from tf_adapters.schedule.ir import PipelineSchedule
+
+__all__ = ["BetweenSteps", "between_steps"]
+
+_EARLY = 0.1
+"""Share of a rank's time from its last action to the batch's end by which it must begin the next step before that end.
+
+Clocks of ranks are aligned less precisely than they are read."""
+
+
+class BetweenSteps(NamedTuple):
+    """Whether ranks "meet" or steps "overlap"; if they overlap, each rank's own time between steps in ms."""
+
+    steps: Steps = "meet"
+    between_steps: Mapping[int, float] = MappingProxyType({})
+
+
+class _Step(NamedTuple):
+    """A complete step on unaligned clocks, and by rank the time from its beginning to that of the next step, ms."""
+
+    trace: Trace
+    until_next: Mapping[int, float]
+
+
+def between_steps(
+    schedule: PipelineSchedule, traces: Mapping[int, Trace], ranks: Sequence[PackedTraces]
+) -> BetweenSteps:
+    """Return what most steps show. ``traces`` are the complete steps of ``ranks`` by number (``complete_steps``)."""
+    until_next = {rank.rank(schedule): rank.unpack_until_next() for rank in ranks if rank.steps}
+    steps = [
+        _Step(trace, {rank: of_rank[number] for rank, of_rank in until_next.items()})
+        for number, trace in traces.items()
+        if all(number in of_rank for of_rank in until_next.values())
+    ]
+    if 2 * sum(_one_begins_early(schedule, step) for step in steps) <= len(steps):
+        return BetweenSteps()
+    busy = [rank for rank, row in enumerate(schedule.ranks) if row]
+    return BetweenSteps("overlap", {rank: _own_time(schedule, rank, steps) for rank in busy})
+
+
+def _one_begins_early(schedule: PipelineSchedule, step: _Step) -> bool:
+    """Return whether a rank begins the next step clearly before this batch has ended."""
+    on_one_clock, began = aligned(schedule, step.trace)
+    ends = {rank: on_one_clock[row[-1]].end_ms for rank, row in enumerate(schedule.ranks) if row}
+    last = max(ends.values())
+    return any(began[rank] + step.until_next[rank] < last - _EARLY * (last - end) for rank, end in ends.items())
+
+
+def _own_time(schedule: PipelineSchedule, rank: int, steps: Sequence[_Step]) -> float:
+    """Return the time in ms from a rank's last action to its first one of the next step, if that one needs no input.
+
+    Otherwise to the beginning of the next step: what the rank does from there is hidden by its wait for the input.
+    """
+    first, last = schedule.ranks[rank][0], schedule.ranks[rank][-1]
+    begun = median(step.until_next[rank] - step.trace[last].end_ms for step in steps) or 0.0
+    prepared = 0.0 if first in schedule.source else median(step.trace[first].start_ms for step in steps) or 0.0
+    return max(0.0, begun + prepared)
