@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,8 +14,17 @@ from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.deferral import backward_of, first_half, keeps_order
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.period import PeriodicDag
 
-__all__ = ["Forecast", "disappears", "durations_under", "forecast", "planned_dag", "stable_durations"]
+__all__ = [
+    "Forecast",
+    "cost_of_meeting",
+    "disappears",
+    "durations_under",
+    "forecast",
+    "planned_dag",
+    "stable_durations",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,16 @@ def forecast(
         return (span_ms - planned_ms) * (min(1.0, step_ms / span_ms) if span_ms > 0.0 else 1.0)
 
     return Forecast(step_ms, step_ms - float(np.median(list(map(saved, steps or [upper])))))
+
+
+def cost_of_meeting(measurement: Measurement, plan: FreezePlan) -> float:
+    """How much longer a step takes because all ranks meet after it, in ms: the makespan less the plan's period.
+
+    A plan that is made for ranks that do not meet may gain more.
+    """
+    order = plan.schedule or measurement.schedule
+    dag = planned_dag(replace(measurement, steps="meet"), plan)
+    return dag.makespan(plan.duration_ms) - PeriodicDag.of(dag, order, {}).span_ms(plan.duration_ms)
 
 
 def planned_dag(measurement: Measurement, plan: FreezePlan | None) -> PipelineDag:

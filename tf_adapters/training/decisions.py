@@ -190,7 +190,8 @@ class Decisions:
         if plan.frontier:
             self.say(f"max_freeze_ratio auto: {describe_frontier(plan)}")
         promised = state.plans.of[schedule.num_microbatches].forecast
-        for line in (messages.planned(plan, promised), *planned.notes):
+        meeting = messages.meeting(state.measured_for(schedule), plan, self._pipeline.meetings)
+        for line in (messages.planned(plan, promised), *([meeting] if meeting else []), *planned.notes):
             self.say(line)
 
     def _say_memory(self, run: RunSnapshot, schedule: PipelineSchedule, plan: FreezePlan) -> None:

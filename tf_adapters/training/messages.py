@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.measuring.estimates import grouped
-from tf_adapters.planner.forecast import Forecast
+from tf_adapters.measuring.measurement import Measurement
+from tf_adapters.planner.forecast import Forecast, cost_of_meeting
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.schedule.ir import Kind, PipelineSchedule
 from tf_adapters.selection.stability import StabilityState
@@ -66,6 +67,27 @@ def checked(state: StabilityState, config: TimelyFreezeConfig, shares: Mapping[i
         return f"{stable}; scores follow with the next"
     low, middle, high = scores.min(), np.median(scores), scores.max()
     return f"{stable}; scores from {low:.2g} to {high:.2g}, median {middle:.2g}"
+
+
+_WORTH_SAYING = 0.01
+"""Share of a step from which the cost of meeting is said."""
+
+
+def meeting(known: Measurement, plan: FreezePlan, meetings: Sequence[str]) -> str:
+    """Whether the ranks meet between steps, and what that changes; empty where it changes next to nothing.
+
+    ``meetings`` are what makes them meet, as far as the host knows.
+    """
+    if plan.period_ms is not None:
+        return (
+            f"ranks do not meet between steps: a step takes {plan.period_ms.planned:.1f} ms of the pipeline, "
+            f"where a batch takes {plan.makespan_ms.planned:.1f} ms from its first action to its last"
+        )
+    cost = cost_of_meeting(known, plan)
+    if cost <= _WORTH_SAYING * plan.makespan_ms.planned:
+        return ""
+    why = ", ".join(meetings) or "a norm over all gradients, a reduced loss or a barrier in the training loop"
+    return f"all ranks meet between steps, which costs {cost:.1f} ms of each step; what makes them meet: {why}"
 
 
 def planned(plan: FreezePlan, forecast: Forecast) -> str:

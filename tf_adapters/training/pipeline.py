@@ -47,6 +47,7 @@ class HostPipeline:
         traced: whether transfers are measured on this rank's pipeline: true of one replica of the pipeline.
         replicas: of the pipeline, each with microbatches of its own: the data-parallel size; 1 where it is not known.
         adaptive: whether the optimizer divides by the size of the gradient, as Adam does.
+        meetings: what makes all ranks meet between two steps, as far as the host's settings say.
         warmup_steps: what ``warmup_steps: "auto"`` stands for.
         clock: by default the clock of the device that the parameters live on.
     """
@@ -65,6 +66,7 @@ class HostPipeline:
     traced: bool = True
     replicas: int = 1
     adaptive: bool = False
+    meetings: Sequence[str] = ()
     warmup_steps: int = 0
     clock: Clock | None = None
 
