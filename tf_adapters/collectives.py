@@ -326,8 +326,14 @@ def _first_of_each(headers: Sequence[bytes]) -> dict[bytes, int]:
 
 
 def _packed(value: Any) -> bytes:
-    """Pickle a value and compress it if it is long. The first byte says whether it is compressed."""
-    data = pickle.dumps(value)
+    """Pickle a value and compress it if it is long. The first byte says whether it is compressed.
+
+    A value that cannot be pickled becomes a failure: other ranks wait for a message.
+    """
+    try:
+        data = pickle.dumps(value)
+    except Exception as error:
+        data = pickle.dumps((None, (RemoteError, f"a value cannot be sent to other ranks: {error}")))
     return b"p" + data if len(data) < _SHORT else b"z" + zlib.compress(data, 1)
 
 

@@ -19,6 +19,7 @@ _TIMES, _RATIOS = "a finite time in ms of at least 0", "a number from 0 to 1"
 _EXPECTED = {
     **dict.fromkeys(("forward_ms", "backward_ms", "communication_ms"), _TIMES),
     **dict.fromkeys(("weight_share", "max_freeze_ratio", "sweep"), _RATIOS),
+    "steps": "meet or overlap",
     "tflops": "a finite number of TFLOP/s of at least 0.000001",
 }
 """Checks of arguments' values; values of other arguments are whole numbers from 1 to 1000000."""
@@ -58,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--extra-microbatches",
         metavar="N",
         help="with --defer: microbatches that a rank may hold beyond the schedule's fullest rank [0, or as recorded]",
+    )
+    freezing.add_argument(
+        "--steps",
+        metavar="HOW",
+        help="meet: all ranks meet between two steps; overlap: a rank may begin the next step while others still work "
+        "[meet, or as recorded]",
     )
     add_output_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON in the place of tables")

@@ -9,7 +9,6 @@ meeting, since there is little to gain.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 from tf_adapters.measuring.compact import PackedTraces
@@ -30,8 +29,8 @@ Clocks of ranks are aligned less precisely than they are read."""
 class BetweenSteps(NamedTuple):
     """Whether ranks "meet" or steps "overlap"; if they overlap, each rank's own time between steps in ms."""
 
-    steps: Steps = "meet"
-    between_steps: Mapping[int, float] = MappingProxyType({})
+    steps: Steps
+    between_steps: dict[int, float]
 
 
 class _Step(NamedTuple):
@@ -44,15 +43,15 @@ class _Step(NamedTuple):
 def between_steps(
     schedule: PipelineSchedule, traces: Mapping[int, Trace], ranks: Sequence[PackedTraces]
 ) -> BetweenSteps:
-    """Return what most steps show. ``traces`` are the complete steps of ``ranks`` by number (``complete_steps``)."""
+    """Return what at least half of the steps show. ``traces`` are the complete steps of ``ranks`` by number (``complete_steps``)."""
     until_next = {rank.rank(schedule): rank.unpack_until_next() for rank in ranks if rank.steps}
     steps = [
         _Step(trace, {rank: of_rank[number] for rank, of_rank in until_next.items()})
         for number, trace in traces.items()
         if all(number in of_rank for of_rank in until_next.values())
     ]
-    if 2 * sum(_one_begins_early(schedule, step) for step in steps) <= len(steps):
-        return BetweenSteps()
+    if not steps or 2 * sum(_one_begins_early(schedule, step) for step in steps) < len(steps):
+        return BetweenSteps("meet", {})
     busy = [rank for rank, row in enumerate(schedule.ranks) if row]
     return BetweenSteps("overlap", {rank: _own_time(schedule, rank, steps) for rank in busy})
 

@@ -66,13 +66,13 @@ def bars(panels: Sequence[Panel], width: int, glyphs: Glyphs) -> Iterator[Line]:
     """The lines of a chart that is ``width`` characters wide."""
     label = max(len(_label(len(panel.stages) - 1)) for panel in panels)
     columns = max(width - label, 10)
-    span = max(panel.end_ms for panel in panels) or 1.0
+    span = max(panel.drawn_ms for panel in panels) or 1.0
     for panel in panels:
         yield Line(f"{panel.title}: {panel.end_ms:,.1f} ms, bubble {panel.bubble:.0%}")
         for rank, row in enumerate(panel.rows):
             yield Line(
                 _label(rank).ljust(label),
-                tuple(_cells(row, panel.end_ms, ms_per_column=span / columns, columns=columns, glyphs=glyphs)),
+                tuple(_cells(row, panel.drawn_ms, ms_per_column=span / columns, columns=columns, glyphs=glyphs)),
             )
 
 

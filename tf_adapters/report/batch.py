@@ -23,7 +23,7 @@ def batch_of(report: Report) -> BatchTimes | None:
         panel = before(report)
     except TimelyFreezeError:
         return None
-    step = {block.action: Interval(block.start_ms, block.end_ms) for block in panel.blocks}
+    step = {block.action: Interval(block.start_ms, block.end_ms) for block in panel.blocks if block.step == 0}
     return batch_times(report.schedule, [step] if step else [], report.measurement.gaps)
 
 

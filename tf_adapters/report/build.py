@@ -106,7 +106,7 @@ def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report
             monitoring_end=state.phases.monitoring_end,
             progressive_end=state.phases.progressive_end,
         ),
-        **{name: times[name] for name in ("times", *Gaps._fields) if name in times},
+        **{name: times[name] for name in ("times", *Gaps._fields, "steps", "between_steps") if name in times},
         plan=state.plan,
         measured=_measured(run, ranks),
         frozen_share={str(s): shares for rank in ranks for s, shares in rank.frozen_share.items()},

@@ -86,7 +86,7 @@ def _frame(panels: Sequence[Panel]) -> Frame:
     width = min(20.0, max(11.0, 0.18 * longest))
     names = [rank_label(stages, row) for panel in panels for row, stages in enumerate(panel.stages)]
     left = 0.25 + 0.075 * max(map(len, names))
-    span = max(panel.end_ms for panel in panels) or 1.0
+    span = max(panel.drawn_ms for panel in panels) or 1.0
     across = width - left - Frame.RIGHT
     limit_ms = span * across / (across - _FRAMED_END)
     lengths = sorted(block.end_ms - block.start_ms for panel in panels for block in panel.blocks)

@@ -93,7 +93,7 @@ def labelled_actions(panel: Panel, points_per_ms: float) -> set[Action]:
 def paint_blocks(axes: Any, panel: Panel, labelled: set[Action], narrow: bool) -> None:
     """Idle ranks, blocks in their colours, microbatches on those in ``labelled``, the critical path."""
     rectangle = matplotlib_module("patches").Rectangle
-    idle = [rectangle((0, row - _ROW / 2), panel.end_ms, _ROW) for row in range(len(panel.stages))]
+    idle = [rectangle((0, row - _ROW / 2), panel.drawn_ms, _ROW) for row in range(len(panel.stages))]
     shapes, colours, path = [], [], []
     for block in panel.blocks:
         if block.end_ms <= block.start_ms:
@@ -112,6 +112,11 @@ def paint_blocks(axes: Any, panel: Panel, labelled: set[Action], narrow: bool) -
     _add(axes, idle, facecolor=_IDLE, edgecolor="none", zorder=1)
     _add(axes, shapes, facecolors=colours, edgecolor="white", linewidth=0.2 if narrow else 0.5, zorder=2)
     _add(axes, path, zorder=3, **_critical_style(narrow))
+    for row in panel.rows if panel.overlap else ():
+        start = next((block.start_ms for block in row if block.step), None)
+        if start is not None:  # where the rank begins the second step
+            ends = row[0].row + 0.62 * _ROW, row[0].row - 0.62 * _ROW
+            axes.plot([start, start], ends, color=_INK, linewidth=1.8, clip_on=False, zorder=6)
 
 
 def _box(block: Block, lanes: int) -> tuple[float, float]:
@@ -154,7 +159,7 @@ def paint_axes(axes: Any, panel: Panel, limit_ms: float, time_label: str) -> Non
 
 
 def mark_end(axes: Any, panel: Panel, unfrozen_ms: float) -> None:
-    """A line where the batch ends, how long it took, and what that is beside ``unfrozen_ms``, dotted."""
+    """A line where the batch or the period ends, how long it took, and what that is beside ``unfrozen_ms``, dotted."""
     if panel.end_ms != unfrozen_ms:
         axes.axvline(unfrozen_ms, color=_FAINT, linewidth=0.9, linestyle=":", zorder=0)
     axes.axvline(panel.end_ms, color=_INK, linewidth=1.2, linestyle="--", zorder=5)
@@ -162,11 +167,13 @@ def mark_end(axes: Any, panel: Panel, unfrozen_ms: float) -> None:
     if panel.end_ms != unfrozen_ms and unfrozen_ms > 0:
         change = 1 - panel.end_ms / unfrozen_ms
         text += f"\n{abs(change):.1%} {'saved' if change >= 0 else 'longer'}"
-        text += f"\nbatch {unfrozen_ms / panel.end_ms:.2f}x" if panel.end_ms > 0 else ""
+        text += (
+            f"\n{'step' if panel.overlap else 'batch'} {unfrozen_ms / panel.end_ms:.2f}x" if panel.end_ms > 0 else ""
+        )
     note = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"}
     place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
     middle = sum(axes.get_ylim()) / 2
-    axes.annotate(text, (panel.end_ms, middle), **place, fontsize=10, color=_INK, bbox=note, zorder=6)
+    axes.annotate(text, (panel.drawn_ms, middle), **place, fontsize=10, color=_INK, bbox=note, zorder=6)
 
 
 def explain(figure: Any, panels: Sequence[Panel], headline: str, frame: Frame) -> None:

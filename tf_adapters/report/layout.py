@@ -17,7 +17,10 @@ __all__ = ["Block", "Panel", "after", "before", "exact", "measured", "panels_of"
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One action on the chart: pipeline rank ``row``, the rank's ``lane``-th stage, from and to in ms."""
+    """One action on the chart: pipeline rank ``row``, the rank's ``lane``-th stage, from and to in ms.
+
+    ``step`` is 1 in the second one of two steps that overlap, else 0.
+    """
 
     action: Action
     row: int
@@ -26,13 +29,15 @@ class Block:
     end_ms: float
     frozen: float
     critical: bool
+    step: int = 0
 
 
 @dataclass(frozen=True)
 class Panel:
     """One batch: its blocks, rank after rank in execution order, its end in ms and its critical path, in order.
 
-    ``stages`` holds the stages of each rank, ascending.
+    Where steps overlap it shows two steps in a row, and ``end_ms`` is the period. ``stages`` holds the stages of each
+    rank, ascending.
     """
 
     title: str
@@ -50,7 +55,18 @@ class Panel:
 
     @cached_property
     def busy_ms(self) -> tuple[float, ...]:
-        return tuple(sum(block.end_ms - block.start_ms for block in row) for row in self.rows)
+        """Time in ms that each rank computes in one step."""
+        return tuple(sum(block.end_ms - block.start_ms for block in row if block.step == 0) for row in self.rows)
+
+    @cached_property
+    def overlap(self) -> bool:
+        """Whether it shows two steps that overlap."""
+        return any(block.step for block in self.blocks)
+
+    @cached_property
+    def drawn_ms(self) -> float:
+        """The end of what is shown."""
+        return max((block.end_ms for block in self.blocks), default=0.0) if self.overlap else self.end_ms
 
     @property
     def bubbles(self) -> tuple[float, ...]:
@@ -94,12 +110,9 @@ def after(report: Report) -> Panel | None:
         if missing is not None:
             raise ConfigError(f"plan.{name} has no entry for {missing}")
     title = f"after: planned, {plan.mean_freeze_ratio:.0%} of the weight gradients skipped"
-    blocks = _blocks(
-        schedule, plan.start_ms, duration=plan.duration_ms, frozen=plan.freeze_ratio, path=plan.critical_path
-    )
-    return Panel(
-        title, _stages(schedule), blocks=blocks, end_ms=plan.makespan_ms.planned, critical_path=plan.critical_path
-    )
+    path, span = plan.critical_path, plan.span_ms.planned
+    blocks = _blocks(schedule, plan.start_ms, duration=plan.duration_ms, frozen=plan.freeze_ratio, path=path)
+    return _panel(title, schedule, blocks=blocks, span_ms=span, path=path, overlap=plan.period_ms is not None)
 
 
 def measured(report: Report) -> Panel | None:
@@ -170,9 +183,27 @@ def timeline(
 
     ``frozen`` holds the freeze ratios to show, 0 where absent.
     """
-    path = dag.critical_path(durations)
+    path, span = dag.critical_path(durations), dag.span_ms(durations)
     blocks = _blocks(schedule, dag.start_times(durations), duration=durations, frozen=frozen or {}, path=path)
-    return Panel(title, _stages(schedule), blocks=blocks, end_ms=dag.makespan(durations), critical_path=path)
+    return _panel(title, schedule, blocks=blocks, span_ms=span, path=path, overlap=len(dag.loops.sources) > 0)
+
+
+def _panel(
+    title: str,
+    schedule: PipelineSchedule,
+    *,
+    blocks: tuple[Block, ...],
+    span_ms: float,
+    path: tuple[Action, ...],
+    overlap: bool,
+) -> Panel:
+    """One batch, or two steps in a row where they overlap."""
+    if overlap:
+        again = (
+            replace(b, start_ms=b.start_ms + span_ms, end_ms=b.end_ms + span_ms, critical=False, step=1) for b in blocks
+        )
+        blocks, title = (*blocks, *again), f"{title}; two steps"
+    return Panel(title, _stages(schedule), blocks=blocks, end_ms=span_ms, critical_path=path)
 
 
 def _stages(schedule: PipelineSchedule) -> tuple[tuple[int, ...], ...]:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from tf_adapters.errors import ConfigError, PlanInputError, first_problem
 from tf_adapters.measuring.batch_times import BatchTimes
 from tf_adapters.measuring.layers import StageLayers
-from tf_adapters.measuring.measurement import Measurement
+from tf_adapters.measuring.measurement import Measurement, Steps
 from tf_adapters.measuring.transfers import Gaps
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.schedule.durations import Count, Milliseconds, Order, Quotient, Share
@@ -143,7 +143,9 @@ class Report(_Model):
     can be. ``tokens`` is by stage, where they are sampled; ``gradient_signal``, by stage, the share of a batch's
     gradient that is signal and its standard error, where ``max_freeze_ratio`` is "auto"; ``layers``, by stage, what its
     layers took in the warm-up. ``batches`` is by number of microbatches, where they are mixed: all else is of the
-    number that most steps had. ``batch_times`` is where the ranks' time goes with nothing frozen. All may be left out.
+    number that most steps had. ``batch_times`` is where the ranks' time goes with nothing frozen. ``steps`` says
+    whether ranks "meet" between steps or steps "overlap"; if they overlap, ``between_steps`` has each rank's time
+    between steps in ms. All may be left out.
     """
 
     format: Literal[1] = FORMAT
@@ -169,6 +171,8 @@ class Report(_Model):
     layers: dict[str, StageLayers] = Field(default_factory=dict)
     batches: dict[str, Batches] = Field(default_factory=dict)
     batch_times: BatchTimes | None = None
+    steps: Steps = "meet"
+    between_steps: dict[str, Milliseconds] = Field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values; the inverse of ``from_json``."""
@@ -192,7 +196,7 @@ class Report(_Model):
             raise ConfigError(f"no action has been timed yet (status {self.status!r})")
         facts = {
             "schedule": self.schedule,
-            **{name: getattr(self, name) for name in ("times", *Gaps._fields, "batch_times")},
+            **{name: getattr(self, name) for name in ("times", *Gaps._fields, "batch_times", "steps", "between_steps")},
             "token_costs": {stage: [of.fixed, of.per_token] for stage, of in self.tokens.items()},
             "unfrozen_step_ms": self.measured.step_ms_unfrozen or 0.0,
         }

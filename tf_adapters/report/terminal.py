@@ -116,16 +116,16 @@ def _plan_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[st
     if plan is None:
         yield "plan", "none yet" if report.status in ("warmup", "monitoring") else "none"
     else:
-        spans = plan.makespan_ms
+        spans = plan.span_ms
         rewritten = spans.host is not None and plan.schedule != schedule
         unfrozen = f"{_ms(spans.unfrozen)} nothing frozen"
         if rewritten and spans.host:
             unfrozen = f"{_ms(spans.host)} in the host's order, {_ms(spans.unfrozen)} with weight gradients deferred"
         yield (
-            "batch",
+            "batch" if plan.period_ms is None else "period",
             (
-                f"pipeline computation {unfrozen}, {_ms(spans.planned)} planned,"
-                f" {_ms(spans.fully_frozen)} everything frozen"
+                f"{'pipeline computation' if plan.period_ms is None else 'steps overlap:'} {unfrozen},"
+                f" {_ms(spans.planned)} planned, {_ms(spans.fully_frozen)} everything frozen"
             ),
         )
         if plan.deferrable_share:

@@ -35,7 +35,7 @@ def trace_events(panels: Sequence[Panel]) -> Iterator[Event]:
             plural = "stages" if len(stages) > 1 else "stage"
             name = f"rank {rank}: {plural} {', '.join(map(str, stages))}" if stages else f"rank {rank}"
             yield from _thread(process, rank + 1, name, panel.rows[rank])
-        by_action = {block.action: block for block in panel.blocks}
+        by_action = {block.action: block for block in panel.blocks if block.step == 0}
         path = [by_action[action] for action in panel.critical_path]
         yield from _thread(process, len(panel.stages) + 1, "critical path", path)
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from tf_adapters.measuring.measurement import Steps
 from tf_adapters.simulate.orders import Sizes
 
 __all__ = ["MODELS", "Options"]
@@ -24,7 +25,8 @@ class Options(BaseModel):
     Of ``report``, ``input``, ``forward_ms`` and ``model`` exactly one is there.
 
     Times of stages are one value or one for each stage; ``sequences`` and their ``length`` are a microbatch's.
-    ``extra_microbatches`` is None where weight gradients stay in place, as far as the arguments say.
+    ``extra_microbatches`` is None where weight gradients stay in place, as far as the arguments say. ``steps`` says
+    whether ranks meet between two steps; by default they do, or as recorded.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -48,6 +50,7 @@ class Options(BaseModel):
     max_freeze_ratio: _Ratio | None = None
     sweep: Annotated[tuple[_Ratio, ...], _SPLIT] = ()
     extra_microbatches: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    steps: Steps | None = None
 
     @property
     def sizes(self) -> Sizes:

@@ -31,7 +31,7 @@ def simulation_page(
         expected = step_ms - (simulation.unfrozen.end_ms - simulation.gain.stable_ms)
         step = [("step", f"{_ms(step_ms)} measured with nothing frozen, {_ms(expected)} expected in stable freezing")]
     return Page(
-        headline=f"{simulation.pipeline.name}: {size}: batch {_ms(simulation.unfrozen.end_ms)}"
+        headline=f"{simulation.pipeline.name}: {size}: {_span(simulation)} {_ms(simulation.unfrozen.end_ms)}"
         f" -> {_ms(simulation.gain.ms)} at r_max {simulation.max_freeze_ratio:g}, {_percent(simulation.gain.gain)}",
         facts=(("times", source), *_facts(simulation), *step),
         tables=tuple(tables),
@@ -43,7 +43,13 @@ def simulation_page(
 def comparison_page(simulations: Sequence[Simulation], source: str, notes: Sequence[str]) -> Page:
     ratio = simulations[0].max_freeze_ratio
     best = min(simulations, key=lambda simulation: simulation.gain.ms)
-    tables = [Table(f"Batch at r_max {ratio:g}", _COMPARED, tuple(_compared(each) for each in simulations))]
+    tables = [
+        Table(
+            f"{_span(simulations[0]).capitalize()} at r_max {ratio:g}",
+            _COMPARED,
+            tuple(_compared(each) for each in simulations),
+        )
+    ]
     if simulations[0].sweep:
         tables.append(_sweeps_table(simulations))
     return Page(
@@ -54,6 +60,11 @@ def comparison_page(simulations: Sequence[Simulation], source: str, notes: Seque
         panels=planned_panels(simulations),
         notes=tuple(notes),
     )
+
+
+def _span(simulation: Simulation) -> str:
+    """What the pipeline's part of a step is called."""
+    return "period" if simulation.unfrozen.overlap else "batch"
 
 
 def chart_panels(simulations: Sequence[Simulation]) -> tuple[Panel, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tf_adapters.measuring.estimates import grouped
 from tf_adapters.planner.forecast import planned_dag, stable_durations
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import Limits, PlanProblem
@@ -213,6 +214,8 @@ def held_by(schedule: PipelineSchedule, dag: PipelineDag, durations: Mapping[Act
     A batch usually has many critical paths, which wander between ranks that are equally busy. So each rank is asked
     for the critical path that is longest on it; the rank with the longest answer holds the batch.
     """
+    if len(dag.loops.sources):
+        return _held_period(schedule, dag, durations)
     rank_of = np.array([schedule.home[action.stage] for action in dag.actions], dtype=np.int64)
     length = dag.durations(durations)
     busy = np.bincount(rank_of, weights=length, minlength=len(schedule.ranks))
@@ -228,6 +231,15 @@ def held_by(schedule: PipelineSchedule, dag: PipelineDag, durations: Mapping[Act
             rank, most = int(asked[best]), float(on_rank[best])
     end = dag.span(length)
     return Holder(rank, schedule.stages_of(rank), most / end if end > 0.0 else 0.0)
+
+
+def _held_period(schedule: PipelineSchedule, dag: PipelineDag, durations: Mapping[Action, float]) -> Holder:
+    """Who holds the period: the rank that has most of the time of a critical cycle."""
+    on_cycle = grouped((schedule.home[a.stage], durations[a]) for a in dag.critical_path(durations))
+    of_rank = {rank: sum(values) for rank, values in sorted(on_cycle.items())}
+    rank, most = max(of_rank.items(), key=lambda item: item[1])
+    total = sum(of_rank.values())
+    return Holder(rank, schedule.stages_of(rank), most / total if total > 0.0 else 0.0)
 
 
 def _longest_on(

@@ -70,8 +70,12 @@ def read_request(options: Options, load: Callable[[str], Any]) -> Request:
         pipelines = _compared(options, options.sizes, costs_for, lambda order: NO_GAPS)
         request = Request(pipelines, _DEFAULT_RATIO, source)
     ratio, extra = options.max_freeze_ratio, options.extra_microbatches
+    pipelines = request.pipelines
+    if options.steps is not None:
+        pipelines = tuple(Pipeline(p.name, replace(p.measurement, steps=options.steps)) for p in pipelines)
     return replace(
         request,
+        pipelines=pipelines,
         max_freeze_ratio=request.max_freeze_ratio if ratio is None else ratio,
         extra_microbatches=request.extra_microbatches if extra is None else extra,
         notes=(*request.notes, *_notes(request.pipelines, options.sizes.stages)),
@@ -135,11 +139,19 @@ def _from_recorded(options: Options, recorded: Request) -> Request:
     others = _compared(
         options, filled, lambda order: recut(pieces, order.num_stages), partial(carried_gaps, original.measurement)
     )
+    others = tuple(Pipeline(other.name, _between_steps(other.measurement, original.measurement)) for other in others)
     if not options.schedules and sizes != Sizes():
         raise ConfigError("--ranks, --microbatches: the recorded schedule has its own; add --schedule for another")
     recut_note = ("the other schedules take the recorded mean times and gaps, stages cut into equal parts or joined",)
     notes = (*recorded.notes, *(recut_note if others else ()))
     return replace(recorded, pipelines=(original, *others), notes=notes)
+
+
+def _between_steps(other: Measurement, recorded: Measurement) -> Measurement:
+    """The other pipeline's measurement, with what was recorded of the time between steps."""
+    ranks = range(len(other.schedule.ranks))
+    between = {rank: ms for rank, ms in recorded.between_steps.items() if rank in ranks}
+    return replace(other, steps=recorded.steps, between_steps=between)
 
 
 # --- assumed times -------------------------------------------------------------------------------------------

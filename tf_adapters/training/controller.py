@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tf_adapters.collectives import Collectives
+from tf_adapters.collectives import Collectives, on_one_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import UnsupportedError
 from tf_adapters.log import announce
@@ -288,7 +288,7 @@ class Controller:
         """
         warmup = self.pipeline.warmup_steps if auto_warmup is None else auto_warmup
         is_first = self._collectives.rank == 0
-        told = self._collectives.broadcast(for_other_ranks(data) if is_first else None)
+        told = on_one_rank(self._collectives, lambda: for_other_ranks(data))
         chosen = data if is_first else told
         findings = saved_taps(chosen)
         if findings is not None:

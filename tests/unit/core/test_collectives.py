@@ -139,6 +139,24 @@ def refused(collectives: Any, local: Any) -> Any:
     return decide_from_all(collectives, local, refuse)
 
 
+@pytest.mark.parametrize("decide", [on_all_ranks, decided, on_one_rank])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_value_that_cannot_be_sent_is_an_error_on_both(pool: RankPool, decide: Any, failing: int) -> None:
+    results = pool.run(unsendable, decide, failing)
+    if decide is on_one_rank and failing == 1:
+        assert results == [[0], [0]]  # only rank 0's value travels
+        return
+    for kind, text in results:
+        assert kind == "RemoteError"
+        assert "a value cannot be sent to other ranks" in text
+
+
+def unsendable(decide: Any, failing: int) -> Any:
+    values: list[Any] = [[0], [0]]
+    values[failing] = lambda: None
+    return outcome(decide, *values)
+
+
 def test_only_rank_0_collects(pool: RankPool) -> None:
     assert pool.run(collected) == [[0, 1], None]
 

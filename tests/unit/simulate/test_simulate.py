@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -184,3 +185,22 @@ def test_the_holder_is_found_among_all_critical_paths(seed: int) -> None:
     paths = [path for action in last for path in walk(action, (0.0,) * len(schedule.ranks))]
     assert all(sum(path) == end for path in paths)
     assert held_by(schedule, dag, lengths).share == pytest.approx(max(map(max, paths)) / end)
+
+
+def test_steps_that_overlap_show_two_steps_and_the_rank_that_holds_the_period() -> None:
+    schedule = one_f_one_b(4, 8)
+    whole = pipeline(schedule, *[StageCost(10.0, 10.0, 10.0)] * 3, StageCost(11.0, 11.0, 11.0))
+    whole = Pipeline(whole.name, replace(whole.measurement, steps="overlap"))
+    result = simulate(whole, 0.0, extra_microbatches=4)
+    assert result.exact is not None
+    assert result.exact.overlap
+    assert result.exact.end_ms == pytest.approx(8 * 33.0)
+    assert result.exact.busy_ms == pytest.approx((240.0, 240.0, 240.0, 264.0))
+    assert result.exact.bubbles[3] == pytest.approx(0.0)
+    assert len(result.exact.blocks) == 2 * len({block.action for block in result.exact.blocks})
+    assert result.exact.drawn_ms > 1.9 * result.exact.end_ms
+    assert result.holder.rank == 3
+    met = simulate(Pipeline("met", replace(whole.measurement, steps="meet")), 0.0, extra_microbatches=4)
+    assert met.exact is not None
+    assert not met.exact.overlap
+    assert met.exact.end_ms > result.exact.end_ms
