@@ -73,7 +73,7 @@ class ProcessGroupCollectives:
     def __init__(self, group: Any = None) -> None:
         self.rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
-        self._group: Any = _gloo_group(group)
+        self._group: Any = gloo_group(group)
 
     def gather(self, value: Any) -> list[Any]:
         message = _packed(value)
@@ -181,7 +181,7 @@ class ProcessGroupCollectives:
         return dist.get_global_rank(self._group, rank)
 
 
-def _gloo_group(group: Any) -> Any:
+def gloo_group(group: Any) -> Any:
     """Create a gloo group of the ranks of ``group``. Other ranks need not take part."""
     ranks = None if group is None else dist.get_process_group_ranks(group)
     try:

@@ -29,6 +29,7 @@ from tf_adapters.deepspeed.execution import (
     WeightGradients,
     apart,
 )
+from tf_adapters.deepspeed.late_loss import LateLoss, loss_can_be_late, meetings
 from tf_adapters.deepspeed.optimizers import (
     HeldParameters,
     accumulating,
@@ -94,6 +95,7 @@ class DeepSpeedAdapter(HostAdapter):
     def _describe(self) -> HostPipeline:
         engine, parameters = self.engine, parameters_by_stage(self.engine)
         self._stages = stages_of(engine)
+        self._loss_is_late = self.config.defers and loss_can_be_late(engine)
         # The engine keeps only the loss of the last forward, which under GPipe belongs to another microbatch.
         self._keeps_losses = engine.is_last_stage() and not is_dualpipev(engine)
         self._own_schedule = own_schedule(engine)
@@ -114,6 +116,7 @@ class DeepSpeedAdapter(HostAdapter):
             traced=holds_first_rank(engine.grid.get_pipe_parallel_group()),
             replicas=engine.grid.get_data_parallel_world_size(),
             adaptive=is_adaptive([engine.basic_optimizer]),
+            meetings=meetings(engine, self._loss_is_late),
             warmup_steps=self._warmup_steps(),
             clock=clock_for(torch.device(engine.device)),
         )
@@ -150,6 +153,10 @@ class DeepSpeedAdapter(HostAdapter):
                 **{kind: partial(self._transfer, kind) for kind in (*TRANSFERS, BeginReceive, FinishSends)},
             }
             overrides.set(engine, "reset_activation_shape", self._resetting(engine.reset_activation_shape))
+        if self._loss_is_late:
+            late = LateLoss(engine)
+            self.on_detach(late.close)
+            overrides.set(engine, "_aggregate_total_loss", late.aggregate)
         overrides.set(engine, "_INSTRUCTION_MAP", {**self._host_instructions, **wrapped})
         overrides.set(engine, "_exec_schedule", self._exec_schedule)
         overrides.set(engine, "save_checkpoint", self._saving(engine.save_checkpoint))

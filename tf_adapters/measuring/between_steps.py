@@ -43,7 +43,10 @@ class _Step(NamedTuple):
 def between_steps(
     schedule: PipelineSchedule, traces: Mapping[int, Trace], ranks: Sequence[PackedTraces]
 ) -> BetweenSteps:
-    """Return what at least half of the steps show. ``traces`` are the complete steps of ``ranks`` by number (``complete_steps``)."""
+    """Return what at least half of the steps show.
+
+    ``traces`` are the complete steps of ``ranks`` by number (``complete_steps``).
+    """
     until_next = {rank.rank(schedule): rank.unpack_until_next() for rank in ranks if rank.steps}
     steps = [
         _Step(trace, {rank: of_rank[number] for rank, of_rank in until_next.items()})

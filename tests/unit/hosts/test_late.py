@@ -1,0 +1,161 @@
+"""Values that arrive late: what a tensor does before and after, on two ranks over gloo."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pools import fork_ranks
+
+from tf_adapters.hosts.late import LateTensor, LateValues
+from tf_adapters.testing import RankPool
+
+pytestmark = pytest.mark.distributed
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with fork_ranks(2) as started:
+        yield started
+
+
+def _added(late: torch.Tensor) -> Any:
+    late += 1.0
+    return float(late)
+
+
+def _all_reduced(late: torch.Tensor) -> float:
+    """An operation of torch.distributed takes the tensor's memory, not its value."""
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    dist.all_reduce(late, group=group)
+    return late.item()
+
+
+USES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda late: late.item(),
+    "float": float,
+    "format": lambda late: f"{late:0.2f}",
+    "repr": repr,
+    "sum": lambda late: (late + 1.0).item(),
+    "sum, reversed": lambda late: (1.0 + late).item(),
+    "in place": _added,
+    "compared": lambda late: bool(late > 2.0),
+    "numpy": lambda late: late.numpy().tolist(),
+    "array": lambda late: np.asarray(late).tolist(),
+    "list": lambda late: late.tolist(),
+    "stacked": lambda late: torch.stack([late, late]).tolist(),
+    "copied": lambda late: copy.deepcopy(late).item(),
+    "cloned": lambda late: late.detach().clone().item(),
+    "pickled": lambda late: pickle.loads(pickle.dumps(late)).item(),
+    "another type": lambda late: late.double().item(),
+    "to": lambda late: late.to("cpu", torch.float64).item(),
+    "all reduced": _all_reduced,
+    "mean": lambda late: late.mean().item(),
+    "memory": lambda late: late.data_ptr() != 0 and late.item(),
+}
+
+
+def used(name: str) -> list[Any]:
+    """On rank 1: the use of a late value, and of a plain one; rank 0 sends only after rank 1 has the tensor."""
+    values = LateValues(None, 0, CPU)
+    try:
+        if dist.get_rank() == 0:
+            dist.barrier()  # rank 1 has its tensors
+            values.send(torch.tensor([7.0, 2.5]))
+            return []
+        _, late = values.receive(2)
+        assert isinstance(late, LateTensor)
+        assert (late.shape, late.dtype, late.device, late.requires_grad) == ((), torch.float32, CPU, False)
+        dist.barrier()
+        plain = torch.tensor(2.5)
+        found = [USES[name](late), USES[name](plain)]
+        assert type(late + 1) is torch.Tensor
+        return found
+    finally:
+        values.close()
+
+
+@pytest.mark.parametrize("name", USES)
+def test_every_use_waits_for_the_value(pool: RankPool, name: str) -> None:
+    _, (late, plain) = pool.run(used, name)
+    assert late == plain
+
+
+def in_order(count: int) -> list[float]:
+    """Rank 1 reads nothing before the end: rank 0 has sent ``count`` messages by then."""
+    values = LateValues(None, 0, CPU)
+    received = []
+    for number in range(count):
+        if dist.get_rank() == 0:
+            values.send(torch.tensor([float(number)]))
+        else:
+            received += values.receive(1)
+    values.close()
+    return [float(value) for value in received]
+
+
+def test_messages_arrive_in_order_and_stay_when_closed(pool: RankPool) -> None:
+    assert pool.run(in_order, 20) == [[], [float(number) for number in range(20)]]
+
+
+def dropped() -> int:
+    """Tensors that nobody reads; their messages must not outlive the group."""
+    values = LateValues(None, 0, CPU)
+    for _ in range(50):
+        if dist.get_rank() == 0:
+            values.send(torch.zeros(1))
+        else:
+            values.receive(1)
+        dist.barrier()
+    left = len(values._messages)
+    values.close()
+    return left
+
+
+def test_values_that_nobody_reads_are_freed(pool: RankPool) -> None:
+    assert max(pool.run(dropped)) < 10
+
+
+class SlowEvent:
+    """Stands for a device's event that is passed late."""
+
+    def record(self, stream: Any) -> None:
+        self.recorded = True
+
+    def synchronize(self) -> None:
+        import time
+
+        assert self.recorded
+        time.sleep(0.05)
+
+
+def on_a_device() -> list[float]:
+    """The way of an accelerator, whose event is passed late, with tensors on the CPU."""
+    from concurrent.futures import ThreadPoolExecutor
+    from types import SimpleNamespace
+    from unittest import mock
+
+    module = SimpleNamespace(Event=SlowEvent, current_stream=lambda device: None)
+    values = LateValues(None, 0, CPU)
+    values._copied = ThreadPoolExecutor(1)
+    received = []
+    with mock.patch.object(torch, "get_device_module", return_value=module):
+        for number in range(5):
+            if dist.get_rank() == 0:
+                values.send(torch.tensor([float(number)]))
+            else:
+                received += values.receive(1)
+        values.close()
+    return [float(value) for value in received]
+
+
+def test_a_source_with_a_device_sends_once_the_device_is_done(pool: RankPool) -> None:
+    assert pool.run(on_a_device) == [[], [0.0, 1.0, 2.0, 3.0, 4.0]]

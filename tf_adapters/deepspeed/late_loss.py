@@ -1,0 +1,67 @@
+"""The loss that ``train_batch`` returns, sent without making the ranks of a pipeline meet.
+
+The engine broadcasts the loss from the last stage at the end of each batch, and every rank waits for it. With
+``LateLoss`` other ranks get a tensor at once, which waits when its value is read. All values are the host's.
+Source: deepspeed/runtime/pipe/engine.py, ``_aggregate_total_loss``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.pipe import PipelineModule
+
+from tf_adapters.hosts.late import LateValues
+from tf_adapters.hosts.support import module_of
+
+__all__ = ["LateLoss", "loss_can_be_late", "meetings"]
+
+
+def loss_can_be_late(engine: Any) -> bool:
+    """Return whether the engine sends its own loss and nothing more. It is the same on all ranks."""
+    own = module_of(engine._aggregate_total_loss).split(".")[0] == "deepspeed"
+    more = type(engine.module).get_additional_losses is not PipelineModule.get_additional_losses
+    return bool(engine.is_pipe_parallel) and own and not more
+
+
+def meetings(engine: Any, loss_is_late: bool) -> tuple[str, ...]:
+    """Return what makes the pipeline's ranks meet between steps, as far as the engine's settings say."""
+    found = {
+        "the loss that train_batch sends to all ranks": not loss_is_late,
+        f"gradient_clipping {engine.gradient_clipping():g}": engine.gradient_clipping() > 0.0,
+        "ZeRO's norm of all gradients": engine.zero_optimization(),
+        "BF16_Optimizer's norm of all gradients": engine.bfloat16_enabled() and not engine.zero_optimization(),
+        "the overflow check of fp16": engine.fp16_enabled(),
+        "tied weights": bool(engine.module.tied_comms),
+    }
+    return tuple(reason for reason, holds in found.items() if holds)
+
+
+class LateLoss:
+    """Stands for one engine's ``_aggregate_total_loss``. Made on all ranks of the pipeline at the same point."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._host: Callable[[], torch.Tensor] = engine._aggregate_total_loss
+        group, source = engine.grid.get_pipe_parallel_group(), engine._loss_stage_global_rank()
+        self._values = LateValues(group, source, torch.device(engine.device))
+
+    def aggregate(self) -> torch.Tensor:
+        """Return the batch's mean loss over all replicas. The replicas' last stages still reduce it together."""
+        engine = self._engine
+        if not engine.is_last_stage():
+            engine.dp_group_loss, late = self._values.receive(2)
+            return late
+        engine.is_pipe_parallel = False  # so that the host sends nothing
+        try:
+            loss = self._host()
+        finally:
+            engine.is_pipe_parallel = True
+        self._values.send(torch.stack([engine.dp_group_loss, loss]).float())
+        return loss
+
+    def close(self) -> None:
+        """Wait until every loss has arrived. Called on all ranks of the pipeline at the same point."""
+        self._values.close()
