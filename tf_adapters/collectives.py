@@ -6,18 +6,17 @@ learns of them at the same point.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import pickle
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from tf_adapters.errors import TimelyFreezeError, UnsupportedError
+from tf_adapters.errors import TimelyFreezeError
+from tf_adapters.gloo import gloo_group
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -26,7 +25,7 @@ _SHORT = 512
 """For messages up to this size, in bytes, padding costs less than another collective."""
 
 _TAG = 7_411
-"""Tag of our sends; the host's receives do not match it, if the backend knows tags."""
+"""Tag of our sends."""
 
 
 class RemoteError(TimelyFreezeError, RuntimeError):
@@ -125,81 +124,49 @@ class ProcessGroupCollectives:
         return _unpacked(self._scatter_bytes(messages, width)[:length])
 
     def close(self) -> None:
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            with contextlib.suppress(ValueError):  # the host has destroyed our group
-                dist.destroy_process_group(group)
+        self._group = None
 
     def _gather_bytes(self, content: bytes, width: int) -> list[bytes]:
         """Gather every rank's content, padded to ``width`` bytes."""
         received = torch.empty(self._size, width, dtype=torch.uint8)
-        dist.all_gather(list(received.unbind()), self._tensor(content, width), group=self._group)
+        self._group.allgather(list(received.unbind()), self._tensor(content, width)).wait()
         data = received.numpy().tobytes()
         return [data[start : start + width] for start in range(0, len(data), width)]
 
     def _broadcast_bytes(self, content: bytes, length: int, source: int) -> bytes:
         """Broadcast ``length`` bytes of rank ``source``."""
         tensor = self._tensor(content if self.rank == source else b"", length)
-        dist.broadcast(tensor, src=self._global(source), group=self._group)
+        self._group.broadcast(tensor, source).wait()
         return tensor.numpy().tobytes()
 
     def _headers_at_first(self, header: bytes) -> list[bytes]:
         """Gather every rank's header on rank 0; return an empty list on other ranks."""
         received = torch.empty(self._size if self.rank == 0 else 0, len(header), dtype=torch.uint8)
-        parts = list(received.unbind()) if self.rank == 0 else None
-        dist.gather(self._tensor(header, len(header)), parts, dst=self._global(0), group=self._group)
+        self._group.gather(list(received.unbind()), self._tensor(header, len(header)), 0).wait()
         return [row.tobytes() for row in received.numpy()]
 
     def _scatter_bytes(self, contents: Sequence[bytes], width: int) -> bytes:
         """Return this rank's entry of rank 0's contents, padded to ``width`` bytes."""
         received = torch.empty(width, dtype=torch.uint8)
-        parts = [self._tensor(content, width) for content in contents] if self.rank == 0 else None
-        dist.scatter(received, parts, src=self._global(0), group=self._group)
+        parts = [self._tensor(content, width) for content in contents] if self.rank == 0 else []
+        self._group.scatter(received, parts, 0).wait()
         return received.numpy().tobytes()
 
     def _send_to_first(self, message: bytes) -> None:
         tensor = self._tensor(message, len(message))
-        dist.send(tensor, dst=self._global(0), group=self._group, tag=_TAG)
+        self._group.send([tensor], 0, _TAG).wait()
 
     def _receive(self, lengths: Mapping[int, int]) -> dict[int, bytes]:
         """Receive on rank 0 a message of given length, in bytes, from each of some ranks."""
         received = {source: torch.empty(length, dtype=torch.uint8) for source, length in lengths.items()}
-        works = [
-            dist.irecv(tensor, src=self._global(source), group=self._group, tag=_TAG)
-            for source, tensor in received.items()
-        ]
+        works = [self._group.recv([tensor], source, _TAG) for source, tensor in received.items()]
         for work in works:
-            assert work is not None
             work.wait()
         return {source: tensor.numpy().tobytes() for source, tensor in received.items()}
 
     def _tensor(self, content: bytes, width: int) -> torch.Tensor:
         padded = bytearray(content.ljust(width, b"\0"))
         return torch.frombuffer(padded, dtype=torch.uint8)
-
-    def _global(self, rank: int) -> int:
-        return dist.get_global_rank(self._group, rank)
-
-
-def gloo_group(group: Any) -> Any:
-    """Create a gloo group of the ranks of ``group``. Other ranks need not take part."""
-    ranks = None if group is None else dist.get_process_group_ranks(group)
-    try:
-        return dist.new_group(
-            ranks, timeout=_timeout(group), backend="gloo", use_local_synchronization=ranks is not None
-        )
-    except (RuntimeError, ValueError) as error:
-        raise UnsupportedError(
-            "timely_freeze cannot run here: the ranks cannot reach each other over gloo, which our messages need; "
-            f"GLOO_SOCKET_IFNAME names the network interface ({' '.join(str(error).split())})"
-        ) from error
-
-
-def _timeout(group: Any) -> timedelta | None:
-    """Return the timeout of ``group`` (all ranks by default), or None, torch's default, if it has none."""
-    group = group or dist.group.WORLD
-    options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
-    return max((limit for of in options if (limit := getattr(of, "_timeout", None)) is not None), default=None)
 
 
 def holds_first_rank(group: Any = None) -> bool:

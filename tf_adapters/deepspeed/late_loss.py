@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 
 from tf_adapters.hosts.late import LateValues
@@ -45,7 +46,8 @@ class LateLoss:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._host: Callable[[], torch.Tensor] = engine._aggregate_total_loss
-        group, source = engine.grid.get_pipe_parallel_group(), engine._loss_stage_global_rank()
+        group = engine.grid.get_pipe_parallel_group()
+        source = dist.get_group_rank(group, engine._loss_stage_global_rank())
         self._values = LateValues(group, source, torch.device(engine.device))
 
     def aggregate(self) -> torch.Tensor:

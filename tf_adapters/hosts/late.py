@@ -12,10 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from tf_adapters.collectives import gloo_group
+from tf_adapters.gloo import gloo_group
 
 __all__ = ["LateTensor", "LateValues"]
 
@@ -94,7 +93,7 @@ class LateValues:
 
     Args:
         group: the host's process group of these ranks.
-        source: the sending rank, as numbered in the whole job.
+        source: the sending rank, as numbered in ``group``.
         device: where the tensors of the ranks are.
     """
 
@@ -136,12 +135,10 @@ class LateValues:
             self._copied.shutdown()
         while self._messages:
             self._messages.popleft().wait()
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        self._group = None
 
     def _begin(self, values: torch.Tensor) -> _Message:
-        message = _Message(values, dist.broadcast(values, src=self._source, group=self._group, async_op=True))
+        message = _Message(values, self._group.broadcast(values, self._source))
         self._messages.append(message)
         return message
 

@@ -188,6 +188,32 @@ def in_a_group_of_the_last_rank() -> Any:
         return collectives.rank, collectives.gather("mine"), collectives.broadcast("mine")
 
 
+def test_groups_of_the_same_ranks_one_after_another(pool: RankPool) -> None:
+    """A job may attach again. No rank reads the address that another one had in the group before."""
+    assert pool.run(groups_in_turn, 30) == [True] * 2
+
+
+def groups_in_turn(number: int) -> bool:
+    group = dist.new_group([0, 1])
+    for turn in range(number):
+        with closing(ProcessGroupCollectives(group)) as collectives:
+            assert collectives.gather((turn, collectives.rank)) == [(turn, 0), (turn, 1)]
+    return True
+
+
+def test_ranks_that_are_in_other_numbers_of_groups() -> None:
+    """The first and the last stage share a tied weight, and have a group for it that the stage between has not."""
+    with fork_ranks(3) as ranks:
+        assert ranks.run(beside_a_tied_weight, timeout_s=60) == [[0, 1, 2]] * 3
+
+
+def beside_a_tied_weight() -> list[int]:
+    dist.new_group([0, 2])
+    pipeline = dist.new_group([0, 1, 2])
+    with closing(ProcessGroupCollectives(pipeline)) as collectives:
+        return collectives.gather(collectives.rank)
+
+
 # --- the host's own group ------------------------------------------------------------------------------------
 
 
@@ -219,21 +245,19 @@ def default_group_sends_nothing() -> bool:
     return True
 
 
-def test_closing_destroys_our_group_and_none_of_the_hosts(pool: RankPool) -> None:
-    assert pool.run(groups_after_closing) == [(1, 0, True)] * 2
+def test_torch_does_not_know_our_group(pool: RankPool) -> None:
+    """So nothing of ours is left after closing, and a host that destroys its groups does not touch it."""
+    assert pool.run(groups_of_torch) == [0, 0]
 
 
-def groups_after_closing() -> tuple[int, int, bool]:
-    hosts = dist.new_group([0, 1])
+def groups_of_torch() -> int:
     before = set(dist.distributed_c10d._world.pg_map)
     collectives = ProcessGroupCollectives()
-    made = set(dist.distributed_c10d._world.pg_map) - before
     assert collectives.gather(1) == [1, 1]
+    made = set(dist.distributed_c10d._world.pg_map) - before
     collectives.close()
     collectives.close()  # again is nothing
-    left = set(dist.distributed_c10d._world.pg_map)
-    dist.barrier(hosts)
-    return len(made), len(left & made), before <= left
+    return len(made)
 
 
 def test_messages_wait_as_long_as_the_hosts(pool: RankPool) -> None:
@@ -246,7 +270,7 @@ def timeouts() -> tuple[float, float]:
     before = _timeout(world)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=77), world)
     with closing(ProcessGroupCollectives()) as collectives:
-        ours = _timeout(collectives._group)
+        ours = collectives._group.options._timeout
     found = _timeout(world), ours
     dist.distributed_c10d._set_pg_timeout(before, world)
     return found[0].total_seconds(), found[1].total_seconds()
