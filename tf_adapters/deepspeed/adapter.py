@@ -86,6 +86,7 @@ class DeepSpeedAdapter(HostAdapter):
         self._running: tuple[int, int] | None = None
         self._transfers: Transfers | None = None  # of the current batch, if it runs in a plan's order
         self._waiting: WaitingWeights | None = None  # of the current batch, if only weight gradients move
+        self._late_loss: LateLoss | None = None
         self._shapes_known = False
         self._lost_in_a_row, self._said_lost = 0, False  # steps that ran in the host's order to exchange shapes
         self._given_warmup = warmup_steps
@@ -131,6 +132,11 @@ class DeepSpeedAdapter(HostAdapter):
 
     # --- on and off ------------------------------------------------------------------------------------------
 
+    def connect(self) -> None:
+        if self._loss_is_late:
+            self._late_loss = LateLoss(self.engine)
+            self.on_detach(self._late_loss.close)
+
     def install(self) -> None:
         """Replace instructions of the engine by ours, which call the engine's."""
         engine, overrides, controller = self.engine, self.overrides, self.controller
@@ -153,10 +159,8 @@ class DeepSpeedAdapter(HostAdapter):
                 **{kind: partial(self._transfer, kind) for kind in (*TRANSFERS, BeginReceive, FinishSends)},
             }
             overrides.set(engine, "reset_activation_shape", self._resetting(engine.reset_activation_shape))
-        if self._loss_is_late:
-            late = LateLoss(engine)
-            self.on_detach(late.close)
-            overrides.set(engine, "_aggregate_total_loss", late.aggregate)
+        if self._late_loss is not None:
+            overrides.set(engine, "_aggregate_total_loss", self._late_loss.aggregate)
         overrides.set(engine, "_INSTRUCTION_MAP", {**self._host_instructions, **wrapped})
         overrides.set(engine, "_exec_schedule", self._exec_schedule)
         overrides.set(engine, "save_checkpoint", self._saving(engine.save_checkpoint))

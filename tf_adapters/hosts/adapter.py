@@ -81,6 +81,9 @@ class HostAdapter(ABC):
         on_all_ranks(collectives, make)
         self.controller = made[0]
 
+    def connect(self) -> None:
+        """Make groups of our own besides the collectives, and nothing else: all ranks come here, or none."""
+
     @abstractmethod
     def install(self) -> None:
         """Install our hooks in the host. It must not communicate. An error on one rank is raised on all ranks."""
@@ -95,6 +98,7 @@ class HostAdapter(ABC):
             self.install()
 
         with self.abandoned_on_error():
+            on_all_ranks(self.collectives, self.connect)
             on_all_ranks(self.collectives, install)
 
     def metrics(self) -> MetricSink | None:

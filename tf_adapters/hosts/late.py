@@ -1,13 +1,13 @@
-"""Small values that one rank computes and others may read, which make no rank wait before it reads them.
+"""Small values of other ranks, such as a loss or a norm, for which no rank waits before it reads them.
 
-A host that broadcasts its loss at the end of a step makes all ranks of a pipeline meet. Here the source's message goes
-over a gloo group of ours, beside the training. Other ranks get tensors that wait for the message when they are used.
+A host that broadcasts its loss at the end of a step makes all ranks of a pipeline meet. Here the message goes over a
+gloo group of ours while training goes on. Ranks get tensors that wait for the message when they are used.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -16,24 +16,41 @@ from torch.utils._pytree import tree_map
 
 from tf_adapters.gloo import gloo_group
 
-__all__ = ["LateTensor", "LateValues"]
+__all__ = ["LateNorms", "LateTensor", "LateValues"]
 
 
 class _Message:
-    """Values that are on their way, as a CPU tensor."""
+    """Values that are on their way, as a CPU tensor.
+
+    ``work`` is what sends them, or a Future of it while a device still computes the values.
+    """
 
     def __init__(self, values: torch.Tensor, work: Any) -> None:
         self.values, self._work = values, work
 
     @property
     def arrived(self) -> bool:
-        return self._work is None or bool(self._work.is_completed())
+        work = self._work
+        if isinstance(work, Future):
+            work = work.result() if work.done() else _NOT_STARTED
+        return work is None or bool(work.is_completed())
 
     def wait(self) -> None:
-        """Wait for the message. Raises RuntimeError if the source is gone."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        """Wait for the message. Raises RuntimeError if a rank that it comes from is gone."""
+        work = self._work
+        if isinstance(work, Future):
+            work = work.result()
+        if work is not None:
+            work.wait()
+        self._work = None
+
+
+class _NotStarted:
+    def is_completed(self) -> bool:
+        return False
+
+
+_NOT_STARTED = _NotStarted()
 
 
 _FACTS = frozenset(
@@ -51,14 +68,20 @@ class LateTensor(torch.Tensor):
 
     plain: torch.Tensor
     _message: _Message | None
-    _place: int
+    _read: Callable[[torch.Tensor], torch.Tensor]
 
     @staticmethod
-    def of(message: _Message, place: int, device: torch.device) -> LateTensor:
-        """Return entry ``place`` of the message as a tensor on ``device``."""
+    def of(
+        message: _Message,
+        place: int,
+        device: torch.device,
+        function: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+    ) -> LateTensor:
+        """Return ``function`` of entry ``place`` of the message as a tensor on ``device``."""
         plain = torch.zeros((), dtype=message.values.dtype, device=device)
         late: LateTensor = torch.Tensor._make_subclass(LateTensor, plain)
-        late.plain, late._message, late._place = plain, message, place
+        late.plain, late._message = plain, message
+        late._read = lambda values: function(values[place])
         return late
 
     def arrive(self) -> torch.Tensor:
@@ -66,7 +89,7 @@ class LateTensor(torch.Tensor):
         if self._message is not None:
             message, self._message = self._message, None
             message.wait()
-            self.plain.copy_(message.values[self._place])
+            self.plain.copy_(self._read(message.values))
         return self.plain
 
     @classmethod
@@ -88,62 +111,82 @@ def _arrived(value: Any) -> Any:
     return LateTensor.arrive(value) if isinstance(value, LateTensor) else value
 
 
-class LateValues:
-    """The messages from one rank of ``group`` to the others. Made on all ranks of the group at the same point.
+class _OwnGroup:
+    """Messages between the ranks of a process group, which keeps each until it has arrived.
 
     Args:
         group: the host's process group of these ranks.
-        source: the sending rank, as numbered in ``group``.
         device: where the tensors of the ranks are.
     """
 
-    def __init__(self, group: Any, source: int, device: torch.device) -> None:
-        self._group, self._source, self._device = gloo_group(group), source, device
-        self._messages = deque[_Message]()  # they must live until they have arrived
-        self._copied = ThreadPoolExecutor(1) if device.type != "cpu" else None
-        self._copies = deque[Future[None]]()
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self._device = gloo_group(group), device
+        self._messages = deque[_Message]()
+        self._sending = ThreadPoolExecutor(1) if device.type != "cpu" else None
 
-    def send(self, values: torch.Tensor) -> None:
-        """Send a 1-d tensor from the source, as soon as the device has computed it."""
-        self._forget_arrived()
-        if self._copied is None:
-            self._begin(values.detach().cpu().clone())
-            return
+    def close(self) -> None:
+        """Wait for every message, and free the group. Called on all ranks at the same point."""
+        while self._messages:
+            self._messages.popleft().wait()
+        if self._sending is not None:
+            self._sending.shutdown()
+        self._group = None
+
+    def _begin(self, values: torch.Tensor, start: Callable[[torch.Tensor], Any]) -> _Message:
+        """Send CPU values with ``start``, at once."""
+        return self._keep(_Message(values, start(values)))
+
+    def _begin_when_computed(self, values: torch.Tensor, start: Callable[[torch.Tensor], Any]) -> _Message:
+        """Send values with ``start`` as soon as the device has computed them."""
+        if self._sending is None:
+            return self._begin(values.detach().cpu().clone(), start)
         module = torch.get_device_module(self._device)
         copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._device.type == "cuda")
         copy.copy_(values.detach(), non_blocking=True)
         event = module.Event()
         event.record(module.current_stream(self._device))
 
-        def begin() -> None:
+        def begin() -> Any:
             event.synchronize()
-            self._begin(copy)
+            return start(copy)
 
-        self._copies.append(self._copied.submit(begin))
+        return self._keep(_Message(copy, self._sending.submit(begin)))
 
-    def receive(self, count: int, dtype: torch.dtype = torch.float32) -> Sequence[LateTensor]:
-        """Return the next message's ``count`` values on another rank, at once."""
-        self._forget_arrived()
-        message = self._begin(torch.zeros(count, dtype=dtype))
-        return [LateTensor.of(message, place, self._device) for place in range(count)]
-
-    def close(self) -> None:
-        """Wait for every message, and give the group back. Called on all ranks at the same point."""
-        while self._copies:
-            self._copies.popleft().result()
-        if self._copied is not None:
-            self._copied.shutdown()
-        while self._messages:
-            self._messages.popleft().wait()
-        self._group = None
-
-    def _begin(self, values: torch.Tensor) -> _Message:
-        message = _Message(values, self._group.broadcast(values, self._source))
+    def _keep(self, message: _Message) -> _Message:
+        while self._messages and self._messages[0].arrived:
+            self._messages.popleft().wait()  # it raises what has failed
         self._messages.append(message)
         return message
 
-    def _forget_arrived(self) -> None:
-        while self._messages and self._messages[0].arrived:
-            self._messages.popleft().wait()
-        while self._copies and self._copies[0].done():
-            self._copies.popleft().result()  # raises what has failed
+
+class LateValues(_OwnGroup):
+    """The messages from one rank of ``group`` to the others. Made on all ranks of the group at the same point.
+
+    ``source`` is the sending rank, as numbered in ``group``.
+    """
+
+    def __init__(self, group: Any, source: int, device: torch.device) -> None:
+        super().__init__(group, device)
+        self._source = source
+
+    def send(self, values: torch.Tensor) -> None:
+        """Send a 1-d tensor from the source, as soon as the device has computed it."""
+        self._begin_when_computed(values, self._broadcast)
+
+    def receive(self, count: int, dtype: torch.dtype = torch.float32) -> Sequence[LateTensor]:
+        """Return the next message's ``count`` values on another rank, at once."""
+        message = self._begin(torch.zeros(count, dtype=dtype), self._broadcast)
+        return [LateTensor.of(message, place, self._device) for place in range(count)]
+
+    def _broadcast(self, values: torch.Tensor) -> Any:
+        return self._group.broadcast(values, self._source)
+
+
+class LateNorms(_OwnGroup):
+    """Norms over all ranks of ``group``, which no rank waits for. Made on all ranks of it at the same point."""
+
+    def norm(self, own: torch.Tensor) -> LateTensor:
+        """Return the 2-norm over all ranks, a scalar; ``own`` is this rank's. Called on all ranks in the same order."""
+        squares = own.detach().float().square().reshape(1)
+        message = self._begin_when_computed(squares, lambda values: self._group.allreduce([values]))
+        return LateTensor.of(message, 0, self._device, torch.sqrt)

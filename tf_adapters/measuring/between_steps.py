@@ -1,9 +1,9 @@
 """Find out whether all ranks meet between two steps, and how long each rank takes between its steps.
 
-A rank that begins the next step before the last action of the batch has ended did not wait for that action's rank.
-So the ranks do not meet, and steps overlap. If no rank begins so early, they meet: a reduction of the loss, a norm over
-all gradients or a barrier holds them. Steps whose ranks all end at about the same time show nothing; they count as
-meeting, since there is little to gain.
+The rank that ends a batch first has most to gain. If it begins the next step before the last action of the batch has
+ended, it did not wait for that action's rank, so steps overlap. Otherwise the ranks meet: a reduction of the loss, a
+norm over all gradients or a barrier holds that rank, or a weight that it shares with the rank that ends last. Steps
+whose ranks all end at about the same time show nothing; they count as meeting, since there is little to gain.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tf_adapters.schedule.ir import PipelineSchedule
 __all__ = ["BetweenSteps", "between_steps"]
 
 _EARLY = 0.1
-"""Share of a rank's time from its last action to the batch's end by which it must begin the next step before that end.
+"""Share of a rank's time from its last action to the end of the batch by which it must begin the next step before that end.
 
 Clocks of ranks are aligned less precisely than they are read."""
 
@@ -53,18 +53,18 @@ def between_steps(
         for number, trace in traces.items()
         if all(number in of_rank for of_rank in until_next.values())
     ]
-    if not steps or 2 * sum(_one_begins_early(schedule, step) for step in steps) < len(steps):
+    if not steps or 2 * sum(_begins_early(schedule, step) for step in steps) < len(steps):
         return BetweenSteps("meet", {})
     busy = [rank for rank, row in enumerate(schedule.ranks) if row]
     return BetweenSteps("overlap", {rank: _own_time(schedule, rank, steps) for rank in busy})
 
 
-def _one_begins_early(schedule: PipelineSchedule, step: _Step) -> bool:
-    """Return whether a rank begins the next step clearly before this batch has ended."""
+def _begins_early(schedule: PipelineSchedule, step: _Step) -> bool:
+    """Return whether the rank that ended first begins the next step clearly before this batch has ended."""
     on_one_clock, began = aligned(schedule, step.trace)
     ends = {rank: on_one_clock[row[-1]].end_ms for rank, row in enumerate(schedule.ranks) if row}
-    last = max(ends.values())
-    return any(began[rank] + step.until_next[rank] < last - _EARLY * (last - end) for rank, end in ends.items())
+    first, last = min(ends, key=lambda rank: ends[rank]), max(ends.values())
+    return began[first] + step.until_next[first] < last - _EARLY * (last - ends[first])
 
 
 def _own_time(schedule: PipelineSchedule, rank: int, steps: Sequence[_Step]) -> float:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from rank_pools import fork_ranks
 
-from tf_adapters.hosts.late import LateTensor, LateValues
+from tf_adapters.hosts.late import LateNorms, LateTensor, LateValues
 from tf_adapters.testing import RankPool
 
 pytestmark = pytest.mark.distributed
@@ -145,7 +145,7 @@ def on_a_device() -> list[float]:
 
     module = SimpleNamespace(Event=SlowEvent, current_stream=lambda device: None)
     values = LateValues(None, 0, CPU)
-    values._copied = ThreadPoolExecutor(1)
+    values._sending = ThreadPoolExecutor(1)
     received = []
     with mock.patch.object(torch, "get_device_module", return_value=module):
         for number in range(5):
@@ -159,3 +159,27 @@ def on_a_device() -> list[float]:
 
 def test_a_source_with_a_device_sends_once_the_device_is_done(pool: RankPool) -> None:
     assert pool.run(on_a_device) == [[], [0.0, 1.0, 2.0, 3.0, 4.0]]
+
+
+def norms(on_device: bool) -> list[Any]:
+    """Norms of three steps, read at the end, and how many of the tensors were late."""
+    from concurrent.futures import ThreadPoolExecutor
+    from types import SimpleNamespace
+    from unittest import mock
+
+    module = SimpleNamespace(Event=SlowEvent, current_stream=lambda device: None)
+    late = LateNorms(None, CPU)
+    if on_device:
+        late._sending = ThreadPoolExecutor(1)
+    own = [3.0, 4.0][dist.get_rank()]
+    with mock.patch.object(torch, "get_device_module", return_value=module):
+        found = [late.norm(torch.tensor(own * step)) for step in range(1, 4)]
+    assert all(isinstance(norm, LateTensor) for norm in found)
+    texts = [f"{norm:.2f}" for norm in found]
+    late.close()
+    return [texts, [float(norm) for norm in found]]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_norm_over_all_ranks_is_late(pool: RankPool, on_device: bool) -> None:
+    assert pool.run(norms, on_device) == [[["5.00", "10.00", "15.00"], [5.0, 10.0, 15.0]]] * 2

@@ -68,6 +68,14 @@ def test_ranks_that_begin_after_the_batch_meet(make, after_ms):
     assert found(schedule, [begun(schedule, meet=True, after_ms=after_ms)] * 7) == BetweenSteps("meet", {})
 
 
+def test_a_weight_that_the_first_and_the_last_rank_share_makes_them_meet():
+    """The rank between them goes on, but the pipeline's step is no shorter for it."""
+    schedule = one_f_one_b(3, 6)
+    traces, length = begun(schedule, meet=True)
+    step = traces, [length[0], length[1] - 15.0, length[2]]
+    assert found(schedule, [step] * 7) == BetweenSteps("meet", {})
+
+
 def test_what_at_least_half_of_the_steps_show_counts():
     schedule = one_f_one_b(3, 6)
     apart, together = begun(schedule, meet=False), begun(schedule, meet=True, after_ms=50.0)
