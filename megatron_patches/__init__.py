@@ -14,18 +14,29 @@ from megatron_patches import (
     forward_backward,
     forward_step,
     model_setup,
+    reductions,
     train_state,
 )
 from megatron_patches.patch import Patch
 
-ALL = (forward_backward, forward_step, backward_step, communication, arguments, model_setup, checkpointing, train_state)
+ALL = (
+    forward_backward,
+    forward_step,
+    backward_step,
+    communication,
+    arguments,
+    model_setup,
+    checkpointing,
+    reductions,
+    train_state,
+)
 
 
 def patches() -> tuple[Patch, ...]:
     """Every patch, applied or not."""
     single = (forward_step.PATCH, backward_step.PATCH, arguments.PATCH, model_setup.PATCH)
     checkpoints = (checkpointing.SAVE, checkpointing.LOAD, train_state.SAVE, train_state.LOAD)
-    return (*forward_backward.PATCHES, *communication.PATCHES, *single, *checkpoints)
+    return (*forward_backward.PATCHES, *communication.PATCHES, *reductions.PATCHES, *single, *checkpoints)
 
 
 def revert_all() -> None:

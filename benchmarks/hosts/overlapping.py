@@ -65,7 +65,7 @@ def read_rows() -> dict[str, Any]:
 
 def measure(host: str, ranks: int, microbatches: int) -> dict[str, Any]:
     """The host alone, and with deferred weight gradients at three amounts of memory."""
-    size = Size(ranks=ranks, layers=2 * ranks, width=192, context=16, micro_batch=2, microbatches=microbatches)
+    size = Size(ranks, layers=2 * ranks, width=192, context=16, micro_batch=2, microbatches=microbatches, clipped=False)
     row: dict[str, Any] = {}
     with RankPool(ranks, functools.partial(setup, host)) as pool:
         alone = row["alone"] = _of_all(pool.run(run_alone, host, size, timeout_s=1200))

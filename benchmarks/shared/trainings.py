@@ -29,7 +29,8 @@ class Size:
     """A model and its pipeline: ``ranks`` stages of ``layers`` in all, microbatches of ``micro_batch`` rows.
 
     ``replicas`` of the pipeline are trained by DeepSpeed where the group has that many times as many ranks. With
-    ``compiled`` torch's decoder layers are compiled one by one.
+    ``compiled`` torch's decoder layers are compiled one by one. Without ``clipped`` Megatron clips no gradient; the
+    others never do here.
     """
 
     ranks: int = RANKS
@@ -40,6 +41,7 @@ class Size:
     microbatches: int = 8
     replicas: int = 1
     compiled: bool = False
+    clipped: bool = True
 
 
 @dataclass
@@ -146,6 +148,8 @@ def _megatron(freezing: Freezing, alone: bool, size: Size) -> Training:
         microbatches=size.microbatches,
     )
     trainer = Trainer(sizes)
+    if not size.clipped:
+        trainer.optimizer.config.clip_grad = 0.0
     train, held_out = (ByteDataset(part, trainer.sizes.context) for part in split(load_text("topics")))
     adapters: list[Any] = []
 

@@ -81,7 +81,7 @@ class HostAdapter(ABC):
         on_all_ranks(collectives, make)
         self.controller = made[0]
 
-    def connect(self) -> None:
+    def connect(self) -> None:  # noqa: B027
         """Make groups of our own besides the collectives, and nothing else: all ranks come here, or none."""
 
     @abstractmethod

@@ -21,7 +21,7 @@ from tf_adapters.schedule.ir import PipelineSchedule
 __all__ = ["BetweenSteps", "between_steps"]
 
 _EARLY = 0.1
-"""Share of a rank's time from its last action to the end of the batch by which it must begin the next step before that end.
+"""Share of the time from a rank's last action to the end of the batch, by which it must begin the next step earlier.
 
 Clocks of ranks are aligned less precisely than they are read."""
 

@@ -27,6 +27,7 @@ from tf_adapters.log import announce
 from tf_adapters.measuring.timer import clock_for
 from tf_adapters.megatron.chunks import Chunk, device_of
 from tf_adapters.megatron.execution import before_reduction
+from tf_adapters.megatron.late_norm import LateGradNorm, meetings
 from tf_adapters.megatron.linear import tapped_layer
 from tf_adapters.megatron.optimizers import HeldParameters, held_values, scale_gradients
 from tf_adapters.megatron.ordered import Links, OrderedBatch, is_replaceable
@@ -51,7 +52,8 @@ class MegatronModel:
     """A model as Megatron trains it on this rank: its chunks, their optimizer, and its place in the pipeline.
 
     ``config`` is the TransformerConfig, and ``num_microbatches`` the number of microbatches in a training batch.
-    ``moves_forwards`` says whether a plan may also move forwards.
+    ``moves_forwards`` says whether a plan may also move forwards, and ``norm_can_be_late`` whether all ranks only log
+    the norm of the gradients.
     """
 
     chunks: Sequence[torch.nn.Module]
@@ -62,6 +64,7 @@ class MegatronModel:
     expert_parallel_size: int = 1
     replicas: int = 1
     moves_forwards: bool = False
+    norm_can_be_late: bool = False
 
 
 class MegatronAdapter(HostAdapter):
@@ -81,6 +84,8 @@ class MegatronAdapter(HostAdapter):
         self._batch_seen = False
         self._waiting: WaitingWeights | None = None
         self._ordered: OrderedBatch | None = None
+        self._norm_is_late = config.defers and model.norm_can_be_late
+        self._late_norm: LateGradNorm | None = None
         self._unscaled: set[int] = set()  # stages whose gradients are not yet scaled in this step
         self.collectives = collectives
         self._orders = functools.lru_cache(MOST_NUMBERS)(self._translate)
@@ -94,6 +99,11 @@ class MegatronAdapter(HostAdapter):
         self._position = PipelinePosition(model.pp_group.rank(), model.pp_group.size(), len(model.chunks))
         self._chunks = {id(c): Chunk(self._position.stage(index), c) for index, c in enumerate(model.chunks)}
 
+    def connect(self) -> None:
+        if self._norm_is_late:
+            self._late_norm = LateGradNorm(self._model.optimizer, device_of(self._model.chunks))
+            self.on_detach(self._late_norm.close)
+
     def install(self) -> None:
         """Hook the chunks, and replace the optimizer's step."""
         model = self._model
@@ -102,6 +112,8 @@ class MegatronAdapter(HostAdapter):
             self.around_steps(keeper.inner, keeper.before, keeper.after)
         self._host_step: Callable[..., Any] = model.optimizer.step
         self.overrides.set(model.optimizer, "step", self._step)
+        if self._late_norm is not None:
+            self.overrides.set(model.optimizer, "get_grad_norm", self._late_norm.get_grad_norm)
         for wrapped in model.chunks:
             self.overrides.set(wrapped, ATTRIBUTE, self)
             if self.config.gradient_scale != "skipped_as_zero" and isinstance(wrapped, DistributedDataParallel):
@@ -131,6 +143,7 @@ class MegatronAdapter(HostAdapter):
             traced=holds_first_rank(model.pp_group),
             replicas=model.replicas,
             adaptive=is_adaptive([model.optimizer]),
+            meetings=meetings(model.chunks, model.optimizer, model.config, self._norm_is_late),
             warmup_steps=self._warmup_steps,
             clock=clock_for(device_of(model.chunks)),
         )
@@ -140,6 +153,11 @@ class MegatronAdapter(HostAdapter):
         of_ranks = on_all_ranks(self.collectives, lambda: tied_places(pipeline.parameters))
         everywhere = {place for places in of_ranks for place in places}
         return (tuple(sorted(everywhere)),) if len(everywhere) > 1 else ()
+
+    @property
+    def statistics_agree(self) -> bool:
+        """Whether the optimizer returns the same success and norm on all ranks, so that a loop need not reduce them."""
+        return self._late_norm is not None and not self._detached
 
     # --- what the patches call -------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.adapter import attach_once
 from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules, same_on_all_ranks
 from tf_adapters.megatron.adapter import HOST, MegatronAdapter, MegatronModel, adapter_of, tagged
+from tf_adapters.megatron.late_norm import norm_can_be_late
 from tf_adapters.megatron.patching import patching
 from tf_adapters.megatron.support import check, keeps_order
 from tf_adapters.report.observer import MetricSink
@@ -99,7 +100,7 @@ def _agreed_model(
         ours, "numbers of microbatches", lambda: num_microbatches or _microbatches_of_the_run()
     )
 
-    def describe() -> bool:
+    def describe() -> tuple[bool, bool]:
         group = pp_group or parallel_state.get_pipeline_model_parallel_group()
         config = get_model_config(chunks[0])
         of_rank = MegatronModel(
@@ -112,10 +113,10 @@ def _agreed_model(
             replicas=int(parallel_state.get_data_parallel_world_size(with_context_parallel=True)),
         )
         described.append(of_rank)
-        return keeps_order(config, group.size(), len(chunks))
+        return keeps_order(config, group.size(), len(chunks)), norm_can_be_late(optimizer)
 
-    keeps = on_all_ranks(ours, describe)
-    return replace(described[0], moves_forwards=not any(keeps))
+    keeps, can_be_late = zip(*on_all_ranks(ours, describe), strict=True)
+    return replace(described[0], moves_forwards=not any(keeps), norm_can_be_late=all(can_be_late))
 
 
 @patching()

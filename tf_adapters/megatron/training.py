@@ -12,11 +12,13 @@ from typing import Any
 import megatron_patches.arguments
 import megatron_patches.checkpointing
 import megatron_patches.model_setup
+import megatron_patches.reductions
 from tf_adapters.arguments import add_arguments, config_from_args
 from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
 from tf_adapters.config import SECTION
 from tf_adapters.megatron.adapter import TIMER, MegatronAdapter
 from tf_adapters.megatron.entry import attach
+from tf_adapters.megatron.late_norm import agreed_statistics
 from tf_adapters.megatron.patching import patching
 from tf_adapters.training.phases import warmup_left
 
@@ -41,6 +43,8 @@ class TrainingScript:
         megatron_patches.arguments.apply(add_arguments)
         megatron_patches.model_setup.apply(self._attach)
         megatron_patches.checkpointing.apply(SECTION, self._state_to_save, self._keep)
+        loop = megatron_patches.reductions.MEGATRON_LM
+        agreed_statistics(loop, lambda: self.adapter is not None and self.adapter.statistics_agree)
 
     @patching()
     def revert(self) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+import megatron_patches.reductions
 import megatron_patches.train_state
 from tf_adapters.config import SECTION, TimelyFreezeConfig
 from tf_adapters.hosts.agreement import GivenConfig
 from tf_adapters.hosts.support import refuse
 from tf_adapters.megatron.entry import attach, patch_schedules
+from tf_adapters.megatron.late_norm import agreed_statistics
 from tf_adapters.megatron.patching import patching
 from tf_adapters.trainers.run import TrainerRun
 from tf_adapters.training.phases import warmup_left
@@ -52,6 +54,8 @@ class TimelyFreezeCallback(TrainerRun):
             with patching(), ExitStack() as undo:
                 undo.callback(patch_schedules())
                 megatron_patches.train_state.apply(SECTION, _to_save)
+                undo.callback(megatron_patches.train_state.revert)
+                agreed_statistics(megatron_patches.reductions.BRIDGE, _statistics_agree)
                 undo.pop_all()
 
     def on_train_start(self, context: Any) -> None:
@@ -108,6 +112,11 @@ class TimelyFreezeCallback(TrainerRun):
     def _iteration(self) -> int:
         """Bridge counts the finished ones there."""
         return int(self._state.train_state.step) + 1
+
+
+def _statistics_agree() -> bool:
+    """Whether all ranks of the run have the same statistics of a step. The answer is the same on all of them."""
+    return _newest is not None and _newest.adapter is not None and _newest.adapter.statistics_agree
 
 
 def _to_save(train_state: Any) -> torch.Tensor | None:

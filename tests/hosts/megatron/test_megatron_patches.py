@@ -30,6 +30,7 @@ from megatron_patches import (
     forward_backward,
     forward_step,
     model_setup,
+    reductions,
     train_state,
 )
 from megatron_patches.patch import Patch, PatchError
@@ -87,6 +88,12 @@ PARAMETERS: dict[str, dict[tuple[str, ...], str]] = {
         TO_18: _LOAD,
         FROM_19: f"{_LOAD}, dp_cp_group=None, expt_dp_group=None, gpt_compat_layer_maps=None",
     },
+}
+
+_LOOP = "megatron.training.training"
+PARAMETERS |= {
+    f"{_LOOP}.logical_and_across_model_parallel_group": {TO_18: "input", FROM_19: "input, group=None"},
+    f"{_LOOP}.reduce_max_stat_across_model_parallel_group": {TO_18: "stat", FROM_19: "stat, group=None"},
 }
 
 _FIRST = "forward_step_func, {0}, {1}, num_microbatches, input_tensor, forward_data_store, config"
@@ -150,6 +157,18 @@ CALLS: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
             "cfg_container=cfg_container, pg_collection=pg_collection)",
         ),
     },
+    f"{_LOOP}.logical_and_across_model_parallel_group": {
+        TO_18: ("(update_successful)",),
+        FROM_19: ("(update_successful, group=mp_group)",),
+    },
+    f"{_LOOP}.reduce_max_stat_across_model_parallel_group": {
+        TO_18: ("(grad_norm)", "(num_zeros_in_grad)", "(learning_rate)"),
+        FROM_19: (
+            "(grad_norm, group=mp_group)",
+            "(num_zeros_in_grad, group=mp_group)",
+            "(learning_rate, group=_lr_mp_group)",
+        ),
+    },
     "megatron.training.checkpointing.generate_state_dict": {
         VERSIONS: (
             "(args, model, optimizer, opt_param_scheduler, rng_state, iteration=iteration, optim_sd_kwargs="
@@ -190,6 +209,13 @@ UNCHANGED: dict[types.ModuleType, tuple[Callable[[], None], tuple[str, ...]]] = 
         lambda: model_setup.apply(lambda *results: None),
         ("megatron.training.training.setup_model_and_optimizer",),
     ),
+    reductions: (
+        lambda: reductions.apply(reductions.MEGATRON_LM, lambda run, own: run(), lambda run, own: run()),
+        (
+            f"{_LOOP}.logical_and_across_model_parallel_group",
+            f"{_LOOP}.reduce_max_stat_across_model_parallel_group",
+        ),
+    ),
     checkpointing: (
         lambda: checkpointing.apply("key", lambda: None, lambda state: None),
         (
@@ -200,6 +226,10 @@ UNCHANGED: dict[types.ModuleType, tuple[Callable[[], None], tuple[str, ...]]] = 
 }
 PATCHED = [(module, path) for module, (_, paths) in UNCHANGED.items() for path in paths]
 each_symbol = pytest.mark.parametrize(("patch", "path"), PATCHED, ids=[path.rpartition(".")[2] for _, path in PATCHED])
+NEEDED = [(module, path) for module, path in PATCHED if module is not reductions]
+each_needed_symbol = pytest.mark.parametrize(
+    ("patch", "path"), NEEDED, ids=[path.rpartition(".")[2] for _, path in NEEDED]
+)
 FUNCTIONS = {path.rpartition(".")[2] for _, path in PATCHED}
 each_version = pytest.mark.parametrize("version", VERSIONS)
 
@@ -395,14 +425,14 @@ def test_transfers_tell_what_they_receive(transfer: Callable[..., Any], monkeypa
 # --- what is not there -----------------------------------------------------------------------------------------
 
 
-@each_symbol
+@each_needed_symbol
 def test_a_missing_module_is_named(patch: types.ModuleType, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = path.rpartition(".")[0]
     monkeypatch.setitem(sys.modules, module, None)
     check_refusal(lambda: apply_unchanged(patch), f"there is no {module} ")
 
 
-@each_symbol
+@each_needed_symbol
 @pytest.mark.parametrize("found", ["nothing", "no function"])
 def test_a_missing_symbol_is_named_with_its_whole_path(
     patch: types.ModuleType, path: str, found: str, monkeypatch: pytest.MonkeyPatch
@@ -414,7 +444,17 @@ def test_a_missing_symbol_is_named_with_its_whole_path(
     check_refusal(lambda: apply_unchanged(patch), f"this Megatron has no {path}; run `tf-adapters doctor`")
 
 
-@each_symbol
+def test_a_loop_without_the_reductions_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(module_of(f"{_LOOP}.x"), "logical_and_across_model_parallel_group")
+    apply_unchanged(reductions)
+    assert not reductions.MEGATRON_LM.successful[0].applied
+    assert reductions.MEGATRON_LM.largest[0].applied
+    monkeypatch.setitem(sys.modules, "megatron.bridge", None)
+    reductions.apply(reductions.BRIDGE, lambda run, own: run(), lambda run, own: run())
+    assert not any(patch.applied for patch in reductions.BRIDGE.largest)
+
+
+@each_needed_symbol
 def test_a_patch_that_is_refused_leaves_the_host_as_it_was(
     patch: types.ModuleType, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,7 +465,7 @@ def test_a_patch_that_is_refused_leaves_the_host_as_it_was(
     assert [other for other, before in others.items() if symbol(other) is not before] == []
 
 
-@each_symbol
+@each_needed_symbol
 def test_a_patch_that_was_refused_can_be_applied_when_the_symbol_is_there(
     patch: types.ModuleType, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,101 @@
+"""The norm of all gradients, where no gradient is clipped by it: logged, and no reason for ranks to wait.
+
+Megatron's chained optimizer reduces the norm over all ranks in every step, also with ``clip_grad`` 0. With
+``LateGradNorm`` it gets a tensor that waits when it is read, which a training loop does when it logs. The value is the
+host's up to the rounding of a sum.
+Source: megatron/core/optimizer/optimizer.py (``ChainedOptimizer.get_grad_norm``), clip_grads.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+import megatron_patches.reductions
+from megatron_patches.reductions import Loop
+from tf_adapters.hosts.late import LateNorms, LateTensor
+from tf_adapters.megatron.chunks import innermost
+from tf_adapters.megatron.optimizers import leaves
+
+__all__ = ["LateGradNorm", "agreed_statistics", "meetings", "norm_can_be_late"]
+
+
+def norm_can_be_late(optimizer: Any) -> bool:
+    """Return whether this rank's optimizer only logs the norm, and always updates.
+
+    If this holds on all ranks, the statistics of a step (success, norm, logged learning rate) are equal on all ranks.
+    """
+    if type(optimizer) is not ChainedOptimizer or not leaves(optimizer):
+        return False
+    clips = any(_clip_grad(optimizer))
+    logged = any(group.get("default_config") for group in optimizer.param_groups)  # whose learning rate is logged
+    scaled = any(getattr(leaf, "grad_scaler", None) is not None for leaf in leaves(optimizer))
+    several = len(optimizer.chained_optimizers) > 1 and not optimizer.grads_states_parallel_group_is_shared()
+    counts = optimizer.config.log_num_zeros_in_grad
+    return logged and not clips and not scaled and not several and not counts
+
+
+def meetings(chunks: Sequence[Any], optimizer: Any, config: Any, norm_is_late: bool) -> tuple[str, ...]:
+    """Return what makes the pipeline's ranks meet between steps, as far as the settings say."""
+    clips = max(_clip_grad(optimizer), default=0.0)
+    timers = config.timers
+    found = {
+        f"clip_grad {clips:g}": clips > 0.0,
+        "the norm of all gradients, for the log": bool(_clip_grad(optimizer)) and not norm_is_late and not clips,
+        "the overflow check of fp16": any(getattr(leaf, "grad_scaler", None) is not None for leaf in leaves(optimizer)),
+        "tied embeddings": any(_shares_embeddings(chunk) for chunk in chunks),
+        "the number of tokens (calculate_per_token_loss)": config.calculate_per_token_loss,
+        "barriers of the timers (timing_log_level, barrier_with_L1_time)": timers is not None
+        and config.barrier_with_L1_time
+        and getattr(timers, "_log_level", 0) > 0,
+    }
+    return tuple(reason for reason, holds in found.items() if holds)
+
+
+class LateGradNorm:
+    """Stands for the ``get_grad_norm`` of a chained optimizer. Made on all ranks at the same point."""
+
+    def __init__(self, optimizer: Any, device: torch.device) -> None:
+        self._optimizers = optimizer.chained_optimizers
+        self._norms = LateNorms(self._optimizers[0].get_grad_stats_parallel_group(), device)
+        self._nothing = torch.zeros((), device=device)
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> LateTensor:
+        """Return the 2-norm of the gradients of all ranks, which counts shared parameters once, as the host does."""
+        gradients = [grad for optimizer in self._optimizers for grad in optimizer.get_main_grads_for_grad_norm()]
+        own = torch.stack([norm.float() for norm in torch._foreach_norm(gradients)]) if gradients else self._nothing
+        return self._norms.norm(torch.linalg.vector_norm(own))
+
+    def close(self) -> None:
+        """Wait until every norm has arrived. Called on all ranks at the same point."""
+        self._norms.close()
+
+
+def agreed_statistics(loop: Loop, agree: Callable[[], bool]) -> None:
+    """Let a training loop skip reductions of statistics while ``agree()`` says that all ranks have the same ones.
+
+    ``loop`` is one of ``megatron_patches.reductions``. ``agree`` must say the same on all ranks.
+    """
+
+    def successful(run: Callable[[], bool], own: Any) -> bool:
+        return own is True if agree() else run()
+
+    def largest(run: Callable[[], Any], own: Any) -> Any:
+        if own is None or not agree():
+            return run()
+        return own if isinstance(own, LateTensor) else float(torch.tensor(own, dtype=torch.float32))
+
+    megatron_patches.reductions.apply(loop, successful, largest)
+
+
+def _clip_grad(optimizer: Any) -> list[float]:
+    configs = [getattr(leaf, "config", None) for leaf in leaves(optimizer)]
+    return [float(config.clip_grad) for config in configs if config is not None]
+
+
+def _shares_embeddings(chunk: Any) -> bool:
+    return bool(getattr(innermost(chunk), "share_embeddings_and_output_weights", False))
