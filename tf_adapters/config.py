@@ -83,8 +83,15 @@ class TimelyFreezeConfig(BaseModel):
         description="in_place: each backward computes them, as the host does; deferred: they wait until the rank would "
         "idle (exact: the same gradients), and only what still does not fit is frozen",
     )
-    extra_microbatches: int = Field(
-        0, ge=0, description="deferred: how many microbatches more than the host's fullest rank a rank may hold"
+    extra_microbatches: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+        0,
+        description='deferred: how many microbatches more than the host\'s fullest rank a rank may hold; "auto" takes '
+        "as many as fit into each rank's memory",
+    )
+    memory_limit: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description='extra_microbatches "auto": GiB that the tensors of a rank may fill; by default nine tenths of '
+        "what its device has for them",
     )
     gradient_scale: Literal["skipped_as_zero", "computed_mean"] = Field(
         "skipped_as_zero",
@@ -160,6 +167,11 @@ class TimelyFreezeConfig(BaseModel):
                 f"{SECTION}.extra_microbatches is {self.extra_microbatches} and {SECTION}.weight_gradients is "
                 f'"{self.weight_gradients}": allowed is 0, or weight_gradients "deferred"'
             )
+        if self.memory_limit is not None and not self.fills_memory:
+            raise ConfigError(
+                f"{SECTION}.memory_limit is {self.memory_limit:g} and {SECTION}.extra_microbatches is "
+                f'{self.extra_microbatches}: allowed is null, or extra_microbatches "auto"'
+            )
         if self.is_auto and not self.plans:
             raise ConfigError(
                 f'{SECTION}.max_freeze_ratio is "auto" and {SECTION}.method is "{self.method}": allowed is a number '
@@ -176,6 +188,22 @@ class TimelyFreezeConfig(BaseModel):
     def is_auto(self) -> bool:
         """Return whether the plan is chosen by what it pays."""
         return self.max_freeze_ratio == "auto"
+
+    @property
+    def fills_memory(self) -> bool:
+        """Return whether a rank may hold as many microbatches as fit its memory."""
+        return self.extra_microbatches == "auto"
+
+    @property
+    def deferral_limits(self) -> dict[str, Any]:
+        """Return the planner's limits on microbatches in flight."""
+        extra = 0 if self.extra_microbatches == "auto" else self.extra_microbatches
+        return {"defer": self.defers, "extra_microbatches": extra, "fills_memory": self.fills_memory}
+
+    @property
+    def memory_limit_bytes(self) -> float | None:
+        """Return ``memory_limit`` in bytes."""
+        return None if self.memory_limit is None else self.memory_limit * 2**30
 
     @property
     def stage_limit(self) -> float:

@@ -53,9 +53,11 @@ def between_steps(
         for number, trace in traces.items()
         if all(number in of_rank for of_rank in until_next.values())
     ]
-    if not steps or 2 * sum(_begins_early(schedule, step) for step in steps) < len(steps):
-        return BetweenSteps("meet", {})
     busy = [rank for rank, row in enumerate(schedule.ranks) if row]
+    if not steps or not until_next.keys() >= set(busy):
+        return BetweenSteps("meet", {})
+    if 2 * sum(_begins_early(schedule, step) for step in steps) < len(steps):
+        return BetweenSteps("meet", {})
     return BetweenSteps("overlap", {rank: _own_time(schedule, rank, steps) for rank in busy})
 
 

@@ -47,6 +47,7 @@ class Measurement(Value):
             still work.
         between_steps: by rank, from its last action to its first action of the next step, without waits for other
             ranks; 0 where absent. It counts only where steps overlap.
+        fitting_microbatches: by rank, how many microbatches fit its memory; empty where not measured.
     """
 
     schedule: Annotated[Order, Field(alias="ranks")]
@@ -61,6 +62,9 @@ class Measurement(Value):
     batch_times: BatchTimes | None = None
     steps: Steps = "meet"
     between_steps: Mapping[Annotated[int, Field(ge=0)], Time] = field(default_factory=dict)
+    fitting_microbatches: Mapping[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] = field(
+        default_factory=dict
+    )
 
     @property
     def overlap(self) -> bool:
@@ -122,9 +126,10 @@ class Measurement(Value):
             if (source, target) not in edges:
                 raise ValueError(f"communication: '{source}->{target}' is not an edge between stages of the schedule")
         last_rank = len(self.schedule.ranks) - 1
-        for rank in self.between_steps:
-            if rank > last_rank:
-                raise ValueError(f"between_steps: {rank} is not a rank: allowed are 0 to {last_rank}")
+        for name in ("between_steps", "fitting_microbatches"):
+            for rank in getattr(self, name):
+                if rank > last_rank:
+                    raise ValueError(f"{name}: {rank} is not a rank: allowed are 0 to {last_rank}")
         if self.waits:
             self.schedule.execution_order(self.waits)
         last = self.schedule.num_stages - 1

@@ -27,6 +27,9 @@ __all__ = ["HeldMemory", "MemoryMeter"]
 _STEPS = 4
 """Number of steps of a phase that are measured. Counters are slower to read than a clock, and hardly vary."""
 
+_SHARE_OF_DEVICE = 0.9
+"""Share of a device's memory that tensors may fill. The rest is for gaps between them and for other libraries."""
+
 _STATM = Path("/proc/self/statm")
 
 _Holdings = tuple[Counter[int], Counter[int], frozenset[int]]
@@ -59,6 +62,12 @@ class HeldMemory:
             most = max(most, self.base + held)
         return round(most)
 
+    def most_microbatches(self, limit_bytes: float) -> int:
+        """Return how many microbatches, each of the stage that holds most, this rank can hold within a limit."""
+        of_one = max(max(self.in_flight[stage], self.waiting[stage]) for stage in self.in_flight)
+        left = limit_bytes - self.base - sum(self.gradients.values())
+        return max(0, int(left // of_one)) if of_one > 0.0 else 0
+
 
 class MemoryMeter:
     """Measures the peak memory of each phase, in bytes. Without a counter it measures nothing.
@@ -68,7 +77,7 @@ class MemoryMeter:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._held = _reader(device)
+        self._device, self._held = device, _reader(device)
         self._peaks: dict[str, int] = {}
         self._steps: dict[str, int] = defaultdict(int)
         self._ran: list[tuple[Action, int]] = []  # actions of the current step, with the bytes at their end
@@ -117,11 +126,44 @@ class MemoryMeter:
         )
         return HeldMemory(base, in_flight, waiting=waiting, gradients=gradients)
 
+    def most_microbatches(self, phase: str, limit_bytes: float | None) -> int | None:
+        """Return how many microbatches this rank can hold, as measured in a phase; None if that is not known.
+
+        ``limit_bytes`` is what tensors may fill; None is a share of what the device has for them. Inside of actions
+        tensors may fill more than at their ends. That much is left free, if the device has counted it.
+        """
+        held, limit = self.held(phase), limit_bytes or _capacity_bytes(self._device)
+        if held is None or limit is None:
+            return None
+        inside = max(0, _most_allocated(self._device) - max(self._peaks.values()))
+        return held.most_microbatches(limit - inside)
+
     def clear(self) -> None:
         self._peaks.clear()
         self._steps.clear()
         self._ran.clear()
         self._samples.clear()
+
+
+def _capacity_bytes(device: torch.device) -> float | None:
+    """Return what tensors of this process may fill on an accelerator; None on a CPU, whose memory others share."""
+    if device.type == "cpu":
+        return None
+    import torch
+
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    free, _ = module.mem_get_info(device)
+    return _SHARE_OF_DEVICE * float(free + module.memory_reserved(device))
+
+
+def _most_allocated(device: torch.device) -> int:
+    """Return the most bytes that tensors have filled on an accelerator; 0 if nobody has counted."""
+    import torch
+
+    count = None if device.type == "cpu" else getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    return int(count(device)) if count else 0
 
 
 def _holdings(row: Iterable[Action]) -> Iterator[_Holdings]:

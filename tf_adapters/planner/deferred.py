@@ -128,6 +128,7 @@ def _rewritten(problem: PlanProblem, times: dict[Action, Bounds], last: FreezePl
             host.schedule,
             DeferralTimes(durations, communication, overhead, host.between_steps if host.overlap else None),
             extra_microbatches=limits.extra_microbatches,
+            fitting=host.fitting_microbatches if limits.fills_memory else {},
             moves_forwards=limits.moves_forwards,
         ),
         host.times,

@@ -33,6 +33,7 @@ class Limits(Value):
         max_microbatch_freeze_ratio: the largest mean freeze ratio of a microbatch over the stages, in [0, 1].
         defer: let weight gradients wait: a B becomes an I, its lower bound, and a W, what full freezing saves.
         extra_microbatches: how many microbatches more than the host's fullest rank a rank may then hold.
+        fills_memory: let each rank hold as many as the measurement's ``fitting_microbatches`` instead, if it has them.
         moves_forwards: whether forwards and input gradients may then stand in another order, too.
     """
 
@@ -42,6 +43,7 @@ class Limits(Value):
     max_microbatch_freeze_ratio: Ratio = 1.0
     defer: StrictBool = False
     extra_microbatches: Annotated[int, Field(ge=0, strict=True)] = 0
+    fills_memory: StrictBool = False
     moves_forwards: StrictBool = True
 
     @classmethod

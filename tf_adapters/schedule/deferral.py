@@ -39,6 +39,10 @@ _PATIENCE = (0.0, 0.5, 1.0)
 """How long a rank waits for an input before it runs a weight gradient or a forward, as shares of that action's time."""
 
 
+_SHARES_MORE = (0.0, 0.5, 1.0)
+"""How much more than the host's fullest rank ranks hold in the orders that are tried within their memory."""
+
+
 @dataclass(frozen=True)
 class DeferralTimes:
     """Milliseconds: ``durations`` of F, I and W, ``communication`` on edges between stages, ``overhead`` of actions.
@@ -94,25 +98,46 @@ def most_in_flight(schedule: PipelineSchedule) -> int:
 
 
 def defer(
-    schedule: PipelineSchedule, times: DeferralTimes, extra_microbatches: int = 0, moves_forwards: bool = True
+    schedule: PipelineSchedule,
+    times: DeferralTimes,
+    extra_microbatches: int = 0,
+    moves_forwards: bool = True,
+    *,
+    fitting: Mapping[int, int] | None = None,
 ) -> PipelineSchedule:
     """Return the best order found: with the earliest end, or the shortest period where steps overlap.
 
     It is never worse than the order with each W right after its I.
 
-    No rank holds more than ``extra_microbatches`` microbatches above the maximum of the host's order. With
-    ``moves_forwards``, F and I may also move relative to each other; F stay in their order, and so do I. Each stage's W
-    are in the order of its I, in which the host accumulates gradients.
+    No rank holds more than ``extra_microbatches`` microbatches above the maximum of the host's order. With ``fitting``,
+    which has a number for each rank, each rank holds no more than that, except for what it holds in the host's order.
+
+    With ``moves_forwards``, F and I may also move relative to each other; F stay in their order, and so do I. Each
+    stage's W are in the order of its I, in which the host accumulates gradients.
     """
     best = split(schedule)
     numbered = _Numbered(best, times)
     shortest = times.span_ms(best)
-    limit = most_in_flight(schedule) + extra_microbatches
-    for rules in _rules(moves_forwards, overlap=times.between_steps is not None):
-        order = _Simulation(numbered, limit, rules).run()
-        if order is not None and (span := times.span_ms(order)) < shortest * (1.0 - 1e-9):
-            shortest, best = span, order  # on a tie keep the host's order
+    rules = _rules(moves_forwards, overlap=times.between_steps is not None)
+    for limits in _limits(schedule, extra_microbatches, fitting or {}):
+        for rule in rules:
+            order = _Simulation(numbered, limits, rule).run()
+            if order is not None and (span := times.span_ms(order)) < shortest * (1.0 - 1e-9):
+                shortest, best = span, order  # on a tie keep the order that needs less
     return best
+
+
+def _limits(schedule: PipelineSchedule, extra: int, fitting: Mapping[int, int]) -> list[tuple[int, ...]]:
+    """Return how many microbatches each rank may hold; several answers to try, the least first, if all ranks fit some.
+
+    With more than its order needs, list scheduling may begin microbatches too early.
+    """
+    fullest = most_in_flight(schedule)
+    if not fitting:
+        return [(fullest + extra,) * len(schedule.ranks)]
+    most = [max(most_held(row), fitting.get(rank, 0)) for rank, row in enumerate(schedule.ranks)]
+    tried = [tuple(min(each, fullest + round(share * fullest)) for each in most) for share in _SHARES_MORE]
+    return list(dict.fromkeys((*tried, tuple(most))))
 
 
 def most_held(row: tuple[Action, ...]) -> int:
@@ -191,8 +216,8 @@ class _Rank:
 class _Simulation:
     """List scheduling in the order of time."""
 
-    def __init__(self, numbered: _Numbered, limit: int, rules: _Rules) -> None:
-        self._n, self._limit, self._rules = numbered, limit, rules
+    def __init__(self, numbered: _Numbered, limits: tuple[int, ...], rules: _Rules) -> None:
+        self._n, self._limits, self._rules = numbered, limits, rules
         self._ranks = [_Rank(row, numbered.kind, rules.moves) for row in numbered.rows]
         self._end: list[float | None] = [None] * len(numbered.actions)
         self._free: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(self._ranks))]
@@ -210,7 +235,7 @@ class _Simulation:
     def _act(self, rank: _Rank, number: int, now: float) -> None:
         next_input = math.inf
         for queue in rank.queues:
-            if not queue or (self._n.kind[queue[0]] is Kind.FORWARD and rank.held >= self._limit):
+            if not queue or (self._n.kind[queue[0]] is Kind.FORWARD and rank.held >= self._limits[number]):
                 continue
             ready = self._ready(queue[0])
             if ready > now:

@@ -12,6 +12,7 @@ from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.measuring.transfers import NO_GAPS, Gaps
 from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.report.schema import Report
+from tf_adapters.schedule.deferral import most_in_flight
 from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.simulate.model_costs import (
     LLAMA_1B,
@@ -105,6 +106,9 @@ def _from_report(path: str) -> Request:
 def _recorded_extra(report: Report) -> int | None:
     extra = report.config.get("extra_microbatches", 0)
     deferred = report.config.get("weight_gradients") == "deferred"
+    if extra == "auto":
+        order, host = report.plan and report.plan.schedule, report.schedule
+        extra = max(0, most_in_flight(order) - most_in_flight(host)) if order else 0
     return extra if deferred and isinstance(extra, int) and extra >= 0 else None
 
 

@@ -45,8 +45,7 @@ def force_plan(controller: Controller, ratios: Ratios) -> None:
     config = controller.config
     limits = Limits(
         max_freeze_ratio=0.0,
-        defer=config.defers,
-        extra_microbatches=config.extra_microbatches,
+        **config.deferral_limits,
         moves_forwards=controller.pipeline.moves_forwards,
     )
     made = solve(PlanProblem(Measurement(controller.schedule, times), limits))

@@ -145,6 +145,7 @@ def carried_over(known: Measurement, schedule: PipelineSchedule) -> Measurement:
         batch_times=known.batch_times,
         steps=known.steps,
         between_steps=known.between_steps,
+        fitting_microbatches=known.fitting_microbatches,
     )
     return replace(other, unfrozen_step_ms=other.span_ms + known.other_ms)
 

@@ -137,7 +137,7 @@ class Decisions:
         return ends
 
     def _measure(self, run: RunSnapshot) -> None:
-        known, notes = self.plan_maker.measure(self._monitored.most_seen(run.schedule), run.timer)
+        known, notes = self.plan_maker.measure(self._monitored.most_seen(run.schedule), run.timer, run.memory)
         run.state.measure(known, notes)
         for note in notes:
             self.say(note)

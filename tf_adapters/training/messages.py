@@ -11,6 +11,7 @@ from tf_adapters.measuring.estimates import grouped
 from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.planner.forecast import Forecast, cost_of_meeting
 from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.schedule.deferral import most_held
 from tf_adapters.schedule.ir import Kind, PipelineSchedule
 from tf_adapters.selection.stability import StabilityState
 from tf_adapters.training.phases import PhaseSchedule
@@ -88,6 +89,21 @@ def meeting(known: Measurement, plan: FreezePlan, meetings: Sequence[str]) -> st
         return ""
     why = ", ".join(meetings) or "a norm over all gradients, a reduced loss or a barrier in the training loop"
     return f"all ranks meet between steps, which costs {cost:.1f} ms of each step; what makes them meet: {why}"
+
+
+def filled_memory(known: Measurement, plan: FreezePlan) -> str:
+    """How many microbatches each rank holds of those that fit its memory."""
+    if not known.fitting_microbatches:
+        return (
+            'extra_microbatches "auto": how much memory is free for tensors is not known here, so no rank holds more '
+            "microbatches than the host's fullest; set memory_limit, in GiB for each rank"
+        )
+    order = plan.schedule or known.schedule
+    held = ", ".join(
+        f"rank {rank}: {most_held(order.ranks[rank])} of {fitting}"
+        for rank, fitting in known.fitting_microbatches.items()
+    )
+    return f'extra_microbatches "auto": microbatches held at most, of those that fit the memory: {held}'
 
 
 def planned(plan: FreezePlan, forecast: Forecast) -> str:

@@ -14,6 +14,7 @@ from tf_adapters.measuring.compact import PackedBounds, PackedTraces
 from tf_adapters.measuring.freeze_response import Group, StageTimes, measured_times
 from tf_adapters.measuring.learning import Learning, Probe
 from tf_adapters.measuring.measurement import NOTHING_MEASURED, Measurement
+from tf_adapters.measuring.memory import MemoryMeter
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.measuring.replicas import merge_bounds, slowest_durations
 from tf_adapters.measuring.timer import ActionTimer
@@ -94,13 +95,15 @@ class _Local:
     """What one rank sends of its monitored steps.
 
     A rank of the traced pipeline sends bounds and traces of each action, any other the mean bounds of its groups.
-    ``typical_ms`` tells a slow replica.
+    ``typical_ms`` tells a slow replica. ``fitting`` is how many microbatches fit the memory of this rank, if known.
     """
 
     step_ms: float
     typical_ms: Mapping[Group, float]
     token_costs: Mapping[int, TokenCost]
     probes: Mapping[int, Sequence[Probe]]
+    rank: int  # of the pipeline
+    fitting: int | None
     means: Mapping[Group, Bounds] = field(default_factory=dict)
     bounds: PackedBounds | None = None
     traces: PackedTraces | None = None
@@ -129,7 +132,9 @@ class PlanMaker:
 
         return decide_from_all(self._collectives, local, lambda errors: max(errors))
 
-    def measure(self, schedule: PipelineSchedule, timer: ActionTimer) -> tuple[Measurement, tuple[str, ...]]:
+    def measure(
+        self, schedule: PipelineSchedule, timer: ActionTimer, memory: MemoryMeter
+    ) -> tuple[Measurement, tuple[str, ...]]:
         """What the monitored steps of all ranks say, and a sentence for each bound that noise had crossed.
 
         Raises TimelyFreezeError, the same on every rank.
@@ -149,7 +154,13 @@ class PlanMaker:
             learning = self._run.learning(schedule, [rank.probes for rank in ranks], costs)
             between = between_steps(schedule, traced_steps, traces)
             known = Measurement(
-                schedule, times, **gaps._asdict(), token_costs=costs, learning=learning, **between._asdict()
+                schedule,
+                times,
+                **gaps._asdict(),
+                token_costs=costs,
+                learning=learning,
+                **between._asdict(),
+                fitting_microbatches=_fitting(ranks),
             ).of_step(max(rank.step_ms for rank in ranks))
             traced = batch_times(schedule, steps, gaps)
             typical = [(rank, local.typical_ms) for rank, local in enumerate(ranks)]
@@ -157,7 +168,7 @@ class PlanMaker:
                 known = replace(known, batch_times=with_replicas(traced, known.dag, known.upper, typical))
             return packed(known), notes
 
-        known, notes = decide_from_all(self._collectives, lambda: self._local(schedule, timer), merge)
+        known, notes = decide_from_all(self._collectives, lambda: self._local(schedule, timer, memory), merge)
         return unpacked(known, schedule), notes
 
     def start(self, job: PlanJob) -> Planned | None:
@@ -206,17 +217,27 @@ class PlanMaker:
         on_one_rank(self._collectives, launch)
         return None
 
-    def _local(self, schedule: PipelineSchedule, timer: ActionTimer) -> _Local:
+    def _fitting(self, memory: MemoryMeter) -> int | None:
+        if not self._config.fills_memory:
+            return None
+        return memory.most_microbatches(Phase.MONITORING_UPPER, self._config.memory_limit_bytes)
+
+    def _local(self, schedule: PipelineSchedule, timer: ActionTimer, memory: MemoryMeter) -> _Local:
         timer.drain(wait=True)
         times, number = self._times(schedule, timer), schedule.num_microbatches
         step_ms = timer.step_ms(Phase.MONITORING_UPPER, number) or 0.0
-        if not self._run.pipeline.traced:
-            return _Local(step_ms, times.typical_ms(), times.token_costs, self._run.probes(), means=times.means())
-        return _Local(
+        local = _Local(
             step_ms,
             times.typical_ms(),
             times.token_costs,
             self._run.probes(),
+            rank=schedule.rank_of(min(self._run.pipeline.parameters)),
+            fitting=self._fitting(memory),
+        )
+        if not self._run.pipeline.traced:
+            return replace(local, means=times.means())
+        return replace(
+            local,
             bounds=PackedBounds.of(schedule, times.bounds()),
             traces=PackedTraces.of(schedule, local_traces(timer, Phase.MONITORING_UPPER, number), timer.until_next()),
         )
@@ -240,8 +261,7 @@ class PlanMaker:
         limits = Limits.of_training(
             config.stage_limit,
             target_makespan_ms=max(0.0, known.span_ms - (known.unfrozen_step_ms - target)) if target else 0.0,
-            defer=config.defers,
-            extra_microbatches=config.extra_microbatches,
+            **config.deferral_limits,
             moves_forwards=self._run.pipeline.moves_forwards,
         )
         unknown = config.is_auto and known.learning is None
@@ -257,11 +277,23 @@ class PlanMaker:
         target = self._config.target_ms(known.unfrozen_step_ms)
         if target and promised.planned_ms > target * _NEARLY and not self._config.is_auto:
             yield messages.out_of_reach(target, promised, self._config.stage_limit)
+        if self._config.fills_memory:
+            yield messages.filled_memory(known, plan)
         if self._config.is_auto and not plan.frontier:
             yield (
                 "max_freeze_ratio auto: nothing is frozen, since the gradients of single microbatches cannot be seen "
                 "here, so that what freezing costs is not known"
             )
+
+
+def _fitting(ranks: Sequence[_Local]) -> dict[int, int]:
+    """How many microbatches fit the memory of each pipeline rank, of the replica with least; empty if not all know."""
+    found: dict[int, int] = {}
+    for local in ranks:
+        if local.fitting is None:
+            return {}
+        found[local.rank] = min(local.fitting, found.get(local.rank, local.fitting))
+    return dict(sorted(found.items()))
 
 
 Packed = tuple[PackedBounds, Measurement]

@@ -19,12 +19,14 @@ import pytest
 import torch
 from clocks import counted_time
 from hosts import MICROBATCHES, STAGES, Tensors, start
+from logged import Lines
 
 from tf_adapters.advice.balance import balance
 from tf_adapters.measuring.batch_times import BatchTimes
 from tf_adapters.measuring.learning import Learning, Probe
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.report.schema import Report
+from tf_adapters.schedule.deferral import most_held
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.selection.sampling import sample_indices
@@ -93,6 +95,37 @@ def test_the_life_of_a_run_and_its_report(ranks, host, tmp_path):
         assert rank.busy_ms + waits == pytest.approx(batch.span_ms)
         assert bubble == pytest.approx(waits / batch.span_ms)
     assert {(edge.source, edge.target, edge.kind) for edge in batch.edges} == {(0, 1, "F"), (1, 0, "B")}
+
+
+@pytest.mark.parametrize("limit", [None, 1e-6, 1024.0])
+def test_memory_says_how_many_microbatches_a_rank_may_hold(ranks, host, tmp_path, limit):
+    """On a CPU only a limit does. Then no rank holds more than fit, except for what it holds in the host's order."""
+    section = {**LIFE, "weight_gradients": "deferred", "extra_microbatches": "auto", "memory_limit": limit}
+    outcomes = ranks(STAGES).run(within_memory, host, {**section, "output_dir": str(tmp_path)})
+    for failure, fitting, held, _ in outcomes:
+        assert failure is None
+        assert fitting == outcomes[0][1]
+        if limit is None:
+            assert fitting == {}
+        else:
+            assert set(fitting) == {0, 1}
+            assert all((count > 100) is (limit > 1.0) for count in fitting.values())
+            assert all(planned <= max(hosts, fitting[rank]) for rank, (planned, hosts) in enumerate(held))
+    [line] = [line for line in outcomes[0][3] if 'extra_microbatches "auto"' in line]
+    assert ("set memory_limit" in line) is (limit is None)
+
+
+def within_memory(host: str, section: dict[str, Any]) -> tuple[str | None, dict[int, int], list[Any], list[str]]:
+    """The failure, how many microbatches fit, how many each rank holds in the plan and in the host's order, the log."""
+    with Lines() as log:
+        training = start(host, section)
+        for number in range(8):
+            training.step(number)
+        state, schedule = training.controller.state, training.controller.schedule
+        training.detach()
+    order = (state.plan and state.plan.schedule) or schedule
+    held = [(most_held(a), most_held(b)) for a, b in zip(order.ranks, schedule.ranks, strict=True)]
+    return state.failure, dict(state.measurement.fitting_microbatches), held, log.seen
 
 
 def test_every_parameter_learns_in_every_step_of_mixed_monitoring(ranks, host):

@@ -25,7 +25,8 @@ GOOD = {
     ],
     "granularity": [("tensor", "tensor")],
     "weight_gradients": [("in_place", "in_place"), ("deferred", "deferred")],
-    "extra_microbatches": [("0", 0), ("4", 4)],
+    "extra_microbatches": [("0", 0), ("4", 4), ("auto", "auto")],
+    "memory_limit": [("60", 60.0), ("0.5", 0.5)],
     "gradient_scale": [("skipped_as_zero", "skipped_as_zero"), ("computed_mean", "computed_mean")],
     "warmup_steps": [("auto", "auto"), ("0", 0), ("300", 300)],
     "monitoring": [("mixed", "mixed"), ("halves", "halves")],
@@ -43,7 +44,10 @@ GOOD = {
     "solver_time_limit_s": [("2.5", 2.5), ("10", 10.0)],
     "output_dir": [("runs/a b", "runs/a b"), ("2024", "2024"), ("0.5", "0.5")],
 }
-NEEDS = {"extra_microbatches": {"weight_gradients": "deferred"}}
+NEEDS = {
+    "extra_microbatches": {"weight_gradients": "deferred"},
+    "memory_limit": {"weight_gradients": "deferred", "extra_microbatches": "auto"},
+}
 """What another setting has to be for some value of a setting to be allowed."""
 BAD = {
     "method": ["APF", "apf+timely", "timely+", "Timely", "1", ""],
@@ -62,7 +66,8 @@ BAD = {
     ],
     "granularity": ["row", "1", ""],
     "weight_gradients": ["later", "True", ""],
-    "extra_microbatches": ["-1", "1.5", "auto"],
+    "extra_microbatches": ["-1", "1.5", "all"],
+    "memory_limit": ["0", "-1", "nan", "60GB"],
     "gradient_scale": ["inverse", "mean", "0.5"],
     "warmup_steps": ["-1", "2.5", "automatic", "None", ""],
     "monitoring": ["Mixed", "paper", "0.5"],
@@ -199,7 +204,7 @@ def test_a_negative_number_as_a_word_of_its_own_is_a_bad_value_too(
 
 
 def test_all_settings_at_once() -> None:
-    chosen = {name: pairs[0] for name, pairs in GOOD.items()}
+    chosen = {name: pairs[0] for name, pairs in GOOD.items() if name != "memory_limit"}  # not with a number of them
     given = [word for name, (text, _) in chosen.items() for word in (option(name), text)]
     config = config_from_args(parse("--timely-freeze", *given))
     assert config == TimelyFreezeConfig(**{name: value for name, (_, value) in chosen.items()})

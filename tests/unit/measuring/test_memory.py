@@ -103,6 +103,51 @@ def test_several_stages_of_a_rank_hold_what_is_theirs():
     assert model.peak_bytes(map(Action.parse, row)) == 10 + 300  # both have gradients at the end
 
 
+def test_how_many_microbatches_fit():
+    one = HeldMemory(BASE, {0: 70.0}, waiting={0: 20.0}, gradients={0: 300.0})
+    for count in (0, 1, 5):
+        limit = BASE + 300.0 + 70.0 * count
+        assert one.most_microbatches(limit) == count
+        assert one.most_microbatches(limit + 69.0) == count
+    assert one.most_microbatches(0.0) == 0
+    two = HeldMemory(BASE, {0: 70.0, 1: 10.0}, waiting={0: 20.0, 1: 90.0}, gradients={0: 300.0, 1: 100.0})
+    assert two.most_microbatches(BASE + 400.0 + 180.0) == 2  # as if all were of the stage that holds most
+    assert HeldMemory(BASE, {0: -1.0}, waiting={0: -2.0}, gradients={0: 0.0}).most_microbatches(1e9) == 0
+
+
+def test_a_row_of_as_many_microbatches_as_fit_stays_within_the_limit():
+    row = [Action.parse(f"0F{m}") for m in range(7)] + [Action.parse(f"0{k}{m}") for m in range(7) for k in "IW"]
+    one = HeldMemory(BASE, {0: 70.0}, waiting={0: 20.0}, gradients={0: 300.0})
+    assert one.most_microbatches(one.peak_bytes(row)) <= 7
+    assert one.peak_bytes(row) <= BASE + 300.0 + 7 * 70.0
+
+
+def test_a_meter_says_how_many_fit_if_the_limit_or_the_device_is_known(meter, monkeypatch):
+    meter, held = meter
+    watched(meter, held, ["0F0", "0F1", "0I0", "0W0", "0F2", "0I1", "0W1", "0I2", "0W2"])
+    limit = BASE + GRADIENTS + 5 * IN_FLIGHT + 1
+    assert meter.most_microbatches("upper", limit) == 5
+    assert meter.most_microbatches("upper", None) is None  # a CPU's memory is not ours alone
+    assert meter.most_microbatches("another", limit) is None
+    monkeypatch.setattr(memory, "_capacity_bytes", lambda device: float(limit))
+    peak = meter.peak_bytes("upper")
+    monkeypatch.setattr(memory, "_most_allocated", lambda device: peak + 2 * IN_FLIGHT)
+    assert meter.most_microbatches("upper", None) == 3  # an action fills the rest in its midst
+
+
+def test_tensors_may_fill_a_share_of_a_device(monkeypatch):
+    class Module:
+        mem_get_info = staticmethod(lambda device: (600, 1_000))
+        memory_reserved = staticmethod(lambda device: 200)
+        max_memory_allocated = staticmethod(lambda device: 150)
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    assert memory._capacity_bytes(torch.device("cuda")) == pytest.approx(0.9 * 800)
+    assert memory._most_allocated(torch.device("cuda")) == 150
+    assert memory._capacity_bytes(torch.device("cpu")) is None
+    assert memory._most_allocated(torch.device("cpu")) == 0
+
+
 def test_a_split_order_is_the_hosts_in_memory():
     model = HeldMemory(0.0, dict.fromkeys(range(4), 5.0), waiting=dict.fromkeys(range(4), 1.0), gradients={})
     schedule: PipelineSchedule = one_forward_one_backward(4, 8)

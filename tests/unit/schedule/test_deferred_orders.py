@@ -16,7 +16,7 @@ from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.planner.solve import solve
 from tf_adapters.schedule.dag import PipelineDag
-from tf_adapters.schedule.deferral import DeferralTimes, backward_of, defer, most_in_flight, split
+from tf_adapters.schedule.deferral import DeferralTimes, backward_of, defer, most_held, most_in_flight, split
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.schedule.orders import NAMES, named_schedule, one_forward_one_backward
@@ -69,6 +69,47 @@ def test_orders_are_valid_within_memory_and_never_slower(name, ranks, microbatch
         for stage in order.stages_of(rank):
             input_grads = [a.microbatch for a in row if a.stage == stage and a.kind is Kind.INPUT_GRAD]
             assert order_of_weights(row, stage) == input_grads == order_of_weights(host.ranks[rank], stage)
+
+
+@given(
+    name=st.sampled_from(sorted(NAMES)),
+    ranks=st.integers(2, 5),
+    fitting=st.lists(st.integers(0, 12), min_size=5, max_size=5),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=60)
+def test_each_rank_stays_within_what_fits_or_what_it_holds_anyway(name, ranks, fitting, seed):
+    host = named_schedule(name, ranks, 2 * ranks)
+    parts, rng = split(host), np.random.default_rng(seed)
+    durations = {action: float(rng.uniform(0.1, 3.0)) for action in parts.actions}
+    times = DeferralTimes(durations, {}, {})
+    of_rank = dict(enumerate(fitting[:ranks]))
+    order = defer(host, times, fitting=of_rank)
+    order.validate()
+    for rank, row in enumerate(order.ranks):
+        assert most_held(row) <= max(most_held(host.ranks[rank]), of_rank[rank])
+    assert times.span_ms(order) <= times.span_ms(parts) * (1 + 1e-9)
+
+
+def test_memory_that_is_free_becomes_speed():
+    """What fits is used where it helps, on the ranks that have it; where nothing is known nothing changes."""
+
+    def planned(**fitting: int) -> FreezePlan:
+        of_rank = {int(rank[1:]): count for rank, count in fitting.items()}
+        return solve(problem(4, 8, fills_memory=True, fitting_microbatches=of_rank))
+
+    unknown, twice = planned(), planned(r0=8, r1=8, r2=8, r3=8)
+    assert unknown.schedule == solve(problem(4, 8)).schedule
+    assert twice.makespan_ms.planned == solve(problem(4, 8, extra_microbatches=4)).makespan_ms.planned
+    plenty = planned(r0=99, r1=99, r2=99, r3=99)
+    assert plenty.makespan_ms.planned <= twice.makespan_ms.planned
+    full = planned(r0=8, r1=4, r2=3, r3=2)
+    assert full.schedule is not None
+    assert [most_held(row) <= limit for row, limit in zip(full.schedule.ranks, (8, 4, 3, 2), strict=True)] == [True] * 4
+    none = planned(r0=0, r1=0, r2=0, r3=0)
+    host = problem(4, 8).measurement.schedule
+    assert none.schedule is not None
+    assert all(most_held(a) <= most_held(b) for a, b in zip(none.schedule.ranks, host.ranks, strict=True))
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (8, 16), (6, 24)])
