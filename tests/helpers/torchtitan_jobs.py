@@ -59,6 +59,7 @@ class Outcome:
 
     status: int = 0
     losses: dict[int, float] = field(default_factory=dict)  # by step; -1 on a rank without the last stage
+    norms: dict[int, float] = field(default_factory=dict)  # by step, of all gradients
     figures: dict[int, dict[str, float]] = field(default_factory=dict)  # what TorchTitan logs beside them
     said: str = ""
     seconds: float = 0.0
@@ -188,7 +189,7 @@ def _run_job(arguments: list[str], port: int) -> Outcome:
     log: Any = MetricsProcessor.log
 
     def logged(self: Any, step: int, loss: float, *args: Any, extra_metrics: Any = None, **kwargs: Any) -> Any:
-        outcome.losses[step], outcome.figures[step] = loss, extra_metrics
+        outcome.losses[step], outcome.norms[step], outcome.figures[step] = loss, args[1], extra_metrics
         return log(self, step, loss, *args, extra_metrics=extra_metrics, **kwargs)
 
     MetricsProcessor.log = logged

@@ -6,7 +6,7 @@ import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from launching import ROOT
@@ -28,6 +28,7 @@ from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
 from tf_adapters.report import Report
 from tf_adapters.trainers.torchtitan import main
+from tf_adapters.trainers.torchtitan_norm import meetings
 from tf_adapters.trainers.torchtitan_settings import JobSettings
 
 ERROR = "tf_adapters.trainers.torchtitan: error: "
@@ -114,6 +115,8 @@ LLAMA = (*MODEL, *TRAINING, *PIPELINE)
 # 0.3's debug model has selective activation checkpointing, with which torch's split backwards fail, also without us.
 SCHEDULES = ("GPipe", "Interleaved1F1B", *(["ZBVZeroBubble"] if OLD else []))
 DEFERRED_TOKENS = ("--timely_freeze.weight_gradients=deferred", "--timely_freeze.granularity=token")
+EXACT = ("--timely_freeze.weight_gradients=deferred", "--timely_freeze.max_freeze_ratio", "0")
+UNCLIPPED = ("--training.max_norm", "inf")
 CHECKPOINTS = ("--checkpoint.enable", "--checkpoint.interval", "14", "--checkpoint.no-last-save-model-only")
 
 
@@ -141,6 +144,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
             "--timely_freeze.weight_gradients=deferred",
             "--timely_freeze.granularity=token",
         ),
+        "unclipped, alone": job("unclipped alone", *LLAMA, *UNCLIPPED),
+        "unclipped": job("unclipped", *LLAMA, *UNCLIPPED, *FREEZING, *EXACT),
+        "clipped": job("clipped", *LLAMA, *FREEZING, *EXACT),
         "whole": job("run", *LLAMA, *FREEZING, *CHECKPOINTS, steps=18),
         "resumed": job("run", *LLAMA, *FREEZING, *CHECKPOINTS, "--checkpoint.load_step", "14", steps=18),
         "alone, saved": job("other", *LLAMA, *CHECKPOINTS),
@@ -181,6 +187,31 @@ def test_with_nothing_frozen_it_trains_as_torchtitan_alone(jobs: dict[str, list[
     for ours, alone in zip(jobs["nothing frozen"], jobs["alone"], strict=True):
         assert ours.losses == alone.losses
         assert len(alone.losses) == 14
+
+
+@with_torchtitan
+@pytest.mark.programs
+def test_the_norm_of_gradients_that_are_not_clipped_is_late_and_the_same(jobs: dict[str, list[Outcome]]) -> None:
+    for ours, alone in zip(jobs["unclipped"], jobs["unclipped, alone"], strict=True):
+        assert ours.losses == alone.losses
+        norms, hosts = ([of.norms[step] for step in range(1, 15)] for of in (ours, alone))
+        assert norms == pytest.approx(hosts, rel=1e-5)
+    line = "training.max_norm is inf: the norm of all gradients is only logged, and no rank waits for it"
+    assert jobs["unclipped"][0].said.count(line) == 1
+    assert line not in jobs["clipped"][0].said
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "log_freq", "found"),
+    [
+        (1.0, 10, ("training.max_norm 1",)),
+        (float("inf"), 10, ()),
+        (float("inf"), 1, ("the norm of all gradients, which metrics.log_freq 1 logs in every step",)),
+    ],
+)
+def test_what_makes_ranks_meet(max_norm: float, log_freq: int, found: tuple[str, ...]) -> None:
+    job = SimpleNamespace(training=SimpleNamespace(max_norm=max_norm), metrics=SimpleNamespace(log_freq=log_freq))
+    assert meetings(job) == found
 
 
 @with_torchtitan

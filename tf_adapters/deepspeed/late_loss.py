@@ -15,13 +15,17 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 
 from tf_adapters.hosts.late import LateValues
-from tf_adapters.hosts.support import module_of
+from tf_adapters.hosts.support import missing_name, module_of
+
+_NAMES = ("_aggregate_total_loss", "_loss_stage_global_rank", "dp_group_loss", "is_pipe_parallel")
 
 __all__ = ["LateLoss", "loss_can_be_late", "meetings"]
 
 
 def loss_can_be_late(engine: Any) -> bool:
     """Return whether the engine sends its own loss and nothing more. It is the same on all ranks."""
+    if missing_name(engine, _NAMES) or missing_name(engine.module, ("get_additional_losses",)):
+        return False
     own = module_of(engine._aggregate_total_loss).split(".")[0] == "deepspeed"
     more = type(engine.module).get_additional_losses is not PipelineModule.get_additional_losses
     return bool(engine.is_pipe_parallel) and own and not more

@@ -17,8 +17,11 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 import megatron_patches.reductions
 from megatron_patches.reductions import Loop
 from tf_adapters.hosts.late import LateNorms, LateTensor
+from tf_adapters.hosts.support import missing_name
 from tf_adapters.megatron.chunks import innermost
 from tf_adapters.megatron.optimizers import leaves
+
+_NAMES = ("get_grad_stats_parallel_group", "get_main_grads_for_grad_norm")
 
 __all__ = ["LateGradNorm", "agreed_statistics", "meetings", "norm_can_be_late"]
 
@@ -29,6 +32,8 @@ def norm_can_be_late(optimizer: Any) -> bool:
     If this holds on all ranks, the statistics of a step (success, norm, logged learning rate) are equal on all ranks.
     """
     if type(optimizer) is not ChainedOptimizer or not leaves(optimizer):
+        return False
+    if any(missing_name(of, ("get_grad_norm", *_NAMES)) for of in (optimizer, *optimizer.chained_optimizers)):
         return False
     clips = any(_clip_grad(optimizer))
     logged = any(group.get("default_config") for group in optimizer.param_groups)  # whose learning rate is logged

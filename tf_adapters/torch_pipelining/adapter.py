@@ -58,6 +58,7 @@ class TorchPipeliningAdapter(HostAdapter):
         optimizers: Sequence[torch.optim.Optimizer],
         metrics: MetricSink | None = None,
         warmup_steps: int = DEFAULT_WARMUP_STEPS,
+        meetings: Sequence[str] = (),
     ) -> None:
         self.schedule = schedule
         self._training = False
@@ -88,6 +89,7 @@ class TorchPipeliningAdapter(HostAdapter):
                 traced=holds_first_rank(self._stages[0].group),
                 adaptive=is_adaptive(optimizers),
                 replicas=replica_count(self._stages[0].submod),
+                meetings=meetings,
                 warmup_steps=warmup_steps,
                 clock=clock_for(torch.device(self._stages[0].device)),
             )

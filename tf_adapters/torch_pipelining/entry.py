@@ -26,6 +26,7 @@ def attach(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     metrics: MetricSink | None = None,
     warmup_steps: int | None = None,
+    meetings: Sequence[str] = (),
 ) -> TorchPipeliningAdapter | None:
     """Attach freezing to this schedule. Call it on all ranks, before the first training step.
 
@@ -37,6 +38,7 @@ def attach(
             ``schedule.step()`` is a step.
         metrics: called on this rank after each step with named figures (ratios in [0, 1], ms).
         warmup_steps: the value of ``warmup_steps: "auto"``: the length of the learning-rate warm-up; by default 10.
+        meetings: what makes all ranks wait for each other between steps, for the log, if the caller knows.
 
     Returns:
         The adapter, with ``controller``, ``detach()``, ``state_dict()`` and ``load_state_dict()``, also available as
@@ -55,7 +57,9 @@ def attach(
     def make(collectives: Collectives, settings: TimelyFreezeConfig) -> TorchPipeliningAdapter:
         same_on_all_ranks(collectives, "optimizers", lambda: "some" if optimizers else "none", shown=str)
         warmup = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
-        return TorchPipeliningAdapter(schedule, settings, collectives, optimizers, metrics=metrics, warmup_steps=warmup)
+        return TorchPipeliningAdapter(
+            schedule, settings, collectives, optimizers, metrics=metrics, warmup_steps=warmup, meetings=meetings
+        )
 
     existing: TorchPipeliningAdapter | None = getattr(schedule, ATTRIBUTE, None)
     return attach_once(

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from tf_adapters.collectives import on_one_rank
+from tf_adapters.collectives import on_all_ranks, on_one_rank
 from tf_adapters.config import SECTION, TimelyFreezeConfig
 from tf_adapters.errors import ConfigError, UnsupportedError
 from tf_adapters.hosts.launcher import errors_in_one_line
@@ -29,6 +29,7 @@ from tf_adapters.log import announce
 from tf_adapters.overrides import Overrides
 from tf_adapters.torch_pipelining.entry import attach
 from tf_adapters.trainers.run import TrainerRun
+from tf_adapters.trainers.torchtitan_norm import late_norm, meetings
 from tf_adapters.trainers.torchtitan_settings import JobSettings
 
 __all__ = ["Installed", "install", "main", "trainer_module"]
@@ -93,11 +94,27 @@ class Installed(TrainerRun):
         refuse(missing_name(trainer.metrics_processor, _METRICS, called="torchtitan's MetricsProcessor"))
         self._trainer, warmup = trainer, job.lr_scheduler.warmup_steps
         optimizers = list(trainer.optimizers.optimizers)
-        self.begin(functools.partial(attach, trainer.pp_schedule, settings, optimizer=optimizers), warmup)
+        begin = functools.partial(attach, trainer.pp_schedule, settings, optimizer=optimizers, meetings=meetings(job))
+        self.begin(begin, warmup)
         if self.adapter is not None:
+            if settings.defers:
+                self._send_norms_late(trainer, job)
             self._log_with(trainer.metrics_processor)
             if saves:
                 _keep_in_checkpoints(trainer, self.adapter, warmup)
+
+    def _send_norms_late(self, trainer: Any, job: Any) -> None:
+        utils = importlib.import_module("torchtitan.distributed.utils")
+
+        def replace() -> None:
+            norms = late_norm(trainer, job, utils, self.adapter.overrides)
+            if norms is not None:
+                self.adapter.on_detach(norms.close)
+                line = "training.max_norm is inf: the norm of all gradients is only logged, and no rank waits for it"
+                announce(self.adapter.collectives.rank, line)
+
+        with self.adapter.abandoned_on_error():
+            on_all_ranks(self.adapter.collectives, replace)
 
     def _log_with(self, processor: Any) -> None:
         run = processor.log
