@@ -1,6 +1,6 @@
 """MkDocs hooks: pages that lie outside docs/, the settings from their schema, and links between all of them.
 
-A link from a page to a file that is no page of the site becomes the file's path as text; one to a file that does not
+A link from a page to a file that is no page of the site becomes the file's path as text. A link to a file that does not
 exist is a warning, with which a strict build fails.
 """
 

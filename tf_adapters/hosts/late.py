@@ -57,7 +57,7 @@ _FACTS = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_leaf", "requires_grad", "grad_fn")
 )
-"""What is known of a tensor before its value has arrived."""
+"""Attributes of a tensor that are known before its value has arrived."""
 
 
 class LateTensor(torch.Tensor):

@@ -27,7 +27,10 @@ Clocks of ranks are aligned less precisely than they are read."""
 
 
 class BetweenSteps(NamedTuple):
-    """Whether ranks "meet" or steps "overlap"; if they overlap, each rank's own time between steps in ms."""
+    """A measurement of the time between steps.
+
+    ``steps`` is "meet" or "overlap". If steps overlap, ``between_steps`` is each rank's own time between them, in ms.
+    """
 
     steps: Steps
     between_steps: dict[int, float]

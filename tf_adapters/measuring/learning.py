@@ -31,8 +31,8 @@ SAMPLED_AT = 0.25
 class Probe(NamedTuple):
     """One step's look at the gradients of single microbatches of one stage, summed over the elements looked at.
 
-    ``signal`` is the square of the gradient's mean, an unbiased estimate that may be below 0; ``noise`` the variance
-    between microbatches; ``draws`` what drawing ``SAMPLED_AT`` of the tokens would add to that, 0 where none are drawn.
+    ``signal`` is the square of the gradient's mean, an unbiased estimate that may be below 0. ``noise`` is the variance
+    between microbatches. ``draws`` is the variance that drawing ``SAMPLED_AT`` of the tokens would add, or 0.
     """
 
     signal: float

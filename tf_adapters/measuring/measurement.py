@@ -23,7 +23,7 @@ from tf_adapters.values import Value
 __all__ = ["NOTHING_MEASURED", "Measurement", "Steps"]
 
 Steps = Literal["meet", "overlap"]
-"""Whether all ranks meet between two steps."""
+"""All ranks meet between two steps, or steps overlap."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Measurement(Value):
 
     @property
     def overlap(self) -> bool:
-        """Whether steps overlap."""
+        """Return whether steps overlap."""
         return self.steps == "overlap"
 
     @property

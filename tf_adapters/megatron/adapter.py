@@ -156,7 +156,7 @@ class MegatronAdapter(HostAdapter):
 
     @property
     def statistics_agree(self) -> bool:
-        """Whether the optimizer returns the same success and norm on all ranks, so that a loop need not reduce them."""
+        """Return whether the optimizer's success and norm are equal on all ranks without a reduction."""
         return self._late_norm is not None and not self._detached
 
     # --- what the patches call -------------------------------------------------------------------------------

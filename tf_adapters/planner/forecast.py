@@ -48,11 +48,11 @@ def forecast(
     """The measured step time less what freezing saves in the pipeline, in ms.
 
     The rest of the step (data, optimizer) stays as it was measured. ``steps`` are durations of monitored steps with
-    nothing frozen, ms. Each step is replayed in the DAG, with its backwards shortened in the proportion that the plan
-    says, and the median saving is taken: actions that now and then take longer delay their neighbours, which medians of
-    durations do not show. Where the durations make a batch that is longer than the measured step, the step shrinks in
-    the batch's proportion. ``stage_0_vanishes``: stage 0's backward takes no time where all of it is frozen
-    (``disappears``). Pass False where some of its parameters are excluded from freezing.
+    nothing frozen, ms. Each step is replayed in the DAG with its backwards shortened as the plan says, and the median
+    saving counts. Medians of durations would not show that an action which now and then takes longer delays its
+    neighbours. Where the durations make a batch that is longer than the measured step, the step shrinks in the batch's
+    proportion. ``stage_0_vanishes``: stage 0's backward takes no time where all of it is frozen (``disappears``). Pass
+    False where some of its parameters are excluded from freezing.
     """
     upper, rewritten = measurement.upper, planned_dag(measurement, plan)
     planned = stable_durations(plan.duration_ms, plan.freeze_ratio) if stage_0_vanishes else plan.duration_ms
@@ -71,7 +71,7 @@ def forecast(
 
 
 def cost_of_meeting(measurement: Measurement, plan: FreezePlan) -> float:
-    """How much longer a step takes because all ranks meet after it, in ms: the makespan less the plan's period.
+    """Return the ms that a step takes longer because all ranks meet after it: the makespan less the plan's period.
 
     A plan that is made for ranks that do not meet may gain more.
     """

@@ -1,8 +1,8 @@
 """The planner's linear program, solved by GLOP.
 
-Paper, section "Linear Programming Formulation", with w_i = upper_i - r_i * range_i put in for the
-durations, so that the variables are the start times P_i, the freeze ratios r_i and the batch's end P_d. If steps
-overlap, the period takes the place of P_d, and the start times of the ranks are free to shift (``schedule.period``).
+Paper, section "Linear Programming Formulation". Durations are w_i = upper_i - r_i * range_i. The variables are then the
+start times P_i, the freeze ratios r_i and the batch's end P_d. If steps overlap, the period takes the place of P_d, and
+the start times of the ranks are free to shift (``schedule.period``).
 The paper's weighted objective becomes three solves in order of importance, so that no weight has to be small enough:
 
 1. the earliest end of the batch, or the shortest period;

@@ -1,7 +1,7 @@
 """The freeze program in the interior point method's form, and its Newton systems.
 
 A Newton step solves ``rows' W rows x = right``. W is diagonal and positive. A row is an edge of the DAG, a bound of a
-piece of a ratio or a stage's budget:
+piece of a ratio or a stage's budget.
 
 - A ratio is the sum of its pieces, one for each straight part of its price. The pieces of a ratio differ in their
   bounds only, so they are eliminated by hand, like springs in series: their stiffness is one over the sum of the
@@ -121,8 +121,8 @@ class _Pieces:
 class StandardForm:
     """A linear program's x where ``rows x - least = slack >= 0``: the start times, the span, the ratios' pieces.
 
-    The rows are, in this order: DAG edges, edges for the span, starts of actions without a predecessor, the longest
-    span if there is a limit, pieces at least 0, pieces at most their widths, budgets.
+    The rows come in this order: DAG edges, edges for the span, starts of actions without a predecessor, the longest
+    span if there is a limit. Then come pieces at least 0, pieces at most their widths, and budgets.
 
     Attributes:
         freezable: the action of each ratio.

@@ -23,8 +23,8 @@ def optimality_gap(program: FreezeProgram, optimum: Optimum, target: float = 0.0
 def lower_bound(program: FreezeProgram, optimum: Optimum) -> float:
     """A span that no freeze ratios within the budgets can beat, in the program's unit.
 
-    One unit of flow from the batch's start to its end is a weighted mean of paths, so the batch takes at
-    least the flow's length: sum of flow * (upper + delay) less what freezing can save on it. If steps overlap, flow
+    One unit of flow from the batch's start to its end is a weighted mean of paths. The batch takes at least the
+    flow's length, the sum of flow * (upper + delay) less the most that freezing can save on it. If steps overlap, flow
     circulates through the loops, one unit over all of them, and the period is at least its length. A stage saves
     at most u * budget + sum of max(0, range * throughflow - u) for every u >= 0. The flow follows the
     solver's dual values but is made to conserve exactly, so the bound holds however rough they are. No action freezes
@@ -71,8 +71,8 @@ def _throughflow(program: FreezeProgram, optimum: Optimum) -> tuple[Floats, Floa
 def _circulation(program: FreezeProgram, optimum: Optimum) -> tuple[Floats, Floats, Floats]:
     """A flow through actions, edges and loops that conserves, follows the dual values, and is 1 over all loops.
 
-    What is sent back from one loop's rank arrives, in shares, at the loops of all ranks. The stationary distribution of
-    these shares is the flow of the loops.
+    Flow that is sent back from one loop's rank arrives, in shares, at the loops of all ranks. The stationary
+    distribution of these shares is the flow of the loops.
     """
     dag, loops = program.dag, program.dag.loops
     durations = program.upper - optimum.ratios * program.ranges

@@ -1,4 +1,4 @@
-"""What a run leaves behind, and how it is shown: ``report.json``, a summary for the terminal, a Gantt chart.
+"""The report of a run: ``report.json``, a summary for the terminal, a Gantt chart.
 
 Nothing here imports matplotlib or rich until a picture or a table is asked for.
 """

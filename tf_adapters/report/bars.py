@@ -77,7 +77,7 @@ def bars(panels: Sequence[Panel], width: int, glyphs: Glyphs) -> Iterator[Line]:
 
 
 def legend(panels: Sequence[Panel], glyphs: Glyphs) -> str:
-    """What the characters mean, of those that the panels use."""
+    """Return the meanings of the characters that the panels use."""
     kinds = {block.action.kind for panel in panels for block in panel.blocks}
     parts = [f"{glyphs.forward} forward"]
     if Kind.INPUT_GRAD in kinds:
@@ -94,7 +94,7 @@ def _label(rank: int) -> str:
 def _cells(
     row: Sequence[Block], end_ms: float, ms_per_column: float, columns: int, glyphs: Glyphs
 ) -> Iterator[tuple[str, Block | None]]:
-    """What happens at the middle of each column."""
+    """Return the block at the middle of each column, if any."""
     visible = [block for block in row if block.end_ms > block.start_ms]
     starts = [block.start_ms for block in visible]
     shown: list[Block | None] = []

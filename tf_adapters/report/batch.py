@@ -16,7 +16,7 @@ __all__ = ["batch_facts", "batch_of", "bubble_headline"]
 
 
 def batch_of(report: Report) -> BatchTimes | None:
-    """What monitoring measured; of a report without that, the graph of its median times. None where there are none."""
+    """Return the measured times of the batch, or else those of the graph of median times, if there are any."""
     if report.batch_times is not None:
         return report.batch_times
     try:
@@ -52,7 +52,7 @@ def batch_facts(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _source(report: Report, batch: BatchTimes) -> str:
-    """Which batch it is, and how long the graph that plans are made from says that it takes."""
+    """Describe the source of a batch's times, and the time that the graph of the plans gives for it."""
     if report.batch_times is None:
         return f"the {milliseconds(batch.span_ms)} that a batch takes with every action at its median"
     try:

@@ -36,7 +36,7 @@ from tf_adapters.training.pipeline import HostInfo
 
 _REPORTED = (Phase.MONITORING_UPPER, Phase.MONITORING_LOWER, Phase.MONITORING_MIXED, Phase.STABLE)
 _SINGLE_SAMPLES = 8
-"""Of an action, where every one of its samples has a freeze ratio of its own."""
+"""Most points of an action whose samples all have different freeze ratios."""
 
 Points = tuple[tuple[float, float], ...]
 """(frozen share of the stage's work in [0, 1], ms) of one action in one phase."""
@@ -53,7 +53,7 @@ _STATUS: dict[Phase, Status] = {
 
 @dataclass(frozen=True, slots=True)
 class LocalMeasurements:
-    """What one rank has, by phase: median steps in ms, and the points of each freezable action.
+    """The measurements of one rank, by phase: median steps in ms, and the points of each freezable action.
 
     Only ranks of the one replica that is traced have more than steps and memory: the others would say the same.
     ``forward_ms`` holds the medians of stable freezing's forwards.
@@ -220,7 +220,7 @@ def _measured(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Measured:
         step_ms_unfrozen=unfrozen,
         step_ms_stable=stable,
         step_ratio=stable / unfrozen if stable and unfrozen else None,
-        # How many times as long forwards take as the plan has them, the median over all ranks.
+        # Measured over planned time of forwards, the median over all ranks.
         forward_pace=median(ms / planned[a] for rank in ranks for a, ms in rank.forward_ms.items() if a in planned),
         planned_step_ms=expected.planned_ms if expected else None,
         planned_ratio=expected.ratio if expected else None,

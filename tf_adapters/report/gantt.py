@@ -107,7 +107,7 @@ def _height(panel: Panel) -> float:
 
 
 def _sizes(panels: Sequence[Panel]) -> str:
-    """What all panels share: ranks, microbatches; and how several stages of one rank are drawn."""
+    """Describe the size that all panels share, and how several stages of one rank are drawn."""
     ranks = {len(panel.stages) for panel in panels}
     microbatches = {max(block.action.microbatch for block in panel.blocks) + 1 for panel in panels}
     words = [(ranks, "pipeline ranks"), (microbatches, "microbatches")]

@@ -60,7 +60,7 @@ class Panel:
 
     @cached_property
     def overlap(self) -> bool:
-        """Whether it shows two steps that overlap."""
+        """Return whether it shows two steps that overlap."""
         return any(block.step for block in self.blocks)
 
     @cached_property
@@ -149,24 +149,24 @@ def stable_samples(report: Report) -> dict[str, BackwardSample]:
     nearest: dict[str, tuple[float, BackwardSample]] = {}
     for sample in report.measured.backward_ms:
         away = abs(sample.afr - ratios.get(sample.action, 1.0))
-        # Of equally near samples the last one counts: a report lists the stable phase after the monitoring.
+        # The last of equally near samples counts: a report lists the stable phase after the monitoring.
         if sample.action not in nearest or away <= nearest[sample.action][0]:
             nearest[sample.action] = (away, sample)
     return {action: sample for action, (_, sample) in nearest.items()}
 
 
 def planned_order(report: Report) -> PipelineSchedule:
-    """What the ranks run under the plan: its own order where weight gradients are deferred, else the host's."""
+    """Return the order under the plan: its own if weight gradients are deferred, else the host's."""
     return (report.plan.schedule if report.plan else None) or report.schedule
 
 
 def _changes(action: Action, times: Mapping[str, tuple[float, float]]) -> bool:
-    """Whether an action takes another time under a plan than what monitoring has measured of it."""
+    """Return whether an action takes another time under a plan than in monitoring."""
     return action.freezable or str(action) not in times
 
 
 def panels_of(report: Report) -> tuple[Panel, ...]:
-    """What there is of the batches above, in their order. Raises ConfigError, ScheduleError as they do."""
+    """Return those of the panels above that the report has, in order. Raises ConfigError, ScheduleError as they do."""
     made = (before(report), exact(report), after(report), measured(report))
     where = "emulated devices; " if report.host.emulated else ""
     return tuple(replace(panel, title=where + panel.title) for panel in made if panel is not None)

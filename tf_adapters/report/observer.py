@@ -127,8 +127,8 @@ class _Writer:
     def write_last(self) -> None:
         """The process ends without ``close``: other ranks may be gone, so their newest known figures stand.
 
-        A process that was forked from it, to load data say, ends sooner and has nothing to report; nor has a run
-        after which another one has trained here, as when Megatron-Bridge restarts in the process.
+        A process that was forked from it, for example to load data, ends sooner and has nothing to report. A run has
+        nothing to report either if another one has trained here since, as when Megatron-Bridge restarts in the process.
         """
         run = self.run
         if run is None or os.getpid() != self._process:

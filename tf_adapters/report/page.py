@@ -31,7 +31,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What is to be said, before it is laid out. ``panels`` become one chart."""
+    """The content of a page before its layout. ``panels`` become one chart."""
 
     headline: str
     facts: tuple[tuple[str, str], ...]

@@ -1,7 +1,7 @@
 """Pictures of one run from its report: backward time against freeze ratio, freeze ratio over steps and by parameter,
 where the ranks' time goes.
 
-Only drawing imports matplotlib. Each picture needs something of the report; what is missing is not drawn.
+Only drawing imports matplotlib. A picture is left out if the report lacks its data.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _draw_backward_time(figure: Any, report: Report) -> None:
 
 
 def _draw_freeze_ratio(figure: Any, report: Report) -> None:
-    """What the masks of each stage froze step by step, the plan's ratio beside it, and where the phases end."""
+    """Draw the share that each stage's masks froze step by step, the plan's ratio, and the ends of the phases."""
     figure.set_size_inches(7.5, _HEIGHT)
     axes = figure.add_subplot()
     planned = planned_ratio_by_step(report)
@@ -188,7 +188,7 @@ def _draw_parameters(figure: Any, report: Report) -> None:
 
 
 def _draw_frontier(figure: Any, report: Report) -> None:
-    """What each plan that could have been chosen brings: speed, a step's progress, progress in time."""
+    """Draw the gain of each plan that could have been chosen: speed, a step's progress, progress in time."""
     assert report.plan is not None
     figure.set_size_inches(7.5, _HEIGHT)
     axes, points = figure.add_subplot(), report.plan.frontier
@@ -209,7 +209,7 @@ def _draw_frontier(figure: Any, report: Report) -> None:
 
 
 def _draw_rank_times(figure: Any, report: Report) -> None:
-    """Draw the bars; the report has times. What freezing saves of a backward is its weight gradient."""
+    """Draw the bars; the report has times. The time that freezing saves of a backward is its weight gradient's."""
     batch = batch_of(report)
     assert batch is not None
     ranks = range(len(batch.ranks))
@@ -232,7 +232,7 @@ def _draw_rank_times(figure: Any, report: Report) -> None:
 
 
 def rank_parts(report: Report, ranks: Sequence[RankTimes]) -> list[Part]:
-    """What the bars are made of, from the left; of each rank they add up to the batch."""
+    """Return the parts of the bars, from the left. Those of a rank add up to the batch."""
     shares = _input_shares(report, len(ranks))
     forward = [rank.compute_ms.get("F", 0.0) for rank in ranks]
     whole = [rank.compute_ms.get("B", 0.0) for rank in ranks]

@@ -58,7 +58,7 @@ class Host(_Model):
 
     @property
     def emulated(self) -> bool:
-        """Whether times are those of a device that is not there: whoever shows them has to say so."""
+        """Return whether times are those of an emulated device. Whoever shows them has to say so."""
         return self.device == "emulated"
 
 
@@ -96,9 +96,9 @@ class PeakMemory(_Model):
 
 
 class SampledTokens(_Model):
-    """Of one stage: the mean share of the tokens that the plan keeps, and what weight gradients from a sample take.
+    """The sampled tokens of one stage: the mean share that the plan keeps, and the cost of a sample.
 
-    Their time is ``fixed + per_token * kept`` of that of the whole product.
+    A sampled product takes ``fixed + per_token * kept`` of the time of the whole product.
     """
 
     kept: Share
@@ -115,7 +115,7 @@ class Batches(_Model):
 
 
 class Measured(_Model):
-    """What the run measured. None, or empty, means not measured yet.
+    """The measurements of the run. None, or empty, means not measured yet.
 
     ``step_ratio`` is stable over unfrozen step time; ``planned_ratio`` the same for the planned step,
     with the measured part that is no pipeline computation. Below 1 is faster.
@@ -137,15 +137,15 @@ class Measured(_Model):
 class Report(_Model):
     """One run, as far as it has come. ``times`` holds [all frozen, nothing frozen] ms for each action.
 
-    ``frozen_share`` holds, by stage, the mean share frozen in steps 1, 2, ...; ``parameter_freeze_ratio``, by stage and
-    name, the share of stable freezing's microbatches in which a parameter was frozen, a tied weight on all of its
-    stages. ``tapped_share`` is by stage, where weight gradients are deferred or sampled: the share of their work that
-    can be. ``tokens`` is by stage, where they are sampled; ``gradient_signal``, by stage, the share of a batch's
-    gradient that is signal and its standard error, where ``max_freeze_ratio`` is "auto"; ``layers``, by stage, what its
-    layers took in the warm-up. ``batches`` is by number of microbatches, where they are mixed: all else is of the
-    number that most steps had. ``batch_times`` is where the ranks' time goes with nothing frozen. ``steps`` says
-    whether ranks "meet" between steps or steps "overlap"; if they overlap, ``between_steps`` has each rank's time
-    between steps in ms. All may be left out.
+    ``frozen_share`` holds, by stage, the mean share frozen in steps 1, 2, .... ``parameter_freeze_ratio`` holds, by
+    stage and name, the share of stable freezing's microbatches in which a parameter was frozen (a tied weight: on all
+    of its stages). ``tapped_share`` is by stage, where weight gradients are deferred or sampled: the share of their
+    work that can be. ``tokens`` is by stage, where they are sampled. ``gradient_signal`` is by stage, where
+    ``max_freeze_ratio`` is "auto": the share of a batch's gradient that is signal, and its standard error. ``layers``
+    holds, by stage, the times of its layers in the warm-up. ``batches`` is by number of microbatches, where they are
+    mixed: all else is of the number that most steps had. ``batch_times`` is where the ranks' time goes with nothing
+    frozen. ``steps`` says whether ranks "meet" between steps or steps "overlap"; if they overlap, ``between_steps`` has
+    each rank's time between steps in ms. All may be left out.
     """
 
     format: Literal[1] = FORMAT
@@ -191,7 +191,7 @@ class Report(_Model):
 
     @cached_property
     def measurement(self) -> Measurement:
-        """What the planner takes. Raises ConfigError for values that do not fit, and where no action was timed yet."""
+        """Return the planner's input. Raises ConfigError for values that do not fit, or if no action was timed yet."""
         if not self.times:
             raise ConfigError(f"no action has been timed yet (status {self.status!r})")
         facts = {

@@ -40,7 +40,7 @@ _PATIENCE = (0.0, 0.5, 1.0)
 
 
 _SHARES_MORE = (0.0, 0.5, 1.0)
-"""How much more than the host's fullest rank ranks hold in the orders that are tried within their memory."""
+"""Numbers of further microbatches that are tried within the memory, as shares of those of the host's fullest rank."""
 
 
 @dataclass(frozen=True)

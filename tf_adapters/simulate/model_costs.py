@@ -1,4 +1,4 @@
-"""What the stages of a Llama model compute, in FLOPs: the planner's input where there is nothing to measure.
+"""FLOPs of the stages of a Llama model: the planner's input if nothing can be measured.
 
 Counted are matrix products, a multiply-add as two FLOPs. A product of activations with a weight costs the same
 three times: forward, gradient of its input, gradient of its weight. Attention's products of activations with
@@ -100,7 +100,7 @@ class StageCost:
 
 
 def split_layers(layers: int, stages: int, ends: int = 1) -> tuple[int, ...]:
-    """How many layers each stage gets when embedding and head count as ``ends`` layers each; extra ones go first.
+    """Return the layers of each stage if embedding and head count as ``ends`` layers each. Extra layers go first.
 
     With ``ends=1`` this is TorchTitan's default (``generate_llm_fqn_per_model_part``), with 0 the even split.
     Raises ValueError when an end does not fit.
@@ -126,7 +126,7 @@ def stage_costs(shape: LlamaShape, layers: Sequence[int], sequences: int, length
 
 
 def _layer(shape: LlamaShape, tokens: int, length: int) -> StageCost:
-    """Of attention's scores a causal kernel computes half."""
+    """Return the cost of a layer. A causal kernel computes half of attention's scores."""
     linear = 2.0 * tokens * shape.layer_weights
     attention = 2.0 * tokens * length * shape.hidden_size
     return StageCost(linear + attention, linear + _ATTENTION_BACKWARD * attention, linear)

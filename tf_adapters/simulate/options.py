@@ -1,4 +1,4 @@
-"""What is to be simulated, in values that were checked before any work."""
+"""The options of a simulation, checked before any work."""
 
 from __future__ import annotations
 

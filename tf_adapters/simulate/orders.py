@@ -1,4 +1,4 @@
-"""Which schedule runs on which ranks: schedules by the names that people use, and torch's CSV files."""
+"""Schedules by the names that people use, and from torch's CSV files."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def canonical(name: str) -> str:
 def named_order(name: str, sizes: Sizes) -> PipelineSchedule:
     """The order of actions of one of ``SCHEDULES``.
 
-    Stages are counted over the whole pipeline, as in an action's text: ``stages = ranks * stages_per_rank``. Of the
-    three, two are enough; gpipe and 1f1b have one stage a rank, the others two unless told otherwise.
+    Stages are counted over the whole pipeline, as in an action's text: ``stages = ranks * stages_per_rank``. Two of
+    the three are enough. By default gpipe and 1f1b have one stage on each rank, and the others have two.
     Raises ConfigError that names the argument.
     """
     if sizes.microbatches is None:

@@ -63,7 +63,7 @@ def comparison_page(simulations: Sequence[Simulation], source: str, notes: Seque
 
 
 def _span(simulation: Simulation) -> str:
-    """What the pipeline's part of a step is called."""
+    """Return the name of the pipeline's part of a step."""
     return "period" if simulation.unfrozen.overlap else "batch"
 
 

@@ -1,4 +1,4 @@
-"""What is simulated: a schedule with the times of its actions; and how times of stages carry over to a schedule."""
+"""The subject of a simulation: a schedule with the times of its actions, also taken from the times of stages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOTHING = StageCost(0.0, 0.0, 0.0)
 
 
 class Pipeline(NamedTuple):
-    """What is simulated, under a name."""
+    """A measured or assumed pipeline, with a name."""
 
     name: str
     measurement: Measurement
@@ -61,7 +61,7 @@ def _mean_overhead(measured: Measurement, forward: bool) -> float:
 def stage_times(measured: Measurement) -> tuple[StageCost, ...]:
     """Mean ms of each stage's parts over its microbatches: what another schedule of the same stages would take.
 
-    What a backward takes with everything frozen is its input gradient; what freezing saves is its weight gradient.
+    The time of a backward with everything frozen is its input gradient's. The rest is its weight gradient's.
     """
     schedule = measured.schedule
     sums = [_NOTHING] * schedule.num_stages

@@ -1,4 +1,4 @@
-"""What freezing would bring to a pipeline, as data for tables, JSON, pictures and traces."""
+"""The gain of freezing on a pipeline, as data for tables, JSON, pictures and traces."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ class Simulation:
 
     @property
     def panels(self) -> tuple[Panel, ...]:
-        """What a chart shows: before and after, and between them what deferring alone brings."""
+        """Return the panels of a chart: before, with deferral alone, and after."""
         return (self.unfrozen, *([self.exact] if self.exact else []), self.planned)
 
     @property
     def exact_gain(self) -> float:
-        """What deferring alone brings in throughput, as a share."""
+        """Return the gain in throughput from deferral alone, as a share."""
         return _over(self.unfrozen.end_ms, self.exact.end_ms) if self.exact else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -245,14 +245,14 @@ def _held_period(schedule: PipelineSchedule, dag: PipelineDag, durations: Mappin
 def _longest_on(
     ranks: Sequence[int], dag: PipelineDag, length: NDArray[np.float64], rank_of: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Of all critical paths, the most ms that one is on each of ``ranks``."""
+    """Return, for each of ``ranks``, the most ms that any critical path spends on it."""
     starts = dag.earliest_starts(length)
     finish = starts + length
     end = float(finish.max(initial=0.0))
     slack = end * _TOLERANCE
     own = np.where(rank_of[:, None] == np.array(ranks)[None, :], length[:, None], 0.0)
-    # Of the critical chains up to and with an action. Edges come by target in topological order, so what is known
-    # of a source is final.
+    # Values of the critical chains that end with an action. Edges come by target in topological order, so values of a
+    # source are final.
     before = np.zeros_like(own)
     for source, target, delay in zip(*(column.tolist() for column in dag.edges), strict=True):
         if finish[source] + delay >= starts[target] - slack:

@@ -43,7 +43,7 @@ Costs = Callable[[PipelineSchedule], Sequence[StageCost]]
 
 @dataclass(frozen=True)
 class Request:
-    """What to simulate: pipelines, r_max for all of them, where the times come from, in words, and remarks.
+    """A request for a simulation: pipelines, r_max for all of them, the source of the times in words, and notes.
 
     ``step_ms`` is how long a whole step of the first pipeline took with nothing frozen, where that was measured.
     ``extra_microbatches`` is None where weight gradients stay in place.

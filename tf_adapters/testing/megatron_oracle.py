@@ -1,6 +1,6 @@
 """Layers of a Megatron-Core model whose weight gradients count tokens as given samples say.
 
-Megatron's own linear layers, and Transformer Engine's in their places. What the layers output stays as it is.
+Megatron's own linear layers, and Transformer Engine's in their places. The outputs of the layers stay as they are.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _WITH_ENGINE = ("megatron.core.models.bert.bert_layer_specs", "megatron.core.tra
 
 
 def available() -> bool:
-    """Whether there is a Transformer Engine to run, installed or in ``FOLDER``."""
+    """Return whether there is a Transformer Engine to run, installed or in ``FOLDER``."""
     return importlib.util.find_spec("transformer_engine") is not None or FOLDER.exists()
 
 

@@ -50,9 +50,9 @@ class RecipeRun(TrainerRun):
 class Freezing:
     """Mixed into a recipe of AutoModel's that trains a pipeline, before it in the list of its bases.
 
-    It reads the ``timely_freeze`` section when the recipe is made, attaches at the start of the training loop, goes on
-    from the state in the checkpoint that the recipe has loaded, adds figures to what the recipe logs, and detaches at
-    the end.
+    It reads the ``timely_freeze`` section when the recipe is made, and attaches at the start of the training loop. It
+    goes on from the state in the checkpoint that the recipe has loaded, and adds figures to the recipe's logs. It
+    detaches at the end.
 
     Attributes:
         timely_freeze: has ``adapter`` while training runs; None before, after, and where nothing is frozen.

@@ -77,13 +77,13 @@ class TimelyFreezeCallback(TrainerRun):
         self.end()
 
     def text_to_save(self, train_state: Any) -> str | None:
-        """What a checkpoint has to hold besides this run's TrainState; None for the TrainState of other runs."""
+        """Return our entry in a checkpoint with this run's TrainState; None for the TrainState of other runs."""
         if self._state is None or train_state is not self._state.train_state:
             return None
         return self.state_text() or self._last
 
     def due(self) -> bool:
-        """Whether Bridge writes after the step that has ended."""
+        """Return whether Bridge writes after the step that has ended."""
         if self._iteration % self._state.cfg.logger.tensorboard_log_interval:
             return False
         return any(self._logger(name) for name in ("tensorboard", "wandb", "mlflow", "comet"))
@@ -115,7 +115,7 @@ class TimelyFreezeCallback(TrainerRun):
 
 
 def _statistics_agree() -> bool:
-    """Whether all ranks of the run have the same statistics of a step. The answer is the same on all of them."""
+    """Return whether all ranks of the run have the same statistics of a step. The answer is equal on all ranks."""
     return _newest is not None and _newest.adapter is not None and _newest.adapter.statistics_agree
 
 

@@ -1,4 +1,4 @@
-"""What the ways into trainers share: the figures in their logs, the state in their checkpoints, begin and end."""
+"""The base of the ways into trainers: figures in their logs, the state in their checkpoints, begin and end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TrainerRun:
         self.figures: dict[str, float] = {}
 
     def due(self) -> bool:
-        """Whether the trainer logs the step that has ended."""
+        """Return whether the trainer logs the step that has ended."""
         return True
 
     def __call__(self, figures: Mapping[str, float]) -> None:

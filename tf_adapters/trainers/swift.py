@@ -37,9 +37,9 @@ def register(config: GivenConfig = None) -> None:
 class TimelyFreezeCallback(TrainerRun, MegatronCallback):  # type: ignore[misc]
     """A callback of one of ms-swift's Megatron trainers. Made by the trainer, once ``register`` was called.
 
-    It attaches when training begins, goes on from the state beside the weights that were loaded, leaves its state in
-    every checkpoint (``checkpoint-N/timely_freeze.json``), adds figures to ms-swift's logs, and detaches at the end of
-    training.
+    It attaches when training begins, and goes on from the state in the folder of the weights that were loaded. It
+    leaves its state in every checkpoint (``checkpoint-N/timely_freeze.json``) and adds figures to ms-swift's logs. It
+    detaches at the end of training.
     """
 
     def __init__(self, trainer: Any, settings: TimelyFreezeConfig) -> None:

@@ -48,7 +48,7 @@ Settings = Callable[[str], TimelyFreezeConfig | None]
 
 
 class Installed(TrainerRun):
-    """What ``install`` changed. ``adapter`` is there while a trainer trains; ``revert()`` gives TorchTitan back."""
+    """The handle that ``install`` returns. ``adapter`` exists while a trainer trains, and ``revert()`` detaches it."""
 
     def __init__(self, settings: TimelyFreezeConfig | Settings) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def _keep_in_checkpoints(trainer: Any, adapter: Any, warmup_steps: int) -> None:
 
 
 def _holds_state(checkpointer: Any, step: int) -> bool:
-    """Whether the checkpoint that would be loaded has a state of ours."""
+    """Return whether the checkpoint that would be loaded has a state of ours."""
     if not Path(checkpointer.folder).is_dir():
         return False
     number = checkpointer._find_load_step() if step == -1 else step

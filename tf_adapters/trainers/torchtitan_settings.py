@@ -20,7 +20,7 @@ def dotted(name: str) -> str:
 
 
 class JobSettings:
-    """What the command line and the TOML file say together; an argument goes before the file."""
+    """The settings of the command line and the TOML file. An argument wins over the file."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         """Read ours from a command line; ``rest`` is TorchTitan's.

@@ -18,9 +18,9 @@ KINDS = {
 }
 _EACH_RANK_UP_TO = 8
 _PARTS = 3
-"""Of a critical path, stages that are named."""
+"""Most stages of a critical path that are named."""
 _WORTH_A_WORD = 0.01
-"""Of the batch: what takes less is not named."""
+"""Least share of the batch that is named."""
 
 
 def milliseconds(value: float) -> str:
@@ -38,7 +38,7 @@ def bubbles(batch: BatchTimes) -> str:
 
 
 def held_by(batch: BatchTimes) -> str:
-    """What the critical path spends its time on: the stages that are longest on it, and what is no computing."""
+    """Describe the critical path: the stages that are longest on it, and its time outside of computations."""
     by_stage: defaultdict[int, dict[str, float]] = defaultdict(dict)
     for part in batch.critical_path:
         by_stage[part.stage][part.kind] = part.ms
@@ -73,7 +73,7 @@ def late_receives(batch: BatchTimes) -> Iterator[str]:
 
 
 def stragglers(batch: BatchTimes, step_ms: float) -> Iterator[str]:
-    """Which replica of a stage is slower than the others and what that costs; nothing where there is one of each."""
+    """Describe replicas that are slower than the others of their stage, and the cost. Empty without replicas."""
     if batch.replicas > 1 and not batch.stragglers:
         spread = f"within {batch.replica_spread:.1%} of the median"
         yield f"none: of a stage's {batch.replicas} replicas the slowest is {spread}"

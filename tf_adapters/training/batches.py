@@ -61,7 +61,7 @@ class BatchPlan(Value):
 class BatchPlans:
     """The plans of a run by number of microbatches, the one used last at the end; the same on every rank.
 
-    Of more than ``MOST_NUMBERS`` the one that was used longest ago is given up.
+    If there are more than ``MOST_NUMBERS``, the one that was used longest ago is given up.
     """
 
     of: dict[int, BatchPlan] = field(default_factory=dict)
@@ -74,12 +74,12 @@ class BatchPlans:
         return max(self.of.values(), key=lambda batch: batch.steps, default=None)
 
     def has_room(self, microbatches: int, step: int, interval: int) -> bool:
-        """Whether to plan for a number after ``step``: where another is given up for it, once in ``interval`` steps."""
+        """Return whether to plan for a number after ``step``. Another one gives way once in ``interval`` steps."""
         newest = max((batch.planned_at for batch in self.of.values()), default=0)
         return microbatches in self.of or len(self.of) < MOST_NUMBERS or step >= newest + interval
 
     def put(self, batch: BatchPlan) -> None:
-        """Take a plan into force, in the place of the number's last one."""
+        """Take a plan into force. It replaces the last one of the number."""
         number = batch.schedule.num_microbatches
         earlier = self.of.pop(number, None)
         if len(self.of) == MOST_NUMBERS:
@@ -103,7 +103,10 @@ class MonitoredBatches:
         self._orders[schedule.num_microbatches] = schedule
 
     def most_seen(self, schedule: PipelineSchedule) -> PipelineSchedule:
-        """What most steps ran: of equals the smallest, for most steps have its microbatches. ``schedule`` if none."""
+        """Return the order of most steps, or ``schedule``.
+
+        The smallest of equals counts, since most steps have its microbatches.
+        """
         number = max(self._steps, key=lambda number: (self._steps[number], -number), default=0)
         return self._orders.get(number, schedule)
 
@@ -113,7 +116,7 @@ class MonitoredBatches:
 
 
 def same_pipeline(one: PipelineSchedule, other: PipelineSchedule) -> bool:
-    """Whether two schedules run the same stages, on the same ranks and in the same kinds of actions."""
+    """Return whether two schedules run the same stages, on the same ranks and in the same kinds of actions."""
     return [{(a.stage, a.kind) for a in row} for row in one.ranks] == [
         {(a.stage, a.kind) for a in row} for row in other.ranks
     ]

@@ -47,7 +47,7 @@ from tf_adapters.weight_gradients.tokens import TokenSampler
 __all__ = ["Controller"]
 
 _LAYER_STEPS = 4
-"""How many steps layers are timed in: the last of the warm-up, which no plan is made from."""
+"""Number of steps in which layers are timed. They are the last of the warm-up, and no plan is made from them."""
 
 
 class Controller:
@@ -169,12 +169,12 @@ class Controller:
 
     @property
     def checks_taps(self) -> bool:
-        """Whether this step finds out which layers' weight gradients can be computed apart: the run's first."""
+        """Return whether this step, the run's first, checks the taps."""
         return self.config.splits_backwards and self.state.taps is None
 
     @property
     def execution(self) -> PipelineSchedule:
-        """What the ranks run in this step, the same on all of them: the host's own order, or the plan's."""
+        """Return the order of this step, equal on all ranks: the host's own, or the plan's."""
         return self.state.execution(self.schedule, self.step)
 
     def mask(self, stage: int, microbatch: int) -> Mask:
@@ -221,15 +221,15 @@ class Controller:
     def frozen_parameters(self, step: int, stage: int, microbatch: int) -> tuple[str, ...]:
         """Names frozen on ``stage`` for ``microbatch`` at ``step``: the same on every replica and after a restart.
 
-        In a batch of as many microbatches as the one that runs, or ran last. Of a tied weight it is this stage's part
-        of the gradient that is skipped: the weight still learns from the part of a stage that does not name it.
+        The batch has as many microbatches as the one that runs, or ran last. If a tied weight is named, this stage's
+        part of its gradient is skipped. The weight still learns from the parts of stages that do not name it.
         """
         masks = self._ratios.masks(self.state, step, stage)
         return masks[microbatch].names if microbatch < len(masks) else ()
 
     @property
     def forecast(self) -> Forecast | None:
-        """What the plan promises for a whole step; None before there is a plan."""
+        """Return the plan's promise for a whole step; None before there is a plan."""
         return self.state.forecast
 
     @property
@@ -278,7 +278,7 @@ class Controller:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank's ``state_dict`` is all that resuming needs."""
+        """Return whether this rank's ``state_dict`` is all that resuming needs."""
         return self._collectives.rank == 0 or not self.state.stability.begun
 
     def load_state_dict(self, data: Mapping[str, Any] | None, auto_warmup: int | None = None) -> None:
@@ -363,10 +363,10 @@ class Controller:
         return graphs.learned() if phase is Phase.WARMUP and action.kind is Kind.FORWARD else nullcontext()
 
     def _computed_apart(self, action: Action) -> bool:
-        """Whether the weight gradients of an action's microbatch are computed apart from its backward.
+        """Return whether the weight gradients of an action's microbatch are computed apart from its backward.
 
-        Until a plan is there, to time them; then where they wait, or are sampled in this step. The host's own backward
-        computes them a little faster: what it reads is still in the processor's caches.
+        Without a plan they are, to time them. With one they are if they wait, or are sampled in this step. The host's
+        own backward computes them a little faster: what it reads is still in the processor's caches.
         """
         plan = self.state.plan
         if plan is None or Action(action.stage, Kind.WEIGHT_GRAD, action.microbatch) in plan.freeze_ratio:
@@ -394,7 +394,7 @@ class Controller:
         return self.phase is Phase.WARMUP and last - _LAYER_STEPS < self.step <= last
 
     def _forget_measured(self) -> None:
-        """What was timed, and a plan that is being made from it, are of another run or schedule."""
+        """Drop measurements, and a plan that is being made from them. They are of another run or schedule."""
         self._decisions.forget()
         self.timer.clear()
         self.memory.clear()

@@ -1,4 +1,4 @@
-"""What happens at the end of a step: everything that ranks must agree on, at step numbers that are the same on all."""
+"""The end of a step: decisions that all ranks must agree on, at step numbers that are equal on all of them."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Decisions:
             self.say(f"monitoring {done}/{length} steps" + ("" if step_ms is None else f", {step_ms:.1f} ms a step"))
 
     def _monitoring_ends(self, run: RunSnapshot) -> bool:
-        """Whether everything is measured: at the set length, or where every step trains as soon as it is precise."""
+        """Return whether monitoring ends: at the set length, or if every step trains, once it is precise."""
         phases, step = run.state.phases, run.state.completed_steps
         if step == phases.monitoring_end:
             return True
@@ -195,7 +195,7 @@ class Decisions:
             self.say(line)
 
     def _say_memory(self, run: RunSnapshot, schedule: PipelineSchedule, plan: FreezePlan) -> None:
-        """What the fullest rank holds in the host's order, and is to hold in the plan's."""
+        """Log the memory of the fullest rank in the host's order and in the plan's."""
 
         def local() -> tuple[int, int] | None:
             held = run.memory.peak_bytes(Phase.MONITORING_UPPER)

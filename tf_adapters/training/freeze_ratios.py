@@ -1,4 +1,4 @@
-"""What each step freezes: from a run's state to actual freeze ratios, and from these to masks.
+"""From a run's state to the actual freeze ratios of each step, and from these to masks.
 
 Nothing here changes anything or talks to anybody: every rank, every replica and a restarted run find the same.
 """
@@ -19,7 +19,7 @@ _STABLE_EACH = 20  # steps of stable freezing from one probe to the next, at lea
 
 
 class FreezeRatios:
-    """What a schedule's microbatches freeze under a run's settings.
+    """The freeze ratios of a schedule's microbatches under a run's settings.
 
     ``weight_gradients`` holds the action of the host's order that computes the weight gradients of a
     (stage, microbatch).
@@ -33,16 +33,16 @@ class FreezeRatios:
         }
 
     def on(self, state: RunState) -> bool:
-        """Whether this run freezes anything once it has been monitored."""
+        """Return whether this run freezes anything once it has been monitored."""
         return not state.failure and self._config.method != "none" and self._config.stage_limit > 0
 
     def _monitors_with_masks(self, state: RunState) -> bool:
         return not state.failure and self._config.monitors_with_masks
 
     def probes(self, state: RunState, step: int) -> bool:
-        """Whether ``step`` looks at the noise of the gradients: some of monitoring, and then one now and then.
+        """Return whether ``step`` looks at the noise of the gradients, and freezes nothing.
 
-        Nothing is frozen in it.
+        Some steps of monitoring do, and later one now and then.
         """
         if not self._config.is_auto or state.failure:
             return False
@@ -72,7 +72,7 @@ class FreezeRatios:
         return state.plan.ratio_of_microbatch[action.stage, action.microbatch] * state.phases.ramp(step)
 
     def masks(self, state: RunState, step: int, stage: int) -> tuple[Mask, ...]:
-        """What is frozen on ``stage`` at ``step``, for each microbatch."""
+        """Return the mask of each microbatch on ``stage`` at ``step``."""
         if compiling := self._compiling(state, step, stage):
             return compiling
         actions = (self.weight_gradients.get((stage, microbatch)) for microbatch in range(self._microbatches))
@@ -80,7 +80,7 @@ class FreezeRatios:
         return self._masks.draw(step, stage, ratios, self.stable(state, step, stage))
 
     def stable(self, state: RunState, step: int, stage: int) -> frozenset[int]:
-        """What the last stability check found stable on a stage, by the indices of its units."""
+        """Return the units of a stage that the last stability check found stable, by index."""
         freezing = step > state.phases.monitoring_end  # monitoring is of uniform masks
         return state.stability.stable.get(stage, NONE_PREFERRED) if freezing else NONE_PREFERRED
 

@@ -75,9 +75,9 @@ _WORTH_SAYING = 0.01
 
 
 def meeting(known: Measurement, plan: FreezePlan, meetings: Sequence[str]) -> str:
-    """Whether the ranks meet between steps, and what that changes; empty where it changes next to nothing.
+    """Say whether the ranks meet between steps, and the cost. Empty if that changes next to nothing.
 
-    ``meetings`` are what makes them meet, as far as the host knows.
+    ``meetings`` are the reasons, as far as the host knows them.
     """
     if plan.period_ms is not None:
         return (
@@ -92,7 +92,7 @@ def meeting(known: Measurement, plan: FreezePlan, meetings: Sequence[str]) -> st
 
 
 def filled_memory(known: Measurement, plan: FreezePlan) -> str:
-    """How many microbatches each rank holds of those that fit its memory."""
+    """Say how many microbatches each rank holds, and how many fit its memory."""
     if not known.fitting_microbatches:
         return (
             'extra_microbatches "auto": how much memory is free for tensors is not known here, so no rank holds more '
@@ -107,7 +107,7 @@ def filled_memory(known: Measurement, plan: FreezePlan) -> str:
 
 
 def planned(plan: FreezePlan, forecast: Forecast) -> str:
-    """What was measured, what is planned, and what it costs in freezing."""
+    """Say the measured and the planned time of a step, and the freeze ratios."""
     stages = ", ".join(f"stage {stage}: {ratio:.2f}" for stage, ratio in sorted(plan.stage_freeze_ratio.items()))
     return (
         f"measured {forecast.unfrozen_ms:.1f} ms a step; plan: {forecast.planned_ms:.1f} ms "

@@ -1,4 +1,4 @@
-"""What may be seen of a run: a snapshot, and whoever looks at it."""
+"""A snapshot of a run, and the protocol of its observers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which phase a training step is in, and the actual freeze ratio of an action at that step.
+"""The phase of a training step, and the actual freeze ratio of an action at that step.
 
 Steps count from 1, as in the paper: step t is the t-th optimizer step since freezing was attached.
 """
@@ -54,11 +54,11 @@ class PhaseSchedule:
         return self.monitoring_end if self.plan_end is None else self.plan_end
 
     def mixed_turn(self, step: int) -> int:
-        """How many steps of mixed monitoring drew freeze ratios before ``step``."""
+        """Return the number of steps of mixed monitoring before ``step`` that drew freeze ratios."""
         return (step - self.warmup_end - 1) // 2
 
     def may_end_monitoring(self, step: int) -> bool:
-        """Whether mixed monitoring may end with ``step``: after enough pairs of steps that an error can be told."""
+        """Return whether mixed monitoring may end with ``step``: after enough pairs of steps to estimate an error."""
         done = step - self.warmup_end
         return self.mixed and self.phase(step).monitors and done >= LEAST_MIXED_STEPS and done % 2 == 0
 
@@ -93,7 +93,7 @@ class PhaseSchedule:
         return Phase.MONITORING_UPPER if step <= self.upper_end else Phase.MONITORING_LOWER
 
     def description(self, step: int) -> str:
-        """What the phase of ``step`` is called in the log."""
+        """Return the name in the log of the phase of ``step``."""
         phase = self.phase(step)
         mixed = self.mixed and phase.monitors
         return "monitoring, every second step with drawn freeze ratios" if mixed else _TITLES[phase]
@@ -110,7 +110,7 @@ class PhaseSchedule:
 
 
 def warmup_left(scheduler: Any, per_step: int = 1) -> int:
-    """What is left of a learning-rate warm-up, in steps; ``DEFAULT_WARMUP_STEPS`` where the scheduler has none.
+    """Return the rest of a learning-rate warm-up, in steps, or ``DEFAULT_WARMUP_STEPS`` if the scheduler has none.
 
     The scheduler is of Megatron's kind, and counts ``per_step`` samples in a step.
     """

@@ -1,4 +1,4 @@
-"""What a host tells the controller of the pipeline that it runs, and of this rank's part of it."""
+"""A host's description, for the controller, of the pipeline that it runs and of this rank's part of it."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ Probes = Callable[[], Mapping[int, Sequence[Probe]]]
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What a run's decisions are made with.
+    """The parts of a run that its decisions need.
 
     Attributes:
         config: the settings.
@@ -55,7 +55,7 @@ class RunSetup:
         pipeline: the pipeline that the host runs.
         masks: the masks of every stage.
         probes: this rank's newest probes of its gradients' noise, by stage.
-        taps: what the first step found out about the taps; None before, and where there are none.
+        taps: the findings of the first step about the taps; None before, and without taps.
     """
 
     config: TimelyFreezeConfig
@@ -92,7 +92,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class _Local:
-    """What one rank sends of its monitored steps.
+    """The message of one rank about its monitored steps.
 
     A rank of the traced pipeline sends bounds and traces of each action, any other the mean bounds of its groups.
     ``typical_ms`` tells a slow replica. ``fitting`` is how many microbatches fit the memory of this rank, if known.
@@ -135,7 +135,7 @@ class PlanMaker:
     def measure(
         self, schedule: PipelineSchedule, timer: ActionTimer, memory: MemoryMeter
     ) -> tuple[Measurement, tuple[str, ...]]:
-        """What the monitored steps of all ranks say, and a sentence for each bound that noise had crossed.
+        """Return the measurement of the monitored steps, and a sentence for each bound that noise had crossed.
 
         Raises TimelyFreezeError, the same on every rank.
         """
@@ -273,7 +273,7 @@ class PlanMaker:
         return Planned(plan, promised.planned_ms, tuple(self._notes(known, promised, plan)))
 
     def _notes(self, known: Measurement, promised: Forecast, plan: FreezePlan) -> Iterator[str]:
-        """What the settings ask for and the plan does not reach, and why it freezes what it freezes."""
+        """Say what the settings ask for and the plan does not reach, and why nothing is frozen."""
         target = self._config.target_ms(known.unfrozen_step_ms)
         if target and promised.planned_ms > target * _NEARLY and not self._config.is_auto:
             yield messages.out_of_reach(target, promised, self._config.stage_limit)
@@ -287,7 +287,7 @@ class PlanMaker:
 
 
 def _fitting(ranks: Sequence[_Local]) -> dict[int, int]:
-    """How many microbatches fit the memory of each pipeline rank, of the replica with least; empty if not all know."""
+    """Return how many microbatches fit each pipeline rank, on the replica with least memory; empty if not all know."""
     found: dict[int, int] = {}
     for local in ranks:
         if local.fitting is None:

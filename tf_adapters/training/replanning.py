@@ -1,7 +1,7 @@
 """Plan again when actions no longer take as long as the plan says: a slower node, other sequence lengths, a curriculum.
 
-Stable freezing is timed, and every ``replan_interval`` steps the times are compared with the plan's. What freezing
-saves is in proportion to what an action takes, so the new bounds are the old ones times what changed. Nothing is
+Stable freezing is timed, and every ``replan_interval`` steps the times are compared with the plan's. The
+saving of freezing is in proportion to an action's time, so the new bounds are the old ones times the change. Nothing is
 monitored again, and until the new plan is there the old one is in force.
 """
 
@@ -55,7 +55,7 @@ class Replanning:
         self._changes_in_a_row = 0  # looks that found a change
 
     def due(self, step: int, settled: int) -> bool:
-        """Whether to look after ``step``; stable freezing began after step ``settled``."""
+        """Return whether to look after ``step``. Stable freezing began after step ``settled``."""
         passed = step - settled
         looks = self._config.replan_threshold > 0 or self._config.is_auto
         return looks and passed > 0 and passed % self._config.replan_interval == 0
@@ -121,7 +121,7 @@ def _pays_otherwise(plan: FreezePlan, learning: Learning | None) -> list[str]:
 
 
 def changes(timer: ActionTimer, bounds: Mapping[Action, Bounds], newest: int) -> dict[Group, float]:
-    """How many times as long this rank's actions took, in their ``newest`` stable samples, as bounds and masks say."""
+    """Return measured over expected time of this rank's actions, in their ``newest`` stable samples, by group."""
     ratios: dict[Group, list[float]] = {}
     for action, bound in bounds.items():
         for sample in _stable_samples(timer, action)[-newest:]:

@@ -102,11 +102,11 @@ class RunState:
 
     @property
     def plan(self) -> FreezePlan | None:
-        """What ``batch`` freezes; None before there is a plan for its number of microbatches."""
+        """Return the plan of ``batch``; None before there is one for its number of microbatches."""
         return None if self.batch is None else self.batch.plan
 
     def execution(self, host_order: PipelineSchedule, step: int) -> PipelineSchedule:
-        """What the ranks run in ``step``: the order of a plan that defers, once one is in force; else the host's."""
+        """Return the order of ``step``: the host's, or once it is in force the order of a plan that defers."""
         if self.plan is None or self.failure or step <= self.phases.freezing_start or step == self.host_order_step:
             return host_order
         rewritten = self.plan.schedule
@@ -114,11 +114,11 @@ class RunState:
 
     @property
     def forecast(self) -> Forecast | None:
-        """What the plan promises for a whole step; None before there is a plan."""
+        """Return the plan's promise for a whole step; None before there is a plan."""
         return None if self.batch is None else self.batch.forecast
 
     def measured_for(self, schedule: PipelineSchedule) -> Measurement:
-        """What plans for a number of microbatches are made from."""
+        """Return the measurement for a schedule, perhaps with another number of microbatches."""
         return carried_over(self.measurement, schedule)
 
     def of_batch(self, batch: BatchPlan) -> RunState:
@@ -128,12 +128,12 @@ class RunState:
 
     @property
     def awaits_plan(self) -> bool:
-        """Whether everything is measured and only the first plan is missing."""
+        """Return whether everything is measured and only the first plan is missing."""
         return not self.plans and bool(self.measurement.times) and not self.failure
 
     @property
     def outlived(self) -> bool:
-        """Whether the batch that runs has no plan that is made from what is known."""
+        """Return whether the batch that runs has no plan from the newest measurement."""
         if not self.measurement.times or self.failure:
             return False
         return self.batch is None or self.batch.planned_at < self.measured_at
@@ -192,9 +192,9 @@ def _of_format_2(data: Mapping[str, Any], schedule: PipelineSchedule) -> dict[st
 
 
 def for_other_ranks(data: Any) -> Any:
-    """What the first rank tells others of its saved state: all that decides whether and how they go on with it.
+    """Return the part of the first rank's saved state that decides whether and how other ranks go on with it.
 
-    What stability checks compare with, several MB in a large pipeline, is left out.
+    The values that stability checks compare with are left out. They are several MB in a large pipeline.
     """
     stability = data.get("stability") if isinstance(data, Mapping) else None
     if not isinstance(stability, Mapping) or not _is_intact(data):
@@ -238,9 +238,10 @@ def compatible_state(
 
 
 def _fits(state: RunState, order: PipelineSchedule, schedule: PipelineSchedule) -> bool:
-    """Whether plans that were made for a host's ``order`` hold where it runs another: one of as many microbatches.
+    """Return whether plans that were made for a host's ``order`` hold for its schedule.
 
-    Of another number it is taken for the same kind of schedule, where the ranks run the same stages.
+    With the same number of microbatches the orders must be equal. With another number the schedule must be of the same
+    kind: its ranks run the same stages.
     """
     own = state.plans.of.get(schedule.num_microbatches)
     return same_pipeline(order, schedule) and (own is None or own.schedule == schedule)
@@ -261,7 +262,7 @@ def _read(data: Any, schedule: PipelineSchedule) -> RunState:
 
 
 def saved_taps(data: Any) -> TapFindings | None:
-    """What a saved state says of the taps; None where it says nothing that can be read."""
+    """Return the findings about taps in a saved state; None if it has no readable ones."""
     try:
         return TapFindings.from_json(data["taps"])
     except (AttributeError, LookupError, TypeError, ValueError):
@@ -269,7 +270,7 @@ def saved_taps(data: Any) -> TapFindings | None:
 
 
 def _is_intact(data: Mapping[str, Any]) -> bool:
-    """Whether it is what was saved; of an early version, which had no checksum, nobody can tell."""
+    """Return whether a state is as it was saved. Early versions had no checksum, and their states count as intact."""
     if "checksum" not in data:
         return True
     content = {key: value for key, value in data.items() if key != "checksum"}
@@ -297,7 +298,7 @@ def _phases(config: TimelyFreezeConfig, warmup_end: int) -> PhaseSchedule:
 
 
 def fingerprint(config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: StageMasks) -> str:
-    """What a plan depends on besides the measured times."""
+    """Return a digest of all that a plan depends on besides the measured times."""
     parts: dict[str, Any] = {
         "ranks": schedule.to_text(),
         "units": {stage: masks.names(stage) for stage in masks.stages},

@@ -88,7 +88,7 @@ class StepMasks:
                 yield self._parameters[stage][name], len(masks) / (len(masks) - frozen[name])
 
     def _is_frozen(self, stage: int, name: str, microbatch: int) -> bool:
-        """Whether a name that a microbatch froze on a stage is frozen on all other stages that hold it."""
+        """Return whether a name that a microbatch froze on a stage is frozen on all other stages that hold it."""
         places = self._ties.get((stage, name), ())
         return all(other == stage or held in self.of(other, microbatch).names for other, held in places)
 

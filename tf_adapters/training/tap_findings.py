@@ -1,4 +1,7 @@
-"""What a run's first step finds out about its taps: which layers have one, and how much work. All ranks agree on it."""
+"""The findings of a run's first step about its taps: the layers that have one, and their share of the work.
+
+All ranks agree on them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _LITTLE = 0.1
 
 @dataclass(frozen=True)
 class TapFindings(Value):
-    """Which weight gradients can be computed apart.
+    """The weight gradients that can be computed apart.
 
     Attributes:
         left: by stage and parameter, why the layer is left to the host.
@@ -54,7 +57,7 @@ class TapFindings(Value):
         }
 
     def lines(self) -> list[str]:
-        """What the log says: one line for each stage and reason, and one for each stage with few taps."""
+        """Return the lines of the log: one for each stage and reason, and one for each stage with few taps."""
         lines = []
         for stage, found in self.left.items():
             for reason in dict.fromkeys(found.values()):
@@ -79,7 +82,7 @@ class TapFindings(Value):
 
 
 def agree(collectives: Collectives, pipeline: HostPipeline) -> TapFindings:
-    """What the checks of all ranks have found. Replicas of a stage leave the same layers. Called on all ranks."""
+    """Return the findings of all ranks. Replicas of a stage leave the same layers. Called on all ranks."""
 
     def local() -> TapFindings:
         left, shares, others = {}, {}, {}

@@ -33,7 +33,7 @@ Finish = Callable[[Sequence[Any]], None]
 
 
 class _Aliases(torch.autograd.Function):
-    """Parameters' values again. What their gradients would be is handed to ``finish``, None where there was none."""
+    """Parameters' values again. Their gradients are passed to ``finish``, None for a missing one."""
 
     @staticmethod
     def forward(ctx: Any, finish: Finish, anchor: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -114,7 +114,8 @@ class EngineTap(TappedLayer):
         return None if any(getattr(recipe, name, bool)() for name in _RECIPES) else QUANTIZED
 
     def _overwrites(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the function of this call writes over what has been accumulated: that of a step's first microbatch.
+        """Return whether the function of this call overwrites the accumulated gradient, as in a step's first
+        microbatch.
 
         It then runs in the backward, before those of all others.
         """

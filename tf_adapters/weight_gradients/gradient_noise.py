@@ -1,7 +1,7 @@
-"""How much of a batch's gradient is signal and how much is noise, from the gradients of its single microbatches.
+"""Signal and noise of a batch's gradient, from the gradients of its single microbatches.
 
-A batch's gradient is the mean of its microbatches'. How far these lie apart tells the noise; what their mean has beyond
-what that noise explains is signal (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A).
+A batch's gradient is the mean of its microbatches'. Their variance gives the noise. The part of their mean that this
+noise does not explain is signal (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A).
 A few elements of a few weights are looked at, in a few steps that freeze nothing.
 """
 
@@ -19,10 +19,10 @@ from tf_adapters.weight_gradients.tokens import Rows, common_input, inclusion_ch
 __all__ = ["GradientNoise", "RowObserver", "chosen_weights"]
 
 _WEIGHTS = 8
-"""Of a stage, at most, evenly spread over it."""
+"""Most weights of a stage that are looked at. They are spread evenly over it."""
 
 _ELEMENTS = 65_536
-"""Of a weight, at most."""
+"""Most elements of a weight that are looked at."""
 
 _NEWEST = 8
 """Probes that are kept: the noise grows while a model learns."""
@@ -47,7 +47,7 @@ class GradientNoise:
         self._running = {stage: _RunningProbe(weights) for stage, weights in self._weights.items()}
 
     def observer(self, stage: int) -> RowObserver | None:
-        """What layers on taps show the tokens that their weight gradients are made from; None outside of a probe."""
+        """Return the function that sees the tokens of tapped layers' weight gradients; None outside of a probe."""
         probe = self._running.get(stage)
         return None if probe is None else probe.observer
 

@@ -48,10 +48,10 @@ class without_gradients:  # noqa: N801 - it reads as a function, and is one that
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether this module itself (not a part of it) runs compiled: torch.compile guards on ``requires_grad``."""
+    """Return whether this module itself, not a part of it, is compiled: torch.compile guards on ``requires_grad``."""
     return vars(module).get("_compiled_call_impl") is not None or type(module).__name__ == "OptimizedModule"
 
 
 def any_compiled(modules: Mapping[str, torch.nn.Module]) -> bool:
-    """Whether one of these or a part of it is compiled: a hook on it would compile it anew."""
+    """Return whether one of these or a part of it is compiled. A hook on it would compile it anew."""
     return any(is_compiled(part) for module in modules.values() for part in module.modules())

@@ -49,7 +49,7 @@ _Place = tuple[int, torch.nn.Parameter]
 
 
 def accumulates(node: Any) -> bool:
-    """Whether the backward that runs accumulates into the leaf of this AccumulateGrad ``node``.
+    """Return whether the backward that runs accumulates into the leaf of this AccumulateGrad ``node``.
 
     ``torch.autograd.grad`` does not, nor a backward that names its inputs.
     """
@@ -207,7 +207,7 @@ def _sample(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _differs(ours: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | bool:
-    """Whether two gradients differ in any bit: what is computed apart is to be the host's to the bit."""
+    """Return whether two gradients differ in any bit."""
     if ours.shape != gradient.shape or ours.dtype != gradient.dtype:
         return True
     return ((ours != gradient) & ~(ours.isnan() & gradient.isnan())).any()

@@ -30,7 +30,7 @@ _interceptors: WeakKeyDictionary[torch.nn.Module, Interceptor] = WeakKeyDictiona
 
 
 def intercept(module: torch.nn.Module, method: str, interceptor: Interceptor) -> None:
-    """Call ``interceptor.forward`` with this object's ``method`` in the place of the method itself."""
+    """Replace this object's ``method`` by a call of ``interceptor.forward`` with that method."""
     _interceptors[module] = interceptor
     original: Any = type(module)
     module.__class__ = _subclass(original, method)

@@ -75,8 +75,8 @@ class _Tap(torch.autograd.Function):
 class _HandOver(torch.autograd.Function):
     """Gives a parameter its first gradient in a backward, through all hooks, as the only one who holds that tensor.
 
-    The parameter then keeps it, as in a host's own backward. Of what is passed to ``torch.autograd.backward`` it would
-    keep a copy.
+    The parameter then keeps that tensor, as in a host's own backward. It would keep a copy of a tensor that is passed
+    to ``torch.autograd.backward``.
     """
 
     @staticmethod
@@ -126,9 +126,9 @@ class TappedLayer(ABC):
         gradient: torch.Tensor,
         choose: Choose | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Gradients of these parameters, in their shapes and types; the weight's of the rows that ``choose`` takes.
+        """Gradients of these parameters, in their shapes and types.
 
-        Of all rows without ``choose``.
+        The weight's is computed from the rows that ``choose`` takes, by default from all.
         """
 
     def install(self, taps: StageTaps) -> None:
@@ -174,11 +174,12 @@ class TappedLayer(ABC):
 
 
 def _is_plain(inputs: Any, parameters: Sequence[torch.nn.Parameter]) -> bool:
-    """Whether a call of a layer is one whose gradient a tap can compute: an ordinary product of real numbers.
+    """Return whether a tap can compute the gradient of a layer's call: an ordinary product of real numbers.
 
-    Not under a transform of ``torch.func`` or forward-mode differentiation, of a weight that is computed itself, of
-    complex numbers, or of a tensor with rules of its own (a DTensor, a nested or sparse one). Nor of an input of three
-    or more dimensions that is not contiguous: torch's product has other bits there if its weight needs no gradient.
+    A tap cannot under a transform of ``torch.func`` or forward-mode differentiation. It cannot if the weight is
+    computed itself, or for complex numbers and tensors with rules of their own (DTensors, nested and sparse ones). Nor
+    can it if an input of three or more dimensions is not contiguous: torch's product then has other bits if its weight
+    needs no gradient.
     """
     return (
         type(inputs) in (torch.Tensor, torch.nn.Parameter)
@@ -192,7 +193,7 @@ def _is_plain(inputs: Any, parameters: Sequence[torch.nn.Parameter]) -> bool:
 
 
 def transforms_run() -> bool:
-    """Whether a transform of ``torch.func`` or forward-mode differentiation is going on."""
+    """Return whether a transform of ``torch.func`` or forward-mode differentiation is active."""
     return bool(torch._C._are_functorch_transforms_active()) or torch.autograd.forward_ad._current_level >= 0
 
 
@@ -296,7 +297,7 @@ class StageTaps:
         self.end_check()
 
     def owes(self, microbatch: int) -> bool:
-        """Whether a backward has kept what weight gradients of this microbatch are made from."""
+        """Return whether weight gradients of this microbatch are still to be computed."""
         return bool(self._pending.get(microbatch))
 
     @torch.no_grad()  # a host may receive gradients into tensors that require gradients
@@ -318,7 +319,7 @@ class StageTaps:
     ) -> Gradients:
         """The gradients of a call's parameters whose last call it is; those of others wait in ``sums``.
 
-        Of several calls the host adds up first what one backward makes, too.
+        The host, too, first adds up the gradients of several calls in one backward.
         """
         complete: Gradients = {}
         for parameter, gradient in zip(call.parameters, self._gradients(call, sampler), strict=True):

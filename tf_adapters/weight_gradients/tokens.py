@@ -1,10 +1,10 @@
 """Weight gradients from a sample of the tokens: unbiased, and as much work less as tokens are left out.
 
-The weight gradient of a linear layer is a sum over tokens, ``dW = sum_i g_i x_i^T``. What all inputs have in common,
-``c``, adds up without a draw, ``(sum_i g_i) c^T``; the rest, ``sum_i g_i (x_i - c)^T``, is sampled. A token's chance is
-in proportion to ``|g_i| |x_i - c|``, the size of what it adds, and at most 1; what is drawn is divided by its chance.
-Sources: Adelman et al. 2021, "Faster Neural Network Training with Approximate Tensor Operations"; Liu et al. 2023,
-"WTA-CRS"; for ``c`` Saerndal et al. 1992, "Model Assisted Survey Sampling" (the difference estimator).
+The weight gradient of a linear layer is a sum over tokens, ``dW = sum_i g_i x_i^T``. The part ``c`` that all inputs
+have in common adds up without a draw: ``(sum_i g_i) c^T``. The rest, ``sum_i g_i (x_i - c)^T``, is sampled. A token's
+chance is in proportion to the size of its summand, ``|g_i| |x_i - c|``, and at most 1. A drawn summand is divided by
+its chance. Sources: Adelman et al. 2021, "Faster Neural Network Training with Approximate Tensor Operations"; Liu et
+al. 2023, "WTA-CRS"; for ``c`` Saerndal et al. 1992, "Model Assisted Survey Sampling" (the difference estimator).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _ROUNDING = 1e-6
 """How far the sum of chances may be from a whole number by rounding."""
 
 _IN_THE_MEAN = 256
-"""Tokens, at most, that the direction of the common input is told from: as good as thousands."""
+"""Most tokens that give the direction of the common input. They are as good as thousands."""
 
 _LEAST_OWN = 0.1
-"""Of an input's norm: less is not trusted to be what it has of its own, it is a difference of larger numbers."""
+"""Least norm of an input's own part, as a share of the input's norm. Below it, rounding is too large a part."""
 
 
 class Sample(NamedTuple):
-    """What stands for all tokens: the common input ``[inputs]``, and some tokens for what inputs have beside it."""
+    """A sample of all tokens: the common input ``[inputs]``, and some tokens for the rest of the inputs."""
 
     common: torch.Tensor
     chosen: torch.Tensor
@@ -81,7 +81,8 @@ class TokenSampler:
 
 def _rows(sample: Sample, inputs: torch.Tensor, gradient: torch.Tensor) -> Rows:
     common, chosen, scales = sample
-    # Of all tokens less the drawn ones. An infinity or a NaN in a gradient is in it whether or not it is drawn.
+    # This is for all tokens less the drawn ones. An infinity or a NaN in a gradient is in it whether or not it is
+    # drawn.
     not_drawn = scales.new_ones(len(gradient)).index_add_(0, chosen, scales, alpha=-1).to(gradient.dtype)
     places = torch.cat([chosen, chosen[:1]])  # the last row is overwritten, which is cheaper than to append one
     rows, gradients = inputs.index_select(0, places), gradient.index_select(0, places)
@@ -93,9 +94,10 @@ def _rows(sample: Sample, inputs: torch.Tensor, gradient: torch.Tensor) -> Rows:
 
 
 def common_input(inputs: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What inputs have in common, ``[inputs]``, and the size ``[tokens]`` of what each token adds beside it.
+    """Return the common part of inputs, ``[inputs]``, and the size ``[tokens]`` of each token's remaining summand.
 
-    In the direction of the mean of a few tokens, as long as leaves least: nothing, where outliers have made that mean.
+    The common part has the direction of the mean of a few tokens, and the length that leaves the smallest remainder. It
+    is zero if outliers dominate that mean.
     """
     mean = inputs[:: -(-inputs.shape[0] // _IN_THE_MEAN)].mean(dim=0, dtype=_precise(inputs))
     direction = torch.nn.functional.normalize(mean, dim=0, eps=_NO_NORM)  # along the mean half floats may overflow
