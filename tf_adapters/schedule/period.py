@@ -4,7 +4,7 @@ A rank that has finished its part of a step updates its weights and begins the n
 work. The time of a step is then the *period*: from a rank's first action to its first action in the next step. It is
 the smallest T for which start times satisfy the edges of one step and these *loops*.
 
-    start of a rank's first action + T >= end of its last action + its time between steps
+    start of a rank's first action + T >= end of its last action + its time between steps.
 
 All ranks have the same T, and the start times of the ranks are free to shift against each other. The smallest T is the
 largest mean length of a cycle through the loops (Karp, "A characterization of the minimum cycle mean in a digraph",
