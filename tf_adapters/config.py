@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from tf_adapters.errors import ConfigError
 from tf_adapters.log import announce
+from tf_adapters.schemas import in_words
 
 SECTION = "timely_freeze"
 
@@ -92,6 +93,12 @@ class TimelyFreezeConfig(BaseModel):
         None,
         description='extra_microbatches "auto": GiB that the tensors of a rank may fill; by default nine tenths of '
         "what its device has for them",
+    )
+    optimizer_step: Literal["synchronous", "post_validated"] = Field(
+        "synchronous",
+        description="synchronous: the update waits for the norm of all gradients, as the host's; post_validated: ranks "
+        "update at once, and make the update again if clipping was due (exact; only deferred, on "
+        "torch.distributed.pipelining)",
     )
     gradient_scale: Literal["skipped_as_zero", "computed_mean"] = Field(
         "skipped_as_zero",
@@ -167,6 +174,11 @@ class TimelyFreezeConfig(BaseModel):
                 f"{SECTION}.extra_microbatches is {self.extra_microbatches} and {SECTION}.weight_gradients is "
                 f'"{self.weight_gradients}": allowed is 0, or weight_gradients "deferred"'
             )
+        if self.post_validates and self.weight_gradients != "deferred":
+            raise ConfigError(
+                f'{SECTION}.optimizer_step is "post_validated" and {SECTION}.weight_gradients is '
+                f'"{self.weight_gradients}": allowed is "synchronous", or weight_gradients "deferred"'
+            )
         if self.memory_limit is not None and not self.fills_memory:
             raise ConfigError(
                 f"{SECTION}.memory_limit is {self.memory_limit:g} and {SECTION}.extra_microbatches is "
@@ -188,6 +200,11 @@ class TimelyFreezeConfig(BaseModel):
     def is_auto(self) -> bool:
         """Return whether the plan is chosen by what it pays."""
         return self.max_freeze_ratio == "auto"
+
+    @property
+    def post_validates(self) -> bool:
+        """Return whether ranks update before the norm of all gradients is known."""
+        return self.optimizer_step == "post_validated"
 
     @property
     def fills_memory(self) -> bool:
@@ -325,39 +342,13 @@ def read_setting(field: str, value: Any) -> Any:
 def allowed(field: str) -> str:
     """Describe a setting's allowed values from the type and the limits of its field."""
     schema = _schemas()[field]
-    *first, last = [words for choice in schema.get("anyOf", [schema]) for words in _in_words(choice)]
+    *first, last = [words for choice in schema.get("anyOf", [schema]) for words in in_words(choice)]
     return f"{', '.join(first)}{',' if last == 'null' else ''} or {last}" if first else last
 
 
 @functools.cache
 def _schemas() -> Any:
     return TimelyFreezeConfig.model_json_schema()["properties"]
-
-
-def _in_words(schema: Mapping[str, Any]) -> list[str]:
-    """The values that a JSON schema without alternatives allows."""
-    match schema:
-        case {"allowed": words}:
-            return [words]
-        case {"enum": values}:
-            return [f'"{value}"' for value in values]
-        case {"const": value}:
-            return [f'"{value}"']
-        case {"type": "boolean"}:
-            return ["true", "false"]
-        case {"type": "null"}:
-            return ["null"]
-        case {"minimum": low, "maximum": high}:
-            limits = f"from {low:g} to {high:g}"
-        case {"minimum": low, "exclusiveMaximum": high}:
-            limits = f"from {low:g} to below {high:g}"
-        case {"minimum": low}:
-            limits = f"of at least {low:g}"
-        case {"exclusiveMinimum": low, "maximum": high}:
-            limits = f"above {low:g}, up to {high:g}"
-        case {"exclusiveMinimum": low}:
-            limits = f"above {low:g}"
-    return [f"{'an integer' if schema['type'] == 'integer' else 'a number'} {limits}"]
 
 
 def find_section(host_config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = [
     {"errors", "log", "megatron_patches"},
-    {"gloo"},
+    {"gloo", "schemas"},
     {"config", "collectives", "overrides", "schedule", "values"},
     {"arguments", "measuring"},
     {"planner", "selection"},

@@ -116,6 +116,8 @@ LLAMA = (*MODEL, *TRAINING, *PIPELINE)
 SCHEDULES = ("GPipe", "Interleaved1F1B", *(["ZBVZeroBubble"] if OLD else []))
 DEFERRED_TOKENS = ("--timely_freeze.weight_gradients=deferred", "--timely_freeze.granularity=token")
 EXACT = ("--timely_freeze.weight_gradients=deferred", "--timely_freeze.max_freeze_ratio", "0")
+CLIPPED = ("--training.max_norm", "0.5")  # which these gradients exceed
+POST_VALIDATED = ("--timely_freeze.optimizer_step", "post_validated")
 UNCLIPPED = ("--training.max_norm", "inf")
 CHECKPOINTS = ("--checkpoint.enable", "--checkpoint.interval", "14", "--checkpoint.no-last-save-model-only")
 
@@ -146,6 +148,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
         ),
         "unclipped, alone": job("unclipped alone", *LLAMA, *UNCLIPPED),
         "unclipped": job("unclipped", *LLAMA, *UNCLIPPED, *FREEZING, *EXACT),
+        "post-validated": job("post", *LLAMA, *CLIPPED, *FREEZING, *EXACT, *POST_VALIDATED, *CHECKPOINTS, steps=15),
+        "clipped alone": job("clipped alone", *LLAMA, *CLIPPED, steps=15),
         "clipped": job("clipped", *LLAMA, *FREEZING, *EXACT),
         "whole": job("run", *LLAMA, *FREEZING, *CHECKPOINTS, steps=18),
         "resumed": job("run", *LLAMA, *FREEZING, *CHECKPOINTS, "--checkpoint.load_step", "14", steps=18),
@@ -199,6 +203,16 @@ def test_the_norm_of_gradients_that_are_not_clipped_is_late_and_the_same(jobs: d
     line = "training.max_norm is inf: the norm of all gradients is only logged, and no rank waits for it"
     assert jobs["unclipped"][0].said.count(line) == 1
     assert line not in jobs["clipped"][0].said
+
+
+@with_torchtitan
+@pytest.mark.programs
+def test_updates_before_the_norm_train_as_updates_after_it(jobs: dict[str, list[Outcome]]) -> None:
+    """Nearly every update is made again; a checkpoint lies between an update and its validation."""
+    for ours, alone in zip(jobs["post-validated"], jobs["clipped alone"], strict=True):
+        assert ours.losses == alone.losses
+        assert ours.norms == pytest.approx(alone.norms, rel=1e-5)
+    assert "of them were made again, since clipping was due" in report_of(jobs, "post").note[-1]
 
 
 @pytest.mark.parametrize(

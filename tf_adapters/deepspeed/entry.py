@@ -15,7 +15,7 @@ from tf_adapters.deepspeed.adapter import ATTRIBUTE, HOST, DeepSpeedAdapter
 from tf_adapters.deepspeed.stages import is_dualpipev
 from tf_adapters.deepspeed.support import check, warnings
 from tf_adapters.hosts.adapter import attach_once
-from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules
+from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules, refuse_post_validation
 from tf_adapters.hosts.support import refuse
 from tf_adapters.log import announce
 from tf_adapters.report.observer import MetricSink
@@ -82,6 +82,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
 
 def _check(engine: Any, settings: TimelyFreezeConfig) -> None:
+    refuse_post_validation(settings, "DeepSpeed")
     check(engine, settings)
     if is_dualpipev(engine):
         if settings.splits_backwards:

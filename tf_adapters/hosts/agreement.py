@@ -42,6 +42,15 @@ def refuse_other_schedules(settings: TimelyFreezeConfig, why: str) -> None:
         raise ConfigError(f'timely_freeze.schedule is "{settings.schedule}": allowed is "host"; {why}')
 
 
+def refuse_post_validation(settings: TimelyFreezeConfig, host: str) -> None:
+    """Raise ConfigError if updates are to be made before the norm of all gradients is known."""
+    if settings.post_validates:
+        raise ConfigError(
+            f'timely_freeze.optimizer_step is "post_validated": allowed is "synchronous" with {host}; updates are made '
+            "again on torch.distributed.pipelining only"
+        )
+
+
 def agree_on_settings(
     collectives: Collectives, host: HostInfo, read: Callable[[], TimelyFreezeConfig | None]
 ) -> TimelyFreezeConfig | None:

@@ -21,7 +21,7 @@ from tf_adapters.collectives import Collectives, ProcessGroupCollectives, on_all
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.adapter import attach_once
-from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules, same_on_all_ranks
+from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules, refuse_post_validation, same_on_all_ranks
 from tf_adapters.megatron.adapter import HOST, MegatronAdapter, MegatronModel, adapter_of, tagged
 from tf_adapters.megatron.late_norm import norm_can_be_late
 from tf_adapters.megatron.patching import patching
@@ -175,6 +175,7 @@ def _on_backward(run: Any, output: Any) -> Any:
 
 def _check(chunks: Sequence[Any], optimizer: Any, settings: TimelyFreezeConfig) -> None:
     refuse_other_schedules(settings, "with Megatron-Core the schedule follows from the pipeline's sizes")
+    refuse_post_validation(settings, "Megatron-Core")
     check(chunks, optimizer, settings=settings)
 
 

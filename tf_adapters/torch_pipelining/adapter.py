@@ -8,22 +8,25 @@ Source: torch/distributed/pipelining/schedules.py and stage.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tf_adapters.collectives import Collectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.layers import layers_of
 from tf_adapters.hosts.units import units_of
+from tf_adapters.measuring.phase import Phase
 from tf_adapters.measuring.timer import clock_for
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.torch_pipelining.execution import RewrittenOrder
+from tf_adapters.torch_pipelining.post_validation import PostValidation, Redo, own_norm
 from tf_adapters.torch_pipelining.replicas import (
     frozen_replica,
     inside_replica,
@@ -96,6 +99,14 @@ class TorchPipeliningAdapter(HostAdapter):
 
         super().__init__(config, collectives, describe, metrics)
         self._optimizers = tuple(optimizers)
+        self._validation: PostValidation | None = None
+
+    def connect(self) -> None:
+        if self.config.post_validates:
+            stage = self._stages[0]
+            device, warn = torch.device(stage.device), self.controller.warn
+            self._validation = PostValidation(self._optimizers, stage.group, device, warn)
+            self.on_detach(self._validation.close)
 
     def install(self) -> None:
         """Hook the optimizers, and mask and time the computations of the stages."""
@@ -110,6 +121,50 @@ class TorchPipeliningAdapter(HostAdapter):
             overrides.set(stage, "forward_one_chunk", self._forward(stage))
             overrides.set(stage, "backward_one_chunk", self._backward(stage))
             overrides.set(stage, "backward_weight_one_chunk", self._weight_gradients(stage))
+        if self._validation is not None:
+            for settled in (*(stage.submod for stage in self._stages), *self._optimizers):
+                hook = settled.register_state_dict_pre_hook(lambda *_: self.settle())
+                self.on_detach(hook.remove)
+
+    # --- the update ------------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(self, parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
+        """Clip gradients by their 2-norm over all stages, as ``torch.nn.utils.clip_grad_norm_`` does for one process.
+
+        Call it on all ranks after ``schedule.step()``, with the parameters of this rank's stages. With
+        ``optimizer_step`` "post_validated" it returns at once, and the update that follows is made again if clipping
+        was due; the norm is then a tensor that waits when it is read.
+        """
+        validation, own = self._validation, list(parameters)
+        if validation is None or self._detached:
+            total = own_norm(own) ** 2.0
+            dist.all_reduce(total, group=self._stages[0].group)
+            total = total**0.5
+            torch.nn.utils.clip_grads_with_norm_(own, max_norm, total)
+            return total
+        return validation.clip(own, max_norm, speculate=self.controller.in_step and self._repeatable)
+
+    def settle(self) -> None:
+        """Make sure that the last update is final. Saving a ``state_dict`` of the stages or optimizers does this."""
+        if self._validation is not None and not self._training and not self._validation.making_again:
+            self._validation.settle()
+
+    def detach(self) -> None:
+        """Restore the host and write the last report. See ``HostAdapter.detach``."""
+        if self._validation is not None and not self._detached:
+            self.settle()
+            self.controller.state.note(self._validation.summary())
+        super().detach()
+
+    @property
+    def _repeatable(self) -> bool:
+        """Return whether this step's batch runs in a way that can repeat its first forwards."""
+        monitored = self.controller.phase is not Phase.WARMUP and not self.controller.state.failure
+        return self._validation is not None and monitored
+
+    def _redo(self, runtime: Any, lowered: dict[int, list[Any]]) -> Redo:
+        assert self._validation is not None
+        return Redo(runtime, lowered, self._validation, self.controller.begin_step)
 
     # --- the host's step -------------------------------------------------------------------------------------
 
@@ -117,6 +172,7 @@ class TorchPipeliningAdapter(HostAdapter):
         @functools.wraps(run)
         def step(*args: Any, **kwargs: Any) -> Any:
             if not self.schedule._has_backward:  # eval() also runs step()
+                self.settle()
                 return run(*args, **kwargs)
             # Several batches may accumulate gradients for one update. All of them take the step's masks; what was
             # executed and how long the step took is said of the last.
@@ -140,12 +196,14 @@ class TorchPipeliningAdapter(HostAdapter):
 
     def _batch(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the host's loop to run a batch in the order of ``controller.execution``."""
-        rewritten = RewrittenOrder(self.schedule)
+        rewritten = RewrittenOrder(self.schedule, None if self._validation is None else self._redo)
 
         @functools.wraps(run)
         def step_microbatches(*args: Any, **kwargs: Any) -> Any:
             order = self.controller.execution
-            if not self._training or order is self.controller.schedule:
+            if not self._training or (order is self.controller.schedule and not self._repeatable):
+                if self._validation is not None:
+                    self._validation.settle()
                 return run(*args, **kwargs)
             return rewritten.run(order, *args, **kwargs)
 
@@ -170,12 +228,16 @@ class TorchPipeliningAdapter(HostAdapter):
         ``zero_grad(set_to_none=False)`` or a reducer would leave zeros, and momentum and decay would still move the
         parameter.
         """
+        if self._validation is not None and self._validation.making_again:
+            return  # the copies are of gradients from which these are gone
         for parameter in self.controller.held_parameters() if self.controller.in_step else ():
             parameter.grad = None
+        if self._validation is not None:
+            self._validation.before_update(optimizer)
 
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """End the step if this optimizer is the last one. Updates without a pipeline batch before them do not count."""
-        if self.controller.in_step:
+        if self.controller.in_step and not (self._validation and self._validation.making_again):
             self._stepped.add(id(optimizer))
             if len(self._stepped) == len(self._optimizers):
                 self._stepped.clear()

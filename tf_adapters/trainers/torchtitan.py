@@ -29,7 +29,7 @@ from tf_adapters.log import announce
 from tf_adapters.overrides import Overrides
 from tf_adapters.torch_pipelining.entry import attach
 from tf_adapters.trainers.run import TrainerRun
-from tf_adapters.trainers.torchtitan_norm import late_norm, meetings
+from tf_adapters.trainers.torchtitan_norm import late_norm, meetings, post_validate
 from tf_adapters.trainers.torchtitan_settings import JobSettings
 
 __all__ = ["Installed", "install", "main", "trainer_module"]
@@ -94,7 +94,8 @@ class Installed(TrainerRun):
         refuse(missing_name(trainer.metrics_processor, _METRICS, called="torchtitan's MetricsProcessor"))
         self._trainer, warmup = trainer, job.lr_scheduler.warmup_steps
         optimizers = list(trainer.optimizers.optimizers)
-        begin = functools.partial(attach, trainer.pp_schedule, settings, optimizer=optimizers, meetings=meetings(job))
+        reasons = meetings(job, settings.post_validates)
+        begin = functools.partial(attach, trainer.pp_schedule, settings, optimizer=optimizers, meetings=reasons)
         self.begin(begin, warmup)
         if self.adapter is not None:
             if settings.defers:
@@ -107,6 +108,9 @@ class Installed(TrainerRun):
         utils = importlib.import_module("torchtitan.distributed.utils")
 
         def replace() -> None:
+            if self.adapter.config.post_validates:
+                post_validate(self.adapter, utils)
+                return
             norms = late_norm(trainer, job, utils, self.adapter.overrides)
             if norms is not None:
                 self.adapter.on_detach(norms.close)

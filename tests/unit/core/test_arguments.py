@@ -27,6 +27,7 @@ GOOD = {
     "weight_gradients": [("in_place", "in_place"), ("deferred", "deferred")],
     "extra_microbatches": [("0", 0), ("4", 4), ("auto", "auto")],
     "memory_limit": [("60", 60.0), ("0.5", 0.5)],
+    "optimizer_step": [("synchronous", "synchronous"), ("post_validated", "post_validated")],
     "gradient_scale": [("skipped_as_zero", "skipped_as_zero"), ("computed_mean", "computed_mean")],
     "warmup_steps": [("auto", "auto"), ("0", 0), ("300", 300)],
     "monitoring": [("mixed", "mixed"), ("halves", "halves")],
@@ -46,6 +47,7 @@ GOOD = {
 }
 NEEDS = {
     "extra_microbatches": {"weight_gradients": "deferred"},
+    "optimizer_step": {"weight_gradients": "deferred"},
     "memory_limit": {"weight_gradients": "deferred", "extra_microbatches": "auto"},
 }
 """What another setting has to be for some value of a setting to be allowed."""
@@ -67,6 +69,7 @@ BAD = {
     "granularity": ["row", "1", ""],
     "weight_gradients": ["later", "True", ""],
     "extra_microbatches": ["-1", "1.5", "all"],
+    "optimizer_step": ["later", "1", ""],
     "memory_limit": ["0", "-1", "nan", "60GB"],
     "gradient_scale": ["inverse", "mean", "0.5"],
     "warmup_steps": ["-1", "2.5", "automatic", "None", ""],

@@ -24,6 +24,7 @@ def test_every_field_is_read():
         "weight_gradients": "deferred",
         "extra_microbatches": "auto",
         "memory_limit": 60.5,
+        "optimizer_step": "post_validated",
         "gradient_scale": "computed_mean",
         "warmup_steps": 3,
         "monitoring": "halves",
@@ -72,6 +73,10 @@ def test_every_field_is_read():
         ({"monitoring_precision": 0}, ["monitoring_precision is 0", "a number above 0, up to 1"]),
         ({"output_dir": 1}, ["output_dir is 1", "a path"]),
         ({"seed": -1}, ["seed is -1"]),
+        (
+            {"optimizer_step": "post_validated"},
+            ['timely_freeze.optimizer_step is "post_validated"', 'or weight_gradients "deferred"'],
+        ),
         ({"memory_limit": 0}, ["memory_limit is 0", "a number above 0, or null"]),
         ({"memory_limit": "60GB"}, ["memory_limit is '60GB'", "a number above 0, or null"]),
         (

@@ -1,0 +1,202 @@
+"""Updates before the norm is known: the trained weights are those of updates after it, whatever is clipped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from logged import Lines
+from torch_ranks import Case, Run, attached, batch, pool
+
+from tf_adapters.errors import ConfigError, UnsupportedError
+from tf_adapters.report import Report
+from tf_adapters.testing.emulated_device import EmulatedDevice
+from tf_adapters.torch_pipelining import post_validation
+
+pytestmark = pytest.mark.distributed
+
+SECTION = {
+    "weight_gradients": "deferred",
+    "max_freeze_ratio": 0.0,
+    "optimizer_step": "post_validated",
+    "monitoring_steps": 4,
+    "progressive_steps": 0,
+    "replan_threshold": 0.0,
+    "replan_interval": 1000,
+}
+CASE = Case(ranks=4, microbatches=8, section={**SECTION, "extra_microbatches": 4}, steps=20)
+LIMITS = {
+    "never": [1e6],
+    "every second step": [1e6, 1e-2],
+    "always": [1e-2],
+    "at the limit": [0.5, 0.6, 0.7, 0.8],
+}
+
+
+def disturb(run: Run) -> None:
+    """Give each block dropout and a count of its forwards, which a repeated forward must not count twice."""
+    for stage in run.stages:
+        for layer in stage.submod.layers.values():
+            layer.register_buffer("forwards", torch.zeros(()))
+
+            def drop(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+                module.forwards += 1
+                return torch.nn.functional.dropout(output, 0.1)
+
+            layer.register_forward_hook(drop)
+
+
+def clip(run: Run, max_norm: float) -> torch.Tensor:
+    """As a loop does: with us through the adapter, alone with a norm over all stages."""
+    parameters = list(run.stages[0].submod.parameters())
+    if run.adapter is not None:
+        return run.adapter.clip_grad_norm_(parameters, max_norm)  # type: ignore[no-any-return]
+    total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    total **= 2.0
+    dist.all_reduce(total, group=run.stages[0].group)
+    total **= 0.5
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return total
+
+
+def step_of(run: Run, step: int, limits: list[float]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    losses: list[torch.Tensor] = []
+    (optimizer,) = run.optimizers
+    optimizer.zero_grad(set_to_none=run.case.set_to_none)
+    run._run(run.schedule.step, batch(run.case, step, 0), losses)
+    norm = clip(run, limits[step % len(limits)])
+    optimizer.step()
+    return [loss.detach() for loss in losses], norm
+
+
+def values(run: Run) -> dict[str, Any]:
+    """Copies through ``state_dict``, as a checkpoint has them."""
+    model = {name: value.clone() for name, value in run.stages[0].submod.state_dict().items()}
+    state = run.optimizers[0].state_dict()["state"]
+    moments = {f"{n}.{k}": v.clone() for n, of in state.items() for k, v in of.items() if torch.is_tensor(v)}
+    return {**model, **moments}
+
+
+def trained(case: Case, limits: list[float], pauses: bool = False, saved: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Train; ``saved`` are steps after which the state is read before the next one validates the update."""
+    looked_at = post_validation._LOOKED_AT
+    with Lines() as log:
+        try:
+            post_validation._LOOKED_AT = looked_at if pauses else 10**9
+            run = attached(case)
+            disturb(run)
+            torch.manual_seed(5)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(run.optimizers[0], 0.9)
+            losses, norms, between = [], [], []
+            for step in range(case.steps):
+                of_step, norm = step_of(run, step, limits)
+                scheduler.step()
+                losses += of_step
+                norms.append(norm)
+                if step in saved:
+                    between.append(values(run))
+                    between.append({"loss": torch.tensor(run.evaluate(step))})
+            result: dict[str, Any] = {"norms": [float(norm) for norm in norms], "losses": list(map(float, losses))}
+            if run.adapter is not None:
+                validation, state = run.adapter._validation, run.adapter.controller.state
+                run.adapter.detach()
+                result |= {"failure": state.failure, "counts": (validation.updates, validation.made_again)}
+            return {**result, "final": values(run), "between": between, "log": log.seen}
+        finally:
+            post_validation._LOOKED_AT = looked_at
+
+
+def assert_same_bits(ours: list[dict[str, Any]], case: Case, limits: list[float], **how: Any) -> None:
+    alone = pool(case.ranks).run(trained, replace(case, section=None), limits, *how.values())
+    for mine, theirs in zip(ours, alone, strict=True):
+        assert mine["failure"] is None
+        assert mine["losses"] == theirs["losses"]
+        assert mine["norms"] == theirs["norms"]
+        for a, b in zip([mine["final"], *mine["between"]], [theirs["final"], *theirs["between"]], strict=True):
+            assert a.keys() == b.keys()
+            for name, value in b.items():
+                assert torch.equal(a[name], value), name
+
+
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleGPipe"])
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_weights_are_those_of_updates_after_the_norm(tmp_path, name, schedule):
+    case = replace(CASE, schedule=schedule, output_dir=str(tmp_path))
+    ours = pool(4).run(trained, case, LIMITS[name])
+    assert_same_bits(ours, case, LIMITS[name])
+    updates, made_again = ours[0]["counts"]
+    assert [rank["counts"] for rank in ours] == [(updates, made_again)] * 4
+    assert updates == case.steps - 1  # the warm-up's waits for the norm
+    if name != "at the limit":
+        share = {"never": 0.0, "every second step": 0.5, "always": 1.0}[name]
+        assert made_again == pytest.approx(share * updates, abs=1)
+    report = Report.read(tmp_path / "timely_freeze" / "report.json")
+    assert f"{made_again} of them were made again, since clipping was due" in report.note[-1]
+
+
+@pytest.mark.parametrize("how", [{"set_to_none": False}, {"optimizer": "SGD"}, {"checkpoint": True}, {"ranks": 2}])
+def test_other_loops(tmp_path, how):
+    case = replace(CASE, steps=12, output_dir=str(tmp_path), **how)
+    limits = LIMITS["every second step"]
+    assert_same_bits(pool(case.ranks).run(trained, case, limits), case, limits)
+
+
+def test_what_is_read_between_update_and_validation_is_final(tmp_path):
+    """A checkpoint and an evaluation after a step whose update has to be made again."""
+    case, limits = replace(CASE, steps=14, output_dir=str(tmp_path)), LIMITS["always"]
+    saved = (6, 9, 13)
+    ours = pool(4).run(trained, case, limits, False, saved)
+    assert_same_bits(ours, case, limits, pauses=False, saved=saved)
+
+
+def test_it_pauses_while_many_updates_are_made_again(tmp_path):
+    case, limits = replace(CASE, steps=40, output_dir=str(tmp_path)), LIMITS["every second step"]
+    ours = pool(4).run(trained, case, limits, True)
+    assert_same_bits(ours, case, limits, pauses=True)
+    updates, made_again = ours[0]["counts"]
+    assert updates == post_validation._LOOKED_AT
+    assert made_again == updates // 2
+    [line] = [line for line in ours[0]["log"] if "wait for the norm" in line]
+    assert "more than 20% of the last 20 updates were made again" in line
+
+
+def overlap(case: Case, limit: float) -> Any:
+    with EmulatedDevice(1.5e6):
+        run = attached(case)
+        for step in range(12):
+            step_of(run, step, [limit])
+        known = run.adapter.controller.state.measurement
+        run.adapter.detach()
+    return known.steps
+
+
+@pytest.mark.parametrize(("step", "found"), [("post_validated", "overlap"), ("synchronous", "meet")])
+def test_ranks_do_not_meet_for_the_norm(tmp_path, step, found):
+    case = replace(CASE, section={**SECTION, "optimizer_step": step, "monitoring_steps": 8}, output_dir=str(tmp_path))
+    assert pool(4).run(overlap, case, 1e6) == [found] * 4
+
+
+def refused(case: Case) -> str:
+    try:
+        attached(case)
+    except (ConfigError, UnsupportedError) as error:
+        return str(error)
+    return ""
+
+
+REFUSED = {
+    "several stages": (Case(schedule="ScheduleInterleaved1F1B", section=SECTION), "needs one stage on each rank"),
+    "no optimizer": (Case(give_optimizer=False, section=SECTION), "needs the optimizers of this rank"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_made_again_is_refused_in_one_line(name):
+    case, words = REFUSED[name]
+    for line in pool(2).run(refused, case):
+        assert words in line
+        assert line.endswith('use optimizer_step "synchronous"')
+        assert "\n" not in line

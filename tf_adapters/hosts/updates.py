@@ -1,0 +1,76 @@
+"""Copies of all that an optimizer's step overwrites, so that the step can be taken back and made again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["UpdateCopies"]
+
+
+class UpdateCopies:
+    """Copies from just before one step of an optimizer: parameters, gradients, state and settings.
+
+    They take as many bytes as the parameters with gradients, these gradients, and their state.
+    """
+
+    @torch.no_grad()
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._values = [(p, p.detach().clone()) for p in updated]
+        self._gradients = [(p, p.grad.detach().clone()) for p in updated]
+        self._state = {p: _copied(optimizer.state[p]) if p in optimizer.state else None for p in updated}
+        self._settings = [_copied(_settings_of(group)) for group in optimizer.param_groups]
+
+    @torch.no_grad()
+    def make_again(self, change: Callable[[list[torch.nn.Parameter]], None]) -> None:
+        """Take the step back, and make it again after ``change`` of the parameters' gradients.
+
+        The optimizer's settings, which a learning-rate schedule may have changed since, are those of the first time.
+        Settings and gradients from after the first step are put back at the end.
+        """
+        groups = self._optimizer.param_groups
+        settings = [_settings_of(group) for group in groups]
+        gradients = [(p, p.grad) for group in groups for p in group["params"]]
+        for p, _ in gradients:
+            p.grad = None
+        for p, value in self._values:
+            p.copy_(value)
+        for p, gradient in self._gradients:
+            p.grad = gradient
+        for p, state in self._state.items():
+            self._put_back(p, state)
+        for group, earlier in zip(groups, self._settings, strict=True):
+            group.update(earlier)
+        change([p for p, _ in self._gradients])
+        with torch.enable_grad():
+            self._optimizer.step()
+        for group, later in zip(groups, settings, strict=True):
+            group.update(later)
+        for p, later_gradient in gradients:
+            p.grad = later_gradient
+
+    def _put_back(self, parameter: torch.nn.Parameter, earlier: Mapping[str, Any] | None) -> None:
+        state = self._optimizer.state
+        if earlier is None:  # the step has made it
+            state.pop(parameter, None)
+            return
+        current = state[parameter]
+        for name in [name for name in current if name not in earlier]:
+            del current[name]
+        for name, value in earlier.items():
+            if torch.is_tensor(value) and torch.is_tensor(current.get(name)):
+                current[name].copy_(value)
+            else:
+                current[name] = value
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.detach().clone() if torch.is_tensor(value) else value for name, value in values.items()}
