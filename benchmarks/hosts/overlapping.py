@@ -1,8 +1,9 @@
 """Speed with deferred weight gradients where ranks need not meet between steps, on every host, on emulated devices.
 
-Equal stages, 1F1B, no gradient clipping. Nothing in the loop of the benchmark makes ranks meet: losses are read at the
-end. Every operation sleeps as long as a slow device would compute: order, communication and waiting are the engine's
-own, durations are emulated, and no figure says anything about a GPU.
+Equal stages, 1F1B, no gradient clipping; on torch also with clipping, once with updates after the norm and once with
+updates before it. Nothing else in the loop of the benchmark makes ranks meet: losses are read at the end. Every
+operation sleeps as long as a slow device would compute: order, communication and waiting are the engine's own,
+durations are emulated, and no figure says anything about a GPU.
 
 Writes results/hosts/overlapping.json, host by host, and the table into docs/deferral.md.
 """
@@ -29,10 +30,14 @@ RESULTS = result_file("hosts/overlapping.json")
 PAGE = ROOT / "docs" / "deferral.md"
 RATES = {"deepspeed": 3e9, "megatron-core": 1e9, "torch": 1e9}
 """FLOP/s, at which a forward of a stage takes about 60 ms. DeepSpeed's microbatches have more rows."""
+STEPS = {"synchronous": ", clipped", "post_validated": ', clipped, `"optimizer_step": "post_validated"`'}
+"""The settings of trainings with clipping, and their words in the table."""
 WIDE = "8 x 16"
 SIZES = {"4 x 8": (4, 8), WIDE: (8, 16)}
 """Pipeline ranks and microbatches."""
 PHASES = {"warmup": 2, "monitoring": 10, "progressive": 0, "stable": 40}
+MAX_NORM = 3.0
+"""It clips a few of torch's steps."""
 SETTLE = 4
 """Steps after a change that do not count."""
 
@@ -41,21 +46,26 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help=f"{WIDE} only runs on torch")
+    parser.add_argument("--only-clipped", action="store_true", help="measure the rows with clipping only")
     args = parser.parse_args()
     for size in args.sizes:
         for host in args.hosts:
-            if size != WIDE or host == "torch":
-                keep(size, host, measure(host, *SIZES[size]))
+            if not args.only_clipped and (size != WIDE or host == "torch"):
+                keep(f"{size}, {host}", measure(host, *SIZES[size]))
+            if size != WIDE and host == "torch":
+                for step in STEPS:
+                    keep(f"{size}, {host}, {step}", measure(host, *SIZES[size], optimizer_step=step))
     text = table(read_rows())
     put_table(PAGE, "overlapping", text)
     print(text)
 
 
-def keep(size: str, host: str, row: dict[str, Any]) -> None:
+def keep(name: str, row: dict[str, Any]) -> None:
     """Replace the figures of a host at one size, and where they come from."""
-    emulation = {"device": "emulated", "rates": RATES}
-    order = [f"{size}, {host}" for size in SIZES for host in HOSTS]
-    keep_row(RESULTS, "rows", {f"{size}, {host}": {**row, "machine": machine(*HOSTS)}}, order, **emulation)
+    emulation = {"device": "emulated", "rates": RATES, "max_norm": MAX_NORM}
+    ways = ("", *(f", {step}" for step in STEPS))
+    order = [f"{size}, {host}{way}" for size in SIZES for host in HOSTS for way in ways]
+    keep_row(RESULTS, "rows", {name: {**row, "machine": machine(*HOSTS)}}, order, **emulation)
 
 
 def read_rows() -> dict[str, Any]:
@@ -63,14 +73,27 @@ def read_rows() -> dict[str, Any]:
     return read_part(RESULTS, "rows")
 
 
-def measure(host: str, ranks: int, microbatches: int) -> dict[str, Any]:
-    """The host alone, and with deferred weight gradients at three amounts of memory."""
-    size = Size(ranks, layers=2 * ranks, width=192, context=16, micro_batch=2, microbatches=microbatches, clipped=False)
+def measure(host: str, ranks: int, microbatches: int, optimizer_step: str = "") -> dict[str, Any]:
+    """The host alone, and with deferred weight gradients at three amounts of memory.
+
+    With an ``optimizer_step`` gradients are clipped.
+    """
+    size = Size(
+        ranks,
+        layers=2 * ranks,
+        width=192,
+        context=16,
+        micro_batch=2,
+        microbatches=microbatches,
+        clipped=False,
+        max_norm=MAX_NORM if optimizer_step else None,
+    )
     row: dict[str, Any] = {}
     with RankPool(ranks, functools.partial(setup, host)) as pool:
         alone = row["alone"] = _of_all(pool.run(run_alone, host, size, timeout_s=1200))
         for extra in (0, ranks // 2, ranks):
-            exact = row[str(extra)] = _of_all(pool.run(run_exact, host, size, extra, timeout_s=1200))
+            run = functools.partial(run_exact, host, size, extra, optimizer_step=optimizer_step or "synchronous")
+            exact = row[str(extra)] = _of_all(pool.run(run, timeout_s=1200))
             exact["speedup"] = alone["step_ms"] / exact["step_ms"]
             exact["measured_over_planned"] = exact["step_ms"] / exact["planned_ms"]
             exact["same_losses"] = exact["losses"] == alone["losses"]
@@ -90,12 +113,13 @@ def run_alone(host: str, size: Size) -> dict[str, Any]:
         return {"step_ms": _step_ms(begins[SETTLE:]), "losses": losses, "emulation_error": device.error}
 
 
-def run_exact(host: str, size: Size, extra_microbatches: int) -> dict[str, Any]:
+def run_exact(host: str, size: Size, extra_microbatches: int, *, optimizer_step: str) -> dict[str, Any]:
     """The step in stable freezing beside the plan's, and the losses of all steps. Called on all ranks at once."""
     section = {
         "weight_gradients": "deferred",
         "max_freeze_ratio": 0.0,
         "extra_microbatches": extra_microbatches,
+        "optimizer_step": optimizer_step,
         "monitoring_precision": 0.02,
         "replan_threshold": 0.0,
     }
@@ -107,11 +131,13 @@ def run_exact(host: str, size: Size, extra_microbatches: int) -> dict[str, Any]:
         settled = controller.state.phases.progressive_end + SETTLE
         forecast, measurement = controller.forecast, controller.state.measurement
         training.detach()
+        notes = controller.state.notes
     return {
         "step_ms": _step_ms(begins[settled:]),
         "planned_ms": forecast.planned_ms,
         "planned_speedup": forecast.unfrozen_ms / forecast.planned_ms,
         "steps": measurement.steps,
+        "notes": notes,
         "losses": losses,
         "emulation_error": device.error,
     }
@@ -138,8 +164,14 @@ def table(rows: dict[str, Any]) -> str:
     """One line for each size and host, one column for each amount of memory."""
     lines = []
     for name, row in rows.items():
-        size, host = name.split(", ")
-        lines.append([size, HOSTS[host], *(cell(row[extra]) for extra in row if extra not in ("alone", "machine"))])
+        size, host, *step = name.split(", ")
+        lines.append(
+            [
+                size,
+                HOSTS[host] + (STEPS[step[0]] if step else ""),
+                *(cell(row[extra]) for extra in row if extra not in ("alone", "machine")),
+            ]
+        )
     head = ["stages x microbatches", "host", "the host's memory", "1.5 times the memory", "twice the memory"]
     return markdown_table(head, lines)
 

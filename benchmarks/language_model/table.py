@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.language_model.tasks import TASKS
-from benchmarks.language_model.ways import BASE, EXACT, WAYS
+from benchmarks.language_model.ways import BASE, EXACT, OVERLAPPING, OVERLAPPING_6, WAYS
 from benchmarks.shared.files import markdown_table
 
 Run = Mapping[str, Any]
@@ -44,6 +44,9 @@ _CONTRASTS = (
     Contrast("deferral and tokens against 5 microbatches (1.38x)", "deferred, tokens", "5 microbatches instead of 8"),
     Contrast("deferral and tokens against deferral alone", "deferred, tokens", EXACT),
     Contrast("deferral and 6 microbatches against deferral and tokens", "deferred, 6 microbatches", "deferred, tokens"),
+    Contrast("deferral, steps overlap (1.35x), against 6 microbatches", OVERLAPPING, "6 microbatches instead of 8"),
+    Contrast("the same, against deferral alone (1.23x)", OVERLAPPING, EXACT),
+    Contrast("the same with 6 microbatches, against 8", OVERLAPPING_6, OVERLAPPING),
     Contrast("tensors, auto, against nothing frozen", "tensors, auto", BASE),
     Contrast("tokens, auto, against nothing frozen", "tokens, auto", BASE),
     Contrast("deferred tokens, auto, against deferral alone", "deferred, tokens, auto", EXACT),

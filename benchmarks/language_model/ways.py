@@ -35,6 +35,7 @@ class Way:
         target: the speed-up that is enough; None asks for the most.
         granularity, gradient_scale: the settings.
         microbatches: fewer of them for each step than 8.
+        overlap: ranks do not meet between steps, so a step takes the plan's period.
         auto: ``max_freeze_ratio`` "auto": the plan that pays, by probes of the gradients' noise.
         independent: each microbatch draws its masks for itself, as the paper has it.
         evenly: tokens are drawn with equal chances.
@@ -47,6 +48,7 @@ class Way:
     granularity: str = "tensor"
     gradient_scale: str = "skipped_as_zero"
     microbatches: int = MICROBATCHES
+    overlap: bool = False
     auto: bool = False
     independent: bool = False
     evenly: bool = False
@@ -61,7 +63,8 @@ class Way:
         return self.max_freeze_ratio > 0.0
 
 
-BASE, EXACT = "nothing frozen", "deferred, exact"
+BASE, EXACT, OVERLAPPING = "nothing frozen", "deferred, exact", "deferred, exact, steps overlap"
+OVERLAPPING_6 = "deferred, steps overlap, 6 microbatches"
 _TENSORS = Way(0.8, target=1.25)
 _DEFERRED = Way(0.8, defer=4, target=1.36)
 _MEAN, _TOKENS, _EVENLY = (
@@ -89,6 +92,8 @@ WAYS = {
     "tokens, auto": Way(0.8, auto=True, **_TOKENS),
     EXACT: Way(defer=4),
     "deferred, 6 microbatches": Way(defer=4, microbatches=6),
+    OVERLAPPING: Way(defer=4, overlap=True),
+    OVERLAPPING_6: Way(defer=4, overlap=True, microbatches=6),
     "deferred, tensors, independent masks": replace(_DEFERRED, independent=True),
     "deferred, tensors": _DEFERRED,
     "deferred, tensors, computed mean": replace(_DEFERRED, **_MEAN),
@@ -107,7 +112,7 @@ def planned(way: Way) -> FreezePlan:
 
 def speedup(plan: FreezePlan) -> float:
     """Return the speedup of a step over the host alone."""
-    return _batch_time() / plan.makespan_ms.planned
+    return _batch_time() / plan.span_ms.planned
 
 
 def problem(way: Way, learning: Learning | None = None) -> PlanProblem:
@@ -118,6 +123,7 @@ def problem(way: Way, learning: Learning | None = None) -> PlanProblem:
         {a: backward if a.freezable else Bounds(FORWARD, FORWARD) for a in schedule.actions},
         token_costs={0: DRAWING} if way.samples_tokens else {},
         learning=learning,
+        steps="overlap" if way.overlap else "meet",
     )
     limits = Limits.of_training(
         way.max_freeze_ratio,

@@ -29,8 +29,8 @@ class Size:
     """A model and its pipeline: ``ranks`` stages of ``layers`` in all, microbatches of ``micro_batch`` rows.
 
     ``replicas`` of the pipeline are trained by DeepSpeed where the group has that many times as many ranks. With
-    ``compiled`` torch's decoder layers are compiled one by one. Without ``clipped`` Megatron clips no gradient; the
-    others never do here.
+    ``compiled`` torch's decoder layers are compiled one by one. Megatron clips gradients if ``clipped``, and torch if
+    there is a ``max_norm``.
     """
 
     ranks: int = RANKS
@@ -42,6 +42,7 @@ class Size:
     replicas: int = 1
     compiled: bool = False
     clipped: bool = True
+    max_norm: float | None = None
 
 
 @dataclass
@@ -186,6 +187,7 @@ def _torch(freezing: Freezing, alone: bool, size: Size) -> Training:
     config = models.new_config(layers=size.layers, width=size.width, heads=4, context=size.context, vocabulary=256)
     layout = Layout("1f1b", size.ranks, config.num_hidden_layers, size.microbatches)
     trainer = Trainer(layout, models.build(config), torch.device("cpu"), lr=1e-3, bf16=False)
+    trainer.max_norm = size.max_norm
     for layer in [layer for s in trainer.stages.values() for layer in s.model.layers.values()] if size.compiled else []:
         layer.compile()
     train, held_out = (
@@ -196,6 +198,7 @@ def _torch(freezing: Freezing, alone: bool, size: Size) -> Training:
     def attach() -> Any:
         section = freezing.section()
         adapter = tf_adapters.torch_pipelining.attach(trainer.schedule, section, optimizer=trainer.optimizers)
+        trainer.clip = adapter.clip_grad_norm_
         adapters.append(adapter)
         return adapter
 

@@ -19,12 +19,24 @@ Batch = tuple[Tensor, Tensor]
 """Tokens and labels of a whole batch, on the host."""
 
 
+def clip_grad_norm_(parameters: list[Tensor], max_norm: float) -> Tensor:
+    """Clip gradients by their norm over all stages; every rank waits for the others'."""
+    total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    total **= 2.0
+    dist.all_reduce(total)
+    total **= 0.5
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return total
+
+
 class Trainer:
     """One rank's part of a pipeline. Every method is called on all ranks with the same arguments."""
 
     def __init__(self, layout: Layout, whole: LlamaForCausalLM, device: torch.device, lr: float, bf16: bool) -> None:
         self.layout = layout
         self.device = device
+        self.max_norm: float | None = None  # of the gradients of all stages; None does not clip
+        self.clip: Callable[..., Tensor] = clip_grad_norm_
         self.finished_steps = 0
         mine = layout.stages_of(dist.get_rank())
         self.stages = {index: LlamaStage(whole, layout.layers_of(index), bf16).float().to(device) for index in mine}
@@ -46,6 +58,8 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss = self._run(self.schedule.step, batch)
+        if self.max_norm is not None:
+            self.clip([p for stage in self.stages.values() for p in stage.parameters()], self.max_norm)
         for optimizer in self.optimizers:
             optimizer.step()
         self.finished_steps += 1

@@ -45,6 +45,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bf16", action="store_true", help="compute in bf16 (autocast); weights stay fp32")
     parser.add_argument("--steps", type=positive, default=200, help="train until this step")
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--max-norm", type=float, help="clip gradients by their norm over all stages")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=positive, default=10, help="steps between lines")
     parser.add_argument("--eval-every", type=int, default=0, help="steps between held-out losses; 0: at the end")
@@ -98,17 +99,19 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     training, held_out = data(args, tokenizer)
     whole = models.build(args.config, args.checkpoint, args.seed)
     trainer = Trainer(args.layout, whole, device, args.lr, args.bf16)
+    trainer.max_norm = args.max_norm
     del whole  # what the stages do not share of it
     freezing = None
     if args.freezing:  # TimelyFreeze: the rest follows from this call
         freezing = attach(trainer.schedule, args.freezing, optimizer=trainer.optimizers)
+        trainer.clip = freezing.clip_grad_norm_ if freezing else trainer.clip
     if args.resume:
         checkpoints.load(args.resume, trainer, freezing)
     train(trainer, training, held_out, args, freezing)
+    if freezing:
+        freezing.detach()  # TimelyFreeze: leaves the final report, and makes the last update final
     if args.save:
         models.save(args.config, trainer.stages.values(), args.save, tokenizer)
-    if freezing:
-        freezing.detach()  # TimelyFreeze: leaves the final report
 
 
 def data(args: argparse.Namespace, tokenizer: Any) -> tuple[Batches, Batches]:

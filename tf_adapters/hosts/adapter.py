@@ -101,6 +101,9 @@ class HostAdapter(ABC):
             on_all_ranks(self.collectives, self.connect)
             on_all_ranks(self.collectives, install)
 
+    def settle(self) -> None:  # noqa: B027
+        """Make sure that the last update is final, if updates are made before the norm is known."""
+
     def metrics(self) -> MetricSink | None:
         """Return the function that receives this rank's figures after each step, if any."""
         return self._given_metrics

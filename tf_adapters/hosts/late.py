@@ -187,6 +187,12 @@ class LateNorms(_OwnGroup):
 
     def norm(self, own: torch.Tensor) -> LateTensor:
         """Return the 2-norm over all ranks, a scalar; ``own`` is this rank's. Called on all ranks in the same order."""
-        squares = own.detach().float().square().reshape(1)
-        message = self._begin_when_computed(squares, lambda values: self._group.allreduce([values]))
-        return LateTensor.of(message, 0, self._device, torch.sqrt)
+        return self.square_and_norm(own)[1]
+
+    def square_and_norm(self, own: torch.Tensor) -> tuple[LateTensor, LateTensor]:
+        """Return the square of the norm, too."""
+        message = self._begin_when_computed(own.detach().float().square().reshape(1), self._add_up)
+        return LateTensor.of(message, 0, self._device), LateTensor.of(message, 0, self._device, torch.sqrt)
+
+    def _add_up(self, values: torch.Tensor) -> Any:
+        return self._group.allreduce([values])

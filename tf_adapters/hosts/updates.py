@@ -26,8 +26,8 @@ class UpdateCopies:
         self._settings = [_copied(_settings_of(group)) for group in optimizer.param_groups]
 
     @torch.no_grad()
-    def make_again(self, change: Callable[[list[torch.nn.Parameter]], None]) -> None:
-        """Take the step back, and make it again after ``change`` of the parameters' gradients.
+    def make_again(self, change: Callable[[list[torch.nn.Parameter]], None], step: Callable[[], Any]) -> None:
+        """Take the step back, and make it again with ``step`` after ``change`` of the parameters' gradients.
 
         The optimizer's settings, which a learning-rate schedule may have changed since, are those of the first time.
         Settings and gradients from after the first step are put back at the end.
@@ -47,7 +47,7 @@ class UpdateCopies:
             group.update(earlier)
         change([p for p, _ in self._gradients])
         with torch.enable_grad():
-            self._optimizer.step()
+            step()
         for group, later in zip(groups, settings, strict=True):
             group.update(later)
         for p, later_gradient in gradients:

@@ -24,17 +24,20 @@ from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.layers import layers_of
 from tf_adapters.hosts.waiting import WaitingWeights
 from tf_adapters.log import announce
+from tf_adapters.measuring.phase import Phase
 from tf_adapters.measuring.timer import clock_for
 from tf_adapters.megatron.chunks import Chunk, device_of
 from tf_adapters.megatron.execution import before_reduction
-from tf_adapters.megatron.late_norm import LateGradNorm, meetings
+from tf_adapters.megatron.late_norm import LateGradNorm, clips, meetings
 from tf_adapters.megatron.linear import tapped_layer
 from tf_adapters.megatron.optimizers import HeldParameters, held_values, scale_gradients
 from tf_adapters.megatron.ordered import Links, OrderedBatch, is_replaceable
+from tf_adapters.megatron.post_validation import ForwardsAgain, MegatronPostValidation, install
 from tf_adapters.megatron.schedules import PipelinePosition, translate
 from tf_adapters.megatron.units import chunk_units, tied_places
 from tf_adapters.report.observer import MetricSink
-from tf_adapters.schedule.ir import Action, Kind
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.messages import Receives
 from tf_adapters.selection.units import Tie
 from tf_adapters.training.batches import MOST_NUMBERS
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
@@ -86,6 +89,7 @@ class MegatronAdapter(HostAdapter):
         self._ordered: OrderedBatch | None = None
         self._norm_is_late = config.defers and model.norm_can_be_late
         self._late_norm: LateGradNorm | None = None
+        self._validation: MegatronPostValidation | None = None
         self._unscaled: set[int] = set()  # stages whose gradients are not yet scaled in this step
         self.collectives = collectives
         self._orders = functools.lru_cache(MOST_NUMBERS)(self._translate)
@@ -100,8 +104,13 @@ class MegatronAdapter(HostAdapter):
         self._chunks = {id(c): Chunk(self._position.stage(index), c) for index, c in enumerate(model.chunks)}
 
     def connect(self) -> None:
+        model = self._model
+        if self.config.post_validates and clips(model.optimizer):
+            modules = [chunk.model for chunk in self._chunks.values()]
+            self._validation = MegatronPostValidation(model.optimizer, modules, self.controller.warn)
+            self.on_detach(self._validation.close)
         if self._norm_is_late:
-            self._late_norm = LateGradNorm(self._model.optimizer, device_of(self._model.chunks))
+            self._late_norm = LateGradNorm(model.optimizer, device_of(model.chunks))
             self.on_detach(self._late_norm.close)
 
     def install(self) -> None:
@@ -114,6 +123,9 @@ class MegatronAdapter(HostAdapter):
         self.overrides.set(model.optimizer, "step", self._step)
         if self._late_norm is not None:
             self.overrides.set(model.optimizer, "get_grad_norm", self._late_norm.get_grad_norm)
+        if self._validation is not None:
+            owners = (*model.chunks, *(chunk.model for chunk in self._chunks.values()))
+            install(self._validation, self, owners, speculates=lambda: self._repeatable)
         for wrapped in model.chunks:
             self.overrides.set(wrapped, ATTRIBUTE, self)
             if self.config.gradient_scale != "skipped_as_zero" and isinstance(wrapped, DistributedDataParallel):
@@ -143,7 +155,9 @@ class MegatronAdapter(HostAdapter):
             traced=holds_first_rank(model.pp_group),
             replicas=model.replicas,
             adaptive=is_adaptive([model.optimizer]),
-            meetings=meetings(model.chunks, model.optimizer, model.config, self._norm_is_late),
+            meetings=meetings(
+                model.chunks, model.optimizer, model.config, self._norm_is_late or self.config.post_validates
+            ),
             warmup_steps=self._warmup_steps,
             clock=clock_for(device_of(model.chunks)),
         )
@@ -157,7 +171,24 @@ class MegatronAdapter(HostAdapter):
     @property
     def statistics_agree(self) -> bool:
         """Return whether the optimizer's success and norm are equal on all ranks without a reduction."""
-        return self._late_norm is not None and not self._detached
+        return (self._late_norm is not None or self._validation is not None) and not self._detached
+
+    def settle(self) -> None:
+        """Make sure that the last update is final. Saving and evaluating do this."""
+        if self._validation is not None and not self._in_batch and not self._validation.making_again:
+            self._validation.settle()
+
+    def detach(self) -> None:
+        """Restore the host and write the last report. See ``HostAdapter.detach``."""
+        if self._validation is not None and not self._detached:
+            self.settle()
+            self.controller.state.note(self._validation.summary())
+        super().detach()
+
+    @property
+    def _repeatable(self) -> bool:
+        """Return whether the batches of this phase run in a way that can repeat their first forwards."""
+        return self.controller.phase is not Phase.WARMUP and not self.controller.state.failure
 
     # --- what the patches call -------------------------------------------------------------------------------
 
@@ -227,7 +258,8 @@ class MegatronAdapter(HostAdapter):
     def _follow_plan(self, communicator: Any) -> None:
         """If a plan has rewritten this step's order, run it, or its weight gradients between the host's actions."""
         order, by_stage = self.controller.execution, {chunk.stage: chunk for chunk in self._chunks.values()}
-        if order is self.controller.schedule:
+        if order is self.controller.schedule and not (self._validation and self._repeatable):
+            self._settle_before_batch()
             return
         row = order.ranks[self._position.rank]
 
@@ -240,16 +272,30 @@ class MegatronAdapter(HostAdapter):
 
         if self._model.moves_forwards and is_replaceable(communicator, self._model.pp_group):
             (chunk,) = by_stage.values()
+            receives = self.receives(order)
             self._ordered = OrderedBatch(
                 row,
-                receives=self.receives(order),
+                receives=receives,
                 links=self._links,
                 device=device_of(self._model.chunks),
                 run=functools.partial(self._run, chunk=chunk),
                 compute=compute,
+                again=self._forwards_again(order, receives),
             )
         else:
+            self._settle_before_batch()
             self._waiting = WaitingWeights(row, compute)
+
+    def _forwards_again(self, order: PipelineSchedule, receives: Receives) -> ForwardsAgain | None:
+        if self._validation is None:
+            return None
+        rank, begin_again = self._position.rank, self.controller.begin_step
+        return self._validation.forwards_again(order, receives.before, rank, begin_again)
+
+    def _settle_before_batch(self) -> None:
+        """The batch that begins cannot repeat forwards."""
+        if self._validation is not None:
+            self._validation.settle()
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer's step, then end our step."""
@@ -264,6 +310,8 @@ class MegatronAdapter(HostAdapter):
             result = self._host_step(*args, **kwargs)
         finally:
             self._holder.hold(())
+        if self._validation is not None and self._validation.pending:
+            result = (result[0], self._validation.norm, *result[2:])
         with self._timed():
             self.controller.end_step()
         return result

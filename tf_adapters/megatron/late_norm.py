@@ -23,11 +23,16 @@ from tf_adapters.megatron.optimizers import leaves
 
 _NAMES = ("get_grad_stats_parallel_group", "get_main_grads_for_grad_norm")
 
-__all__ = ["LateGradNorm", "agreed_statistics", "meetings", "norm_can_be_late"]
+__all__ = ["LateGradNorm", "agreed_statistics", "meetings", "norm_can_be_late", "step_statistics_are_equal"]
 
 
 def norm_can_be_late(optimizer: Any) -> bool:
-    """Return whether this rank's optimizer only logs the norm, and always updates.
+    """Return whether this rank's optimizer only logs the norm, and always updates."""
+    return step_statistics_are_equal(optimizer) and not any(_clip_grad(optimizer))
+
+
+def step_statistics_are_equal(optimizer: Any) -> bool:
+    """Return whether this rank's optimizer always updates, and has the norm of all ranks.
 
     If this holds on all ranks, the statistics of a step (success, norm, logged learning rate) are equal on all ranks.
     """
@@ -35,21 +40,25 @@ def norm_can_be_late(optimizer: Any) -> bool:
         return False
     if any(missing_name(of, ("get_grad_norm", *_NAMES)) for of in (optimizer, *optimizer.chained_optimizers)):
         return False
-    clips = any(_clip_grad(optimizer))
     logged = any(group.get("default_config") for group in optimizer.param_groups)  # whose learning rate is logged
     scaled = any(getattr(leaf, "grad_scaler", None) is not None for leaf in leaves(optimizer))
     several = len(optimizer.chained_optimizers) > 1 and not optimizer.grads_states_parallel_group_is_shared()
     counts = optimizer.config.log_num_zeros_in_grad
-    return logged and not clips and not scaled and not several and not counts
+    return logged and not scaled and not several and not counts
+
+
+def clips(optimizer: Any) -> bool:
+    """Return whether gradients are clipped by the norm of all of them."""
+    return any(_clip_grad(optimizer))
 
 
 def meetings(chunks: Sequence[Any], optimizer: Any, config: Any, norm_is_late: bool) -> tuple[str, ...]:
     """Return what makes the pipeline's ranks meet between steps, as far as the settings say."""
-    clips = max(_clip_grad(optimizer), default=0.0)
+    limit = max(_clip_grad(optimizer), default=0.0)
     timers = config.timers
     found = {
-        f"clip_grad {clips:g}": clips > 0.0,
-        "the norm of all gradients, for the log": bool(_clip_grad(optimizer)) and not norm_is_late and not clips,
+        f"clip_grad {limit:g}": limit > 0.0 and not norm_is_late,
+        "the norm of all gradients, for the log": bool(_clip_grad(optimizer)) and not norm_is_late and not limit,
         "the overflow check of fp16": any(getattr(leaf, "grad_scaler", None) is not None for leaf in leaves(optimizer)),
         "tied embeddings": any(_shares_embeddings(chunk) for chunk in chunks),
         "the number of tokens (calculate_per_token_loss)": config.calculate_per_token_loss,

@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_type
 
 from tf_adapters.hosts.sent import SentMessages
+from tf_adapters.megatron.post_validation import ForwardsAgain, Rewindable, begins_backward
 from tf_adapters.overrides import Overrides
 from tf_adapters.schedule.deferral import most_held
 from tf_adapters.schedule.ir import Action, Kind
@@ -91,6 +92,7 @@ class OrderedBatch:
         device: the device of messages.
         run: runs a forward or backward.
         compute: runs a WEIGHT_GRAD action; its flag says whether it is the last one.
+        again: how the first forwards run again if the last update has to be made again; None if it is final.
     """
 
     def __init__(
@@ -101,7 +103,9 @@ class OrderedBatch:
         device: torch.device,
         run: Run,
         compute: Callable[[Action, bool], None],
+        again: ForwardsAgain | None = None,
     ) -> None:
+        self._again, self._stale = again, list[Message]()
         self._row, self._receives, self._links, self._device = deque(row), receives, links, device
         self._run, self._compute = run, compute
         self._last = next((action for action in reversed(row) if action.kind is Kind.WEIGHT_GRAD), None)
@@ -148,16 +152,60 @@ class OrderedBatch:
         while self._row:
             self._advance()
         self._sent.finish()
+        while self._stale:
+            self._stale.pop().wait()
 
     def _take_arguments(self, call: functools.partial[Any]) -> None:
         self._forward_step = call.func
         self._arguments = inspect.signature(call.func).bind(*call.args, **call.keywords).arguments
+        if self._again is not None:
+            self._again.remember()
+            if self._arguments["data_iterator"] is not None:
+                self._arguments["data_iterator"] = Rewindable(self._arguments["data_iterator"])
         self._of_backward = {"config": self._arguments["config"]}
         if "model_type" in inspect.signature(host.backward_step).parameters:  # before 0.17
             self._of_backward["model_type"] = get_model_type(self._arguments["model"])
 
     def _advance(self) -> None:
         action = self._row.popleft()
+        if self._again is not None and begins_backward(action, self._receives.before.get(action, ())):
+            self._settle(self._again)
+            self._again = None
+        self._perform(action)
+
+    def _settle(self, again: ForwardsAgain) -> None:
+        """Make sure that the last update is final. If it was made again, run the forwards so far again."""
+        data = self._arguments["data_iterator"]
+        if again.validation.settle():
+            self._finish_messages(again)
+            self._stale += [of.sent for of in self._in_flight.values() if of.sent is not None]
+            self._in_flight.clear()
+            self._arguments["forward_data_store"].clear()
+            tokens, self._forwards = dict(self._tokens), 0  # the host has got those of some forwards
+            if data is not None:
+                data.rewind()
+            again.put_back()
+            for action in again.forwards:
+                self._perform(action)
+            self._tokens = tokens
+        if data is not None:
+            data.go_on()
+
+    def _finish_messages(self, again: ForwardsAgain) -> None:
+        """Receive the activations of old forwards that are under way, and send as many as the next rank waits for."""
+        for _ in range(again.unsent):
+            self._stale.append(self._links.send(self._empty(Kind.INPUT_GRAD), 1))
+        while self._coming:
+            self._coming.popitem()[1].wait()
+        for _ in range(again.unreceived):
+            self._links.receive(self._empty(Kind.FORWARD), -1).wait()
+
+    def _empty(self, kind: Kind) -> torch.Tensor:
+        """Return a buffer for the input of a forward, or with the shape of its output for that of a backward."""
+        dtype, shape = self._arguments["config"].pipeline_dtype, self._shapes[kind is not Kind.FORWARD]
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _perform(self, action: Action) -> None:
         for target in self._receives.before.get(action, ()):
             self._begin_to_receive(target)
         if action.kind is Kind.WEIGHT_GRAD:
@@ -173,8 +221,7 @@ class OrderedBatch:
 
     def _begin_to_receive(self, action: Action) -> None:
         forward = action.kind is Kind.FORWARD
-        dtype, shape = self._arguments["config"].pipeline_dtype, self._shapes[not forward]
-        buffer = torch.empty(shape, dtype=dtype, device=self._device, requires_grad=forward)
+        buffer = self._empty(action.kind).requires_grad_(forward)
         self._coming[action] = self._links.receive(buffer, -1 if forward else 1)
 
     def _run_forward(self, action: Action, inputs: list[Any]) -> None:

@@ -26,7 +26,7 @@ from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.torch_pipelining.execution import RewrittenOrder
-from tf_adapters.torch_pipelining.post_validation import PostValidation, Redo, own_norm
+from tf_adapters.torch_pipelining.post_validation import Redo, TorchPostValidation, own_norm
 from tf_adapters.torch_pipelining.replicas import (
     frozen_replica,
     inside_replica,
@@ -99,13 +99,13 @@ class TorchPipeliningAdapter(HostAdapter):
 
         super().__init__(config, collectives, describe, metrics)
         self._optimizers = tuple(optimizers)
-        self._validation: PostValidation | None = None
+        self._validation: TorchPostValidation | None = None
 
     def connect(self) -> None:
         if self.config.post_validates:
             stage = self._stages[0]
             device, warn = torch.device(stage.device), self.controller.warn
-            self._validation = PostValidation(self._optimizers, stage.group, device, warn)
+            self._validation = TorchPostValidation(stage.group, device, warn)
             self.on_detach(self._validation.close)
 
     def install(self) -> None:
@@ -123,8 +123,9 @@ class TorchPipeliningAdapter(HostAdapter):
             overrides.set(stage, "backward_weight_one_chunk", self._weight_gradients(stage))
         if self._validation is not None:
             for settled in (*(stage.submod for stage in self._stages), *self._optimizers):
-                hook = settled.register_state_dict_pre_hook(lambda *_: self.settle())
-                self.on_detach(hook.remove)
+                self.on_detach(settled.register_state_dict_pre_hook(lambda *_: self.settle()).remove)
+            for stage in self._stages:  # a forward outside of a batch, such as another schedule's evaluation
+                self.on_detach(stage.submod.register_forward_pre_hook(lambda *_: self.settle()).remove)
 
     # --- the update ------------------------------------------------------------------------------------------
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from logged import Lines
+from torch.distributed.pipelining.schedules import _Action
 from torch_ranks import Case, Run, attached, batch, pool
 
 from tf_adapters.errors import ConfigError, UnsupportedError
+from tf_adapters.hosts import post_validation
 from tf_adapters.report import Report
 from tf_adapters.testing.emulated_device import EmulatedDevice
-from tf_adapters.torch_pipelining import post_validation
+from tf_adapters.torch_pipelining.post_validation import before_backwards
 
 pytestmark = pytest.mark.distributed
 
@@ -200,3 +202,11 @@ def test_what_cannot_be_made_again_is_refused_in_one_line(name):
         assert words in line
         assert line.endswith('use optimizer_step "synchronous"')
         assert "\n" not in line
+
+
+def test_nothing_of_a_backward_begins_before_the_update_is_final():
+    """A receive of a gradient that began earlier would hold up the activations that are sent again, on NCCL."""
+    actions = [_Action.from_str(text) for text in ("1RECV_F0", "1F0", "1SEND_F0", "1RECV_B0", "1RECV_F1", "1F1", "1I0")]
+    assert [str(action) for action in before_backwards(actions)] == ["1RECV_F0", "1F0", "1SEND_F0"]
+    assert before_backwards(actions[4:]) == actions[4:6]
+    assert before_backwards(actions[:3]) == actions[:3]

@@ -1,0 +1,141 @@
+"""Updates before the norm of all gradients is known, which are made again if clipping was due.
+
+Clipping by the global norm makes all ranks of a pipeline meet after each batch. Here a rank updates at once, without
+clipping, and keeps copies. The norm arrives while the next batch's first forwards run. Before its first backward each
+rank looks at it. If clipping was due, the rank makes the update again with clipped gradients, and its forwards of this
+batch run again. No rank has computed a gradient before it has looked, so the trained weights are those of an update
+after the norm. Idea: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 4.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from tf_adapters.hosts.late import LateNorms, LateTensor
+from tf_adapters.hosts.updates import UpdateCopies
+
+__all__ = ["BeforeForwards", "PostValidation"]
+
+_LOOKED_AT = 20
+_MOST_MADE_AGAIN = 0.2
+"""Largest share of the last ``_LOOKED_AT`` updates that were made again; above it updates wait for the norm."""
+
+_PAUSE = 50
+"""Updates that then wait."""
+
+
+class PostValidation(ABC):
+    """The newest update of this rank, until it is known to be right. Made on all ranks of ``group`` at the same point.
+
+    Every rank finds the same norm, so all of them decide alike. ``warn`` gets a line at the begin of a pause.
+    """
+
+    def __init__(self, group: Any, device: torch.device, warn: Callable[[str], None]) -> None:
+        self._norms, self._warn = LateNorms(group, device), warn
+        self._square: LateTensor | None = None
+        self._copies: dict[int, tuple[UpdateCopies, Callable[[], Any]]] = {}
+        self._outcomes = deque[bool](maxlen=_LOOKED_AT)
+        self._paused = 0
+        self.updates = self.made_again = 0
+        self.making_again = False
+
+    @abstractmethod
+    def is_due(self, square: torch.Tensor) -> bool:
+        """Return whether the host would have clipped, by the square of the norm; true if it is not a number."""
+
+    @abstractmethod
+    def clip_again(self, parameters: list[torch.nn.Parameter], square: torch.Tensor) -> None:
+        """Clip the gradients of these parameters as the host does."""
+
+    @property
+    def pending(self) -> bool:
+        """Return whether the newest update may still have to be made again."""
+        return self._square is not None
+
+    @property
+    def paused(self) -> bool:
+        """Return whether updates wait for the norm, since many had to be made again."""
+        return self._paused > 0
+
+    def expect(self, own_norm: torch.Tensor) -> LateTensor:
+        """Update before the norm is known. Return it; ``own_norm`` is that of this rank's gradients."""
+        self._square, norm = self._norms.square_and_norm(own_norm)
+        return norm
+
+    def waits(self) -> None:
+        """Count an update that waits for the norm."""
+        self._paused = max(0, self._paused - 1)
+
+    def before_update(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any] | None = None) -> None:
+        """Keep copies if the update that follows may have to be made again, with ``step`` or ``optimizer.step``."""
+        if self.pending and not self.making_again:
+            self._copies[id(optimizer)] = UpdateCopies(optimizer), step or optimizer.step
+
+    def settle(self) -> bool:
+        """Wait for the norm, and make the update again if clipping was due. Return whether it was made again."""
+        square, self._square = self._square, None
+        if square is None:
+            return False
+        copies, self._copies = self._copies, {}
+        total = square.arrive()
+        due = self.is_due(total)
+        self._count(due)
+        if due:
+            self.making_again = True
+            try:
+                for of_optimizer, step in copies.values():
+                    of_optimizer.make_again(lambda parameters: self.clip_again(parameters, total), step)
+            finally:
+                self.making_again = False
+        return due
+
+    def summary(self) -> str:
+        """Return a sentence for the report."""
+        return (
+            f"optimizer_step post_validated: {self.updates} updates were made before the norm of all gradients was "
+            f"known; {self.made_again} of them were made again, since clipping was due"
+        )
+
+    def close(self) -> None:
+        """Settle, and free the group. Called on all ranks at the same point."""
+        self.settle()
+        self._norms.close()
+
+    def _count(self, made_again: bool) -> None:
+        self.updates += 1
+        self.made_again += made_again
+        self._outcomes.append(made_again)
+        if len(self._outcomes) == _LOOKED_AT and sum(self._outcomes) > _MOST_MADE_AGAIN * _LOOKED_AT:
+            self._outcomes.clear()
+            self._paused = _PAUSE
+            self._warn(
+                f"optimizer_step post_validated: more than {_MOST_MADE_AGAIN:.0%} of the last {_LOOKED_AT} updates "
+                f"were made again, since gradients were clipped; the next {_PAUSE} updates wait for the norm"
+            )
+
+
+class BeforeForwards:
+    """The state that forwards change besides activations: random numbers, and the buffers of these modules."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module], device: torch.device) -> None:
+        self._device = device
+        self._cpu = torch.get_rng_state()
+        self._of_device = None if device.type == "cpu" else self._module.get_rng_state(device)
+        self._buffers = [(buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._of_device is not None:
+            self._module.set_rng_state(self._of_device, self._device)
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self._device)

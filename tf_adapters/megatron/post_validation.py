@@ -1,0 +1,246 @@
+"""Post-validated updates in Megatron-Core: clipping by the norm of all gradients, and forwards that run again.
+
+Source: megatron/core/optimizer/optimizer.py (``ChainedOptimizer.step``), clip_grads.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer import clip_grads
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from tf_adapters.hosts.adapter import HostAdapter
+from tf_adapters.hosts.late import LateTensor
+from tf_adapters.hosts.post_validation import BeforeForwards, PostValidation
+from tf_adapters.hosts.support import Problem, first_problem
+from tf_adapters.megatron.chunks import device_of
+from tf_adapters.megatron.late_norm import step_statistics_are_equal
+from tf_adapters.megatron.optimizers import inner_of, leaves
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+
+__all__ = [
+    "ForwardsAgain",
+    "MegatronPostValidation",
+    "Rewindable",
+    "begins_backward",
+    "install",
+    "post_validation_problem",
+]
+
+
+_SAVING = ("save_parameter_state", "sharded_state_dict", "state_dict", "state_dict_for_save_checkpoint")
+"""Methods of optimizers and model chunks that read what an update writes."""
+
+
+class MegatronPostValidation(PostValidation):
+    """Clips as a chained optimizer of Megatron does, with its ``clip_grad``."""
+
+    def __init__(self, optimizer: Any, modules: Sequence[torch.nn.Module], warn: Callable[[str], None]) -> None:
+        self.optimizer, self._optimizers, self._modules = optimizer, optimizer.chained_optimizers, modules
+        self._device = device_of(modules)
+        super().__init__(self._optimizers[0].get_grad_stats_parallel_group(), self._device, warn)
+        self._max_norm = float(optimizer.config.clip_grad)
+        self.norm: LateTensor | None = None
+
+    def expected_norm(self) -> float:
+        """Stand for the optimizer's ``get_grad_norm``: expect the norm, and return one by which nothing is clipped."""
+        gradients = [grad for optimizer in self._optimizers for grad in optimizer.get_main_grads_for_grad_norm()]
+        self.norm = self.expect(self._own_norm(gradients))
+        return 0.0
+
+    def forwards_again(
+        self,
+        order: PipelineSchedule,
+        before: Mapping[Action, Sequence[Action]],
+        rank: int,
+        begin_again: Callable[[], None],
+    ) -> ForwardsAgain | None:
+        """Return how a batch's first forwards run again; None if the last update is final.
+
+        ``before`` are the actions whose inputs a rank begins to receive before an action.
+        """
+        if not self.pending:
+            return None
+        (sent_to_us, _), (own, received), (_, taken_from_us) = (
+            forwards_in_prefix(order, before, of) for of in (rank - 1, rank, rank + 1)
+        )
+        return ForwardsAgain(
+            self,
+            begin_again,
+            self._modules,
+            self._device,
+            forwards=own,
+            unreceived=max(0, len(sent_to_us) - received),
+            unsent=max(0, taken_from_us - len(own)),
+        )
+
+    def is_due(self, square: torch.Tensor) -> bool:
+        return self._max_norm / (_root(square) + 1.0e-6) < 1.0
+
+    def clip_again(self, parameters: list[torch.nn.Parameter], square: torch.Tensor) -> None:
+        if parameters:
+            clip_grads.clip_grad_by_total_norm_fp32(parameters, max_norm=self._max_norm, total_norm=_root(square))
+
+    def _own_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of this rank's gradients, from the host's own kernel."""
+        if not gradients:
+            return torch.zeros((), device=self._device)
+        overflow = torch.zeros(1, dtype=torch.int, device=self._device)
+        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
+        return norm.reshape(())  # type: ignore[no-any-return]
+
+
+def install(
+    validation: MegatronPostValidation,
+    adapter: HostAdapter,
+    owners: Iterable[torch.nn.Module],
+    speculates: Callable[[], bool],
+) -> None:
+    """Replace the optimizer's norm, keep copies before its updates, and settle before anything is saved.
+
+    ``owners`` are the modules whose state may be saved. ``speculates`` says whether this step's update may be made
+    before the norm is known.
+    """
+    optimizer, overrides = validation.optimizer, adapter.overrides
+    host_norm = optimizer.get_grad_norm
+
+    def get_grad_norm() -> Any:
+        if speculates() and not validation.paused:
+            return validation.expected_norm()
+        validation.waits()
+        return host_norm()
+
+    def settled(run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def settle_and_run(*args: Any, **kwargs: Any) -> Any:
+            adapter.settle()
+            return run(*args, **kwargs)
+
+        return settle_and_run
+
+    overrides.set(optimizer, "get_grad_norm", get_grad_norm)
+    for leaf in leaves(optimizer):
+        keep = functools.partial(validation.before_update, step=leaf.step_with_ready_grads)
+        hook = inner_of(leaf).register_step_pre_hook(lambda given, *_, keep=keep: keep(given))
+        adapter.on_detach(hook.remove)
+    for owner in (optimizer, *owners):
+        for name in _SAVING:
+            if callable(getattr(owner, name, None)):
+                overrides.set(owner, name, settled(getattr(owner, name)))
+
+
+def post_validation_problem(chunks: Sequence[Any], optimizer: Any, config: Any) -> Problem:
+    """Return a problem if an update cannot be made again, or forwards cannot run again."""
+    of_leaves = [leaf for leaf in leaves(optimizer) if hasattr(leaf, "config")]
+    ddp = [getattr(chunk, "ddp_config", None) for chunk in chunks]
+    problem = first_problem(
+        {
+            "the optimizer is not Megatron's chained one, or has fp16's loss scale": not step_statistics_are_equal(
+                optimizer
+            ),
+            "use_precision_aware_optimizer is True": any(
+                getattr(leaf.config, "use_precision_aware_optimizer", False) for leaf in of_leaves
+            ),
+            "gradients are clipped in groups": hasattr(optimizer, "_compute_grad_norms_by_group"),
+            "overlap_param_gather is True": any(getattr(of, "overlap_param_gather", False) for of in ddp),
+            "fp8 is set, and forwards change its scales": bool(getattr(config, "fp8", None)),
+            "num_moe_experts is set, and forwards add to its losses": bool(getattr(config, "num_moe_experts", None)),
+        }
+    )
+    return problem and f"{problem}, with which optimizer_step post_validated was not checked"
+
+
+def forwards_in_prefix(
+    order: PipelineSchedule, before: Mapping[Action, Sequence[Action]], rank: int
+) -> tuple[list[Action], int]:
+    """Return a rank's forwards before anything of a backward begins, and how many receives have begun by then."""
+    forwards: list[Action] = []
+    received = 0
+    for action in order.ranks[rank] if 0 <= rank < len(order.ranks) else ():
+        begun = before.get(action, ())
+        if begins_backward(action, begun):
+            break
+        received += len(begun)
+        forwards.append(action)
+    return forwards, received
+
+
+def begins_backward(action: Action, begun: Sequence[Action]) -> bool:
+    """Return whether an action is of a backward, or a gradient's receive begins before it."""
+    return action.kind is not Kind.FORWARD or any(target.kind is not Kind.FORWARD for target in begun)
+
+
+@dataclass
+class ForwardsAgain:
+    """All that a rank needs to run the first forwards of a batch again.
+
+    Attributes:
+        validation: the update.
+        begin_again: begins our step again.
+        modules: the model chunks of this rank.
+        device: their device.
+        forwards: the forwards before anything of a backward begins.
+        unreceived: how many old activations of the previous rank are then still under way to this one.
+        unsent: how many receives of the next rank then wait for an activation.
+    """
+
+    validation: PostValidation
+    begin_again: Callable[[], None]
+    modules: Sequence[torch.nn.Module]
+    device: torch.device
+    forwards: list[Action]
+    unreceived: int
+    unsent: int
+
+    def remember(self) -> None:
+        """Called before the first forward of the batch."""
+        self._before = BeforeForwards(self.modules, self.device)
+        self._tracked = get_cuda_rng_tracker().get_states()
+
+    def put_back(self) -> None:
+        self._before.put_back()
+        get_cuda_rng_tracker().set_states(self._tracked)
+        self.begin_again()
+
+
+class Rewindable:
+    """A data iterator that can give its items again."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+        self._given: list[Any] | None = []
+        self._again = deque[Any]()
+
+    def __iter__(self) -> Rewindable:
+        return self
+
+    def __next__(self) -> Any:
+        item = self._again.popleft() if self._again else next(self._iterator)
+        if self._given is not None:
+            self._given.append(copy.copy(item))
+        return item
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+    def rewind(self) -> None:
+        """Give all items again."""
+        assert self._given is not None
+        self._again.extend(self._given)
+        self._given = []
+
+    def go_on(self) -> None:
+        """Keep no more items."""
+        self._given = None
+
+
+def _root(square: torch.Tensor) -> float:
+    return math.sqrt(float(square.item()))
