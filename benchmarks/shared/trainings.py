@@ -29,8 +29,8 @@ class Size:
     """A model and its pipeline: ``ranks`` stages of ``layers`` in all, microbatches of ``micro_batch`` rows.
 
     ``replicas`` of the pipeline are trained by DeepSpeed where the group has that many times as many ranks. With
-    ``compiled`` torch's decoder layers are compiled one by one. Megatron clips gradients if ``clipped``, and torch if
-    there is a ``max_norm``.
+    ``compiled`` torch's decoder layers are compiled one by one. ``clip`` is the largest norm of all gradients, on
+    Megatron and torch; 0 does not clip, and None leaves it to the example.
     """
 
     ranks: int = RANKS
@@ -41,8 +41,7 @@ class Size:
     microbatches: int = 8
     replicas: int = 1
     compiled: bool = False
-    clipped: bool = True
-    max_norm: float | None = None
+    clip: float | None = None
 
 
 @dataclass
@@ -149,8 +148,8 @@ def _megatron(freezing: Freezing, alone: bool, size: Size) -> Training:
         microbatches=size.microbatches,
     )
     trainer = Trainer(sizes)
-    if not size.clipped:
-        trainer.optimizer.config.clip_grad = 0.0
+    if size.clip is not None:
+        trainer.optimizer.config.clip_grad = size.clip
     train, held_out = (ByteDataset(part, trainer.sizes.context) for part in split(load_text("topics")))
     adapters: list[Any] = []
 
@@ -187,7 +186,7 @@ def _torch(freezing: Freezing, alone: bool, size: Size) -> Training:
     config = models.new_config(layers=size.layers, width=size.width, heads=4, context=size.context, vocabulary=256)
     layout = Layout("1f1b", size.ranks, config.num_hidden_layers, size.microbatches)
     trainer = Trainer(layout, models.build(config), torch.device("cpu"), lr=1e-3, bf16=False)
-    trainer.max_norm = size.max_norm
+    trainer.max_norm = size.clip or None
     for layer in [layer for s in trainer.stages.values() for layer in s.model.layers.values()] if size.compiled else []:
         layer.compile()
     train, held_out = (

@@ -91,6 +91,10 @@ class Redo(list[Any]):
             yield from self._prefix
         yield from self._rest
 
+    def __deepcopy__(self, memo: Any) -> list[_Action]:
+        """Return the plain actions: torch copies an order to print it beside an error."""
+        return self._prefix + self._rest
+
     def _finish_messages(self) -> None:
         """Receive the activations of old forwards that are under way, and send as many as the next rank waits for."""
         runtime, stage = self._runtime, self._stage

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from logged import Lines
-from megatron_ranks import Case, innermost, run_batch, start, zero_gradients
+from megatron_ranks import Case, innermost, run_batch, setup, start, zero_gradients
+from rank_pools import fork_ranks
 
 from tf_adapters.errors import UnsupportedError
 from tf_adapters.hosts import post_validation
 from tf_adapters.hosts.late import LateTensor
 from tf_adapters.report import Report
 from tf_adapters.testing.emulated_device import EmulatedDevice
+from tf_adapters.testing.ranks import RanksFailed
 
 pytestmark = pytest.mark.distributed
 
@@ -147,6 +150,29 @@ def test_it_pauses_while_many_updates_are_made_again(megatron, tmp_path):
     assert_same_bits(ours, megatron(4).run(trained, alone, True))
     assert ours[0]["counts"] == (post_validation._LOOKED_AT,) * 2
     assert sum("wait for the norm" in line for line in ours[0]["log"]) == 1
+
+
+def killed(case: Case, killed_rank: int) -> None:
+    """One rank ends after its update, before anybody knows whether it has to be made again; others end by an error."""
+    chunks, optimizer, _ = start(case)
+    try:
+        for step in range(case.steps):
+            zero_gradients(chunks, optimizer)
+            run_batch(case, chunks, step, range(case.microbatches))
+            optimizer.step()
+            if step == 8 and torch.distributed.get_rank() == killed_rank:
+                os._exit(7)
+    except RuntimeError:
+        os._exit(1)
+
+
+@pytest.mark.parametrize("killed_rank", [0, 2])
+def test_a_rank_that_is_killed_before_validation_leaves_nobody_waiting(tmp_path, killed_rank):
+    case = limited(replace(CASE, output_dir=str(tmp_path)), LIMITS["always"])
+    with fork_ranks(4, setup) as ranks, pytest.raises(RanksFailed) as caught:
+        ranks.run(killed, case, killed_rank, timeout_s=60)
+    codes = [7 if rank == killed_rank else 1 for rank in range(4)]
+    assert str(caught.value).splitlines()[1::2] == [f"died with exit code {code}" for code in codes]
 
 
 def overlap(case: Case) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from logged import Lines
+from rank_pools import fork_ranks
 from torch.distributed.pipelining.schedules import _Action
 from torch_ranks import Case, Run, attached, batch, pool
 
@@ -16,6 +18,7 @@ from tf_adapters.errors import ConfigError, UnsupportedError
 from tf_adapters.hosts import post_validation
 from tf_adapters.report import Report
 from tf_adapters.testing.emulated_device import EmulatedDevice
+from tf_adapters.testing.ranks import RanksFailed
 from tf_adapters.torch_pipelining.post_validation import before_backwards
 
 pytestmark = pytest.mark.distributed
@@ -163,6 +166,28 @@ def test_it_pauses_while_many_updates_are_made_again(tmp_path):
     assert made_again == updates // 2
     [line] = [line for line in ours[0]["log"] if "wait for the norm" in line]
     assert "more than 20% of the last 20 updates were made again" in line
+
+
+def killed(case: Case, killed_rank: int) -> None:
+    """One rank ends after its update, before anybody knows whether it has to be made again; others end by an error."""
+    run = attached(case)
+    try:
+        for step in range(case.steps):
+            step_of(run, step, [1e-2])
+            if step == 8 and dist.get_rank() == killed_rank:
+                os._exit(7)
+    except RuntimeError:
+        os._exit(1)
+
+
+@pytest.mark.parametrize("killed_rank", [0, 2])
+def test_a_rank_that_is_killed_before_validation_leaves_nobody_waiting(tmp_path, killed_rank):
+    with fork_ranks(4) as ranks, pytest.raises(RanksFailed) as caught:
+        ranks.run(killed, replace(CASE, output_dir=str(tmp_path)), killed_rank, timeout_s=60)
+    codes = [7 if rank == killed_rank else 1 for rank in range(4)]
+    assert str(caught.value) == "\n".join(
+        f"rank {rank}:\ndied with exit code {code}" for rank, code in enumerate(codes)
+    )
 
 
 def overlap(case: Case, limit: float) -> Any:
