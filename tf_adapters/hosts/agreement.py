@@ -46,8 +46,8 @@ def refuse_post_validation(settings: TimelyFreezeConfig, host: str) -> None:
     """Raise ConfigError if updates are to be made before the norm of all gradients is known."""
     if settings.post_validates:
         raise ConfigError(
-            f'timely_freeze.optimizer_step is "post_validated": allowed is "synchronous" with {host}; updates are made '
-            "again on torch.distributed.pipelining only"
+            f'timely_freeze.optimizer_step is "post_validated": allowed is "synchronous" with {host}, where updates '
+            "cannot be made again"
         )
 
 

@@ -192,16 +192,14 @@ class OrderedBatch:
             data.go_on()
 
     def _finish_messages(self, again: ForwardsAgain) -> None:
-        """Receive the activations of old forwards that are under way, and send as many as the next rank waits for."""
-        for _ in range(again.unsent):
-            self._stale.append(self._links.send(self._empty(Kind.INPUT_GRAD), 1))
+        """Receive the activations of old forwards that are under way."""
         while self._coming:
             self._coming.popitem()[1].wait()
         for _ in range(again.unreceived):
             self._links.receive(self._empty(Kind.FORWARD), -1).wait()
 
     def _empty(self, kind: Kind) -> torch.Tensor:
-        """Return a buffer for the input of a forward, or with the shape of its output for that of a backward."""
+        """Return a buffer for the input of a forward or a backward."""
         dtype, shape = self._arguments["config"].pipeline_dtype, self._shapes[kind is not Kind.FORWARD]
         return torch.empty(shape, dtype=dtype, device=self._device)
 

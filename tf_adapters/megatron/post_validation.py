@@ -69,17 +69,14 @@ class MegatronPostValidation(PostValidation):
         """
         if not self.pending:
             return None
-        (sent_to_us, _), (own, received), (_, taken_from_us) = (
-            forwards_in_prefix(order, before, of) for of in (rank - 1, rank, rank + 1)
-        )
+        (sent, _), (own, received) = (forwards_in_prefix(order, before, of) for of in (rank - 1, rank))
         return ForwardsAgain(
             self,
             begin_again,
             self._modules,
             self._device,
             forwards=own,
-            unreceived=max(0, len(sent_to_us) - received),
-            unsent=max(0, taken_from_us - len(own)),
+            unreceived=len(sent) - received,
         )
 
     def is_due(self, square: torch.Tensor) -> bool:
@@ -188,8 +185,8 @@ class ForwardsAgain:
         modules: the model chunks of this rank.
         device: their device.
         forwards: the forwards before anything of a backward begins.
-        unreceived: how many old activations of the previous rank are then still under way to this one.
-        unsent: how many receives of the next rank then wait for an activation.
+        unreceived: how many old activations of the previous rank are then under way that no receive waits for. It is
+            not negative, since a receive begins after its send (``schedule.messages``).
     """
 
     validation: PostValidation
@@ -198,7 +195,6 @@ class ForwardsAgain:
     device: torch.device
     forwards: list[Action]
     unreceived: int
-    unsent: int
 
     def remember(self) -> None:
         """Called before the first forward of the batch."""
@@ -234,7 +230,7 @@ class Rewindable:
     def rewind(self) -> None:
         """Give all items again."""
         assert self._given is not None
-        self._again.extend(self._given)
+        self._again.extendleft(reversed(self._given))
         self._given = []
 
     def go_on(self) -> None:

@@ -55,7 +55,7 @@ class Redo(list[Any]):
     """A rank's lowered actions, for a runtime with one stage a rank, which settle the update before a backward.
 
     If the update was made again, the actions before the first backward come again. Messages that were under way are
-    received first: a rank knows from the order how many its neighbours have sent.
+    received first: a rank knows from the order how many the previous rank has sent.
     """
 
     def __init__(
@@ -69,14 +69,11 @@ class Redo(list[Any]):
         super().__init__(own)
         self._runtime, self._validation, self._begin_again = runtime, validation, begin_again
         (self._stage,) = runtime._stages
-        rank, last = runtime.rank, max(lowered)
+        rank = runtime.rank
         self._prefix = before_backwards(own)
         self._rest = own[len(self._prefix) :]
-        self._received = _count(self._prefix, _ComputationType.RECV_F)
-        self._sent = _count(self._prefix, _ComputationType.SEND_F)
-        self._sent_to_us = _count(before_backwards(lowered[rank - 1]), _ComputationType.SEND_F) if rank else 0
-        after = before_backwards(lowered[rank + 1]) if rank < last else ()
-        self._taken_from_us = _count(after, _ComputationType.RECV_F)
+        sent = _count(before_backwards(lowered[rank - 1]), _ComputationType.SEND_F) if rank else 0
+        self._unreceived = sent - _count(self._prefix, _ComputationType.RECV_F)
 
     def __iter__(self) -> Iterator[_Action]:
         device = torch.device(self._stage.device)
@@ -96,16 +93,13 @@ class Redo(list[Any]):
         return self._prefix + self._rest
 
     def _finish_messages(self) -> None:
-        """Receive the activations of old forwards that are under way, and send as many as the next rank waits for."""
+        """Receive the activations of old forwards that are under way. A receive never begins before its send."""
         runtime, stage = self._runtime, self._stage
-        missing = [_batch_p2p(stage.get_fwd_send_ops(0)) for _ in range(self._taken_from_us - self._sent)]
         while runtime.fwd_recv_ops:
             _, works = runtime.fwd_recv_ops.popitem()
             _wait_batch_p2p(works)
-        for _ in range(self._sent_to_us - self._received):
+        for _ in range(self._unreceived):
             _wait_batch_p2p(_batch_p2p(stage.get_fwd_recv_ops(0)))
-        for works in missing:
-            _wait_batch_p2p(works)
 
     def _forget_forwards(self) -> None:
         self._stage.fwd_cache.clear()
