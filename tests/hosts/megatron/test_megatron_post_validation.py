@@ -8,33 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from logged import Lines
-from megatron_ranks import Case, innermost, run_batch, setup, start, zero_gradients
+from megatron_post_validation import ALWAYS, POST_VALIDATED, assert_same_bits, limited, trained
+from megatron_ranks import Case, run_batch, setup, start, zero_gradients
 from rank_pools import fork_ranks
 
 from tf_adapters.errors import UnsupportedError
 from tf_adapters.hosts import post_validation
-from tf_adapters.hosts.late import LateTensor
 from tf_adapters.report import Report
 from tf_adapters.testing.emulated_device import EmulatedDevice
 from tf_adapters.testing.ranks import RanksFailed
 
 pytestmark = pytest.mark.distributed
 
-SECTION = {
-    "weight_gradients": "deferred",
-    "max_freeze_ratio": 0.0,
-    "optimizer_step": "post_validated",
-    "extra_microbatches": 4,
-    "monitoring_steps": 4,
-    "progressive_steps": 0,
-    "replan_threshold": 0.0,
-    "replan_interval": 1000,
-}
 DROPOUT = {"hidden_dropout": 0.1}
 ALONE = Case(pp=4, layers=4, microbatches=8, section=None, steps=16, model=DROPOUT)
-CASE = replace(ALONE, section=SECTION)
-LIMITS = {"never": 1e6, "always": 1e-2, "now and then": 1.5}
+CASE = replace(ALONE, section=POST_VALIDATED)
+LIMITS = {"never": 1e6, "always": ALWAYS, "now and then": 1.5}
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 MODELS: dict[str, dict[str, Any]] = {
     "two stages": {"pp": 2},
@@ -52,67 +41,6 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "tensor parallel": {"pp": 2, "tp": 2},
 }
-
-
-def limited(case: Case, limit: float) -> Case:
-    return replace(case, optimizer={**case.optimizer, "clip_grad": limit})
-
-
-def values(chunks: list[Any], optimizer: Any) -> list[torch.Tensor]:
-    """The trained parameters through ``state_dict``, and what the inner optimizers hold."""
-    states = [innermost(chunk).state_dict() for chunk in chunks]
-    found = [v.detach().clone() for state in states for _, v in sorted(state.items()) if torch.is_tensor(v)]
-    for leaf in optimizer.chained_optimizers:
-        inner = leaf.optimizer
-        for group in inner.param_groups:
-            for p in group["params"]:
-                state = inner.state.get(p, {})
-                found += [p.detach().clone(), *(v.clone() for _, v in sorted(state.items()) if torch.is_tensor(v))]
-    return found
-
-
-def trained(case: Case, pauses: bool = False, saved: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Train; ``saved`` are steps after which the state is read and a batch is evaluated."""
-    looked_at = post_validation._LOOKED_AT
-    with Lines() as log:
-        try:
-            post_validation._LOOKED_AT = looked_at if pauses else 10**9
-            chunks, optimizer, adapter = start(case)
-            losses, norms, late, between = [], [], [], []
-            for step in range(case.steps):
-                for group in optimizer.param_groups:
-                    group["lr"] = 1e-2 * 0.9**step
-                zero_gradients(chunks, optimizer)
-                losses += run_batch(case, chunks, step, range(case.microbatches))
-                norm = optimizer.step()[1]
-                late.append(isinstance(norm, LateTensor))
-                norms.append(norm)
-                if step in saved:
-                    between += values(chunks, optimizer)
-                    with torch.no_grad():
-                        evaluated = run_batch(case, chunks, 500, range(case.microbatches), forward_only=True)
-                    between += [entry["loss"] for entry in evaluated]
-            result: dict[str, Any] = {
-                "losses": [float(entry["loss"]) for entry in losses],
-                "norms": [float(norm) for norm in norms],
-                "late": late,
-            }
-            if adapter is not None:
-                validation, state = adapter._validation, adapter.controller.state
-                adapter.detach()
-                result |= {"failure": state.failure, "counts": (validation.updates, validation.made_again)}
-            return {**result, "final": values(chunks, optimizer), "between": between, "log": log.seen}
-        finally:
-            post_validation._LOOKED_AT = looked_at
-
-
-def assert_same_bits(ours: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
-    for mine, theirs in zip(ours, alone, strict=True):
-        assert mine["failure"] is None
-        assert mine["losses"] == theirs["losses"]
-        assert mine["norms"] == pytest.approx(theirs["norms"], rel=1e-6)
-        for a, b in zip(mine["final"] + mine["between"], theirs["final"] + theirs["between"], strict=True):
-            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("limit", LIMITS)
@@ -133,20 +61,20 @@ def test_the_weights_are_those_of_updates_after_the_norm(megatron, tmp_path, lim
 @pytest.mark.parametrize("model", MODELS)
 def test_models_and_optimizers(megatron, tmp_path, model):
     alone = limited(replace(ALONE, steps=8, **MODELS[model]), LIMITS["always"])
-    ours = megatron(4).run(trained, replace(alone, section=SECTION, output_dir=str(tmp_path)))
+    ours = megatron(4).run(trained, replace(alone, section=POST_VALIDATED, output_dir=str(tmp_path)))
     assert_same_bits(ours, megatron(4).run(trained, alone))
     assert ours[0]["counts"] == (7, 7)
 
 
 def test_what_is_saved_or_evaluated_between_update_and_validation_is_final(megatron, tmp_path):
     alone = limited(replace(ALONE, steps=10), LIMITS["always"])
-    ours = megatron(4).run(trained, replace(alone, section=SECTION, output_dir=str(tmp_path)), False, (4, 7, 9))
+    ours = megatron(4).run(trained, replace(alone, section=POST_VALIDATED, output_dir=str(tmp_path)), False, (4, 7, 9))
     assert_same_bits(ours, megatron(4).run(trained, alone, False, (4, 7, 9)))
 
 
 def test_it_pauses_while_many_updates_are_made_again(megatron, tmp_path):
     alone = limited(replace(ALONE, steps=26), LIMITS["always"])
-    ours = megatron(4).run(trained, replace(alone, section=SECTION, output_dir=str(tmp_path)), True)
+    ours = megatron(4).run(trained, replace(alone, section=POST_VALIDATED, output_dir=str(tmp_path)), True)
     assert_same_bits(ours, megatron(4).run(trained, alone, True))
     assert ours[0]["counts"] == (post_validation._LOOKED_AT,) * 2
     assert sum("wait for the norm" in line for line in ours[0]["log"]) == 1
@@ -188,7 +116,7 @@ def overlap(case: Case) -> str:
 
 
 def test_ranks_do_not_meet_for_the_norm(megatron, tmp_path):
-    section = {**SECTION, "monitoring_steps": 8}
+    section = {**POST_VALIDATED, "monitoring_steps": 8}
     case = limited(replace(CASE, model={}, section=section, output_dir=str(tmp_path)), LIMITS["never"])
     assert megatron(4).run(overlap, case) == ["overlap"] * 4
 

@@ -21,6 +21,7 @@ from megatron_oracle import (
     check_oracle,
     check_same,
 )
+from megatron_post_validation import ALWAYS, POST_VALIDATED, assert_same_bits, limited, trained
 from megatron_ranks import Case, setup_engine, start, teardown, train, train_step
 from megatron_reductions import reductions
 from rank_pools import fork_ranks
@@ -212,3 +213,12 @@ def test_every_bucket_is_reduced_once_its_last_gradient_is_there(four, model):
     assert any("waited" in names for names in late)
     for names in late:  # a frozen weight may have waiting gradients of other microbatches until the last of them
         assert "frozen" not in names[names.index("waited") :] if "waited" in names else True, names
+
+
+@pytest.mark.parametrize("model", [{}, FUSED], ids=["unfused", "fused"])
+def test_updates_that_are_made_again_are_the_hosts(engine, tmp_path, model):
+    """Forwards run again through Transformer Engine's layers, whose weight gradients wait."""
+    alone = limited(Case(engine=True, section=None, model=model, steps=9), ALWAYS)
+    ours = engine.run(trained, replace(alone, section=POST_VALIDATED, output_dir=str(tmp_path)))
+    assert_same_bits(ours, engine.run(trained, alone))
+    assert ours[0]["counts"] == (8, 8)
