@@ -18,6 +18,7 @@ import torch
 
 from tf_adapters.hosts.late import LateNorms, LateTensor
 from tf_adapters.hosts.updates import UpdateCopies
+from tf_adapters.training.controller import Controller
 
 __all__ = ["BeforeForwards", "PostValidation"]
 
@@ -32,11 +33,12 @@ _PAUSE = 50
 class PostValidation(ABC):
     """The newest update of this rank, until it is known to be right. Made on all ranks of ``group`` at the same point.
 
-    Every rank finds the same norm, so all of them decide alike. ``warn`` gets a line at the begin of a pause.
+    Every rank finds the same norm, so all of them decide alike. The controller gets a note for the report after each
+    update, and a warning at the begin of a pause.
     """
 
-    def __init__(self, group: Any, device: torch.device, warn: Callable[[str], None]) -> None:
-        self._norms, self._warn = LateNorms(group, device), warn
+    def __init__(self, group: Any, device: torch.device, controller: Controller) -> None:
+        self._norms, self._controller = LateNorms(group, device), controller
         self._square: LateTensor | None = None
         self._copies: dict[int, tuple[UpdateCopies, Callable[[], Any]]] = {}
         self._outcomes = deque[bool](maxlen=_LOOKED_AT)
@@ -94,13 +96,6 @@ class PostValidation(ABC):
                 self.making_again = False
         return due
 
-    def summary(self) -> str:
-        """Return a sentence for the report."""
-        return (
-            f"optimizer_step post_validated: {self.updates} updates were made before the norm of all gradients was "
-            f"known; {self.made_again} of them were made again, since clipping was due"
-        )
-
     def close(self) -> None:
         """Settle, and free the group. Called on all ranks at the same point."""
         self.settle()
@@ -110,12 +105,16 @@ class PostValidation(ABC):
         self.updates += 1
         self.made_again += made_again
         self._outcomes.append(made_again)
+        self._controller.state.renew_note(
+            f"optimizer_step post_validated: {self.updates} updates were made before the norm of all gradients was "
+            f"known; {self.made_again} of them were made again, since clipping was due"
+        )
         if len(self._outcomes) == _LOOKED_AT and sum(self._outcomes) > _MOST_MADE_AGAIN * _LOOKED_AT:
             self._outcomes.clear()
             self._paused = _PAUSE
-            self._warn(
-                f"optimizer_step post_validated: more than {_MOST_MADE_AGAIN:.0%} of the last {_LOOKED_AT} updates "
-                f"were made again, since gradients were clipped; the next {_PAUSE} updates wait for the norm"
+            self._controller.warn(
+                f"optimizer_step post_validated pauses: more than {_MOST_MADE_AGAIN:.0%} of the last {_LOOKED_AT} "
+                f"updates were made again, since gradients were clipped; the next {_PAUSE} updates wait for the norm"
             )
 
 

@@ -107,7 +107,7 @@ class MegatronAdapter(HostAdapter):
         model = self._model
         if self.config.post_validates and clips(model.optimizer):
             modules = [chunk.model for chunk in self._chunks.values()]
-            self._validation = MegatronPostValidation(model.optimizer, modules, self.controller.warn)
+            self._validation = MegatronPostValidation(model.optimizer, modules, self.controller)
             self.on_detach(self._validation.close)
         if self._norm_is_late:
             self._late_norm = LateGradNorm(model.optimizer, device_of(model.chunks))
@@ -182,7 +182,6 @@ class MegatronAdapter(HostAdapter):
         """Restore the host and write the last report. See ``HostAdapter.detach``."""
         if self._validation is not None and not self._detached:
             self.settle()
-            self.controller.state.note(self._validation.summary())
         super().detach()
 
     @property

@@ -25,6 +25,7 @@ from tf_adapters.megatron.chunks import device_of
 from tf_adapters.megatron.late_norm import step_statistics_are_equal
 from tf_adapters.megatron.optimizers import inner_of, leaves
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.training.controller import Controller
 
 __all__ = [
     "ForwardsAgain",
@@ -43,10 +44,10 @@ _SAVING = ("save_parameter_state", "sharded_state_dict", "state_dict", "state_di
 class MegatronPostValidation(PostValidation):
     """Clips as a chained optimizer of Megatron does, with its ``clip_grad``."""
 
-    def __init__(self, optimizer: Any, modules: Sequence[torch.nn.Module], warn: Callable[[str], None]) -> None:
+    def __init__(self, optimizer: Any, modules: Sequence[torch.nn.Module], controller: Controller) -> None:
         self.optimizer, self._optimizers, self._modules = optimizer, optimizer.chained_optimizers, modules
         self._device = device_of(modules)
-        super().__init__(self._optimizers[0].get_grad_stats_parallel_group(), self._device, warn)
+        super().__init__(self._optimizers[0].get_grad_stats_parallel_group(), self._device, controller)
         self._max_norm = float(optimizer.config.clip_grad)
         self.norm: LateTensor | None = None
 

@@ -104,8 +104,7 @@ class TorchPipeliningAdapter(HostAdapter):
     def connect(self) -> None:
         if self.config.post_validates:
             stage = self._stages[0]
-            device, warn = torch.device(stage.device), self.controller.warn
-            self._validation = TorchPostValidation(stage.group, device, warn)
+            self._validation = TorchPostValidation(stage.group, torch.device(stage.device), self.controller)
             self.on_detach(self._validation.close)
 
     def install(self) -> None:
@@ -154,7 +153,6 @@ class TorchPipeliningAdapter(HostAdapter):
         """Restore the host and write the last report. See ``HostAdapter.detach``."""
         if self._validation is not None and not self._detached:
             self.settle()
-            self.controller.state.note(self._validation.summary())
         super().detach()
 
     @property

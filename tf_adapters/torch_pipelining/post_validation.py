@@ -9,6 +9,7 @@ import torch
 from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _ComputationType, _wait_batch_p2p
 
 from tf_adapters.hosts.post_validation import BeforeForwards, PostValidation
+from tf_adapters.training.controller import Controller
 
 __all__ = ["Redo", "TorchPostValidation", "own_norm"]
 
@@ -18,8 +19,8 @@ _BACKWARDS = (_ComputationType.RECV_B, _ComputationType.FULL_BACKWARD, _Computat
 class TorchPostValidation(PostValidation):
     """Clips as ``torch.nn.utils.clip_grads_with_norm_`` does."""
 
-    def __init__(self, group: Any, device: torch.device, warn: Callable[[str], None]) -> None:
-        super().__init__(group, device, warn)
+    def __init__(self, group: Any, device: torch.device, controller: Controller) -> None:
+        super().__init__(group, device, controller)
         self._max_norm = 0.0
         self._clipped: frozenset[int] = frozenset()  # parameters, by id
 
