@@ -108,7 +108,8 @@ def trained(case: Case, limits: list[float], pauses: bool = False, saved: tuple[
             if run.adapter is not None:
                 validation, state = run.adapter._validation, run.adapter.controller.state
                 run.adapter.detach()
-                result |= {"failure": state.failure, "counts": (validation.updates, validation.made_again)}
+                counts = validation and (validation.updates, validation.made_again)
+                result |= {"failure": state.failure, "counts": counts}
             return {**result, "final": values(run), "between": between, "log": log.seen}
         finally:
             post_validation._LOOKED_AT = looked_at
@@ -147,6 +148,21 @@ def test_other_loops(tmp_path, how):
     case = replace(CASE, steps=12, output_dir=str(tmp_path), **how)
     limits = LIMITS["every second step"]
     assert_same_bits(pool(case.ranks).run(trained, case, limits), case, limits)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "token"])
+def test_frozen_weights_and_sampled_tokens(tmp_path, granularity):
+    """The same plan with updates after the norm: masks, draws and what the optimizer leaves alone are the same."""
+    section = {**SECTION, "max_freeze_ratio": 0.8, "granularity": granularity}
+    case = replace(CASE, section=section, ratios={f"0B{m}": 1.0 for m in range(8)}, steps=10, output_dir=str(tmp_path))
+    ours = pool(4).run(trained, case, LIMITS["always"])
+    waits = replace(case, section={**section, "optimizer_step": "synchronous"})
+    for mine, theirs in zip(ours, pool(4).run(trained, waits, LIMITS["always"]), strict=True):
+        assert mine["counts"] == (10, 10)
+        assert mine["norms"] == theirs["norms"]
+        assert mine["losses"] == theirs["losses"]
+        for name, value in theirs["final"].items():
+            assert torch.equal(mine["final"][name], value), name
 
 
 def test_what_is_read_between_update_and_validation_is_final(tmp_path):
