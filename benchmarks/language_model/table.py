@@ -132,6 +132,8 @@ _BOLD = {
     EXACT: "tab:cyan",
     "deferred, tokens": "tab:blue",
     "deferred, 6 microbatches": "tab:purple",
+    OVERLAPPING: "tab:pink",
+    OVERLAPPING_6: "gold",
 }
 
 
