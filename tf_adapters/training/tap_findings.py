@@ -77,8 +77,9 @@ class TapFindings(Value):
         """The share of the weight-gradient work that has a tap, in words; None without any stage."""
         if not self.shares:
             return None
-        least, most = min(self.shares.values()), max(self.shares.values())
-        return f"{least:.0%} to {most:.0%} of a stage's weight-gradient work can be deferred or sampled"
+        shares = dict.fromkeys(f"{share:.0%}" for share in sorted(self.shares.values()))
+        span = " to ".join(list(shares)[:: max(1, len(shares) - 1)])
+        return f"{span} of a stage's weight-gradient work can be deferred or sampled"
 
 
 def agree(collectives: Collectives, pipeline: HostPipeline) -> TapFindings:
