@@ -13,16 +13,6 @@ from megatron_ranks import Case, innermost, run_batch, start, zero_gradients
 from tf_adapters.hosts import post_validation
 from tf_adapters.hosts.late import LateTensor
 
-POST_VALIDATED = {
-    "weight_gradients": "deferred",
-    "max_freeze_ratio": 0.0,
-    "optimizer_step": "post_validated",
-    "extra_microbatches": 4,
-    "monitoring_steps": 4,
-    "progressive_steps": 0,
-    "replan_threshold": 0.0,
-    "replan_interval": 1000,
-}
 ALWAYS = 1e-2
 """A norm that all gradients exceed."""
 
@@ -71,7 +61,7 @@ def trained(case: Case, pauses: bool = False, saved: tuple[int, ...] = ()) -> di
                 "late": late,
             }
             if adapter is not None:
-                validation, state = adapter._validation, adapter.controller.state
+                validation, state = adapter.validation, adapter.controller.state
                 adapter.detach()
                 result |= {"failure": state.failure, "counts": (validation.updates, validation.made_again)}
             return {**result, "final": values(chunks, optimizer), "between": between, "log": log.seen}

@@ -17,6 +17,8 @@ from tf_adapters.config import SECTION, TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.agreement import GivenConfig, agree_on_settings, gather_units
 from tf_adapters.hosts.layers import blocks
+from tf_adapters.hosts.post_validation import PostValidation
+from tf_adapters.measuring.phase import Phase
 from tf_adapters.overrides import Overrides
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.report.observer import MetricSink, RunReporter
@@ -62,6 +64,7 @@ class HostAdapter(ABC):
         self._undo.callback(collectives.close)
         self._undo.callback(self.overrides.restore)
         self._detached = False
+        self.validation: PostValidation | None = None  # of updates before the norm is known
         self._receives: tuple[PipelineSchedule, FreezePlan | None, Receives] | None = None  # of the last step
         described: list[HostPipeline] = []
         made: list[Controller] = []
@@ -101,8 +104,24 @@ class HostAdapter(ABC):
             on_all_ranks(self.collectives, self.connect)
             on_all_ranks(self.collectives, install)
 
-    def settle(self) -> None:  # noqa: B027
-        """Make sure that the last update is final, if updates are made before the norm is known."""
+    @property
+    def in_batch(self) -> bool:
+        """Return whether a training batch runs."""
+        return False
+
+    @property
+    def repeatable(self) -> bool:
+        """Return whether batches of this phase run in a way that can repeat their first forwards."""
+        monitored = self.controller.phase is not Phase.WARMUP and not self.controller.state.failure
+        return self.validation is not None and monitored
+
+    def settle(self) -> None:
+        """Make sure that the last update is final, if it was made before the norm was known. In a batch do nothing.
+
+        What saves or evaluates must do this before; the adapter does it where the host does either.
+        """
+        if self.validation is not None and not self.in_batch and not self.validation.making_again:
+            self.validation.settle()
 
     def metrics(self) -> MetricSink | None:
         """Return the function that receives this rank's figures after each step, if any."""
@@ -145,6 +164,7 @@ class HostAdapter(ABC):
         """
         if self._detached:
             return
+        self.settle()
         on_all_ranks(self.collectives, self.overrides.check)
         self._detached = True
         with self._undo:

@@ -32,7 +32,9 @@ class _Message:
     def arrived(self) -> bool:
         work = self._work
         if isinstance(work, Future):
-            work = work.result() if work.done() else _NOT_STARTED
+            if not work.done():
+                return False
+            work = work.result()
         return work is None or bool(work.is_completed())
 
     def wait(self) -> None:
@@ -43,14 +45,6 @@ class _Message:
         if work is not None:
             work.wait()
         self._work = None
-
-
-class _NotStarted:
-    def is_completed(self) -> bool:
-        return False
-
-
-_NOT_STARTED = _NotStarted()
 
 
 _FACTS = frozenset(

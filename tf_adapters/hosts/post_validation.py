@@ -20,7 +20,7 @@ from tf_adapters.hosts.late import LateNorms, LateTensor
 from tf_adapters.hosts.updates import UpdateCopies
 from tf_adapters.training.controller import Controller
 
-__all__ = ["BeforeForwards", "PostValidation"]
+__all__ = ["BeforeForwards", "PostValidation", "Settles"]
 
 _LOOKED_AT = 20
 _MOST_MADE_AGAIN = 0.2
@@ -48,7 +48,7 @@ class PostValidation(ABC):
 
     @abstractmethod
     def is_due(self, square: torch.Tensor) -> bool:
-        """Return whether the host would have clipped, by the square of the norm; true if it is not a number."""
+        """Return whether the host would have changed gradients, by the square of the norm, which may be no number."""
 
     @abstractmethod
     def clip_again(self, parameters: list[torch.nn.Parameter], square: torch.Tensor) -> None:
@@ -116,6 +116,29 @@ class PostValidation(ABC):
                 f"optimizer_step post_validated pauses: more than {_MOST_MADE_AGAIN:.0%} of the last {_LOOKED_AT} "
                 f"updates were made again, since gradients were clipped; the next {_PAUSE} updates wait for the norm"
             )
+
+
+class Settles:
+    """A hook that makes the last update final before a state is read or a forward runs.
+
+    A copy of the hooked object, pickled or not, has a hook that does nothing.
+    """
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self._settle = settle
+
+    def __call__(self, *_: Any) -> None:
+        self._settle()
+
+    def __deepcopy__(self, memo: Any) -> Settles:
+        return Settles(_do_nothing)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Settles, (_do_nothing,)
+
+
+def _do_nothing() -> None:
+    """Stand for ``settle`` in a copy."""
 
 
 class BeforeForwards:

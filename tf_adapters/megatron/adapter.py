@@ -24,7 +24,6 @@ from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.layers import layers_of
 from tf_adapters.hosts.waiting import WaitingWeights
 from tf_adapters.log import announce
-from tf_adapters.measuring.phase import Phase
 from tf_adapters.measuring.timer import clock_for
 from tf_adapters.megatron.chunks import Chunk, device_of
 from tf_adapters.megatron.execution import before_reduction
@@ -73,6 +72,8 @@ class MegatronModel:
 class MegatronAdapter(HostAdapter):
     """Runs a Controller for one model. Made by ``tf_adapters.megatron.attach``."""
 
+    validation: MegatronPostValidation | None
+
     def __init__(
         self,
         model: MegatronModel,
@@ -89,7 +90,6 @@ class MegatronAdapter(HostAdapter):
         self._ordered: OrderedBatch | None = None
         self._norm_is_late = config.defers and model.norm_can_be_late
         self._late_norm: LateGradNorm | None = None
-        self._validation: MegatronPostValidation | None = None
         self._unscaled: set[int] = set()  # stages whose gradients are not yet scaled in this step
         self.collectives = collectives
         self._orders = functools.lru_cache(MOST_NUMBERS)(self._translate)
@@ -107,8 +107,8 @@ class MegatronAdapter(HostAdapter):
         model = self._model
         if self.config.post_validates and clips(model.optimizer):
             modules = [chunk.model for chunk in self._chunks.values()]
-            self._validation = MegatronPostValidation(model.optimizer, modules, self.controller)
-            self.on_detach(self._validation.close)
+            self.validation = MegatronPostValidation(model.optimizer, modules, self.controller)
+            self.on_detach(self.validation.close)
         if self._norm_is_late:
             self._late_norm = LateGradNorm(model.optimizer, device_of(model.chunks))
             self.on_detach(self._late_norm.close)
@@ -123,9 +123,9 @@ class MegatronAdapter(HostAdapter):
         self.overrides.set(model.optimizer, "step", self._step)
         if self._late_norm is not None:
             self.overrides.set(model.optimizer, "get_grad_norm", self._late_norm.get_grad_norm)
-        if self._validation is not None:
+        if self.validation is not None:
             owners = (*model.chunks, *(chunk.model for chunk in self._chunks.values()))
-            install(self._validation, self, owners, speculates=lambda: self._repeatable)
+            install(self.validation, self, owners, speculates=lambda: self.repeatable)
         for wrapped in model.chunks:
             self.overrides.set(wrapped, ATTRIBUTE, self)
             if self.config.gradient_scale != "skipped_as_zero" and isinstance(wrapped, DistributedDataParallel):
@@ -171,23 +171,11 @@ class MegatronAdapter(HostAdapter):
     @property
     def statistics_agree(self) -> bool:
         """Return whether the optimizer's success and norm are equal on all ranks without a reduction."""
-        return (self._late_norm is not None or self._validation is not None) and not self._detached
-
-    def settle(self) -> None:
-        """Make sure that the last update is final. Saving and evaluating do this."""
-        if self._validation is not None and not self._in_batch and not self._validation.making_again:
-            self._validation.settle()
-
-    def detach(self) -> None:
-        """Restore the host and write the last report. See ``HostAdapter.detach``."""
-        if self._validation is not None and not self._detached:
-            self.settle()
-        super().detach()
+        return (self._late_norm is not None or self.validation is not None) and not self._detached
 
     @property
-    def _repeatable(self) -> bool:
-        """Return whether the batches of this phase run in a way that can repeat their first forwards."""
-        return self.controller.phase is not Phase.WARMUP and not self.controller.state.failure
+    def in_batch(self) -> bool:
+        return self._in_batch
 
     # --- what the patches call -------------------------------------------------------------------------------
 
@@ -197,8 +185,9 @@ class MegatronAdapter(HostAdapter):
         if num_microbatches != self.controller.state.microbatches:
             self.controller.reschedule(self._orders(num_microbatches))
         self.controller.begin_step()
-        self._in_batch = self._batch_seen = True
+        self._batch_seen = True
         self._follow_plan(communicator)
+        self._in_batch = True
         self._unscaled = {chunk.stage for chunk in self._chunks.values()}
         ordered = self._ordered.without_transfers() if self._ordered else nullcontext()
         try:
@@ -257,8 +246,8 @@ class MegatronAdapter(HostAdapter):
     def _follow_plan(self, communicator: Any) -> None:
         """If a plan has rewritten this step's order, run it, or its weight gradients between the host's actions."""
         order, by_stage = self.controller.execution, {chunk.stage: chunk for chunk in self._chunks.values()}
-        if order is self.controller.schedule and not (self._validation and self._repeatable):
-            self._settle_before_batch()
+        if order is self.controller.schedule and not self.repeatable:
+            self.settle()
             return
         row = order.ranks[self._position.rank]
 
@@ -282,19 +271,14 @@ class MegatronAdapter(HostAdapter):
                 again=self._forwards_again(order, receives),
             )
         else:
-            self._settle_before_batch()
+            self.settle()
             self._waiting = WaitingWeights(row, compute)
 
     def _forwards_again(self, order: PipelineSchedule, receives: Receives) -> ForwardsAgain | None:
-        if self._validation is None:
+        if self.validation is None:
             return None
         rank, begin_again = self._position.rank, self.controller.begin_step
-        return self._validation.forwards_again(order, receives.before, rank, begin_again)
-
-    def _settle_before_batch(self) -> None:
-        """The batch that begins cannot repeat forwards."""
-        if self._validation is not None:
-            self._validation.settle()
+        return self.validation.forwards_again(order, receives.before, rank, begin_again)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer's step, then end our step."""
@@ -309,8 +293,8 @@ class MegatronAdapter(HostAdapter):
             result = self._host_step(*args, **kwargs)
         finally:
             self._holder.hold(())
-        if self._validation is not None and self._validation.pending:
-            result = (result[0], self._validation.norm, *result[2:])
+        if self.validation is not None and self.validation.pending:
+            result = (result[0], self.validation.norm, *result[2:])
         with self._timed():
             self.controller.end_step()
         return result

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 import megatron_patches.reductions
@@ -23,12 +24,20 @@ from tf_adapters.megatron.optimizers import leaves
 
 _NAMES = ("get_grad_stats_parallel_group", "get_main_grads_for_grad_norm")
 
-__all__ = ["LateGradNorm", "agreed_statistics", "meetings", "norm_can_be_late", "step_statistics_are_equal"]
+__all__ = [
+    "LateGradNorm",
+    "agreed_statistics",
+    "clips",
+    "meetings",
+    "norm_can_be_late",
+    "own_norm",
+    "step_statistics_are_equal",
+]
 
 
 def norm_can_be_late(optimizer: Any) -> bool:
     """Return whether this rank's optimizer only logs the norm, and always updates."""
-    return step_statistics_are_equal(optimizer) and not any(_clip_grad(optimizer))
+    return step_statistics_are_equal(optimizer) and not clips(optimizer)
 
 
 def step_statistics_are_equal(optimizer: Any) -> bool:
@@ -40,11 +49,12 @@ def step_statistics_are_equal(optimizer: Any) -> bool:
         return False
     if any(missing_name(of, ("get_grad_norm", *_NAMES)) for of in (optimizer, *optimizer.chained_optimizers)):
         return False
+    if missing_name(clip_grads, ("l2_norm_impl", "multi_tensor_applier")):
+        return False
     logged = any(group.get("default_config") for group in optimizer.param_groups)  # whose learning rate is logged
-    scaled = any(getattr(leaf, "grad_scaler", None) is not None for leaf in leaves(optimizer))
     several = len(optimizer.chained_optimizers) > 1 and not optimizer.grads_states_parallel_group_is_shared()
     counts = optimizer.config.log_num_zeros_in_grad
-    return logged and not scaled and not several and not counts
+    return logged and not _scales_loss(optimizer) and not several and not counts
 
 
 def clips(optimizer: Any) -> bool:
@@ -59,7 +69,7 @@ def meetings(chunks: Sequence[Any], optimizer: Any, config: Any, norm_is_late: b
     found = {
         f"clip_grad {limit:g}": limit > 0.0 and not norm_is_late,
         "the norm of all gradients, for the log": bool(_clip_grad(optimizer)) and not norm_is_late and not limit,
-        "the overflow check of fp16": any(getattr(leaf, "grad_scaler", None) is not None for leaf in leaves(optimizer)),
+        "the overflow check of fp16": _scales_loss(optimizer),
         "tied embeddings": any(_shares_embeddings(chunk) for chunk in chunks),
         "the number of tokens (calculate_per_token_loss)": config.calculate_per_token_loss,
         "barriers of the timers (timing_log_level, barrier_with_L1_time)": timers is not None
@@ -75,14 +85,12 @@ class LateGradNorm:
     def __init__(self, optimizer: Any, device: torch.device) -> None:
         self._optimizers = optimizer.chained_optimizers
         self._norms = LateNorms(self._optimizers[0].get_grad_stats_parallel_group(), device)
-        self._nothing = torch.zeros((), device=device)
+        self._device = device
 
     @torch.no_grad()
     def get_grad_norm(self) -> LateTensor:
-        """Return the 2-norm of the gradients of all ranks, which counts shared parameters once, as the host does."""
-        gradients = [grad for optimizer in self._optimizers for grad in optimizer.get_main_grads_for_grad_norm()]
-        own = torch.stack([norm.float() for norm in torch._foreach_norm(gradients)]) if gradients else self._nothing
-        return self._norms.norm(torch.linalg.vector_norm(own))
+        """Return the 2-norm of the gradients of all ranks."""
+        return self._norms.norm(own_norm(self._optimizers, self._device))
 
     def close(self) -> None:
         """Wait until every norm has arrived. Called on all ranks at the same point."""
@@ -104,6 +112,20 @@ def agreed_statistics(loop: Loop, agree: Callable[[], bool]) -> None:
         return own if isinstance(own, LateTensor) else float(torch.tensor(own, dtype=torch.float32))
 
     megatron_patches.reductions.apply(loop, successful, largest)
+
+
+def own_norm(optimizers: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Return the norm of this rank's gradients, from the host's own kernel. It counts shared parameters once."""
+    gradients = [grad for optimizer in optimizers for grad in optimizer.get_main_grads_for_grad_norm()]
+    if not gradients:
+        return torch.zeros((), device=device)
+    overflow = torch.zeros(1, dtype=torch.int, device=device)
+    norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
+    return norm.reshape(())  # type: ignore[no-any-return]
+
+
+def _scales_loss(optimizer: Any) -> bool:
+    return any(getattr(leaf, "grad_scaler", None) is not None for leaf in leaves(optimizer))
 
 
 def _clip_grad(optimizer: Any) -> list[float]:

@@ -22,7 +22,7 @@ from tf_adapters.hosts.late import LateTensor
 from tf_adapters.hosts.post_validation import BeforeForwards, PostValidation
 from tf_adapters.hosts.support import Problem, first_problem
 from tf_adapters.megatron.chunks import device_of
-from tf_adapters.megatron.late_norm import step_statistics_are_equal
+from tf_adapters.megatron.late_norm import own_norm, step_statistics_are_equal
 from tf_adapters.megatron.optimizers import inner_of, leaves
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.training.controller import Controller
@@ -53,8 +53,7 @@ class MegatronPostValidation(PostValidation):
 
     def expected_norm(self) -> float:
         """Stand for the optimizer's ``get_grad_norm``: expect the norm, and return one by which nothing is clipped."""
-        gradients = [grad for optimizer in self._optimizers for grad in optimizer.get_main_grads_for_grad_norm()]
-        self.norm = self.expect(self._own_norm(gradients))
+        self.norm = self.expect(own_norm(self._optimizers, self._device))
         return 0.0
 
     def forwards_again(
@@ -86,14 +85,6 @@ class MegatronPostValidation(PostValidation):
     def clip_again(self, parameters: list[torch.nn.Parameter], square: torch.Tensor) -> None:
         if parameters:
             clip_grads.clip_grad_by_total_norm_fp32(parameters, max_norm=self._max_norm, total_norm=_root(square))
-
-    def _own_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Return the norm of this rank's gradients, from the host's own kernel."""
-        if not gradients:
-            return torch.zeros((), device=self._device)
-        overflow = torch.zeros(1, dtype=torch.int, device=self._device)
-        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
-        return norm.reshape(())  # type: ignore[no-any-return]
 
 
 def install(

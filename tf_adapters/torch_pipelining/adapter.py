@@ -19,8 +19,8 @@ from tf_adapters.collectives import Collectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.layers import layers_of
+from tf_adapters.hosts.post_validation import Settles
 from tf_adapters.hosts.units import units_of
-from tf_adapters.measuring.phase import Phase
 from tf_adapters.measuring.timer import clock_for
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
@@ -52,6 +52,8 @@ class TorchPipeliningAdapter(HostAdapter):
     metadata pass, which stores ``requires_grad``. The last stage's loss is computed between its forward and its
     backward; its time belongs to the measured rest of the step.
     """
+
+    validation: TorchPostValidation | None
 
     def __init__(
         self,
@@ -99,13 +101,12 @@ class TorchPipeliningAdapter(HostAdapter):
 
         super().__init__(config, collectives, describe, metrics)
         self._optimizers = tuple(optimizers)
-        self._validation: TorchPostValidation | None = None
 
     def connect(self) -> None:
         if self.config.post_validates:
             stage = self._stages[0]
-            self._validation = TorchPostValidation(stage.group, torch.device(stage.device), self.controller)
-            self.on_detach(self._validation.close)
+            self.validation = TorchPostValidation(stage.group, torch.device(stage.device), self.controller)
+            self.on_detach(self.validation.close)
 
     def install(self) -> None:
         """Hook the optimizers, and mask and time the computations of the stages."""
@@ -120,11 +121,12 @@ class TorchPipeliningAdapter(HostAdapter):
             overrides.set(stage, "forward_one_chunk", self._forward(stage))
             overrides.set(stage, "backward_one_chunk", self._backward(stage))
             overrides.set(stage, "backward_weight_one_chunk", self._weight_gradients(stage))
-        if self._validation is not None:
-            for settled in (*(stage.submod for stage in self._stages), *self._optimizers):
-                self.on_detach(settled.register_state_dict_pre_hook(lambda *_: self.settle()).remove)
+        if self.validation is not None:
+            settles = Settles(self.settle)
+            for owner in (*(stage.submod for stage in self._stages), *self._optimizers):
+                self.on_detach(owner.register_state_dict_pre_hook(settles).remove)
             for stage in self._stages:  # a forward outside of a batch, such as another schedule's evaluation
-                self.on_detach(stage.submod.register_forward_pre_hook(lambda *_: self.settle()).remove)
+                self.on_detach(stage.submod.register_forward_pre_hook(settles).remove)
 
     # --- the update ------------------------------------------------------------------------------------------
 
@@ -135,35 +137,22 @@ class TorchPipeliningAdapter(HostAdapter):
         ``optimizer_step`` "post_validated" it returns at once, and the update that follows is made again if clipping
         was due; the norm is then a tensor that waits when it is read.
         """
-        validation, own = self._validation, list(parameters)
+        validation, own = self.validation, list(parameters)
         if validation is None or self._detached:
             total = own_norm(own) ** 2.0
             dist.all_reduce(total, group=self._stages[0].group)
             total = total**0.5
             torch.nn.utils.clip_grads_with_norm_(own, max_norm, total)
             return total
-        return validation.clip(own, max_norm, speculate=self.controller.in_step and self._repeatable)
-
-    def settle(self) -> None:
-        """Make sure that the last update is final. Saving a ``state_dict`` of the stages or optimizers does this."""
-        if self._validation is not None and not self._training and not self._validation.making_again:
-            self._validation.settle()
-
-    def detach(self) -> None:
-        """Restore the host and write the last report. See ``HostAdapter.detach``."""
-        if self._validation is not None and not self._detached:
-            self.settle()
-        super().detach()
+        return validation.clip(own, max_norm, speculate=self.controller.in_step and self.repeatable)
 
     @property
-    def _repeatable(self) -> bool:
-        """Return whether this step's batch runs in a way that can repeat its first forwards."""
-        monitored = self.controller.phase is not Phase.WARMUP and not self.controller.state.failure
-        return self._validation is not None and monitored
+    def in_batch(self) -> bool:
+        return self._training
 
     def _redo(self, runtime: Any, lowered: dict[int, list[Any]]) -> Redo:
-        assert self._validation is not None
-        return Redo(runtime, lowered, self._validation, self.controller.begin_step)
+        assert self.validation is not None
+        return Redo(runtime, lowered, self.validation, self.controller.begin_step)
 
     # --- the host's step -------------------------------------------------------------------------------------
 
@@ -195,14 +184,14 @@ class TorchPipeliningAdapter(HostAdapter):
 
     def _batch(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the host's loop to run a batch in the order of ``controller.execution``."""
-        rewritten = RewrittenOrder(self.schedule, None if self._validation is None else self._redo)
+        rewritten = RewrittenOrder(self.schedule, None if self.validation is None else self._redo)
 
         @functools.wraps(run)
         def step_microbatches(*args: Any, **kwargs: Any) -> Any:
             order = self.controller.execution
-            if not self._training or (order is self.controller.schedule and not self._repeatable):
-                if self._validation is not None:
-                    self._validation.settle()
+            if not self._training or (order is self.controller.schedule and not self.repeatable):
+                if self.validation is not None:
+                    self.validation.settle()
                 return run(*args, **kwargs)
             return rewritten.run(order, *args, **kwargs)
 
@@ -227,16 +216,16 @@ class TorchPipeliningAdapter(HostAdapter):
         ``zero_grad(set_to_none=False)`` or a reducer would leave zeros, and momentum and decay would still move the
         parameter.
         """
-        if self._validation is not None and self._validation.making_again:
+        if self.validation is not None and self.validation.making_again:
             return  # the copies are of gradients from which these are gone
         for parameter in self.controller.held_parameters() if self.controller.in_step else ():
             parameter.grad = None
-        if self._validation is not None:
-            self._validation.before_update(optimizer)
+        if self.validation is not None:
+            self.validation.before_update(optimizer)
 
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """End the step if this optimizer is the last one. Updates without a pipeline batch before them do not count."""
-        if self.controller.in_step and not (self._validation and self._validation.making_again):
+        if self.controller.in_step and not (self.validation and self.validation.making_again):
             self._stepped.add(id(optimizer))
             if len(self._stepped) == len(self._optimizers):
                 self._stepped.clear()

@@ -11,14 +11,19 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tf_adapters.hosts.late import LateNorms
+from tf_adapters.hosts.support import refuse
 from tf_adapters.overrides import Overrides
 
 __all__ = ["late_norm", "meetings", "post_validate"]
+
+_MESH = "pp_mesh"
+_NORM_TYPE = 2.0
 
 
 def meetings(job: Any, post_validated: bool = False) -> tuple[str, ...]:
@@ -35,35 +40,55 @@ def late_norm(trainer: Any, job: Any, utils: Any, overrides: Overrides) -> LateN
     Returns the norms, to be closed at the end; None where the host's function stays.
     """
     host = utils.clip_grad_norm_
-    if not _only_logged(job) or "pp_mesh" not in inspect.signature(host).parameters:
+    if not _only_logged(job) or not _reduces_over_pipeline(host):
         return None
     norms = LateNorms(trainer.parallel_dims.get_mesh("pp").get_group(), torch.device(trainer.device))
 
-    @functools.wraps(host)
-    def clip_grad_norm_(
-        parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, pp_mesh: Any = None, **kwargs: Any
-    ) -> torch.Tensor:
-        if pp_mesh is None or not math.isinf(max_norm) or norm_type != 2.0:
-            return host(parameters, max_norm, norm_type, *args, pp_mesh=pp_mesh, **kwargs)  # type: ignore[no-any-return]
-        return norms.norm(host(parameters, max_norm, norm_type, *args, pp_mesh=None, **kwargs))
+    def late(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        if not math.isinf(max_norm):
+            return None
+        return norms.norm(host(parameters, max_norm, _NORM_TYPE, *args, pp_mesh=None, **kwargs))
 
-    overrides.set(utils, "clip_grad_norm_", clip_grad_norm_)
+    overrides.set(utils, "clip_grad_norm_", _norms_of_pipeline_by(host, late))
     return norms
 
 
 def post_validate(adapter: Any, utils: Any) -> None:
-    """Let ``clip_grad_norm_`` of TorchTitan's ``utils`` clip through the adapter."""
+    """Let ``clip_grad_norm_`` of TorchTitan's ``utils`` clip through the adapter. Called on all ranks.
+
+    Raises UnsupportedError if this TorchTitan's function does not say over which pipeline it reduces.
+    """
     host = utils.clip_grad_norm_
+    if not _reduces_over_pipeline(host):
+        refuse(
+            f"optimizer_step post_validated needs the argument {_MESH} of torchtitan.distributed.utils.clip_grad_norm_; "
+            'use optimizer_step "synchronous"'
+        )
+
+    def clipped(parameters: Any, max_norm: float, *_: Any, **kwargs: Any) -> torch.Tensor | None:
+        return None if kwargs.get("ep_enabled") else adapter.clip_grad_norm_(parameters, max_norm)
+
+    adapter.overrides.set(utils, "clip_grad_norm_", _norms_of_pipeline_by(host, clipped))
+
+
+def _reduces_over_pipeline(host: Callable[..., Any]) -> bool:
+    return _MESH in inspect.signature(host).parameters
+
+
+def _norms_of_pipeline_by(host: Callable[..., Any], ours: Callable[..., torch.Tensor | None]) -> Callable[..., Any]:
+    """Wrap the host's function: ``ours`` is asked for 2-norms over a pipeline; None leaves the call to the host."""
 
     @functools.wraps(host)
     def clip_grad_norm_(
         parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, pp_mesh: Any = None, **kwargs: Any
-    ) -> torch.Tensor:
-        if pp_mesh is None or norm_type != 2.0 or kwargs.get("ep_enabled"):
-            return host(parameters, max_norm, norm_type, *args, pp_mesh=pp_mesh, **kwargs)  # type: ignore[no-any-return]
-        return adapter.clip_grad_norm_(parameters, max_norm)  # type: ignore[no-any-return]
+    ) -> Any:
+        if pp_mesh is not None and norm_type == _NORM_TYPE:
+            norm = ours(parameters, max_norm, *args, **kwargs)
+            if norm is not None:
+                return norm
+        return host(parameters, max_norm, norm_type, *args, pp_mesh=pp_mesh, **kwargs)
 
-    adapter.overrides.set(utils, "clip_grad_norm_", clip_grad_norm_)
+    return clip_grad_norm_
 
 
 def _only_logged(job: Any) -> bool:

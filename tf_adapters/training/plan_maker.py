@@ -160,7 +160,7 @@ class PlanMaker:
                 token_costs=costs,
                 learning=learning,
                 **between._asdict(),
-                fitting_microbatches=_fitting(ranks),
+                fitting_microbatches=_fitting_by_rank(ranks),
             ).of_step(max(rank.step_ms for rank in ranks))
             traced = batch_times(schedule, steps, gaps)
             typical = [(rank, local.typical_ms) for rank, local in enumerate(ranks)]
@@ -286,7 +286,7 @@ class PlanMaker:
             )
 
 
-def _fitting(ranks: Sequence[_Local]) -> dict[int, int]:
+def _fitting_by_rank(ranks: Sequence[_Local]) -> dict[int, int]:
     """Return how many microbatches fit each pipeline rank, on the replica with least memory; empty if not all know."""
     found: dict[int, int] = {}
     for local in ranks:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_post_validation import ALWAYS, POST_VALIDATED, assert_same_bits, limited, trained
+from megatron_post_validation import ALWAYS, assert_same_bits, limited, trained
 from megatron_ranks import Case, run_batch, setup, start, zero_gradients
+from overlapping_steps import POST_VALIDATED
 from rank_pools import fork_ranks
 
 from tf_adapters.errors import UnsupportedError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from logged import Lines
+from overlapping_steps import POST_VALIDATED
 from rank_pools import fork_ranks
 from torch.distributed.pipelining.schedules import _Action
 from torch_ranks import Case, Run, attached, batch, pool
@@ -23,16 +25,7 @@ from tf_adapters.torch_pipelining.post_validation import before_backwards
 
 pytestmark = pytest.mark.distributed
 
-SECTION = {
-    "weight_gradients": "deferred",
-    "max_freeze_ratio": 0.0,
-    "optimizer_step": "post_validated",
-    "monitoring_steps": 4,
-    "progressive_steps": 0,
-    "replan_threshold": 0.0,
-    "replan_interval": 1000,
-}
-CASE = Case(ranks=4, microbatches=8, section={**SECTION, "extra_microbatches": 4}, steps=20)
+CASE = Case(ranks=4, microbatches=8, section=POST_VALIDATED, steps=20)
 LIMITS = {
     "never": [1e6],
     "every second step": [1e6, 1e-2],
@@ -106,7 +99,7 @@ def trained(case: Case, limits: list[float], pauses: bool = False, saved: tuple[
                     between.append({"loss": torch.tensor(run.evaluate(step))})
             result: dict[str, Any] = {"norms": [float(norm) for norm in norms], "losses": list(map(float, losses))}
             if run.adapter is not None:
-                validation, state = run.adapter._validation, run.adapter.controller.state
+                validation, state = run.adapter.validation, run.adapter.controller.state
                 run.adapter.detach()
                 counts = validation and (validation.updates, validation.made_again)
                 result |= {"failure": state.failure, "counts": counts}
@@ -153,7 +146,7 @@ def test_other_loops(tmp_path, how):
 @pytest.mark.parametrize("granularity", ["tensor", "token"])
 def test_frozen_weights_and_sampled_tokens(tmp_path, granularity):
     """The same plan with updates after the norm: masks, draws and what the optimizer leaves alone are the same."""
-    section = {**SECTION, "max_freeze_ratio": 0.8, "granularity": granularity}
+    section = {**POST_VALIDATED, "max_freeze_ratio": 0.8, "granularity": granularity}
     case = replace(CASE, section=section, ratios={f"0B{m}": 1.0 for m in range(8)}, steps=10, output_dir=str(tmp_path))
     ours = pool(4).run(trained, case, LIMITS["always"])
     waits = replace(case, section={**section, "optimizer_step": "synchronous"})
@@ -182,6 +175,26 @@ def test_it_pauses_while_many_updates_are_made_again(tmp_path):
     assert made_again == updates // 2
     [line] = [line for line in ours[0]["log"] if "wait for the norm" in line]
     assert "more than 20% of the last 20 updates were made again" in line
+
+
+def saved_whole(case: Case) -> bool:
+    """Save the stage itself, not its state."""
+    run = attached(case)
+    for step in range(8):
+        step_of(run, step, LIMITS["always"])
+    run.adapter.settle()
+    saved = io.BytesIO()
+    torch.save(run.stages[0].submod, saved)
+    saved.seek(0)
+    copy = torch.load(saved, weights_only=False)
+    final = values(run)
+    same = all(torch.equal(final[name], value) for name, value in copy.state_dict().items())
+    run.adapter.detach()
+    return same
+
+
+def test_a_stage_can_be_saved_whole(tmp_path):
+    assert all(pool(2).run(saved_whole, replace(CASE, ranks=2, output_dir=str(tmp_path))))
 
 
 def killed(case: Case, killed_rank: int) -> None:
@@ -218,7 +231,8 @@ def overlap(case: Case, limit: float) -> Any:
 
 @pytest.mark.parametrize(("step", "found"), [("post_validated", "overlap"), ("synchronous", "meet")])
 def test_ranks_do_not_meet_for_the_norm(tmp_path, step, found):
-    case = replace(CASE, section={**SECTION, "optimizer_step": step, "monitoring_steps": 8}, output_dir=str(tmp_path))
+    section = {**POST_VALIDATED, "optimizer_step": step, "monitoring_steps": 8}
+    case = replace(CASE, section=section, output_dir=str(tmp_path))
     assert pool(4).run(overlap, case, 1e6) == [found] * 4
 
 
@@ -231,15 +245,15 @@ def refused(case: Case) -> str:
 
 
 REFUSED = {
-    "several stages": (Case(schedule="ScheduleInterleaved1F1B", section=SECTION), "needs one stage on each rank"),
-    "no optimizer": (Case(give_optimizer=False, section=SECTION), "needs the optimizers of this rank"),
+    "several stages": ({"schedule": "ScheduleInterleaved1F1B"}, "needs one stage on each rank"),
+    "no optimizer": ({"give_optimizer": False}, "needs the optimizers of this rank"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_made_again_is_refused_in_one_line(name):
-    case, words = REFUSED[name]
-    for line in pool(2).run(refused, case):
+    how, words = REFUSED[name]
+    for line in pool(2).run(refused, Case(section=POST_VALIDATED, **how)):
         assert words in line
         assert line.endswith('use optimizer_step "synchronous"')
         assert "\n" not in line
