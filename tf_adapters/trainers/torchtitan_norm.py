@@ -61,8 +61,8 @@ def post_validate(adapter: Any, utils: Any) -> None:
     host = utils.clip_grad_norm_
     if not _reduces_over_pipeline(host):
         refuse(
-            f"optimizer_step post_validated needs the argument {_MESH} of torchtitan.distributed.utils.clip_grad_norm_; "
-            'use optimizer_step "synchronous"'
+            f"optimizer_step post_validated needs the argument {_MESH} of torchtitan's clip_grad_norm_; use "
+            'optimizer_step "synchronous"'
         )
 
     def clipped(parameters: Any, max_norm: float, *_: Any, **kwargs: Any) -> torch.Tensor | None:
