@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from tf_adapters.config import RETIRED, SECTION, TimelyFreezeConfig, allowed, read_setting
 from tf_adapters.errors import ConfigError
+from tf_adapters.goals import LEVERS
 
 Spelling = Callable[[str], str]
 """The option of a setting by its name; of the switch by an empty one."""
@@ -37,9 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser, spelling: Spelling = dashed) 
             spelling(name),
             dest=f"{SECTION}_{name}",
             type=_reader(parser, name, spelling(name)),
-            default=field.default,
+            default=_default(name),
             metavar=name.split("_")[-1].upper(),
-            help=f"{description} (default: {field.default})",
+            help=f"{description} (default: {'by goal' if name in LEVERS else field.default})",
         )
     for name in RETIRED:
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
@@ -55,13 +56,19 @@ def config_from_args(args: argparse.Namespace, spelling: Spelling = dashed) -> T
     """
     given = vars(args)
     settings = {name: given[f"{SECTION}_{name}"] for name in (*_FIELDS, *RETIRED) if f"{SECTION}_{name}" in given}
+    settings = {name: value for name, value in settings.items() if value is not None or name not in LEVERS}
     if given.get(SECTION):
         return TimelyFreezeConfig(**settings)
     for name, value in settings.items():
-        if name in _FIELDS and value != _FIELDS[name].default:
+        if name in _FIELDS and value != _default(name):
             option, switch = spelling(name), spelling("")
             raise ConfigError(f"{option} is {value!r}, but {switch} is not given: give it, or leave {option} out")
     return None
+
+
+def _default(name: str) -> Any:
+    """The value of an argument that is not given; None leaves it to the goal."""
+    return None if name in LEVERS else _FIELDS[name].default
 
 
 def _check_after_parsing(parser: argparse.ArgumentParser, spelling: Spelling) -> None:

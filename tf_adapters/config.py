@@ -12,13 +12,14 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from tf_adapters.errors import ConfigError
+from tf_adapters.goals import Goal, fallbacks, with_goal
 from tf_adapters.log import announce
 from tf_adapters.schemas import in_words
 
@@ -47,6 +48,12 @@ class TimelyFreezeConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     enabled: bool = Field(True, description="false leaves the host exactly as it is")
+    goal: Goal | None = Field(
+        None,
+        description="what a run is for; exact: the host's bits, sooner; pays: exact first, then sampled tokens where "
+        "measurements say that they pay; paper: TimelyFreeze as published; each setting of your own overrides it; by "
+        "default pays, unless method, max_freeze_ratio, granularity, weight_gradients or target_speedup is given",
+    )
     method: Literal["timely", "timely+apf", "timely+autofreeze", "apf", "autofreeze", "none"] = Field(
         "timely",
         description="timely: planned ratios, uniform selection; timely+apf, timely+autofreeze: planned ratios, what "
@@ -146,7 +153,7 @@ class TimelyFreezeConfig(BaseModel):
 
     def __init__(self, **settings: Any) -> None:
         """Raises ConfigError, one line: each wrong setting, its value and what is allowed."""
-        settings = _without_retired(settings)
+        settings = with_goal(_without_retired(settings))
         unknown = [_unknown_key(key) for key in settings if key not in type(self).model_fields]
         if unknown:
             raise ConfigError("; ".join(unknown))
@@ -194,6 +201,11 @@ class TimelyFreezeConfig(BaseModel):
                     f"{_limit_of(pattern)} is {limit}: allowed is a number from 0 to {SECTION}.max_freeze_ratio, "
                     f"which is {self.stage_limit}"
                 )
+
+    def fallbacks(self) -> Iterator[TimelyFreezeConfig]:
+        """Yield these settings, then what is nearest to the goal where a host cannot run them."""
+        for change in fallbacks(dict(self)):
+            yield self.model_copy(update=change)
 
     @property
     def is_auto(self) -> bool:

@@ -37,6 +37,9 @@ class UnsupportedError(TimelyFreezeError, RuntimeError):
     """The host runs in a way under which freezing cannot be right."""
 
 
+REFUSED = "timely_freeze cannot run here: "
+"""How the line of an UnsupportedError about a host begins."""
+
 _WORDS = {
     "Value error, ": "",
     "Input should be a valid dictionary": "is not an object",

@@ -115,4 +115,5 @@ def join(options: Options, backend: str) -> None:
 
 def section(options: Options, **settings: Any) -> dict[str, Any]:
     """Settings of a run whose plan is given: no replanning, errors are raised."""
-    return {"output_dir": options.folder, "on_error": "raise", "replan_threshold": 0.0, **settings}
+    fixed = {"max_freeze_ratio": 0.8, "on_error": "raise", "replan_threshold": 0.0}
+    return {"output_dir": options.folder, **fixed, **settings}

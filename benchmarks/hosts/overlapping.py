@@ -109,8 +109,8 @@ def _of_all(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 def run_alone(host: str, size: Size) -> dict[str, Any]:
     """The host's step in ms, its losses, and how far the emulation was off. Called on all ranks at once."""
     with EmulatedDevice(RATES[host], real_time=True) as device:
-        begins, losses = _train(start(host, Freezing(), alone=True, size=size), sum(PHASES.values()))
-        return {"step_ms": _step_ms(begins[SETTLE:]), "losses": losses, "emulation_error": device.error}
+        begins, losses = train(start(host, Freezing(), alone=True, size=size), sum(PHASES.values()))
+        return {"step_ms": step_ms(begins[SETTLE:]), "losses": losses, "emulation_error": device.error}
 
 
 def run_exact(host: str, size: Size, extra_microbatches: int, *, optimizer_step: str) -> dict[str, Any]:
@@ -127,13 +127,13 @@ def run_exact(host: str, size: Size, extra_microbatches: int, *, optimizer_step:
     with EmulatedDevice(RATES[host], real_time=True) as device:
         training = start(host, freezing, size=size)
         controller = training.adapter.controller
-        begins, losses = _train(training, freezing.steps)
+        begins, losses = train(training, freezing.steps)
         settled = controller.state.phases.progressive_end + SETTLE
         forecast, measurement = controller.forecast, controller.state.measurement
         training.detach()
         notes = controller.state.notes
     return {
-        "step_ms": _step_ms(begins[settled:]),
+        "step_ms": step_ms(begins[settled:]),
         "planned_ms": forecast.planned_ms,
         "planned_speedup": forecast.unfrozen_ms / forecast.planned_ms,
         "steps": measurement.steps,
@@ -143,7 +143,7 @@ def run_exact(host: str, size: Size, extra_microbatches: int, *, optimizer_step:
     }
 
 
-def _train(training: Training, steps: int) -> tuple[list[float], list[float | None]]:
+def train(training: Training, steps: int) -> tuple[list[float], list[float | None]]:
     """When each step began on this rank, in s, and the losses of the steps, None on ranks that have none."""
     begins, losses = [], []
     for _ in range(steps):
@@ -152,7 +152,7 @@ def _train(training: Training, steps: int) -> tuple[list[float], list[float | No
     return begins, [None if loss is None else float(loss) for loss in losses]
 
 
-def _step_ms(begins: list[float]) -> float:
+def step_ms(begins: list[float]) -> float:
     """The median time from step to step, of the rank where it is longest. Called on all ranks at once."""
     own = statistics.median(1e3 * (after - before) for before, after in itertools.pairwise(begins))
     every: list[Any] = [None] * dist.get_world_size()

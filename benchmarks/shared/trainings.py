@@ -30,7 +30,7 @@ class Size:
 
     ``replicas`` of the pipeline are trained by DeepSpeed where the group has that many times as many ranks. With
     ``compiled`` torch's decoder layers are compiled one by one. ``clip`` is the largest norm of all gradients, on
-    Megatron and torch; 0 does not clip, and None leaves it to the example.
+    Megatron and torch; 0 does not clip, and None leaves it to the example. ``schedule`` is torch's.
     """
 
     ranks: int = RANKS
@@ -42,6 +42,7 @@ class Size:
     replicas: int = 1
     compiled: bool = False
     clip: float | None = None
+    schedule: str = "1f1b"
 
 
 @dataclass
@@ -184,7 +185,7 @@ def _torch(freezing: Freezing, alone: bool, size: Size) -> Training:
     import tf_adapters.torch_pipelining
 
     config = models.new_config(layers=size.layers, width=size.width, heads=4, context=size.context, vocabulary=256)
-    layout = Layout("1f1b", size.ranks, config.num_hidden_layers, size.microbatches)
+    layout = Layout(size.schedule, size.ranks, config.num_hidden_layers, size.microbatches)
     trainer = Trainer(layout, models.build(config), torch.device("cpu"), lr=1e-3, bf16=False)
     trainer.max_norm = size.clip or None
     for layer in [layer for s in trainer.stages.values() for layer in s.model.layers.values()] if size.compiled else []:

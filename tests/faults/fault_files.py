@@ -25,6 +25,7 @@ pytestmark = pytest.mark.timeout(400)
 
 STEPS = 40
 SECTION = {
+    "max_freeze_ratio": 0.8,
     **{"warmup_steps": 4, "monitoring_steps": 10, "progressive_steps": 4, "monitoring_precision": 1e-6},
     **{"replan_interval": 2, "replan_threshold": 0.0, "on_error": "warn"},
 }

@@ -21,7 +21,14 @@ SILENT_AFTER_S = 5.0
 """The host's own timeout where a node falls silent."""
 EXAMPLE = ROOT / "examples" / "torch_llama" / "train.py"
 TINY = ("--layers", 4, "--width", 16, "--heads", 2, "--context", 8, "--microbatches", 4, "--steps", 18)
-FREEZE = {"warmup-steps": 1, "monitoring-steps": 4, "progressive-steps": 2, "on-error": "raise", "report-every": 1}
+FREEZE = {
+    "max-freeze-ratio": 0.8,
+    "warmup-steps": 1,
+    "monitoring-steps": 4,
+    "progressive-steps": 2,
+    "on-error": "raise",
+    "report-every": 1,
+}
 
 
 @each_host

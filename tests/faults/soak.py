@@ -49,7 +49,13 @@ RANKS = 4
 LOOKS = 80
 WAIT_S = 1500.0  # of one run for the other, below gloo's half hour
 SETTINGS = {
-    **{"warmup_steps": 4, "monitoring_steps": 20, "progressive_steps": 10, "replan_interval": 50},
+    **{
+        "max_freeze_ratio": 0.8,
+        "warmup_steps": 4,
+        "monitoring_steps": 20,
+        "progressive_steps": 10,
+        "replan_interval": 50,
+    },
     "on_error": "warn",
 }
 DEFERS = ("deepspeed", "megatron")  # DistributedDataParallel around torch's stages cannot

@@ -27,6 +27,7 @@ PLAIN: dict[str, Any] = {
     "steps_per_print": 1000000,
 }
 SECTION: dict[str, Any] = {
+    "max_freeze_ratio": 0.8,
     "warmup_steps": 1,
     "monitoring_steps": 2,
     "progressive_steps": 2,

@@ -10,7 +10,14 @@ from types import ModuleType
 
 from launching import ROOT
 
-FREEZE = {"warmup-steps": 1, "monitoring-steps": 4, "progressive-steps": 2, "on-error": "raise", "report-every": 1}
+FREEZE = {
+    "max-freeze-ratio": 0.8,
+    "warmup-steps": 1,
+    "monitoring-steps": 4,
+    "progressive-steps": 2,
+    "on-error": "raise",
+    "report-every": 1,
+}
 SAVED_AT, STEPS = 18, 21  # the report says "stable" from the tenth stable step on
 PHASES = [
     "step 2: monitoring, every second step with drawn freeze ratios",

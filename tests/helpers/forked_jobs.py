@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 FREEZING: dict[str, Any] = {
-    **{"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2},
+    **{"max_freeze_ratio": 0.8, "warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2},
     **{"replan_interval": 1, "replan_threshold": 0.0, "on_error": "raise"},
 }
 

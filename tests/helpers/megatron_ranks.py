@@ -19,7 +19,13 @@ from tf_adapters.testing.megatron_oracle import sampled_layers
 from tf_adapters.testing.oracle import Draws, Samples, recorded_draws
 
 VOCABULARY, WIDTH, HEADS, CONTEXT, BATCH = 32, 16, 4, 8, 2
-SECTION: dict[str, Any] = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 2, "on_error": "raise"}
+SECTION: dict[str, Any] = {
+    "max_freeze_ratio": 0.8,
+    "warmup_steps": 1,
+    "monitoring_steps": 2,
+    "progressive_steps": 2,
+    "on_error": "raise",
+}
 CHUNKS: list[Any] = []  # that this process has built since the last teardown
 
 

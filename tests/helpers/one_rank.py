@@ -18,7 +18,7 @@ from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
 HOST = HostInfo("test", "0")
 CLOCK = FakeClock()  # no other load of the machine is in the times
-LIFE = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2}
+LIFE = {"goal": "paper", "warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2}
 
 
 def controller_of(schedule: PipelineSchedule, folder: Path, clock: Any = CLOCK, **settings: Any) -> Controller:

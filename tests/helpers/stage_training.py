@@ -14,7 +14,7 @@ from torch import nn
 import tf_adapters.torch_pipelining
 
 SECTION: dict[str, Any] = {
-    **{"warmup_steps": 0, "monitoring_steps": 20, "progressive_steps": 0, "on_error": "raise"},
+    **{"max_freeze_ratio": 0.8, "warmup_steps": 0, "monitoring_steps": 20, "progressive_steps": 0, "on_error": "raise"},
     "replan_interval": 1000,
     "replan_threshold": 0.0,
 }

@@ -18,7 +18,13 @@ from tf_adapters import testing
 from tf_adapters.testing.oracle import recorded_draws
 
 VOCABULARY, WIDTH, CONTEXT, BLOCKS, ROWS = 32, 12, 5, 8, 2
-SECTION: dict[str, Any] = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 2, "on_error": "raise"}
+SECTION: dict[str, Any] = {
+    "max_freeze_ratio": 0.8,
+    "warmup_steps": 1,
+    "monitoring_steps": 2,
+    "progressive_steps": 2,
+    "on_error": "raise",
+}
 Plan = float | dict[str, float]  # a ratio for all backwards, or by "stage" or "stage.microbatch"
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")

@@ -47,6 +47,7 @@ PIPELINE = (
     *("--parallelism.pipeline_parallel_microbatch_size", "1"),
 )
 FREEZING = (
+    *("--timely_freeze.max_freeze_ratio", "0.8"),
     *("--timely_freeze.enable", "--timely_freeze.monitoring_steps", "4", "--timely_freeze.progressive_steps", "2"),
     *("--timely_freeze.on_error", "raise", "--timely_freeze.replan_interval", "1"),
     *("--timely_freeze.replan_threshold", "0"),

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.programs, pytest.mark.timeout(200)]
 Nodes = tuple[Node, Node]
 HOSTS = [name for name in hosts.HOSTS if name != "deepspeed gpipe"]
 SECTION = {
+    "max_freeze_ratio": 0.8,
     "warmup_steps": 1,
     "monitoring_steps": 4,
     "progressive_steps": 2,

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = [
-    {"errors", "log", "megatron_patches"},
+    {"errors", "goals", "log", "megatron_patches"},
     {"gloo", "schemas"},
     {"config", "collectives", "overrides", "schedule", "values"},
     {"arguments", "measuring"},

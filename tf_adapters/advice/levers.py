@@ -22,6 +22,7 @@ from tf_adapters.report.schema import Report
 from tf_adapters.schedule.deferral import most_in_flight
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.simulate.goals import DRAWING
 from tf_adapters.simulate.model_costs import action_bounds
 from tf_adapters.simulate.orders import Sizes, named_order
 from tf_adapters.simulate.pipeline import carried_gaps, recut, stage_times
@@ -29,9 +30,6 @@ from tf_adapters.simulate.pipeline import carried_gaps, recut, stage_times
 __all__ = ["Lever", "Levers", "levers", "levers_table"]
 
 _RATIO = 0.8
-_DRAWING = TokenCost(fixed=0.1)
-"""Assumed cost of sampling tokens if it was not measured: a tenth of a weight gradient, for drawing and gathering."""
-
 _NO_COSTS: Mapping[int, TokenCost] = {}
 
 _MOST_DEFERRED, _MOST_FROZEN = 4_096, 1_024
@@ -135,7 +133,7 @@ class _Run:
         for defer in (True, False):
             with_deferral = ", deferred" if defer else ""
             name = f"sampled tokens{with_deferral}, limit {self._ratio:g}"
-            plan = self._plan(name, self._ratio, defer=defer, costs=self._costs or {0: _DRAWING})
+            plan = self._plan(name, self._ratio, defer=defer, costs=self._costs or {0: DRAWING})
             yield self._lever(name, plan, f"{plan.mean_freeze_ratio:.0%} of their time saved, unbiased")
             name = f"freezing{with_deferral}, limit {self._ratio:g}"
             plan = self._plan(name, self._ratio, defer=defer)

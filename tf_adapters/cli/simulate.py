@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from tf_adapters.cli.outputs import check_outputs
     from tf_adapters.cli.plan import load_json
     from tf_adapters.cli.progress import Progress
+    from tf_adapters.simulate.goals import goal_points
     from tf_adapters.simulate.simulation import simulate
     from tf_adapters.simulate.sources import read_request
 
@@ -63,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
             )
             for each in request.pipelines
         ]
+        if len(simulations) == 1:
+            simulations[0] = replace(simulations[0], goals=goal_points(request.pipelines[0], progress))
     _output(args, request, simulations)
     return 0
 

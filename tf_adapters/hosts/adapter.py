@@ -276,15 +276,12 @@ def attach_once(
 
     def read() -> TimelyFreezeConfig | None:
         config = section() if given is None else given
-        settings = None if config is None else TimelyFreezeConfig.parse(config)
-        if settings is not None and settings.enabled:
-            check(settings)
-        return settings
+        return None if config is None else TimelyFreezeConfig.parse(config)
 
     collectives = connect()
     with ExitStack() as undo:
         undo.callback(collectives.close)
-        settings = agree_on_settings(collectives, host, read)
+        settings = agree_on_settings(collectives, host, read, check)
         if settings is None:
             return None
         adapter = make(collectives, settings)
@@ -295,5 +292,5 @@ def attach_once(
 
 
 def _check_same(attached: TimelyFreezeConfig, given: GivenConfig) -> None:
-    if given is not None and TimelyFreezeConfig.parse(given) != attached:
+    if given is not None and attached not in TimelyFreezeConfig.parse(given).fallbacks():
         raise ConfigError("timely_freeze is attached already, with other settings: detach() it first")

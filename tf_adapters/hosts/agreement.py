@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from tf_adapters.collectives import Collectives, decide_from_all, on_all_ranks, on_one_rank
 from tf_adapters.config import SECTION, TimelyFreezeConfig
-from tf_adapters.errors import ConfigError, UnsupportedError
+from tf_adapters.errors import REFUSED, ConfigError, UnsupportedError
+from tf_adapters.goals import GOALS
 from tf_adapters.log import announce
 from tf_adapters.report.build import disabled_report
 from tf_adapters.selection.units import FreezeUnit
@@ -52,13 +53,17 @@ def refuse_post_validation(settings: TimelyFreezeConfig, host: str) -> None:
 
 
 def agree_on_settings(
-    collectives: Collectives, host: HostInfo, read: Callable[[], TimelyFreezeConfig | None]
+    collectives: Collectives,
+    host: HostInfo,
+    read: Callable[[], TimelyFreezeConfig | None],
+    check: Callable[[TimelyFreezeConfig], None],
 ) -> TimelyFreezeConfig | None:
     """Return the settings that every rank read. Return None and log the reason if freezing is not wanted.
 
-    ``read`` also checks that the host can be frozen. Called on all ranks. An error of ``read`` is raised on all ranks,
-    and so is ConfigError if the settings differ or rank 0 cannot write the report. If ``enabled`` is false, a report
-    says so.
+    ``check`` raises UnsupportedError if the host cannot be frozen with settings. Where the goal allows others, they
+    are the nearest that every rank can run. Called on all ranks. An error of ``read`` and of ``check`` is raised on all
+    ranks, and so is ConfigError if the settings differ or rank 0 cannot write the report. If ``enabled`` is false, a
+    report says so.
     """
     settings = same_on_all_ranks(collectives, "timely_freeze settings", read, shown=_shown)
     if settings is None:
@@ -66,11 +71,36 @@ def agree_on_settings(
         return None
     on_one_rank(collectives, lambda: _check_output(settings))
     if settings.enabled:
-        return settings
+        return _nearest(collectives, settings, check)
     reason = '"enabled" is false'
     on_one_rank(collectives, lambda: disabled_report(host, settings, reason).write(settings.report_path))
     announce(collectives.rank, f"disabled: {reason}")
     return None
+
+
+def _nearest(
+    collectives: Collectives, settings: TimelyFreezeConfig, check: Callable[[TimelyFreezeConfig], None]
+) -> TimelyFreezeConfig:
+    """Return the settings, or those nearest to their goal that every rank can run. Called on all ranks."""
+    reason: UnsupportedError | None = None
+    for nearest in settings.fallbacks():
+        try:
+            on_all_ranks(collectives, lambda candidate=nearest: check(candidate))  # type: ignore[misc]
+        except UnsupportedError as error:
+            reason = reason or error
+            continue
+        if reason is not None:
+            say_nearest(collectives.rank, settings, nearest, reason)
+        return nearest
+    assert reason is not None
+    raise reason
+
+
+def say_nearest(rank: int, asked: TimelyFreezeConfig, nearest: TimelyFreezeConfig, reason: object) -> None:
+    """Log which settings replace those of the goal, and why."""
+    changes = " and ".join(f'{name} "{value}"' for name, value in nearest if value != getattr(asked, name))
+    first = str(reason).replace(REFUSED, "").split("; rank ")[0]  # of the ranks that cannot
+    announce(rank, f"goal {asked.goal} takes {changes} here: {first}")
 
 
 def _check_output(settings: TimelyFreezeConfig) -> None:
@@ -110,4 +140,8 @@ def gather_units(
 
 
 def _shown(settings: TimelyFreezeConfig | None) -> str:
-    return "none" if settings is None else str(settings.model_dump(exclude_defaults=True))
+    if settings is None:
+        return "none"
+    chosen = GOALS.get(settings.goal or "", {})
+    given = settings.model_dump(exclude_defaults=True)
+    return str({name: value for name, value in given.items() if chosen.get(name) != value})

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.errors import UnsupportedError
+from tf_adapters.errors import REFUSED, UnsupportedError
 from tf_adapters.hosts.layers import layer_of
 from tf_adapters.measuring.layers import Layers
 from tf_adapters.weight_gradients.parameters import COMPILED, is_compiled
@@ -23,7 +23,7 @@ Problem = str | None
 def refuse(problem: Problem) -> None:
     """Raise UnsupportedError if there is a problem."""
     if problem:
-        raise UnsupportedError(f"timely_freeze cannot run here: {problem}")
+        raise UnsupportedError(f"{REFUSED}{problem}")
 
 
 def first_problem(checks: Mapping[str, object]) -> Problem:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tf_adapters.report.layout import Panel
 from tf_adapters.report.page import Page, Table
 from tf_adapters.schedule.ir import Action
-from tf_adapters.simulate.simulation import Gain, Simulation
+from tf_adapters.simulate.simulation import Gain, GoalPoint, Simulation
 
 __all__ = ["chart_panels", "comparison_page", "planned_panels", "simulation_page"]
 
@@ -23,7 +23,8 @@ def simulation_page(
     schedule = simulation.pipeline.schedule
     stages, ranks = _count(schedule.num_stages, "stage"), _count(len(schedule.ranks), "rank")
     size = f"{stages} on {ranks}, {_count(schedule.num_microbatches, 'microbatch')}"
-    tables = [_rank_table(simulation), _ratio_table(simulation, width)]
+    tables = [_goals_table(simulation)] if simulation.goals else []
+    tables += [_rank_table(simulation), _ratio_table(simulation, width)]
     if simulation.sweep:
         tables.append(_sweep_table(simulation))
     step = []
@@ -83,6 +84,8 @@ _GAIN = "in throughput, over the same schedule with nothing frozen"
 _EXACT = "weight gradients deferred, nothing frozen, the same bits"
 _MOST = "with everything frozen, which no r_max can beat"
 _STABLE = "where all of stage 0 is frozen its backward is gone, also where the plan does not count on it"
+_GOALS_TITLE = "What each goal would bring"
+_GOALS = ("goal", "planned", "gain", "microbatches held", "weight gradients")
 _COMPARED = (
     *("schedule", "ranks", "stages", "nothing frozen", "planned", "gain"),
     *("bubble", "skipped", "stable gain", "at most", "held by"),
@@ -152,6 +155,26 @@ def _ratio_table(simulation: Simulation, width: int) -> Table:
 def _digit(ratio: float) -> str:
     tenths = round(10 * ratio)
     return "." if tenths == 0 else "#" if tenths == 10 else str(tenths)
+
+
+def _goals_table(simulation: Simulation) -> Table:
+    return Table(_GOALS_TITLE, _GOALS, tuple(map(_goal_row, simulation.goals)))
+
+
+def _goal_row(point: GoalPoint) -> tuple[str, ...]:
+    extra = f", extra_microbatches {point.extra_microbatches}" if point.extra_microbatches else ""
+    share = f"{point.mean_freeze_ratio:.0%}"
+    gradients = {
+        "exact": "all, the same bits",
+        "pays": f"{share} of their time saved, unbiased",
+        "paper": f"{share} skipped",
+    }
+    return (
+        f"{point.goal}{', at most' if point.goal == 'pays' else extra}",
+        *(_ms(point.batch.ms), _percent(point.batch.gain)),
+        f"{point.held:.1f}".removesuffix(".0"),
+        gradients[point.goal],
+    )
 
 
 def _sweep_table(simulation: Simulation) -> Table:

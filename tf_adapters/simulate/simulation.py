@@ -20,7 +20,7 @@ from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.simulate.pipeline import Pipeline
 
-__all__ = ["Gain", "Holder", "Simulation", "SweepPoint", "held_by", "simulate"]
+__all__ = ["Gain", "GoalPoint", "Holder", "Simulation", "SweepPoint", "gain_of", "held_by", "simulate"]
 
 
 _EXACT = "exact: weight gradients deferred, nothing frozen"
@@ -48,6 +48,21 @@ class SweepPoint:
 
     max_freeze_ratio: float
     batch: Gain
+    mean_freeze_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class GoalPoint:
+    """The plan of a goal, with ``extra_microbatches`` more in memory than the host holds.
+
+    ``held`` counts microbatches of all of a rank's layers, at most, on any rank. ``mean_freeze_ratio`` in [0, 1] is the
+    share of weight gradients that is skipped, or of their time that sampling saves.
+    """
+
+    goal: str
+    extra_microbatches: int
+    batch: Gain
+    held: float
     mean_freeze_ratio: float
 
 
@@ -84,6 +99,7 @@ class Simulation:
     holder: Holder
     sweep: tuple[SweepPoint, ...]
     exact: Panel | None = None
+    goals: tuple[GoalPoint, ...] = ()
 
     @property
     def panels(self) -> tuple[Panel, ...]:
@@ -116,6 +132,9 @@ class Simulation:
                     "mean_freeze_ratio": point.mean_freeze_ratio,
                 }
                 for point in self.sweep
+            ],
+            "goals": [
+                {**asdict(point), "batch": {"ms": point.batch.ms, **_gain_json(point.batch)}} for point in self.goals
             ],
             "plan": self.plan.to_json(),
         }
@@ -155,7 +174,7 @@ def simulate(
     unfrozen = panel("nothing frozen", known.upper)
     frozen = panel("everything frozen", lower, everything)
     gains = {
-        ratio: _gain(planned_dag(known, plan), unfrozen.end_ms, plan.duration_ms, plan.freeze_ratio)
+        ratio: gain_of(planned_dag(known, plan), unfrozen.end_ms, plan.duration_ms, plan.freeze_ratio)
         for ratio, plan in solved.items()
     }
     return Simulation(
@@ -167,7 +186,7 @@ def simulate(
         planned=of_plan(title, chosen),
         frozen=frozen,
         gain=gains[max_freeze_ratio],
-        most=_gain(dag, unfrozen.end_ms, lower, everything),
+        most=gain_of(dag, unfrozen.end_ms, lower, everything),
         holder=held_by(schedule, dag, lower),
         sweep=tuple(SweepPoint(ratio, gains[ratio], solved[ratio].mean_freeze_ratio) for ratio in sweep),
     )
@@ -180,9 +199,10 @@ def _plan(pipeline: Pipeline, ratio: float, progress: Progress | None, extra_mic
     return solve(problem, progress=tell)
 
 
-def _gain(
+def gain_of(
     dag: PipelineDag, unfrozen_ms: float, durations: Mapping[Action, float], ratios: Mapping[Action, float]
 ) -> Gain:
+    """Return the span of a graph with these durations, in ms, and its gain over ``unfrozen_ms``."""
     ms, stable_ms = dag.span_ms(durations), dag.span_ms(stable_durations(durations, ratios))
     return Gain(ms, _over(unfrozen_ms, ms), stable_ms, _over(unfrozen_ms, stable_ms))
 

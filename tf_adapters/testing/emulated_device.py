@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import random
 import sys
@@ -51,6 +52,7 @@ class EmulatedDevice(TorchDispatchMode):
     Args:
         rate: FLOP/s, above 0.
         jitter: standard deviation / mean of an operation's duration, in [0, 1).
+        jitter_ms: for how long, in ms, the device keeps a speed; by default each operation has its own.
         seed: seed of the jitter.
         real_time: whether to run at a real-time priority (``real_time``), if the system allows it.
         clock, sleep: functions for time and waiting, in seconds.
@@ -67,6 +69,7 @@ class EmulatedDevice(TorchDispatchMode):
         rate: float,
         *,
         jitter: float = 0.0,
+        jitter_ms: float = 0.0,
         seed: int = 0,
         real_time: bool = False,
         clock: Callable[[], float] = time.perf_counter,
@@ -78,7 +81,10 @@ class EmulatedDevice(TorchDispatchMode):
             raise ConfigError(f"rate is {rate}: allowed is a number of FLOP/s above 0")
         if not 0.0 <= jitter < 1.0:
             raise ConfigError(f"jitter is {jitter}: allowed is a number from 0 to below 1")
+        if not 0.0 <= jitter_ms < math.inf:
+            raise ConfigError(f"jitter_ms is {jitter_ms}: allowed is a number of ms from 0")
         self.rate, self.jitter, self._real_time = rate, jitter, real_time
+        self._jitter_s, self._slowness, self._drawn_at = jitter_ms / 1e3, 1.0, -math.inf
         self.asked_s = self.late_s = 0.0
         self.operations = 0
         self._flops: dict[Any, float] = {}
@@ -129,10 +135,15 @@ class EmulatedDevice(TorchDispatchMode):
         )
         return line if self.error <= _KEEPS_UP else f"{line}: this machine could not keep up; take a lower rate"
 
+    def _drawn_slowness(self) -> float:
+        if self.asked_s - self._drawn_at >= self._jitter_s:
+            self._slowness, self._drawn_at = max(0.0, self._random.gauss(1.0, self.jitter)), self.asked_s
+        return self._slowness
+
     def _wait(self, began: float, duration: float) -> None:
         """Sleep for the rest of an operation that began at ``began``."""
         if self.jitter:
-            duration *= max(0.0, self._random.gauss(1.0, self.jitter))
+            duration *= self._drawn_slowness()
         until = began + duration
         left = until - self._clock()
         if left > 0.0:
@@ -186,7 +197,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rank = int(os.environ.get("RANK", "0"))
     rates = options.rate
     device = EmulatedDevice(
-        rates[rank % len(rates)], jitter=options.jitter, seed=options.seed + rank, real_time=options.real_time
+        rates[rank % len(rates)],
+        jitter=options.jitter,
+        jitter_ms=options.jitter_ms,
+        seed=options.seed + rank,
+        real_time=options.real_time,
     )
     edges = dict(options.link)
     default = edges.pop(None, None)
@@ -204,13 +219,14 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the options, and return them with the command. Exits with status 2 for wrong options."""
     parser = argparse.ArgumentParser(
         prog="python -m tf_adapters.testing.emulated_device",
-        usage="%(prog)s --rate FLOPS [--jitter SHARE] [--seed N] [--link LINK ...] [--real-time] "
+        usage="%(prog)s --rate FLOPS [--jitter SHARE] [--jitter-ms MS] [--seed N] [--link LINK ...] [--real-time] "
         "(-m MODULE | SCRIPT) ...",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rate", type=_rates, required=True, help="FLOP/s; several with commas, one for each rank")
     parser.add_argument("--jitter", type=float, default=0.0, help="standard deviation of durations, as a share (0)")
+    parser.add_argument("--jitter-ms", type=float, default=0.0, help="for how long a speed lasts (0: an operation)")
     parser.add_argument("--seed", type=int, default=0, help="of the jitter (0)")
     parser.add_argument(
         "--link",
@@ -228,7 +244,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if not options.command or options.command == ["-m"]:
         parser.error("there is nothing to run: name a script, or -m and a module")
     try:
-        EmulatedDevice(options.rate[0], jitter=options.jitter)
+        EmulatedDevice(options.rate[0], jitter=options.jitter, jitter_ms=options.jitter_ms)
     except ConfigError as error:
         parser.error(str(error))
     return options, options.command

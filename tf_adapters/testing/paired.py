@@ -26,9 +26,12 @@ Step = Callable[[], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Freezing:
-    """The settings of a training and the number of steps in each phase; ``settings`` override them."""
+    """The settings of a training and the number of steps in each phase; ``settings`` override them.
 
-    max_freeze_ratio: float = 0.8
+    ``max_freeze_ratio`` None leaves it to the goal.
+    """
+
+    max_freeze_ratio: float | None = 0.8
     warmup: int = 10
     monitoring: int = 60
     progressive: int = 10
@@ -41,8 +44,9 @@ class Freezing:
         return self.warmup + self.monitoring + self.progressive + self.stable
 
     def section(self) -> dict[str, Any]:
+        limit = {} if self.max_freeze_ratio is None else {"max_freeze_ratio": self.max_freeze_ratio}
         return {
-            "max_freeze_ratio": self.max_freeze_ratio,
+            **limit,
             "warmup_steps": self.warmup,
             "monitoring_steps": self.monitoring,
             "progressive_steps": self.progressive,

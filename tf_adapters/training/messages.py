@@ -18,7 +18,9 @@ from tf_adapters.training.phases import PhaseSchedule
 
 
 def enabled(host: str, schedule: PipelineSchedule, config: TimelyFreezeConfig, phases: PhaseSchedule) -> str:
-    size = f"{host}, {schedule.num_stages} stages x {schedule.num_microbatches} microbatches, method {config.method}"
+    goal = "" if config.goal is None else f"goal {config.goal} ({meaning(config)}); "
+    size = f"{schedule.num_stages} stages x {schedule.num_microbatches} microbatches"
+    size = f"{goal}{host}, {size}, method {config.method}"
     checks = f"stability checks every {config.stability_check_interval} steps"
     if not config.plans:
         return f"enabled: {size}, without a plan; warm-up to step {phases.warmup_end}, then {checks}"
@@ -29,6 +31,18 @@ def enabled(host: str, schedule: PipelineSchedule, config: TimelyFreezeConfig, p
         f"{phases.warmup_end}, monitoring to {phases.monitoring_end}, progressive freezing to "
         f"{phases.progressive_end}, then {then}"
     )
+
+
+def meaning(config: TimelyFreezeConfig) -> str:
+    """What a run does to the model, in a few words."""
+    if config.method == "none":
+        return "measures and freezes nothing afterwards"
+    if not config.stage_limit and config.plans:
+        return "the same bits as without" if config.defers else "the same bits as without, and nothing is deferred"
+    most = "" if config.is_auto else f"up to {config.stage_limit:.0%} of "
+    what = f"samples {most}tokens, unbiased" if config.samples_tokens else f"skips {most}weight gradients"
+    first = "defers exactly, then " if config.defers else ""
+    return f"{first}{what}{', where measurements say that it pays' if config.is_auto else ''}"
 
 
 def out_of_reach(target_ms: float, promised: Forecast, max_freeze_ratio: float) -> str:

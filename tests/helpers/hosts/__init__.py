@@ -8,7 +8,13 @@ from typing import Any, Protocol
 import torch
 
 STAGES, MICROBATCHES = 2, 4
-SECTION: dict[str, Any] = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 2, "on_error": "raise"}
+SECTION: dict[str, Any] = {
+    "max_freeze_ratio": 0.8,
+    "warmup_steps": 1,
+    "monitoring_steps": 2,
+    "progressive_steps": 2,
+    "on_error": "raise",
+}
 HOSTS = {
     "deepspeed": "hosts.deepspeed_host",
     "deepspeed gpipe": "hosts.deepspeed_gpipe_host",

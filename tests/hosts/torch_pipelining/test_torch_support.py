@@ -183,7 +183,7 @@ def outcome(case: Case, change: Callable[[Run], None], *configs: Any) -> tuple[s
     run = build(case)
     change(run)
     before = dict(vars(run.schedule)) if hasattr(run.schedule, "__dict__") else {}
-    config = configs[torch.distributed.get_rank()] if configs else {"on_error": "raise"}
+    config = configs[torch.distributed.get_rank()] if configs else {"max_freeze_ratio": 0.8}
     try:
         adapter = attach(run, config)
     except Exception as error:
@@ -262,8 +262,8 @@ SCHEDULE = (
             {"seed": 2},
             (
                 "ConfigError",
-                "the timely_freeze settings differ between ranks: rank 0 has {'seed': 1}, rank 1 has {'seed': 2}; "
-                "every rank needs the same",
+                "the timely_freeze settings differ between ranks: rank 0 has {'goal': 'pays', 'seed': 1}, rank 1 "
+                "has {'goal': 'pays', 'seed': 2}; every rank needs the same",
             ),
         ),
     ],
@@ -287,9 +287,9 @@ def test_attaching_twice_gives_the_first_adapter_and_refuses_other_settings() ->
     (same_adapter, lines), (also_same, others) = pool(2).run(attached_twice)
     assert same_adapter
     assert also_same
-    assert [line.split(",")[0] for line in lines] == [
-        f"timely_freeze: enabled: torch.distributed.pipelining {torch.__version__}"
-    ]
+    [line] = lines
+    assert line.startswith("timely_freeze: enabled: goal pays (")
+    assert f"; torch.distributed.pipelining {torch.__version__}, 2 stages x " in line
     assert others == []
 
 
@@ -301,7 +301,7 @@ def attached_twice() -> tuple[bool, list[str]]:
         with pytest.raises(ConfigError, match="attached already, with other settings"):
             attach(run, {"max_freeze_ratio": 0.1})
     same = adapter is again is run.schedule.timely_freeze
-    return same and adapter.controller.config.max_freeze_ratio == 0.8, lines.seen
+    return same and adapter.controller.config.max_freeze_ratio == "auto", lines.seen
 
 
 @distributed

@@ -26,7 +26,13 @@ from tf_adapters.testing import RankPool, force_plan, relative_error
 pytestmark = pytest.mark.distributed
 
 STEPS, MICROBATCHES = 6, 4
-SECTION: dict[str, Any] = {"warmup_steps": 1, "monitoring_steps": 2, "progressive_steps": 2, "on_error": "raise"}
+SECTION: dict[str, Any] = {
+    "max_freeze_ratio": 0.8,
+    "warmup_steps": 1,
+    "monitoring_steps": 2,
+    "progressive_steps": 2,
+    "on_error": "raise",
+}
 NOTHING: dict[str, Any] = {"max_freeze_ratio": 0.0}
 DEFERRED: dict[str, Any] = {"weight_gradients": "deferred"}
 TOKENS: dict[str, Any] = {"granularity": "token"}

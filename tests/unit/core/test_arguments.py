@@ -9,11 +9,13 @@ import pytest
 from tf_adapters.arguments import add_arguments, config_from_args
 from tf_adapters.config import RETIRED, TimelyFreezeConfig, allowed
 from tf_adapters.errors import ConfigError
+from tf_adapters.goals import LEVERS
 
 FIELDS = [name for name in TimelyFreezeConfig.model_fields if name != "enabled"]
 each_field = pytest.mark.parametrize("name", FIELDS)
 
 GOOD = {
+    "goal": [("exact", "exact"), ("pays", "pays"), ("paper", "paper")],
     "method": [(m, m) for m in ("none", "timely", "timely+apf", "timely+autofreeze", "apf", "autofreeze")],
     "max_freeze_ratio": [("0.25", 0.25), ("0", 0.0), ("1", 1.0), ("5e-1", 0.5)],
     "target_speedup": [("1.25", 1.25), ("2", 2.0)],
@@ -52,6 +54,7 @@ NEEDS = {
 }
 """What another setting has to be for some value of a setting to be allowed."""
 BAD = {
+    "goal": ["fast", "Exact", "0", ""],
     "method": ["APF", "apf+timely", "timely+", "Timely", "1", ""],
     "max_freeze_ratio": ["1.5", "-0.5", "-1", "nan", "inf", "much", "80%", ""],
     "target_speedup": ["0.9", "fast", "nan"],
@@ -117,8 +120,9 @@ def test_every_field_has_an_argument_and_no_other_has() -> None:
 @each_field
 def test_defaults_are_the_models(name: str) -> None:
     default = vars(parse())[f"timely_freeze_{name}"]
-    assert default == TimelyFreezeConfig.model_fields[name].default
-    assert type(default) is type(TimelyFreezeConfig.model_fields[name].default)
+    expected = None if name in LEVERS else TimelyFreezeConfig.model_fields[name].default
+    assert default == expected
+    assert type(default) is type(expected)
 
 
 @each_field
@@ -126,7 +130,10 @@ def test_the_help_says_what_the_setting_is_may_be_and_is_by_default(name: str, m
     monkeypatch.setenv("COLUMNS", "1000")  # one line for each text
     shown = add_arguments(host_parser()).format_help().split(f"  {option(name)} ")[1].splitlines()[1].strip()
     field = TimelyFreezeConfig.model_fields[name]
-    assert shown == f"{field.description}; allowed: {allowed(name)} (default: {field.default})"
+    assert (
+        shown
+        == f"{field.description}; allowed: {allowed(name)} (default: {'by goal' if name in LEVERS else field.default})"
+    )
 
 
 def test_the_hosts_arguments_stay_as_they_were() -> None:
@@ -258,7 +265,7 @@ def test_nothing_given_is_no_freezing() -> None:
 def test_a_setting_without_the_switch_is_one_line_before_anything_starts(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    default = TimelyFreezeConfig.model_fields[name].default
+    default = None if name in LEVERS else TimelyFreezeConfig.model_fields[name].default
     others = [pair for pair in GOOD[name] if pair[1] != default]
     if not others:
         pytest.skip("a setting of one value")

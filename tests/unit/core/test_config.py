@@ -4,17 +4,18 @@ from tf_adapters.config import RETIRED, TimelyFreezeConfig, _say_retired, find_s
 from tf_adapters.errors import ConfigError
 
 
-def test_defaults_are_the_papers():
+def test_defaults():
     config = TimelyFreezeConfig.parse({})
     assert config.enabled
+    assert config.goal == "pays"
     assert config.method == "timely"
-    assert config.max_freeze_ratio == 0.8
     assert config.warmup_steps == "auto"
 
 
 def test_every_field_is_read():
     section = {
         "enabled": False,
+        "goal": "exact",
         "method": "none",
         "max_freeze_ratio": 0.5,
         "target_speedup": 1.25,
@@ -48,6 +49,8 @@ def test_every_field_is_read():
 @pytest.mark.parametrize(
     ("section", "words"),
     [
+        ({"goal": "fast"}, ["timely_freeze.goal is 'fast'", 'allowed is "exact", "pays", "paper", or null']),
+        ({"goal": ["exact"]}, ["timely_freeze.goal is ['exact']"]),
         ({"max_freeze_ratio": 1.5}, ["timely_freeze.max_freeze_ratio is 1.5", "a number from 0 to 1"]),
         ({"max_freeze_ratio": "0.8"}, ["max_freeze_ratio is '0.8'", "a number from 0 to 1"]),
         ({"max_freeze_ratio": float("nan")}, ["max_freeze_ratio is nan"]),
@@ -74,7 +77,7 @@ def test_every_field_is_read():
         ({"output_dir": 1}, ["output_dir is 1", "a path"]),
         ({"seed": -1}, ["seed is -1"]),
         (
-            {"optimizer_step": "post_validated"},
+            {"optimizer_step": "post_validated", "goal": "paper"},
             ['timely_freeze.optimizer_step is "post_validated"', 'or weight_gradients "deferred"'],
         ),
         ({"memory_limit": 0}, ["memory_limit is 0", "a number above 0, or null"]),
@@ -91,7 +94,7 @@ def test_every_field_is_read():
         ({"stability_check_interval": 0}, ["stability_check_interval is 0", "an integer of at least 1"]),
         ({"stability_check_interval": 2.0}, ["stability_check_interval is 2.0"]),
         ({"max_freze_ratio": 0.5}, ['unknown key "max_freze_ratio"', 'did you mean "max_freeze_ratio"?']),
-        ({"colour": 1}, ['unknown key "colour"', "allowed are enabled, method"]),
+        ({"colour": 1}, ['unknown key "colour"', "allowed are enabled, goal, method"]),
     ],
 )
 def test_a_wrong_setting_is_one_line_that_names_field_value_and_what_is_allowed(section, words):

@@ -49,7 +49,7 @@ class ToyAdapter(HostAdapter):
 
 
 def attach(model: Model, folder: Path, **settings: Any) -> ToyAdapter:
-    config = TimelyFreezeConfig(output_dir=str(folder), **settings)
+    config = TimelyFreezeConfig(goal="paper", output_dir=str(folder), **settings)
     adapter = attach_once(
         SingleProcess,
         HOST,
@@ -82,8 +82,8 @@ def test_a_parameter_that_two_stages_of_a_rank_share_cannot_have_a_mean_of_its_o
             return HostPipeline(HOST, both, {0: units, 1: units}, {0: parameters, 1: parameters})
 
     with pytest.raises(ConfigError, match=r'gradient_scale is "computed_mean".*stages 0 and 1.*embedding\.weight'):
-        Shared(Model(), TimelyFreezeConfig(output_dir=str(tmp_path), gradient_scale="computed_mean"))
-    Shared(Model(), TimelyFreezeConfig(output_dir=str(tmp_path)))
+        Shared(Model(), TimelyFreezeConfig(goal="paper", output_dir=str(tmp_path), gradient_scale="computed_mean"))
+    Shared(Model(), TimelyFreezeConfig(goal="paper", output_dir=str(tmp_path)))
 
 
 def test_leaving_the_context_detaches(tmp_path: Path) -> None:

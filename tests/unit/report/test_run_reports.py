@@ -51,9 +51,13 @@ def test_a_run_that_failed_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "the solver broke" in report.note[-1]
 
 
+def accept(_: TimelyFreezeConfig) -> None:
+    """A host that runs all settings."""
+
+
 def test_disabled_is_in_the_report(tmp_path: Path) -> None:
     config = TimelyFreezeConfig(enabled=False, output_dir=str(tmp_path))
-    assert agree_on_settings(SingleProcess(), HOST, lambda: config) is None
+    assert agree_on_settings(SingleProcess(), HOST, lambda: config, accept) is None
     report = report_of(tmp_path)
     assert (report.status, report.note) == ("disabled", ('"enabled" is false',))
 
@@ -63,7 +67,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Pa
     file.write_text("")
     config = TimelyFreezeConfig(output_dir=str(file))
     with pytest.raises(ConfigError, match=r"timely_freeze\.output_dir is .*file.*allowed is a folder"):
-        agree_on_settings(SingleProcess(), HOST, lambda: config)
+        agree_on_settings(SingleProcess(), HOST, lambda: config, accept)
 
 
 def test_the_result_is_logged_once_in_stable_freezing_and_at_the_end(

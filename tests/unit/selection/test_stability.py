@@ -26,6 +26,7 @@ from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
 MICROBATCHES = 3
 SETTINGS: dict[str, Any] = {
+    "goal": "paper",
     "warmup_steps": 2,
     "monitoring_steps": 4,
     "progressive_steps": 2,

@@ -31,6 +31,7 @@ UNITS = {
     for stage in range(STAGES)
 }
 SETTINGS: dict[str, Any] = {
+    "goal": "paper",
     "method": "timely+apf",
     "apf_threshold": 0.5,
     "stability_check_interval": 1,

@@ -16,7 +16,9 @@ from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.schedule.orders import named_schedule
+from tf_adapters.simulate.goals import goal_points
 from tf_adapters.simulate.model_costs import StageCost, action_bounds
+from tf_adapters.simulate.page import simulation_page
 from tf_adapters.simulate.pipeline import Pipeline, between_ranks, carried_gaps, recut, stage_times
 from tf_adapters.simulate.simulation import held_by, simulate
 
@@ -204,3 +206,27 @@ def test_steps_that_overlap_show_two_steps_and_the_rank_that_holds_the_period() 
     assert met.exact is not None
     assert not met.exact.overlap
     assert met.exact.end_ms > result.exact.end_ms
+
+
+def test_each_goal_is_planned_from_the_same_times() -> None:
+    whole = pipeline(one_f_one_b(4, 8))
+    exact, roomy, pays, paper = goal_points(Pipeline("overlap", replace(whole.measurement, steps="overlap")))
+    assert [point.goal for point in (exact, roomy, pays, paper)] == ["exact", "exact", "pays", "paper"]
+    assert (exact.extra_microbatches, roomy.extra_microbatches) == (0, 4)
+    assert exact.mean_freeze_ratio == roomy.mean_freeze_ratio == 0.0
+    assert exact.held == paper.held == 4
+    assert 4 < roomy.held <= 8
+    assert roomy.batch.gain > exact.batch.gain > 0.0
+    assert pays.batch.gain > exact.batch.gain
+    assert 0.0 < pays.mean_freeze_ratio < paper.mean_freeze_ratio
+
+
+def test_goals_are_on_the_page_and_in_the_json() -> None:
+    whole = pipeline(one_f_one_b(2, 4))
+    found = replace(simulate(whole, 0.8), goals=goal_points(whole))
+    page = simulation_page(found, "given", (), width=120)
+    table = next(table for table in page.tables if table.title == "What each goal would bring")
+    assert [row[0] for row in table.rows] == ["exact", "pays, at most", "paper"]
+    assert table.rows[0][-1] == "all, the same bits"
+    (exact, *_) = json.loads(json.dumps(found.to_json()))["goals"]
+    assert exact["batch"]["ms"] == found.goals[0].batch.ms

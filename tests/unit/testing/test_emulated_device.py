@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -96,6 +97,17 @@ def test_jitter_repeats_with_its_seed_and_keeps_the_mean():
     assert sum(slept(1)) / 200 == pytest.approx(0.010, rel=0.03)  # four standard errors of the mean
 
 
+def test_a_device_keeps_its_speed_for_a_while():
+    time, x = Time(), torch.ones(10, 10)
+    with time.device(rate=2e5, jitter=0.3, jitter_ms=35.0):
+        for _ in range(40):
+            torch.mm(x, x)
+    lengths = [round(1e3 * slept, 6) for slept in time.slept]
+    runs = [len(list(same)) for _, same in itertools.groupby(lengths)]
+    assert len(runs) > 5
+    assert all(count > 1 for count in runs[:-1])
+
+
 def test_it_has_a_name_while_it_is_active():
     assert clock_for(CPU).device == "cpu"
     with Time().device(1.0):
@@ -126,6 +138,7 @@ def test_a_script_runs_unmodified(tmp_path, monkeypatch, capsys, caplog):
         (["--rate", "fast", "x.py"], "'fast': allowed are numbers of FLOP/s above 0"),
         (["--rate", "0", "x.py"], "allowed are numbers of FLOP/s above 0"),
         (["--rate", "1e9", "--jitter", "2", "x.py"], "jitter is 2.0: allowed is a number from 0 to below 1"),
+        (["--rate", "1e9", "--jitter-ms", "-1", "x.py"], "jitter_ms is -1.0: allowed is a number of ms from 0"),
         (["--rate", "1e9"], "nothing to run"),
     ],
 )

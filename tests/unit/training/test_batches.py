@@ -39,7 +39,7 @@ LENGTHS = {Kind.FORWARD: 10.0, Kind.BACKWARD: 20.0}
 def controller_of(folder: Path, microbatches: int = 4, **settings: Any) -> Controller:
     """One rank with two stages, on a clock that only the actions move on."""
     named = {s: {f"{s}.{name}.w": torch.nn.Parameter(torch.ones(8, 8)) for name in "abcd"} for s in (0, 1)}
-    lengths = {"warmup_steps": 1, "monitoring_steps": 8, "progressive_steps": 2}
+    lengths = {"goal": "paper", "warmup_steps": 1, "monitoring_steps": 8, "progressive_steps": 2}
     config = TimelyFreezeConfig(**{**lengths, "output_dir": str(folder), "replan_threshold": 0.0, **settings})
     units = {stage: tensor_units(parameters) for stage, parameters in named.items()}
     pipeline = HostPipeline(HostInfo("test", "0"), order(microbatches), units, named, clock=FakeClock())

@@ -22,7 +22,7 @@ from tf_adapters.training.state import FORMAT, compatible_state
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "tests" / "data"
 REPORTS = sorted(DATA.glob("report_format_*.json"))
-CONFIG = TimelyFreezeConfig(warmup_steps=5, monitoring_steps=10, progressive_steps=20)
+CONFIG = TimelyFreezeConfig(goal="paper", warmup_steps=5, monitoring_steps=10, progressive_steps=20)
 
 
 def load(name: str) -> dict[str, Any]:

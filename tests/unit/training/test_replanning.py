@@ -44,7 +44,7 @@ def stable(factors: dict[int, float], share: float = 0.5, steps: int = 3) -> Fil
 def watch(**settings: Any) -> Replanning:
     masks = StageMasks({stage: [FreezeUnit(("weight",), 1.0, (1,))] for stage in range(2)}, seed=0)
     pipeline = HostPipeline(HostInfo("host", "1"), SCHEDULE, units={}, parameters={})
-    setup = RunSetup(TimelyFreezeConfig(**settings), SingleProcess(), pipeline, masks, probes=dict)
+    setup = RunSetup(TimelyFreezeConfig(goal="paper", **settings), SingleProcess(), pipeline, masks, probes=dict)
     return Replanning(setup)
 
 

@@ -21,7 +21,7 @@ from tf_adapters.training.plan_maker import Planned
 from tf_adapters.training.state import FORMAT, RunState, compatible_state, fingerprint
 
 SCHEDULE = one_f_one_b(2, 3)
-CONFIG = TimelyFreezeConfig(warmup_steps=5, monitoring_steps=10, progressive_steps=20)
+CONFIG = TimelyFreezeConfig(goal="paper", warmup_steps=5, monitoring_steps=10, progressive_steps=20)
 MASKS = StageMasks({stage: [FreezeUnit((f"{stage}.weight",), 4.0, (2, 2))] for stage in (0, 1)}, seed=0)
 AUTO_WARMUP = 3
 

@@ -1,0 +1,90 @@
+"""What a goal takes where torch's pipeline cannot run what it would choose."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from logged import Lines
+from torch_ranks import Case, attached, pool, values
+
+from tf_adapters.errors import UnsupportedError
+from tf_adapters.hosts.support import refuse
+from tf_adapters.torch_pipelining import entry
+
+pytestmark = pytest.mark.distributed
+
+PHASES = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 1}
+EXACT = {**PHASES, "goal": "exact", "max_freeze_ratio": 0.0}
+PAYS = {**PHASES, "goal": "pays", "max_freeze_ratio": "auto"}
+
+
+def trained(case: Case) -> dict[str, Any]:
+    with Lines() as log:
+        run = attached(case)
+        losses = [run.train_step(step) for step in range(9)]
+        result: dict[str, Any] = {"losses": losses, "parameters": values(run), "log": log.seen}
+        if run.adapter is not None:
+            config, state = run.adapter.config, run.adapter.controller.state
+            result["settings"] = (config.goal, config.max_freeze_ratio, config.granularity, config.weight_gradients)
+            result["failure"] = state.failure
+            run.adapter.detach()
+        return result
+
+
+def replaced(rank: dict[str, Any]) -> list[str]:
+    return [line for line in rank["log"] if "goal pays takes" in line]
+
+
+def test_replicas_in_a_reducer_leave_weight_gradients_in_the_backward(tmp_path):
+    case = Case(replicas="ddp", section=PAYS, output_dir=str(tmp_path))
+    found = pool(4).run(trained, case)
+    for rank in found:
+        assert rank["settings"] == ("pays", "auto", "tensor", "in_place")
+        assert rank["failure"] is None
+    [line] = replaced(found[0])
+    assert 'takes granularity "tensor" and weight_gradients "in_place" here: rank 0: stage 0 is wrapped' in line
+    assert not any(map(replaced, found[1:]))
+
+
+def test_exact_without_deferral_still_has_the_hosts_bits(tmp_path):
+    case = Case(replicas="ddp", section=EXACT, output_dir=str(tmp_path))
+    found = pool(4).run(trained, case)
+    assert any("the same bits as without, and nothing is deferred" in line for line in found[0]["log"])
+    alone = pool(4).run(trained, Case(replicas="ddp", section=None))
+    for ours, theirs in zip(found, alone, strict=True):
+        assert ours["settings"] == ("exact", 0.0, "tensor", "in_place")
+        assert ours["losses"] == theirs["losses"]
+        assert all((ours["parameters"][name] == value).all() for name, value in theirs["parameters"].items())
+
+
+def test_what_the_user_has_set_is_refused_and_not_replaced():
+    case = Case(replicas="ddp", section={**PHASES, "weight_gradients": "deferred"})
+    for line in pool(4).run(refused, case):
+        assert "is wrapped in DistributedDataParallel" in line
+
+
+def refused(case: Case) -> str:
+    try:
+        attached(case)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def refused_on_one_rank(case: Case) -> dict[str, Any]:
+    def check(_: Any, advice: str) -> None:
+        refuse(f"rank 1 cannot; use {advice}" if dist.get_rank() == 1 else None)
+
+    with mock.patch.object(entry, "check_split_backwards", check):
+        return trained(case)
+
+
+def test_all_ranks_take_what_the_last_of_them_can_run(tmp_path):
+    found = pool(2).run(refused_on_one_rank, Case(section=PAYS, output_dir=str(tmp_path)))
+    assert [rank["settings"] for rank in found] == [("pays", "auto", "tensor", "in_place")] * 2
+    assert all(rank["failure"] is None for rank in found)
+    [line] = replaced(found[0])
+    assert "here: rank 1: rank 1 cannot; use" in line

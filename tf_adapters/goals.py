@@ -1,0 +1,68 @@
+"""The goal of a run: one word for the settings that decide how weight gradients are skipped, sampled or deferred."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+__all__ = ["GOALS", "LEVERS", "Goal", "fallbacks", "with_goal"]
+
+Goal = Literal["exact", "pays", "paper"]
+
+DEFAULT: Goal = "pays"
+
+GOALS: Mapping[str, Mapping[str, Any]] = {
+    "exact": {"max_freeze_ratio": 0.0, "granularity": "tensor", "weight_gradients": "deferred"},
+    "pays": {"max_freeze_ratio": "auto", "granularity": "token", "weight_gradients": "deferred"},
+    "paper": {"max_freeze_ratio": 0.8, "granularity": "tensor", "weight_gradients": "in_place"},
+}
+LEVERS = tuple(GOALS[DEFAULT])
+"""The settings that a goal chooses."""
+
+_DEFAULTS = {"method": "timely", "target_speedup": None}
+"""Settings with which a run chooses its own way, and their values where it does not."""
+
+
+def with_goal(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings and those that their goal chooses. A setting that is given stays.
+
+    Settings without a goal have ``DEFAULT``, if they leave all levers, the method and the target to it; otherwise none.
+    """
+    found = dict(settings)
+    chosen = any(name in found for name in LEVERS)
+    chosen = chosen or any(found.get(name, default) != default for name, default in _DEFAULTS.items())
+    if found.get("goal") is None:
+        found["goal"] = None if chosen else DEFAULT
+    levers = dict(GOALS.get(str(found["goal"]), {}))
+    method = found.get("method", "timely")
+    if method in ("apf", "autofreeze"):  # they have no plan, which deferral and "auto" need
+        levers = {}
+    elif method not in ("timely", "none"):  # they choose whole tensors
+        levers.pop("granularity", None)
+    return levers | found
+
+
+def fallbacks(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield changes that a host may need, nearest first. They touch only what the goal has chosen.
+
+    The first one is no change. Settings that need deferral keep it.
+    """
+    goal = GOALS.get(str(settings["goal"]), {})
+    free = {name for name, value in goal.items() if settings[name] == value}
+    if settings["extra_microbatches"] or settings["optimizer_step"] != "synchronous":
+        free.discard("weight_gradients")
+    seen: list[dict[str, Any]] = []
+    for change in _NEARER:
+        changed = {name: value for name, value in change.items() if settings[name] != value}
+        if changed.keys() <= free and changed not in seen:
+            seen.append(changed)
+            yield changed
+
+
+_NEARER: tuple[dict[str, Any], ...] = (
+    {},
+    {"granularity": "tensor"},
+    {"weight_gradients": "in_place"},
+    {"granularity": "tensor", "weight_gradients": "in_place"},
+    {"granularity": "block", "weight_gradients": "in_place"},
+)

@@ -1,0 +1,71 @@
+"""What each goal of a run would bring to a pipeline: the same order and times, planned as the goal's settings say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from tf_adapters.goals import GOALS
+from tf_adapters.measuring.token_cost import TokenCost
+from tf_adapters.planner.forecast import planned_dag
+from tf_adapters.planner.problem import Limits, PlanProblem
+from tf_adapters.planner.program import Progress
+from tf_adapters.planner.solve import solve
+from tf_adapters.schedule.deferral import most_in_flight
+from tf_adapters.simulate.pipeline import Pipeline
+from tf_adapters.simulate.simulation import GoalPoint, gain_of
+
+__all__ = ["DRAWING", "goal_points"]
+
+DRAWING = TokenCost(fixed=0.1)
+"""Assumed cost of sampling tokens if it was not measured: a tenth of a weight gradient, for drawing and gathering."""
+
+_MOST_ACTIONS = 1_024
+"""Actions up to which the plans of all goals take a second or two."""
+
+_WORTH_MEMORY = 0.01
+"""More microbatches in memory are named if they shorten the batch by at least this share."""
+
+_PAPER = float(GOALS["paper"]["max_freeze_ratio"])
+
+
+def goal_points(pipeline: Pipeline, progress: Progress | None = None) -> tuple[GoalPoint, ...]:
+    """Plan each goal, and "exact" also with more microbatches in memory. Empty for pipelines of many actions.
+
+    "pays" is planned with as much sampling as it may use; a run often uses less.
+    ``progress`` is told in words how far the plans have come. Raises SolverError as the planner does.
+    """
+    if len(pipeline.schedule.actions) > _MOST_ACTIONS:
+        return ()
+    return tuple(_points(pipeline, progress))
+
+
+def _points(pipeline: Pipeline, progress: Progress | None) -> Iterator[GoalPoint]:
+    exact = _point(pipeline, progress, "exact", 0.0)
+    yield exact
+    roomy = _point(pipeline, progress, "exact", 0.0, extra=len(pipeline.schedule.ranks))
+    if roomy.batch.ms < (1.0 - _WORTH_MEMORY) * exact.batch.ms:
+        yield roomy
+    costs = pipeline.measurement.token_costs or {0: DRAWING}
+    yield _point(pipeline, progress, "pays", _PAPER, costs=costs)
+    yield _point(pipeline, progress, "paper", _PAPER)
+
+
+def _point(
+    pipeline: Pipeline,
+    progress: Progress | None,
+    goal: str,
+    ratio: float,
+    *,
+    extra: int = 0,
+    costs: Mapping[int, TokenCost] | None = None,
+) -> GoalPoint:
+    known = replace(pipeline.measurement, token_costs=costs or {})
+    defers = GOALS[goal]["weight_gradients"] == "deferred"
+    limits = Limits.of_training(ratio, defer=defers, extra_microbatches=extra)
+    plan = solve(PlanProblem(known, limits), progress=progress and (lambda text: progress(f"goal {goal}: {text}")))
+    unfrozen_ms = known.dag.span_ms(known.upper)
+    batch = gain_of(planned_dag(known, plan), unfrozen_ms, durations=plan.duration_ms, ratios=plan.freeze_ratio)
+    order = plan.schedule or pipeline.schedule
+    held = most_in_flight(order) * len(order.ranks) / max(1, order.num_stages)
+    return GoalPoint(goal, extra, batch, held=held, mean_freeze_ratio=plan.mean_freeze_ratio)
