@@ -17,7 +17,7 @@ from launching import BIN, deepspeed, forked_deepspeed
 from tf_adapters.deepspeed.__main__ import main, split_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
-SECTION = {"goal": "paper", "warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2}
+SECTION = {"max_freeze_ratio": 0.8, "warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2}
 STEPS = 17  # the report says "stable" from the tenth stable step on
 
 

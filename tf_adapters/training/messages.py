@@ -34,7 +34,7 @@ def enabled(host: str, schedule: PipelineSchedule, config: TimelyFreezeConfig, p
 
 
 def meaning(config: TimelyFreezeConfig) -> str:
-    """What a run does to the model, in a few words."""
+    """Return the words for the effect of a run on the model."""
     if config.method == "none":
         return "measures and freezes nothing afterwards"
     if not config.stage_limit and config.plans:

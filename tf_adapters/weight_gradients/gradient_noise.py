@@ -96,6 +96,9 @@ class _RunningProbe:
     def __init__(self, weights: Mapping[str, torch.nn.Parameter]) -> None:
         self._strides = {name: -(-weight.numel() // _ELEMENTS) for name, weight in weights.items()}
         self.observer = RowObserver({name: 1.0 / stride for name, stride in self._strides.items()})
+        self._accumulated = {
+            name: _Accumulated(weight, self._strides[name]) for name, weight in weights.items() if _shows_sums(weight)
+        }
         self._sums: dict[str, torch.Tensor] = {}
         self._squares: torch.Tensor | float = 0.0
         self._gradients = 0
@@ -106,10 +109,13 @@ class _RunningProbe:
     def _hook(self, name: str, weight: torch.nn.Parameter) -> Callable[[torch.Tensor], None]:
         @torch.no_grad()
         def look(gradient: torch.Tensor) -> None:
-            if getattr(weight, "grad_added_to_main_grad", False):
-                return  # a fused kernel has accumulated it already: this one is a dummy
-            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-            sample = local.reshape(-1)[:: self._strides[name]].float()
+            if getattr(weight, "grad_added_to_main_grad", False):  # by a fused kernel: this gradient is a dummy
+                if name not in self._accumulated:
+                    return
+                sample = self._accumulated[name].newest()
+            else:
+                local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                sample = local.reshape(-1)[:: self._strides[name]].float()
             self._squares = self._squares + sample.square().sum()
             self._sums[name] = self._sums[name].add_(sample) if name in self._sums else sample.clone()
             self._gradients += 1
@@ -129,6 +135,35 @@ class _RunningProbe:
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+class _Accumulated:
+    """What a fused kernel adds to a weight's ``main_grad`` for each microbatch: the difference to what was there.
+
+    Source: megatron/core/tensor_parallel/layers.py; transformer_engine/pytorch/module/linear.py.
+    """
+
+    def __init__(self, weight: torch.nn.Parameter, stride: int) -> None:
+        self._weight, self._stride = weight, stride
+        self._before = self._sample()
+
+    def newest(self) -> torch.Tensor:
+        """The elements looked at of what was added since the last call."""
+        now = self._sample()
+        added, self._before = now - self._before, now
+        return added
+
+    @torch.no_grad()
+    def _sample(self) -> torch.Tensor:
+        main_grad: torch.Tensor = vars(self._weight)["main_grad"]
+        return main_grad.reshape(-1)[:: self._stride].clone()
+
+
+def _shows_sums(weight: torch.nn.Parameter) -> bool:
+    """Return whether a weight's ``main_grad`` has every microbatch's sum: of bf16 the rounding would count as noise."""
+    main_grad = vars(weight).get("main_grad")
+    overwritten = vars(weight).get("overwrite_main_grad", False)
+    return isinstance(main_grad, torch.Tensor) and main_grad.dtype == torch.float32 and not overwritten
 
 
 def chosen_weights(weights: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:

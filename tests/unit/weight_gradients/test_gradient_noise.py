@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -79,6 +81,49 @@ def test_what_overflows_or_was_accumulated_elsewhere_is_no_probe():
     fused = nn.Parameter(torch.zeros(3, 3))
     fused.grad_added_to_main_grad = True
     assert probe_of(fused, torch.randn(MICROBATCHES, 3, 3)) == {0: ()}
+
+
+def fused_backwards(weight: nn.Parameter, gradients: torch.Tensor) -> None:
+    """As a fused kernel: each gradient is added to ``main_grad``, and autograd gets a dummy."""
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+            ctx.gradient = gradient
+            return value.sum()
+
+        @staticmethod
+        def backward(ctx: Any, output: torch.Tensor) -> tuple[torch.Tensor, None]:
+            weight.main_grad += ctx.gradient
+            weight.grad_added_to_main_grad = True
+            return torch.empty_like(weight), None
+
+    for gradient in gradients:
+        Fused.apply(weight, gradient).backward()
+
+
+def test_fused_accumulation_shows_the_same_probe():
+    gradients = torch.randn(MICROBATCHES, 20, 30)
+    fused = nn.Parameter(torch.zeros(20, 30))
+    fused.main_grad = torch.ones(20, 30)  # what an earlier batch of the step has left
+    noise = GradientNoise({0: {"weight": fused}})
+    noise.begin()
+    fused_backwards(fused, gradients)
+    noise.end(MICROBATCHES)
+    (seen,), (plain,) = noise.probes()[0], probe_of(nn.Parameter(torch.zeros(20, 30)), gradients)[0]
+    assert (seen.signal, seen.noise) == pytest.approx((plain.signal, plain.noise), rel=1e-4)
+
+
+@pytest.mark.parametrize("how", [{"dtype": torch.bfloat16}, {"overwritten": True}])
+def test_sums_that_do_not_show_single_microbatches_are_no_probe(how):
+    fused = nn.Parameter(torch.zeros(3, 3))
+    fused.main_grad = torch.zeros(3, 3, dtype=how.get("dtype", torch.float32))
+    fused.overwrite_main_grad = how.get("overwritten", False)
+    noise = GradientNoise({0: {"weight": fused}})
+    noise.begin()
+    fused_backwards(fused, torch.randn(MICROBATCHES, 3, 3))
+    noise.end(MICROBATCHES)
+    assert noise.probes() == {0: ()}
 
 
 def test_a_few_matrices_of_many_are_looked_at():
