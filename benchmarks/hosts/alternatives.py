@@ -19,7 +19,7 @@ from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
 from benchmarks.shared.measuring import machine
 from benchmarks.shared.trainings import setup, start
-from tf_adapters.schedule.deferral import most_in_flight
+from tf_adapters.schedule.deferral import whole_microbatches_held
 from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.emulated_device import EmulatedDevice
@@ -92,7 +92,7 @@ def run(schedule: str, settings: dict[str, Any] | None) -> dict[str, Any]:
         training.detach()
     return {
         "step_ms": step_ms(begins[settled:]),
-        "held": most_in_flight(order) * len(order.ranks) / order.num_stages,
+        "held": whole_microbatches_held(order),
         "skipped": skipped,
         "losses": losses,
         "emulation_error": device.error,

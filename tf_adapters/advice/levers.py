@@ -19,9 +19,9 @@ from tf_adapters.planner.problem import Limits, PlanProblem
 from tf_adapters.planner.solve import solve
 from tf_adapters.report.page import Table
 from tf_adapters.report.schema import Report
-from tf_adapters.schedule.deferral import most_in_flight
+from tf_adapters.schedule.deferral import whole_microbatches_held
 from tf_adapters.schedule.durations import Bounds
-from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.simulate.goals import DRAWING
 from tf_adapters.simulate.model_costs import action_bounds
 from tf_adapters.simulate.orders import Sizes, named_order
@@ -100,7 +100,7 @@ class _Run:
         self.schedule, self._step_ms = known.schedule, step_ms
 
     def now(self) -> Lever:
-        return Lever("as it is, measured", self._step_ms, _held(self.schedule), "all")
+        return Lever("as it is, measured", self._step_ms, whole_microbatches_held(self.schedule), "all")
 
     def notes(self) -> Iterator[str]:
         if self._assumed:
@@ -144,7 +144,7 @@ class _Run:
 
     def _lever(self, name: str, plan: FreezePlan, gradients: str) -> Lever:
         promised = forecast(self._known, plan, stage_0_vanishes=not self._report.config.get("freeze_exclude"))
-        return Lever(name, promised.planned_ms, _held(plan.schedule or self.schedule), gradients)
+        return Lever(name, promised.planned_ms, whole_microbatches_held(plan.schedule or self.schedule), gradients)
 
     def _plan(
         self, name: str, ratio: float, defer: bool, extra: int = 0, costs: Mapping[int, TokenCost] = _NO_COSTS
@@ -172,7 +172,10 @@ class _Run:
             each = order.num_stages // len(order.ranks)
             cut = f", {each} stages a rank" if each > 1 else ""
             yield Lever(
-                f"schedule {name}{cut}", self._with_batch(other.span_ms - self._known.span_ms), _held(order), "all"
+                f"schedule {name}{cut}",
+                self._with_batch(other.span_ms - self._known.span_ms),
+                whole_microbatches_held(order),
+                "all",
             )
 
     def cut(self) -> Iterator[Lever]:
@@ -183,16 +186,11 @@ class _Run:
             return
         if result.moves:
             step = self._with_batch(result.best.makespan_ms - result.now.makespan_ms)
-            yield Lever("layers moved (tf-adapters balance)", step, _held(self.schedule), "all")
+            yield Lever("layers moved (tf-adapters balance)", step, whole_microbatches_held(self.schedule), "all")
 
     def _with_batch(self, longer: float) -> float:
         """The measured step with a batch that is so many ms longer."""
         return max(0.0, self._step_ms + longer)
-
-
-def _held(order: PipelineSchedule) -> float:
-    """Microbatches that the fullest rank holds at once, in units of all of a rank's layers."""
-    return most_in_flight(order) * len(order.ranks) / max(1, order.num_stages)
 
 
 def _with_assumed_weights(times: Mapping[Action, Bounds]) -> dict[Action, Bounds]:

@@ -31,6 +31,7 @@ __all__ = [
     "most_in_flight",
     "second_half",
     "split",
+    "whole_microbatches_held",
 ]
 
 Edge = tuple[Action, Action]
@@ -95,6 +96,14 @@ def keeps_order(host: PipelineSchedule, rewritten: PipelineSchedule) -> bool:
 def most_in_flight(schedule: PipelineSchedule) -> int:
     """Return the most microbatches that any rank holds at once, from their forward to their weight gradient."""
     return max(map(most_held, schedule.ranks))
+
+
+def whole_microbatches_held(schedule: PipelineSchedule) -> float:
+    """Return the most microbatches that any rank holds at once, of all of a rank's layers.
+
+    One that a rank holds in half of its stages counts half.
+    """
+    return most_in_flight(schedule) * len(schedule.ranks) / max(1, schedule.num_stages)
 
 
 def defer(

@@ -11,7 +11,7 @@ from tf_adapters.planner.forecast import planned_dag
 from tf_adapters.planner.problem import Limits, PlanProblem
 from tf_adapters.planner.program import Progress
 from tf_adapters.planner.solve import solve
-from tf_adapters.schedule.deferral import most_in_flight
+from tf_adapters.schedule.deferral import whole_microbatches_held
 from tf_adapters.simulate.pipeline import Pipeline
 from tf_adapters.simulate.simulation import GoalPoint, gain_of
 
@@ -66,6 +66,5 @@ def _point(
     plan = solve(PlanProblem(known, limits), progress=progress and (lambda text: progress(f"goal {goal}: {text}")))
     unfrozen_ms = known.dag.span_ms(known.upper)
     batch = gain_of(planned_dag(known, plan), unfrozen_ms, durations=plan.duration_ms, ratios=plan.freeze_ratio)
-    order = plan.schedule or pipeline.schedule
-    held = most_in_flight(order) * len(order.ranks) / max(1, order.num_stages)
+    held = whole_microbatches_held(plan.schedule or pipeline.schedule)
     return GoalPoint(goal, extra, batch, held=held, mean_freeze_ratio=plan.mean_freeze_ratio)

@@ -52,7 +52,7 @@ class EmulatedDevice(TorchDispatchMode):
     Args:
         rate: FLOP/s, above 0.
         jitter: standard deviation / mean of an operation's duration, in [0, 1).
-        jitter_ms: for how long, in ms, the device keeps a speed; by default each operation has its own.
+        jitter_ms: for how much work, in ms without jitter, the device keeps a speed; by default for an operation.
         seed: seed of the jitter.
         real_time: whether to run at a real-time priority (``real_time``), if the system allows it.
         clock, sleep: functions for time and waiting, in seconds.
@@ -84,7 +84,7 @@ class EmulatedDevice(TorchDispatchMode):
         if not 0.0 <= jitter_ms < math.inf:
             raise ConfigError(f"jitter_ms is {jitter_ms}: allowed is a number of ms from 0")
         self.rate, self.jitter, self._real_time = rate, jitter, real_time
-        self._jitter_s, self._slowness, self._drawn_at = jitter_ms / 1e3, 1.0, -math.inf
+        self._jitter_s, self._slowness, self._work_left_s = jitter_ms / 1e3, 1.0, 0.0
         self.asked_s = self.late_s = 0.0
         self.operations = 0
         self._flops: dict[Any, float] = {}
@@ -135,15 +135,17 @@ class EmulatedDevice(TorchDispatchMode):
         )
         return line if self.error <= _KEEPS_UP else f"{line}: this machine could not keep up; take a lower rate"
 
-    def _drawn_slowness(self) -> float:
-        if self.asked_s - self._drawn_at >= self._jitter_s:
-            self._slowness, self._drawn_at = max(0.0, self._random.gauss(1.0, self.jitter)), self.asked_s
+    def _drawn_slowness(self, duration: float) -> float:
+        """Return the factor of an operation. It is drawn by work, not by time, so that the mean duration stays."""
+        if self._work_left_s <= 0.0:
+            self._slowness, self._work_left_s = max(0.0, self._random.gauss(1.0, self.jitter)), self._jitter_s
+        self._work_left_s -= duration
         return self._slowness
 
     def _wait(self, began: float, duration: float) -> None:
         """Sleep for the rest of an operation that began at ``began``."""
         if self.jitter:
-            duration *= self._drawn_slowness()
+            duration *= self._drawn_slowness(duration)
         until = began + duration
         left = until - self._clock()
         if left > 0.0:
@@ -226,7 +228,9 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--rate", type=_rates, required=True, help="FLOP/s; several with commas, one for each rank")
     parser.add_argument("--jitter", type=float, default=0.0, help="standard deviation of durations, as a share (0)")
-    parser.add_argument("--jitter-ms", type=float, default=0.0, help="for how long a speed lasts (0: an operation)")
+    parser.add_argument(
+        "--jitter-ms", type=float, default=0.0, help="for how much work a speed lasts (0: an operation)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the jitter (0)")
     parser.add_argument(
         "--link",

@@ -104,8 +104,7 @@ def test_a_device_keeps_its_speed_for_a_while():
             torch.mm(x, x)
     lengths = [round(1e3 * slept, 6) for slept in time.slept]
     runs = [len(list(same)) for _, same in itertools.groupby(lengths)]
-    assert len(runs) > 5
-    assert all(count > 1 for count in runs[:-1])
+    assert runs == [4] * 10  # the first operation after 35 ms of work draws again, however long they took
 
 
 def test_it_has_a_name_while_it_is_active():
