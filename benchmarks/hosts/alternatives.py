@@ -13,7 +13,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.hosts.jitter import HOST, PHASES, SIZE
+from benchmarks.hosts.goals import PHASES, SIZE
 from benchmarks.hosts.overlapping import RATES, SETTLE, step_ms, train
 from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
@@ -26,6 +26,7 @@ from tf_adapters.testing.emulated_device import EmulatedDevice
 from tf_adapters.testing.paired import Freezing
 
 RESULTS = result_file("hosts/alternatives.json")
+HOST = "torch"
 PAGE = ROOT / "docs" / "when.md"
 ALONE = "1f1b"
 SCHEDULES = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.hosts.overlapping import RATES, SETTLE, step_ms, train
+from benchmarks.hosts.overlapping import RATES, SETTLE, mean_step_ms, train
 from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
 from benchmarks.shared.measuring import machine
@@ -37,7 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
 SPEED_LASTS_MS = 60.0
 """How long a device keeps a speed that was drawn: the time of a forward."""
 SIZE = Size(4, layers=8, width=192, context=16, micro_batch=2, microbatches=8, clip=0.0)
-PHASES = {"warmup": 2, "monitoring": 12, "progressive": 0, "stable": 30}
+PHASES = {"warmup": 2, "monitoring": 12, "progressive": 0, "stable": 22}
 SHOWN = ("exact", "exact, extra_microbatches 4", EMPTY, "paper")
 
 
@@ -64,7 +64,7 @@ def read_rows() -> dict[str, Any]:
 def run(
     host: str, way: str, jitter: float = 0.0, *, links: AbstractContextManager[Any] | None = None
 ) -> dict[str, Any]:
-    """The step in stable freezing beside the plan's. Called on all ranks at once."""
+    """The mean step in stable freezing beside the plan's. Called on all ranks at once."""
     settings = {"monitoring_precision": 0.02, "replan_threshold": 0.0, **WAYS.get(way, {})}
     freezing = Freezing(**PHASES, max_freeze_ratio=None, output_dir=f"runs/bench/goals/{host}", settings=settings)
     seed = dist.get_rank()
@@ -73,13 +73,13 @@ def run(
         training = start(host, freezing, alone=way == ALONE, size=SIZE)
         begins, _ = train(training, freezing.steps)
         if way == ALONE:
-            return {"step_ms": step_ms(begins[SETTLE:]), "emulation_error": device.error}
+            return {"step_ms": mean_step_ms(begins[SETTLE:]), "emulation_error": device.error}
         controller = training.adapter.controller
         settled = controller.state.phases.progressive_end + SETTLE
         forecast, state = controller.forecast, controller.state
         training.detach()
         return {
-            "step_ms": step_ms(begins[settled:]),
+            "step_ms": mean_step_ms(begins[settled:]),
             "planned_ms": forecast.planned_ms,
             "frozen": state.plan.mean_freeze_ratio,
             "steps": state.measurement.steps,

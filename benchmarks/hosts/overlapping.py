@@ -160,6 +160,13 @@ def step_ms(begins: list[float]) -> float:
     return max(every)
 
 
+def mean_step_ms(begins: list[float]) -> float:
+    """The mean time from step to step, of the rank where it is longest. Called on all ranks at once."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, 1e3 * (begins[-1] - begins[0]) / (len(begins) - 1))
+    return max(every)
+
+
 def table(rows: dict[str, Any]) -> str:
     """One line for each size and host, one column for each amount of memory."""
     lines = []
