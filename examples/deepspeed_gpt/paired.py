@@ -43,7 +43,8 @@ class Options(Freezing):
         """The ready config, its steps and its `timely_freeze` section as the options say."""
         config = json.loads((CONFIGS / f"{self.config}.json").read_text())
         sizes = {"gradient_accumulation_steps": self.microbatches, "steps_per_print": 10**9}
-        return config | sizes | {"timely_freeze": config["timely_freeze"] | self.section()}
+        section = {name: value for name, value in config["timely_freeze"].items() if name != "goal"}
+        return config | sizes | {"timely_freeze": section | self.section()}
 
 
 def setup() -> None:
