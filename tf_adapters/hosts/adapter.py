@@ -118,7 +118,7 @@ class HostAdapter(ABC):
     def settle(self) -> None:
         """Make sure that the last update is final, if it was made before the norm was known. In a batch do nothing.
 
-        What saves or evaluates must do this before; the adapter does it where the host does either.
+        Code that saves or evaluates must call this before. The adapter does so where the host saves or evaluates.
         """
         if self.validation is not None and not self.in_batch and not self.validation.making_again:
             self.validation.settle()

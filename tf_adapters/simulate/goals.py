@@ -1,4 +1,4 @@
-"""What each goal of a run would bring to a pipeline: the same order and times, planned as the goal's settings say."""
+"""Plan a pipeline for each goal of a run: the same order and times, with the settings that the goal chooses."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class _RunningProbe:
 
 
 class _Accumulated:
-    """What a fused kernel adds to a weight's ``main_grad`` for each microbatch: the difference to what was there.
+    """Finds the gradient that a fused kernel has added to a weight's ``main_grad``: the difference to the sum before.
 
     Source: megatron/core/tensor_parallel/layers.py; transformer_engine/pytorch/module/linear.py.
     """
