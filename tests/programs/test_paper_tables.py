@@ -132,7 +132,7 @@ def test_the_page_shows_the_committed_cells():
 def train(cell: Cell, ratio: float) -> dict[str, Any]:
     """Two steps with a plan of our choosing, on emulated devices."""
     with EmulatedDevice(1e12) as device:
-        training = start(cell, {"on_error": "raise", "output_dir": "runs/tests"})
+        training = start(cell, {"goal": "paper", "on_error": "raise", "output_dir": "runs/tests"})
         controller = training.adapter.controller
         force_plan(controller, ratio)
         for _ in range(2):
