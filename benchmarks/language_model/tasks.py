@@ -26,8 +26,6 @@ class Task:
         rows: windows of a microbatch.
         text: of ``examples/text.py``.
         learning_rate: of the host alone.
-        decays: the learning rate falls to a tenth by the end of the time. Else it is constant, so that ways may be
-            compared at any step, and a moving average of the weights is evaluated.
         most: bytes of training text at most; 0 takes all of it.
         once: no byte is trained on twice, else windows begin at random places.
         pretrained: start from what this task ends with when nothing is frozen, seed 0.
@@ -39,7 +37,6 @@ class Task:
     text: str
     rows: int = 2
     learning_rate: float = 6e-3
-    decays: bool = False
     most: int = 0
     once: bool = False
     pretrained: str = ""
@@ -64,22 +61,14 @@ class Task:
 
 
 _SMALL = Shape(layers=4, width=48, context=32)
-FIRST = "from scratch, 8 layers"
 TASKS = {
-    FIRST: Task(
-        Shape(layers=8, width=96),
-        steps=240,
-        text="topics",
-        rows=4,
-        learning_rate=3e-3,
-        decays=True,
-        evaluations=12,
-        held_out=512,
-    ),
     "from scratch": Task(_SMALL, steps=150, text="topics"),
     "text seen once": Task(_SMALL, steps=150, text="kjv", once=True),
     "fine-tuned": Task(
         _SMALL, steps=80, text="topics", learning_rate=2e-3, most=20_000, pretrained="text to pretrain on"
+    ),
+    "12 layers, text seen once": Task(
+        Shape(layers=12, width=128, context=128), steps=240, text="kjv", learning_rate=3e-3, once=True
     ),
 }
 PRETRAINING = {"text to pretrain on": Task(_SMALL, steps=200, text="kjv", once=True)}

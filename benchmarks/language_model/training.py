@@ -7,7 +7,6 @@ weights of linear layers are frozen, 97% of the freezable work.
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 from collections.abc import Collection, Iterator, Sequence
@@ -126,11 +125,8 @@ class Training:
         if self._probes():
             self.noise.begin()
         self.elapsed += self.step_time()
-        rate = min(1.0, self.step / WARMUP)
-        if self.task.decays:
-            rate *= 0.55 + 0.45 * math.cos(math.pi * min(1.0, self.elapsed / self.task.steps))
         for group in self.optimizer.param_groups:
-            group["lr"] = rate * self.task.learning_rate * self.way.learning_rate
+            group["lr"] = min(1.0, self.step / WARMUP) * self.task.learning_rate * self.way.learning_rate
         self.optimizer.zero_grad(set_to_none=True)
         self._backward(rows)
         if self.way.gradient_scale == "computed_mean":
@@ -142,8 +138,7 @@ class Training:
             parameter.grad = None
         self.optimizer.step()
         with torch.no_grad():
-            newest = 1.0 if self.task.decays else max(NEWEST, 1.0 / self.step)
-            torch._foreach_lerp_(self.averages, self.parameters, newest)
+            torch._foreach_lerp_(self.averages, self.parameters, max(NEWEST, 1.0 / self.step))
         self.noise.end(MICROBATCHES)
         self.ratios.append(0.0 if self._probes() else self.plan.mean_freeze_ratio)
         chosen = [point.progress for point in self.plan.frontier if point.chosen and not self._probes()]

@@ -63,8 +63,11 @@ class Way:
         return self.max_freeze_ratio > 0.0
 
 
-BASE, EXACT, OVERLAPPING = "nothing frozen", "deferred, exact", "deferred, exact, steps overlap"
-OVERLAPPING_6 = "deferred, steps overlap, 6 microbatches"
+BASE, EXACT = "nothing frozen", "deferred, exact"
+LARGER_RATE, FEWER_6, FEWER_5 = "learning rate x 1.5", "6 microbatches instead of 8", "5 microbatches instead of 8"
+GOAL_EXACT, GOAL_PAYS, GOAL_PAPER = 'goal "exact"', 'goal "pays"', 'goal "paper"'
+EXACT_MORE, PAYS_MORE = f"{GOAL_EXACT}, 4 extra microbatches", f"{GOAL_PAYS}, 4 extra microbatches"
+EXACT_FEWER = f"{EXACT_MORE}, 6 microbatches instead of 8"
 _TENSORS = Way(0.8, target=1.25)
 _DEFERRED = Way(0.8, defer=4, target=1.36)
 _MEAN, _TOKENS, _EVENLY = (
@@ -72,11 +75,22 @@ _MEAN, _TOKENS, _EVENLY = (
     {"granularity": "token"},
     {"granularity": "token", "evenly": True},
 )
-WAYS = {
+_PAYS = Way(0.8, defer=0, overlap=True, auto=True, granularity="token")
+GOALS = {
     BASE: Way(),
-    "learning rate x 1.5": Way(learning_rate=1.5),
-    "6 microbatches instead of 8": Way(microbatches=6),
-    "5 microbatches instead of 8": Way(microbatches=5),
+    LARGER_RATE: Way(learning_rate=1.5),
+    FEWER_6: Way(microbatches=6),
+    FEWER_5: Way(microbatches=5),
+    GOAL_EXACT: Way(defer=0, overlap=True),
+    GOAL_PAYS: _PAYS,
+    GOAL_PAPER: Way(0.8, overlap=True),
+    EXACT_MORE: Way(defer=4, overlap=True),
+    PAYS_MORE: replace(_PAYS, defer=4),
+    EXACT_FEWER: Way(defer=4, overlap=True, microbatches=6),
+}
+"""The goals as they run where nothing makes ranks meet between steps, and what needs no tool."""
+
+LEVERS = {
     "tensors, independent masks": replace(_TENSORS, independent=True),
     "tensors": _TENSORS,
     "tensors, computed mean": replace(_TENSORS, **_MEAN),
@@ -92,8 +106,6 @@ WAYS = {
     "tokens, auto": Way(0.8, auto=True, **_TOKENS),
     EXACT: Way(defer=4),
     "deferred, 6 microbatches": Way(defer=4, microbatches=6),
-    OVERLAPPING: Way(defer=4, overlap=True),
-    OVERLAPPING_6: Way(defer=4, overlap=True, microbatches=6),
     "deferred, tensors, independent masks": replace(_DEFERRED, independent=True),
     "deferred, tensors": _DEFERRED,
     "deferred, tensors, computed mean": replace(_DEFERRED, **_MEAN),
@@ -102,6 +114,9 @@ WAYS = {
     "deferred, tokens, the most": Way(0.8, defer=4, **_TOKENS),
     "deferred, tokens, auto": Way(0.8, defer=4, auto=True, **_TOKENS),
 }
+"""One lever at a time, with ranks that meet after each step."""
+
+WAYS = GOALS | LEVERS
 
 
 @cache

@@ -47,6 +47,7 @@ class Case:
     ep: int = 1
     layers: int = 4
     microbatches: int = 4
+    context: int = CONTEXT
     model: dict[str, Any] = field(default_factory=dict)  # of TransformerConfig
     ddp: dict[str, Any] = field(default_factory=dict)  # of DistributedDataParallelConfig
     optimizer: dict[str, Any] = field(default_factory=dict)  # of OptimizerConfig
@@ -196,7 +197,7 @@ def build_chunks(case: Case, wrap: bool = True) -> list[torch.nn.Module]:
             config,
             TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm),
             VOCABULARY,
-            CONTEXT,
+            case.context,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **virtual),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **virtual),
             share_embeddings_and_output_weights=case.tied,
@@ -288,11 +289,13 @@ def _one_or_all(functions: list[Any]) -> Any:
     return functions if len(functions) > 1 else functions[0]
 
 
-def batch(step: int, replica: int, microbatches: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batch(
+    step: int, replica: int, microbatches: Sequence[int], context: int = CONTEXT
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Tokens and labels of the given microbatches of one step: a pure function of its arguments."""
     for microbatch in microbatches:
         generator = torch.Generator().manual_seed(10000 * step + 100 * replica + microbatch)
-        tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), generator=generator)
+        tokens = torch.randint(VOCABULARY, (BATCH, context + 1), generator=generator)
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -315,10 +318,12 @@ def run_batch(
     step: int,
     microbatches: Sequence[int],
     forward_only: bool = False,
-    length: int = CONTEXT,
+    length: int | None = None,
     **given: Any,
 ) -> Any:
     """One pass of Megatron's schedule over microbatches of ``length`` tokens; the losses, on the last stage.
+
+    A context is ``case.context`` tokens long, if no other length is given.
 
     ``given`` are more arguments of the schedule.
     """
@@ -326,7 +331,8 @@ def run_batch(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     replica = parallel_state.get_data_parallel_rank()
-    data = [_cut(batch(step, replica, microbatches), length) for _ in chunks]
+    length = length or case.context
+    data = [_cut(batch(step, replica, microbatches, case.context), length) for _ in chunks]
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=data if len(chunks) > 1 else data[0],

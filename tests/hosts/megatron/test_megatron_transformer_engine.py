@@ -28,6 +28,7 @@ from overlapping_steps import POST_VALIDATED
 from rank_pools import fork_ranks
 from run_checks import assert_tokens_drawn
 
+from tf_adapters.measuring.phase import Phase
 from tf_adapters.report import Report
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.emulated_device import EmulatedDevice
@@ -214,6 +215,37 @@ def test_every_bucket_is_reduced_once_its_last_gradient_is_there(four, model):
     assert any("waited" in names for names in late)
     for names in late:  # a frozen weight may have waiting gradients of other microbatches until the last of them
         assert "frozen" not in names[names.index("waited") :] if "waited" in names else True, names
+
+
+def memory(case: Case) -> dict[str, float]:
+    """Bytes of a rank: its planned and its measured peak, and the waiting weight gradients of a microbatch.
+
+    Peaks are above what the process holds between batches, which grows with the plan's own Python objects.
+    """
+    chunks, optimizer, adapter = start(case)
+    for step in range(case.steps):
+        train_step(case, chunks, optimizer, step)
+    run, [stage] = adapter.controller.snapshot(), adapter.controller.snapshot().stages
+    before, after = (run.memory.held(phase) for phase in (Phase.MONITORING_UPPER, Phase.STABLE))
+    planned, measured = run.planned_peak_bytes(run.schedule, run.state.plan), run.memory.peak_bytes(Phase.STABLE)
+    adapter.detach()
+    return {
+        "planned": planned - before.base,
+        "measured": measured - after.base,
+        "waiting": before.waiting[stage],
+    }
+
+
+def test_gathered_inputs_that_wait_are_in_the_planned_memory(four):
+    """Under sequence parallelism a waiting gradient keeps its whole gathered input."""
+    section = {**DEFERRED, "max_freeze_ratio": 0.0, "extra_microbatches": 2, "replan_threshold": 0.0}
+    section |= {"monitoring_steps": 4, "progressive_steps": 0}
+    model = {"hidden_size": 128}
+    case = Case(tp=2, engine=True, context=128, steps=8, model=model, section=section)
+    parallel = replace(case, model={**model, "sequence_parallel": True})
+    for rank, alone in zip(four.run(memory, parallel), four.run(memory, case), strict=True):
+        assert rank["measured"] == pytest.approx(rank["planned"], rel=0.1)
+        assert rank["waiting"] > 0.9 * alone["waiting"]
 
 
 @pytest.mark.parametrize("model", [{}, FUSED], ids=["unfused", "fused"])
