@@ -1,7 +1,8 @@
 """Trainings by Megatron-Bridge's own ``pretrain`` on its mock data, in two pipeline stages; see ``forked_jobs``.
 
 Real: all of Megatron-Bridge, and Megatron-Core's schedule, DDP, optimizer and checkpoints. Stand-ins: CUDA, ModelOpt,
-NVIDIA's resiliency extension, Transformer Engine and Triton, whose names are empty.
+NVIDIA's resiliency extension, Transformer Engine and Triton, whose names are empty. Jobs with ``engine`` have
+Transformer Engine's layers (``megatron_bridge_engine_jobs``), all others Megatron's own.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Job:
     ddp: dict[str, Any] = field(default_factory=dict)
     checkpoint: dict[str, Any] = field(default_factory=dict)
     skip_train: bool = False
+    engine: bool = False
 
 
 def _freezing(output_dir: str, **settings: Any) -> dict[str, Any]:
@@ -105,8 +107,9 @@ class Recorder:
 
 
 def configured(job: Job) -> Any:
-    from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
+    from megatron.bridge.models.gpt_provider import GPTModelProvider, default_layer_spec, local_layer_spec
     from megatron.bridge.training import config as names
+    from megatron.core.transformer.enums import AttnBackend
 
     model = {
         **{"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64, "seq_length": 16},
@@ -116,6 +119,8 @@ def configured(job: Job) -> Any:
         **{"bias_dropout_fusion": False, "bias_activation_fusion": False, "cross_entropy_loss_fusion": False},
         **{"apply_rope_fusion": False, "hidden_dropout": 0.1, "attention_dropout": 0.1},
     }
+    if job.engine:
+        model |= {"transformer_layer_spec": default_layer_spec, "attention_backend": AttnBackend.unfused}
     training = {"train_iters": job.iterations, "global_batch_size": 8, "micro_batch_size": 2}
     evaluation = {"eval_interval": 4, "eval_iters": 1, "skip_train": job.skip_train}
     separate = hasattr(names, "ValidationConfig")  # from 0.4

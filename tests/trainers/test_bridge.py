@@ -15,13 +15,29 @@ from megatron_bridge_jobs import SAVED
 from trainer_contract import TrainerContract
 
 from tf_adapters.errors import ConfigError, UnsupportedError
+from tf_adapters.report import Report
+from tf_adapters.testing.transformer_engine_on_cpu import available
+
+
+def figures_of(folder: Path) -> list[int]:
+    """Return the steps of which Bridge has logged our figures."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "run" / "logs"))
+    events.Reload()
+    assert "timely-freeze/planned_step_ms" in events.Tags()["scalars"]
+    return [event.step for event in events.Scalars("timely-freeze/afr_stage_0")]
+
 
 # --- real trainings ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(
+with_bridge = pytest.mark.skipif(
     find_spec("megatron") is None or find_spec("megatron.bridge") is None, reason="megatron-bridge is not installed"
 )
+
+
+@with_bridge
 @pytest.mark.programs
 class TestTrainings(TrainerContract):
     module = "megatron_bridge_jobs"
@@ -38,13 +54,8 @@ class TestTrainings(TrainerContract):
         assert not any("timely_freeze: " in line for line in ranks[1].lines)
 
     def test_the_trainer_logs_its_figures(self, jobs: dict[str, list[Told]], folder: Path) -> None:  # type: ignore[override]
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
         assert jobs["whole"][0].error == ""
-        events = EventAccumulator(str(folder / "run" / "logs"))
-        events.Reload()
-        assert [event.step for event in events.Scalars("timely-freeze/afr_stage_0")] == list(range(1, 13))
-        assert "timely-freeze/planned_step_ms" in events.Tags()["scalars"]
+        assert figures_of(folder) == list(range(1, 13))
 
     def test_where_it_is_not_enabled_bridge_trains_alone(self, jobs: dict[str, list[Told]]) -> None:
         alone = jobs["alone"][1].losses
@@ -81,6 +92,25 @@ class TestTrainings(TrainerContract):
         first, second = (told.error.splitlines()[0] for told in jobs["refused"])
         assert first == second
         assert first.startswith('ConfigError: timely_freeze.schedule is "gpipe": allowed is "host"; ')
+
+
+@with_bridge
+@pytest.mark.skipif(not available(), reason="transformer-engine is not installed")
+@pytest.mark.programs
+class TestTransformerEngine(TrainerContract):
+    """Weight gradients of Transformer Engine's layers wait in all jobs with a section; "whole" samples tokens too."""
+
+    module = "megatron_bridge_engine_jobs"
+    resumed = range(SAVED + 1, 13)
+
+    def test_the_trainer_logs_its_figures(self, jobs: dict[str, list[Told]], folder: Path) -> None:  # type: ignore[override]
+        assert jobs["whole"][0].error == ""
+        assert figures_of(folder) == list(range(1, 13))
+
+    def test_nearly_all_weight_gradients_can_wait(self, jobs: dict[str, list[Told]], folder: Path) -> None:
+        assert jobs["whole"][0].error == ""
+        report = Report.read(folder / self.report)
+        assert min(report.tapped_share.values()) > 0.8
 
 
 # --- in one process ------------------------------------------------------------------------------------------------
