@@ -109,6 +109,7 @@ def run(job: dict[str, Any], folder: Path, told: Told) -> None:
         if adapter is not None:
             units = adapter.controller.pipeline.units
             told.more["units"] = {stage: [n for unit in of for n in unit.names] for stage, of in units.items()}
+        told.more["packages"] = {type(m).__module__.split(".")[0] for part in self.model_parts for m in part.modules()}
         told.parameters = digest(parameter for model in self.model_parts for parameter in model.parameters())
         log(self, data)
 

@@ -8,8 +8,12 @@ import pytest
 from forked_jobs import Told
 from trainer_contract import TrainerContract
 
+from tf_adapters.testing.transformer_engine_on_cpu import available
 
-@pytest.mark.skipif(find_spec("nemo_automodel") is None, reason="nemo-automodel is not installed")
+with_automodel = pytest.mark.skipif(find_spec("nemo_automodel") is None, reason="nemo-automodel is not installed")
+
+
+@with_automodel
 @pytest.mark.programs
 class TestAutoModel(TrainerContract):
     module = "automodel_jobs"
@@ -28,3 +32,15 @@ class TestAutoModel(TrainerContract):
 
     def test_deferral_is_refused(self, jobs: dict[str, list[Told]]) -> None:
         assert any("weight gradients apart from the backward" in line for line in jobs["deferred"][0].lines)
+
+
+@with_automodel
+@pytest.mark.skipif(not available(), reason="transformer-engine is not installed")
+@pytest.mark.programs
+class TestTransformerEngine(TrainerContract):
+    module = "automodel_engine_jobs"
+    steps, resumed = range(14), range(10, 14)
+
+    def test_its_layers_are_among_those_that_are_frozen(self, jobs: dict[str, list[Told]]) -> None:
+        assert "transformer_engine" in jobs["whole"][0].more["packages"]
+        assert any("self_attn.q_proj" in name for name in jobs["whole"][0].more["units"][0])

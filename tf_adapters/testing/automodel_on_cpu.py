@@ -19,6 +19,10 @@ from tf_adapters.hosts.launcher import run_command
 _USAGE = "usage: torchrun [...] -m tf_adapters.testing.automodel_on_cpu -m MODULE [its arguments]"
 
 
+_ON_CUDA = ("_transformers.auto_model", "recipes.llm.train_ft", "components.models.qwen3_moe.model")
+"""Modules that build tensors on a device of type "cuda" by name."""
+
+
 class _OnCpu:
     """The torch module with the CPU as every device."""
 
@@ -42,8 +46,8 @@ def install() -> None:
     vars(torch.cuda).update(of_a_device)
     barrier = torch.distributed.barrier
     vars(torch.distributed)["barrier"] = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
-    for name in ("nemo_automodel._transformers.auto_model", "nemo_automodel.recipes.llm.train_ft"):
-        vars(importlib.import_module(name))["torch"] = _OnCpu()
+    for name in _ON_CUDA:
+        vars(importlib.import_module(f"nemo_automodel.{name}"))["torch"] = _OnCpu()
 
 
 def main() -> None:

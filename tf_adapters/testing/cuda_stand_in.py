@@ -127,6 +127,7 @@ def _replace_device() -> None:
     cuda.memory_stats = lambda device=None: {}
     cuda.device_memory_used = lambda device=None: 0
     cuda.Stream, cuda.Event, cuda.stream = torch.cpu.Stream, torch.Event, torch.cpu.stream
+    cuda.Stream.synchronize = _nothing  # torch.distributed.checkpoint calls it
     cuda.current_stream = cuda.default_stream = torch.cpu.current_stream
 
 

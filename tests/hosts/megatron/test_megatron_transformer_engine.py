@@ -71,6 +71,8 @@ FOUR_RANKS = {
     "pipeline 2, tied, sequence parallel 2": Case(tp=2, tied=True, ratios=0.6, model={"sequence_parallel": True}),
     "interleaved, tensor 2, bf16": Case(vp=2, tp=2, ratios=0.6, model=BF16, optimizer=BF16_OPTIMIZER),
     "pipeline 2, expert parallel 2": Case(ep=2, ratios=0.6, model=GROUPED),
+    "interleaved, sequence parallel 2": Case(vp=2, tp=2, ratios=0.6, model={"sequence_parallel": True}),
+    "interleaved, expert parallel 2": Case(vp=2, ep=2, ratios=0.6, model=GROUPED),
 }
 
 
