@@ -22,6 +22,7 @@ from benchmarks.language_model.ways import DRAWING, MICROBATCHES, WAYS, Way, pla
 from benchmarks.shared.files import ROOT
 from tf_adapters.hosts.units import units_of
 from tf_adapters.measuring.learning import Learning
+from tf_adapters.planner.freeze_plan import FreezePlan, FrontierPoint
 from tf_adapters.planner.frontier import best_point
 from tf_adapters.planner.solve import solve
 from tf_adapters.selection.masks import Mask, StageMasks
@@ -78,6 +79,7 @@ class Training:
         self.step, self.elapsed = 0, 0.0
         self.ratios, self.progress = list[float](), list[float]()  # of each step so far
         self.looks_in_a_row = 0  # that found another plan better
+        self.chosen_progress = 1.0  # of a step by the plan in force, at the newest look
         self.stages = _first_weights(task, seed)
         self.taps = {index: StageTaps(stage, plain_layer) for index, stage in enumerate(self.stages)}
         for taps in self.taps.values():
@@ -110,14 +112,19 @@ class Training:
         costs = dict.fromkeys(range(STAGES), DRAWING) if self.way.samples_tokens else {}
         learning = Learning.measured([self.noise.probes()], MICROBATCHES, costs, adaptive=True)
         assert learning is not None
-        if self.plan.frontier:
-            current = next(number for number, point in enumerate(self.plan.frontier) if point.chosen)
-            other = best_point(self.plan.frontier, learning, current) != current
-            self.looks_in_a_row = self.looks_in_a_row + 1 if other else 0
-            if self.looks_in_a_row < 2:
-                return
+        if self.plan.frontier and not self._pays_otherwise(learning):
+            self.chosen_progress = learning.progress(_chosen(self.plan).added_noise).share
+            return
         self.looks_in_a_row = 0
         self.plan = solve(problem(self.way, learning))
+        self.chosen_progress = _chosen(self.plan).progress
+
+    def _pays_otherwise(self, learning: Learning) -> bool:
+        """Return whether this look and the last one found another plan better."""
+        current = self.plan.frontier.index(_chosen(self.plan))
+        other = best_point(self.plan.frontier, learning, current) != current
+        self.looks_in_a_row = self.looks_in_a_row + 1 if other else 0
+        return self.looks_in_a_row == 2
 
     def train_step(self, rows: Rows) -> None:
         self.step += 1
@@ -141,8 +148,7 @@ class Training:
             torch._foreach_lerp_(self.averages, self.parameters, max(NEWEST, 1.0 / self.step))
         self.noise.end(MICROBATCHES)
         self.ratios.append(0.0 if self._probes() else self.plan.mean_freeze_ratio)
-        chosen = [point.progress for point in self.plan.frontier if point.chosen and not self._probes()]
-        self.progress.append(chosen[0] if chosen else 1.0)
+        self.progress.append(1.0 if self._probes() else self.chosen_progress)
         if self.way.auto and self.step % LOOK_EACH == 0:
             self._look()
 
@@ -220,6 +226,10 @@ def train(task_name: str, way_name: str, seed: int) -> dict[str, Any]:
         "loss_at_equal_steps": same_steps,
         "curve": curve,
     }
+
+
+def _chosen(plan: FreezePlan) -> FrontierPoint:
+    return next(point for point in plan.frontier if point.chosen)
 
 
 def _first_weights(task: Task, seed: int) -> list[Stage]:

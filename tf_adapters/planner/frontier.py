@@ -18,8 +18,10 @@ _BETWEEN = 4
 SOLVES = _BETWEEN + 2
 
 _MARGIN = 0.02
-"""By how much, beyond the standard error, another plan must be better than the one with the least freezing, or than the
-one in force."""
+"""By how much, beyond the standard error, a plan must be better than the one in force to take its place.
+
+A plan stays in force while it is better than the one with the least freezing by half of this.
+"""
 
 
 def plan_that_pays(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePlan]) -> FreezePlan:
@@ -52,16 +54,22 @@ def plan_that_pays(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePl
 
 
 def best_point(points: Sequence[FrontierPoint], learning: Learning, current: int) -> int:
-    """The point with the most progress in time; ``current`` where none is clearly better than that one.
+    """The point with the most progress in time, if it is clearly better than ``current``; else ``current``.
 
-    Clearly: by 2% and by the standard error of the two points' difference.
+    Clearly: by 2% and by the standard error of the two points' difference. A current point that is not better than the
+    first one, which freezes least, by half of that gives way to the first.
     """
     in_time = [_in_time(point, learning.progress(point.added_noise)) for point in points]
+
+    def is_better(number: int, other: int, margin: float) -> bool:
+        gain = in_time[number].share - in_time[other].share
+        # One estimate of the signal is behind both errors, so that they move together.
+        error = abs(in_time[number].error - in_time[other].error)
+        return gain > margin * in_time[other].share + error
+
+    held = current if is_better(current, 0, _MARGIN / 2) else 0
     best = max(range(len(points)), key=lambda number: in_time[number].share)
-    gain = in_time[best].share - in_time[current].share
-    # One estimate of the signal is behind both errors, so that they move together.
-    error = abs(in_time[best].error - in_time[current].error)
-    return best if gain > _MARGIN * in_time[current].share + error else current
+    return best if is_better(best, held, _MARGIN) else held
 
 
 def describe_frontier(plan: FreezePlan) -> str:

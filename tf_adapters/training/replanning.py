@@ -117,7 +117,8 @@ def _pays_otherwise(plan: FreezePlan, learning: Learning | None) -> list[str]:
     if best == current:
         return []
     chosen, better = (plan.frontier[number].mean_freeze_ratio for number in (current, best))
-    return [f"the gradients' noise has changed: freezing {better:.2f} pays more than {chosen:.2f}"]
+    found = "pays more than" if best else "is as good as"
+    return [f"the gradients' noise has changed: freezing {better:.2f} {found} {chosen:.2f}"]
 
 
 def changes(timer: ActionTimer, bounds: Mapping[Action, Bounds], newest: int) -> dict[Group, float]:

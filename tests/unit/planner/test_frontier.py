@@ -103,10 +103,19 @@ def test_adam_feels_the_square_root_of_the_noise():
     assert adaptive.error == pytest.approx(plain.error)  # d sqrt(p) = dp / (2 sqrt(p))
 
 
-def test_the_way_back_needs_to_be_clear_too():
-    of = Learning({0: StageLearning(0.0, 0.0)})
-    assert best_point(points(1.0, 1.99), of, current=1) == 1
-    assert best_point(points(1.0, 1.9), of, current=1) == 0
+@pytest.mark.parametrize(
+    ("speed", "error", "best"),
+    [(2.03, 0.0, 1), (2.01, 0.0, 0), (1.9, 0.0, 0), (2.03, 0.1, 0)],
+)
+def test_a_plan_that_freezes_stays_while_it_still_pays(speed, error, best):
+    of = Learning({0: StageLearning(0.0, error)})
+    assert best_point(points(1.0, speed), of, current=1) == best
+
+
+def test_another_plan_that_freezes_takes_the_place_of_one_that_no_longer_pays():
+    of = Learning({0: StageLearning(0.0, 0.0)})  # points make 1, 1/2 and 1/3 of the progress
+    assert best_point(points(1.0, 1.9, 3.2), of, current=1) == 2
+    assert best_point(points(1.0, 2.1, 3.2), of, current=1) == 1  # better by 1.6% only
 
 
 def test_it_says_what_it_chose_from():
