@@ -24,13 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shared.files import put_table, result_file, write_json
 from benchmarks.shared.measuring import machine
-from tf_adapters.cli.doctor import HOSTS, TRAINERS, Host
+from tf_adapters.cli.doctor import HOSTS, TRAINERS, SupportedHost
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "matrix"
 RESULTS = result_file("hosts/matrix.json")
 PAGE = ROOT / "docs" / "compatibility.md"
-ENGINE = Host("Transformer Engine", "transformer-engine", "", oldest="2.4.0", newest="2.20.2", on="megatron-core")
+ENGINE = SupportedHost(
+    "Transformer Engine", "transformer-engine", "", oldest="2.4.0", newest="2.20.2", on="megatron-core"
+)
 BETWEEN = [(ENGINE.package, "2.10.0")]
 PACKAGES = {host.package: host for host in (*HOSTS, *TRAINERS, ENGINE)}
 HOST_TESTS = {

@@ -31,7 +31,7 @@ from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.solve import plan
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
-from tf_adapters.simulate.orders import Sizes, named_order
+from tf_adapters.simulate.named_schedules import Sizes, named_order
 
 TASK = replace(TASKS["text-one-pass"], steps=120, micro_batch=8)
 STAGES, HELD_OUT, R_MAX = 2, 1024, 0.8

@@ -21,7 +21,7 @@ from tf_adapters.planner.solve import solve
 from tf_adapters.report.observer import RunReporter
 from tf_adapters.schedule.ir import Kind
 from tf_adapters.schedule.orders import one_forward_one_backward
-from tf_adapters.selection.sampling import Piece
+from tf_adapters.selection.sampling import ParameterPiece
 from tf_adapters.selection.stability import StabilityState
 from tf_adapters.testing import force_plan
 from tf_adapters.testing.plans import tensor_units
@@ -165,7 +165,7 @@ def untrained(
     stage = collectives.rank % stages
     names = [f"model.layers.{layer}.mlp.linear_{number}.weight" for layer in range(4) for number in range(TENSORS // 4)]
     every = {s: {name: torch.nn.Parameter(torch.ones(4)) for name in names} for s in range(stages)}
-    weights = Piece(torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(stage)))
+    weights = ParameterPiece(torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(stage)))
     config = TimelyFreezeConfig(
         method="timely" if settings else "timely+apf",
         warmup_steps=0,

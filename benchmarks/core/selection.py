@@ -27,10 +27,10 @@ from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.selection import sampling
 from tf_adapters.selection.apf import Apf
 from tf_adapters.selection.autofreeze import AutoFreeze, layers_of
+from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.sampling import whole_parameters
 from tf_adapters.selection.stability import StabilityChecks, StabilityState
-from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.selection.updates import Snapshot, Updates, unit_places
 from tf_adapters.simulate.model_costs import LLAMA_1B, LLAMA_8B, LLAMA_13B, LlamaShape
 from tf_adapters.testing.plans import tensor_units

@@ -23,7 +23,7 @@ from tf_adapters.schedule.deferral import whole_microbatches_held
 from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.emulated_device import EmulatedDevice
-from tf_adapters.testing.paired import Freezing
+from tf_adapters.testing.paired import PairedSettings
 
 RESULTS = result_file("hosts/alternatives.json")
 HOST = "torch"
@@ -80,7 +80,7 @@ def _of_all(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 def run(schedule: str, settings: dict[str, Any] | None) -> dict[str, Any]:
     """The step in stable freezing, or of the host alone, and the losses. Called on all ranks at once."""
     given = {"monitoring_precision": 0.02, "replan_threshold": 0.0, **(settings or {})}
-    freezing = Freezing(**PHASES, max_freeze_ratio=None, output_dir="runs/bench/alternatives", settings=given)
+    freezing = PairedSettings(**PHASES, max_freeze_ratio=None, output_dir="runs/bench/alternatives", settings=given)
     with EmulatedDevice(RATES[HOST], real_time=True) as device:
         training = start(HOST, freezing, alone=settings is None, size=replace(SIZE, schedule=schedule))
         begins, losses = train(training, freezing.steps)

@@ -28,7 +28,7 @@ from tf_adapters.advice.balance import balance
 from tf_adapters.report import Report
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.emulated_device import EmulatedDevice
-from tf_adapters.testing.paired import Freezing, timed_step
+from tf_adapters.testing.paired import PairedSettings, timed_step
 
 RESULTS = result_file("hosts/balance.json")
 PAGE = ROOT / "docs" / "balance.md"
@@ -94,7 +94,7 @@ def emulation(cell: Cell) -> EmulatedDevice:
 
 def monitored(cell: Cell) -> str:
     """The report of a run that measures and freezes nothing. Called on all ranks at once."""
-    freezing = Freezing(**PHASES, output_dir=f"runs/bench/balance/{cell.host}", settings=SETTINGS)
+    freezing = PairedSettings(**PHASES, output_dir=f"runs/bench/balance/{cell.host}", settings=SETTINGS)
     with emulation(cell):
         training = start(cell, freezing.section())
         for _ in range(sum(PHASES.values())):

@@ -21,7 +21,7 @@ from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file
 from benchmarks.shared.measuring import machine
 from benchmarks.shared.trainings import RANKS, Size, start
 from tf_adapters.testing import RankPool
-from tf_adapters.testing.paired import Freezing, in_rotation
+from tf_adapters.testing.paired import PairedSettings, in_rotation
 
 RESULTS = result_file("hosts/compiled.json")
 PAGE = ROOT / "docs" / "torch_pipelining.md"
@@ -39,7 +39,7 @@ def main() -> None:
     rows = {}
     for number, (name, (compiled, settings)) in enumerate(WAYS.items()):
         section = {"replan_threshold": 0.0, "monitoring_precision": 0.02, **settings}
-        freezing = Freezing(**FREEZING, output_dir=f"runs/bench/compiled/{number}", settings=section)
+        freezing = PairedSettings(**FREEZING, output_dir=f"runs/bench/compiled/{number}", settings=section)
         with RankPool(RANKS, functools.partial(join, "torch")) as ranks:
             of_ranks = ranks.run(in_turn, freezing, compiled, timeout_s=1500)
         rows[name] = {**of_ranks[0], "compiled_later": max(of_rank["compiled_later"] for of_rank in of_ranks)}
@@ -49,7 +49,7 @@ def main() -> None:
     print(table(rows))
 
 
-def in_turn(freezing: Freezing, compiled: bool) -> dict[str, Any]:
+def in_turn(freezing: PairedSettings, compiled: bool) -> dict[str, Any]:
     """Called on all ranks at once."""
     from torch._dynamo.utils import counters
 

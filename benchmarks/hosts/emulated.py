@@ -20,7 +20,7 @@ from benchmarks.shared.measuring import machine
 from benchmarks.shared.trainings import ENGINE, HOSTS, Size, setup, start
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.emulated_device import EmulatedDevice
-from tf_adapters.testing.paired import Freezing, timed_step
+from tf_adapters.testing.paired import PairedSettings, timed_step
 
 COLUMNS = {**HOSTS, ENGINE: "Megatron-Core, Transformer Engine's layers"}
 """By host, and by the layers of one, the name."""
@@ -103,7 +103,7 @@ def measure(host: str, names: Sequence[str]) -> dict[str, Any]:
 def run_alone(host: str) -> dict[str, Any]:
     """The host's step in ms, its loss at the end, and how far the emulation was off. Called on all ranks at once."""
     with EmulatedDevice(RATE, real_time=True) as device:
-        training = start(host, Freezing(), alone=True, size=SIZE)
+        training = start(host, PairedSettings(), alone=True, size=SIZE)
         times = [timed_step(training.step) for _ in range(sum(PHASES.values()))]
         return {
             "step_ms": statistics.median(times[SETTLE:]),
@@ -118,7 +118,7 @@ def run_variant(host: str, settings: dict[str, Any]) -> dict[str, Any]:
     Called on all ranks at once.
     """
     section = {"monitoring_precision": 0.02, "replan_threshold": 0.0, **settings}
-    freezing = Freezing(**PHASES, output_dir=f"runs/bench/emulated/{host}", settings=section)
+    freezing = PairedSettings(**PHASES, output_dir=f"runs/bench/emulated/{host}", settings=section)
     with EmulatedDevice(RATE, real_time=True) as device:
         training = start(host, freezing, size=SIZE)
         controller = training.adapter.controller

@@ -21,7 +21,7 @@ from benchmarks.shared.measuring import machine
 from benchmarks.shared.trainings import HOSTS, Size, setup, start
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.emulated_device import EmulatedDevice
-from tf_adapters.testing.paired import Freezing
+from tf_adapters.testing.paired import PairedSettings
 
 RESULTS = result_file("hosts/goals.json")
 PAGE = ROOT / "docs" / "when.md"
@@ -66,7 +66,7 @@ def run(
 ) -> dict[str, Any]:
     """The mean step in stable freezing beside the plan's. Called on all ranks at once."""
     settings = {"monitoring_precision": 0.02, "replan_threshold": 0.0, **WAYS.get(way, {})}
-    freezing = Freezing(**PHASES, max_freeze_ratio=None, output_dir=f"runs/bench/goals/{host}", settings=settings)
+    freezing = PairedSettings(**PHASES, max_freeze_ratio=None, output_dir=f"runs/bench/goals/{host}", settings=settings)
     seed = dist.get_rank()
     device = EmulatedDevice(RATES[host], jitter=jitter, jitter_ms=SPEED_LASTS_MS, seed=seed, real_time=True)
     with device, links or nullcontext():

@@ -36,7 +36,7 @@ from tf_adapters.schedule.ir import Action
 from tf_adapters.testing import RankPool, force_plan
 from tf_adapters.testing.emulated_device import EmulatedDevice
 from tf_adapters.testing.emulated_link import EmulatedLinks, Link
-from tf_adapters.testing.paired import Freezing, timed_step
+from tf_adapters.testing.paired import PairedSettings, timed_step
 
 RESULTS = result_file("hosts/imbalance.json")
 PAGE = ROOT / "docs" / "paper_tables.md"
@@ -131,7 +131,7 @@ def run_case(case: Case) -> dict[str, float]:
     """Steps of the host alone, of the plan and of the one for equal stages, in ms. Called on all ranks at once."""
     section = {"monitoring_precision": 0.02, "replan_threshold": 0.0}
     folder = f"runs/bench/imbalance/{key(case)}"
-    freezing = Freezing(**PHASES, output_dir=folder, settings=section)
+    freezing = PairedSettings(**PHASES, output_dir=folder, settings=section)
     with emulation(case) as device:
         alone = start(case.host, freezing, alone=True, size=case.size)
         unfrozen = [timed_step(alone.step) for _ in range(ALONE)]

@@ -28,7 +28,7 @@ from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file
 from benchmarks.shared.measuring import keep_freed_memory, machine
 from benchmarks.shared.trainings import HOSTS, RANKS, Size, Training, setup, start
 from tf_adapters.testing import RankPool
-from tf_adapters.testing.paired import Freezing, in_rotation, timed_step
+from tf_adapters.testing.paired import PairedSettings, in_rotation, timed_step
 
 RESULTS = result_file("hosts/levers.json")
 PAGE = ROOT / "docs" / "deferral.md"
@@ -121,13 +121,15 @@ def in_turn(host: str, each: Round) -> list[dict[str, Any]]:
     """A row for each way. Called on all ranks at once."""
     folder = f"runs/bench/levers/{host}"
     freezing = {
-        name: Freezing(**FREEZING, output_dir=f"{folder}/{number}", settings={"replan_threshold": 0.0, **settings})
+        name: PairedSettings(
+            **FREEZING, output_dir=f"{folder}/{number}", settings={"replan_threshold": 0.0, **settings}
+        )
         for number, (name, settings) in enumerate(each.ways.items())
     }
-    trainings = {ALONE: start(host, Freezing(**FREEZING), alone=True, size=each.size)}
+    trainings = {ALONE: start(host, PairedSettings(**FREEZING), alone=True, size=each.size)}
     trainings |= {name: start(host, of_way, size=each.size) for name, of_way in freezing.items()}
     rounds: list[dict[str, float]] = []
-    for number in range(Freezing(**FREEZING).steps):
+    for number in range(PairedSettings(**FREEZING).steps):
         times = in_rotation({name: training.step for name, training in trainings.items()}, number)
         if number >= FREEZING["warmup"] + FREEZING["monitoring"] + FREEZING["progressive"]:
             rounds.append(times)
@@ -140,7 +142,9 @@ def in_turn(host: str, each: Round) -> list[dict[str, Any]]:
 
 def overhead(host: str) -> dict[str, float]:
     """Return the cost of attaching, in a step whose plan is in force and 0 everywhere. Called on all ranks at once."""
-    freezing = Freezing(**FREEZING, output_dir=f"runs/bench/levers/{host}/nothing", settings={"max_freeze_ratio": 0.0})
+    freezing = PairedSettings(
+        **FREEZING, output_dir=f"runs/bench/levers/{host}/nothing", settings={"max_freeze_ratio": 0.0}
+    )
     trainings = {
         ALONE: start(host, freezing, alone=True, size=SHORT),
         "attached": start(host, freezing, size=SHORT),

@@ -33,7 +33,7 @@ from tf_adapters.cli import main as tf_adapters_cli
 from tf_adapters.report import Report
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.emulated_device import EmulatedDevice
-from tf_adapters.testing.paired import Freezing, timed_step
+from tf_adapters.testing.paired import PairedSettings, timed_step
 
 RESULTS = result_file("hosts/measure.json")
 PAGE = ROOT / "docs" / "measure.md"
@@ -98,7 +98,7 @@ def emulation() -> EmulatedDevice:
 
 def monitored() -> str:
     """The report of a run that measures. Called on all ranks at once."""
-    freezing = Freezing(**PHASES, output_dir="runs/bench/measure", settings={"method": "none"})
+    freezing = PairedSettings(**PHASES, output_dir="runs/bench/measure", settings={"method": "none"})
     with emulation():
         training = start(CELL, freezing.section())
         for _ in range(sum(PHASES.values())):
@@ -112,7 +112,7 @@ def monitored() -> str:
 def under(lever: str) -> float:
     """The median step under one lever, ms. Called on all ranks at once."""
     settings, before = CHECKED[lever]
-    section = Freezing(**{**PHASES, "monitoring": 8}, output_dir="runs/bench/measure/levers", settings=settings)
+    section = PairedSettings(**{**PHASES, "monitoring": 8}, output_dir="runs/bench/measure/levers", settings=settings)
     cell = CELL if "gpipe" not in lever else Cell(CELL.host, CELL.model, "gpipe", CELL.ranks)
     with emulation():
         training = start(cell, section.section())

@@ -19,7 +19,7 @@ from benchmarks.shared.measuring import machine
 from benchmarks.shared.trainings import HOSTS, RANKS, Size, setup, start
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.testing import RankPool
-from tf_adapters.testing.paired import Freezing
+from tf_adapters.testing.paired import PairedSettings
 
 RESULTS = result_file("hosts/memory.json")
 PAGE = ROOT / "docs" / "deferral.md"
@@ -55,12 +55,12 @@ def keep(host: str, row: dict[str, Any]) -> None:
 def measure(host: str, number: int, settings: Mapping[str, Any]) -> list[dict[str, int]]:
     """By rank, in processes of their own."""
     section = {"weight_gradients": "deferred", "replan_threshold": 0.0, **settings}
-    freezing = Freezing(**FREEZING, output_dir=f"runs/bench/memory/{host}/{number}", settings=section)
+    freezing = PairedSettings(**FREEZING, output_dir=f"runs/bench/memory/{host}/{number}", settings=section)
     with RankPool(RANKS, functools.partial(setup, host)) as ranks:
         return ranks.run(held, host, freezing, timeout_s=600)
 
 
-def held(host: str, freezing: Freezing) -> dict[str, int]:
+def held(host: str, freezing: PairedSettings) -> dict[str, int]:
     """Peak bytes of this rank: in the host's order, planned, measured. Called on all ranks at once."""
     training = start(host, freezing, size=SIZE)
     for _ in range(freezing.steps):

@@ -26,7 +26,7 @@ from tf_adapters.measuring.freeze_response import StageTimes, measured_times
 from tf_adapters.measuring.timer import ActionTimer, HostClock, Sample
 from tf_adapters.schedule.ir import Action
 from tf_adapters.testing import RankPool
-from tf_adapters.testing.paired import Freezing, in_rotation
+from tf_adapters.testing.paired import PairedSettings, in_rotation
 
 STEPS = 80
 LENGTHS = (10, 20, 40, STEPS)
@@ -156,11 +156,13 @@ def root_mean_square(values: Iterable[float]) -> float:
 def measure(host: str) -> OfRank:
     """Monitor in both ways, in turn. Called on all ranks at once."""
     trainings = {
-        name: start(host, Freezing(monitoring=STEPS, output_dir=f"runs/bench/monitoring/{host}", settings=settings))
+        name: start(
+            host, PairedSettings(monitoring=STEPS, output_dir=f"runs/bench/monitoring/{host}", settings=settings)
+        )
         for name, settings in PROCEDURES.items()
     }
     steps = {name: training.step for name, training in trainings.items()}
-    for number in range(Freezing.warmup + STEPS):
+    for number in range(PairedSettings.warmup + STEPS):
         in_rotation(steps, number)
     timers = {name: training.adapter.controller.timer for name, training in trainings.items()}
     ours = timers["ours"]

@@ -24,7 +24,7 @@ from benchmarks.shared.measuring import machine
 from benchmarks.shared.trainings import HOSTS, Size, Training, setup, start
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.emulated_device import EmulatedDevice
-from tf_adapters.testing.paired import Freezing
+from tf_adapters.testing.paired import PairedSettings
 
 RESULTS = result_file("hosts/overlapping.json")
 PAGE = ROOT / "docs" / "deferral.md"
@@ -109,7 +109,7 @@ def _of_all(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 def run_alone(host: str, size: Size) -> dict[str, Any]:
     """The host's step in ms, its losses, and how far the emulation was off. Called on all ranks at once."""
     with EmulatedDevice(RATES[host], real_time=True) as device:
-        begins, losses = train(start(host, Freezing(), alone=True, size=size), sum(PHASES.values()))
+        begins, losses = train(start(host, PairedSettings(), alone=True, size=size), sum(PHASES.values()))
         return {"step_ms": step_ms(begins[SETTLE:]), "losses": losses, "emulation_error": device.error}
 
 
@@ -123,7 +123,7 @@ def run_exact(host: str, size: Size, extra_microbatches: int, *, optimizer_step:
         "monitoring_precision": 0.02,
         "replan_threshold": 0.0,
     }
-    freezing = Freezing(**PHASES, output_dir=f"runs/bench/overlapping/{host}", settings=section)
+    freezing = PairedSettings(**PHASES, output_dir=f"runs/bench/overlapping/{host}", settings=section)
     with EmulatedDevice(RATES[host], real_time=True) as device:
         training = start(host, freezing, size=size)
         controller = training.adapter.controller

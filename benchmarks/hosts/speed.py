@@ -23,11 +23,11 @@ from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file
 from benchmarks.shared.measuring import machine, peak_above_idle, peak_memory
 from benchmarks.shared.trainings import HOSTS, RANKS, setup, start
 from tf_adapters.testing import RankPool
-from tf_adapters.testing.paired import Freezing, Outcome, compare, on_and_off
+from tf_adapters.testing.paired import Outcome, PairedSettings, compare, on_and_off
 
 RESULTS = result_file("hosts/speed.json")
 README = ROOT / "README.md"
-FREEZING = Freezing(warmup=10, monitoring=40, progressive=10, stable=30)
+FREEZING = PairedSettings(warmup=10, monitoring=40, progressive=10, stable=30)
 NEVER = 10**6
 NOT_FREEZING_PAIRS = 40
 SETTLE = 12
@@ -143,7 +143,7 @@ def measure(host: str) -> Row:
     )
 
 
-def with_and_without(host: str, freezing: Freezing) -> Outcome:
+def with_and_without(host: str, freezing: PairedSettings) -> Outcome:
     """Train the host alone and with freezing, in turn. Called on all ranks at once."""
     alone, frozen = start(host, freezing, alone=True), start(host, freezing)
     return compare(
@@ -155,7 +155,7 @@ def with_and_without(host: str, freezing: Freezing) -> Outcome:
     )
 
 
-def not_freezing_ratio(host: str, freezing: Freezing) -> float:
+def not_freezing_ratio(host: str, freezing: PairedSettings) -> float:
     """Step time with an adapter in its warm-up, over that of the host alone. Called on all ranks at once."""
     training = start(host, freezing)
     pairs = on_and_off(
@@ -164,7 +164,7 @@ def not_freezing_ratio(host: str, freezing: Freezing) -> float:
     return pairs.ratio("warmup")
 
 
-def peak_of_rank(host: str, freezing: Freezing, alone: bool) -> int:
+def peak_of_rank(host: str, freezing: PairedSettings, alone: bool) -> int:
     """Bytes; the adapter's code is loaded first, since it is no part of a step's memory."""
     import importlib
 

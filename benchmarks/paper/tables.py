@@ -26,7 +26,7 @@ from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, r
 from benchmarks.shared.measuring import machine
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.emulated_device import EmulatedDevice
-from tf_adapters.testing.paired import Freezing, timed_step
+from tf_adapters.testing.paired import PairedSettings, timed_step
 from tf_adapters.testing.ranks import RanksFailed
 
 RESULTS = result_file("paper/tables.json")
@@ -120,7 +120,7 @@ def forward_s(cell: Cell) -> float:
 
 def run_cell(cell: Cell) -> dict[str, float]:
     """The host's step alone, and with freezing beside the plan's, in ms. Called on all ranks at once."""
-    freezing = Freezing(
+    freezing = PairedSettings(
         **PHASES,
         max_freeze_ratio=cell.of.max_freeze_ratio,
         output_dir=f"runs/bench/paper_tables/{cell}",

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.shared.files import use_example
 from tf_adapters.testing import transformer_engine_on_cpu
-from tf_adapters.testing.paired import Freezing, Step
+from tf_adapters.testing.paired import PairedSettings, Step
 
 HOSTS = {"deepspeed": "DeepSpeed", "megatron-core": "Megatron-Core", "torch": "torch.distributed.pipelining"}
 """By the package of each host, its name."""
@@ -101,7 +101,7 @@ def _use_engine_layers() -> None:
     vars(model).update(transformer_config=unfused, layer_spec=get_gpt_layer_with_transformer_engine_spec)
 
 
-def start(host: str, freezing: Freezing, *, alone: bool = False, size: Size = Size()) -> Training:
+def start(host: str, freezing: PairedSettings, *, alone: bool = False, size: Size = Size()) -> Training:
     """A training on a fresh model, frozen as the settings say, or of the host alone. Called on all ranks at once."""
     build = _megatron if host in _ON_MEGATRON else {"deepspeed": _deepspeed, "torch": _torch}[host]
     training = build(freezing, alone, size)
@@ -110,7 +110,7 @@ def start(host: str, freezing: Freezing, *, alone: bool = False, size: Size = Si
     return training
 
 
-def _deepspeed(freezing: Freezing, alone: bool, size: Size) -> Training:
+def _deepspeed(freezing: PairedSettings, alone: bool, size: Size) -> Training:
     import paired
 
     import tf_adapters.deepspeed
@@ -133,7 +133,7 @@ def _deepspeed(freezing: Freezing, alone: bool, size: Size) -> Training:
     )
 
 
-def _megatron(freezing: Freezing, alone: bool, size: Size) -> Training:
+def _megatron(freezing: PairedSettings, alone: bool, size: Size) -> Training:
     from model import Sizes
     from text import ByteDataset, load_text, split
     from trainer import Trainer
@@ -174,7 +174,7 @@ def _megatron(freezing: Freezing, alone: bool, size: Size) -> Training:
     )
 
 
-def _torch(freezing: Freezing, alone: bool, size: Size) -> Training:
+def _torch(freezing: PairedSettings, alone: bool, size: Size) -> Training:
     import models
     import torch
     from data import Batches, encode

@@ -18,14 +18,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from text import ByteDataset, load_text, split
 
-from tf_adapters.testing.paired import Freezing, Outcome, Pairs, Step, compare, in_rotation, on_and_off
+from tf_adapters.testing.paired import Outcome, PairedSettings, Pairs, Step, compare, in_rotation, on_and_off
 
 ALONE = "DeepSpeed alone"
 CONFIGS = Path(__file__).resolve().parents[2] / "deepspeed_configs"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Freezing):
+class Options(PairedSettings):
     """What to train, and for how many steps in each phase."""
 
     config: str = "plain"

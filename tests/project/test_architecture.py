@@ -150,6 +150,24 @@ def test_what_scripts_import_from_the_package_exists(folder: str) -> None:
                     assert hasattr(module, name.name) or find_spec(f"{node.module}.{name.name}"), f"{path}: {name.name}"
 
 
+PER_HOST = {"hosts", "deepspeed", "megatron", "torch_pipelining"}
+"""Rooms in which an equal name means the equal part of another host."""
+
+
+def test_a_name_means_one_thing_in_all_rooms() -> None:
+    """Files and public classes of different rooms have different names; a command is named as it is typed."""
+    homes: dict[str, set[str]] = {}
+    for path in FILES:
+        room = room_of(module_of(path))
+        classes = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
+        names = {node.name for node in classes if not node.name.startswith("_")}
+        if not path.stem.startswith("__") and room not in ("cli", "megatron_patches"):
+            names.add(path.name)
+        for name in names:
+            homes.setdefault(name, set()).add("hosts" if room in PER_HOST else room)
+    assert {name: rooms for name, rooms in homes.items() if len(rooms) > 1} == {}
+
+
 def test_no_two_modules_import_each_other_in_a_circle() -> None:
     modules = {module_of(path): path for path in FILES}
     arrows = {

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from tf_adapters.advice.partition import CutPipeline, Cuts, Piece
 from tf_adapters.errors import ConfigError
-from tf_adapters.measuring.layers import StageLayers
+from tf_adapters.measuring.layer_times import StageLayers
 from tf_adapters.report.schema import Report
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 

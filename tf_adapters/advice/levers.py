@@ -22,10 +22,10 @@ from tf_adapters.report.schema import Report
 from tf_adapters.schedule.deferral import whole_microbatches_held
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind
-from tf_adapters.simulate.goals import DRAWING
+from tf_adapters.simulate.goal_comparison import DRAWING
 from tf_adapters.simulate.model_costs import action_bounds
-from tf_adapters.simulate.orders import Sizes, named_order
-from tf_adapters.simulate.pipeline import carried_gaps, recut, stage_times
+from tf_adapters.simulate.named_schedules import Sizes, named_order
+from tf_adapters.simulate.simulated_pipeline import carried_gaps, recut, stage_times
 
 __all__ = ["Lever", "Levers", "levers", "levers_table"]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 __all__ = [
     "HOSTS",
     "TRAINERS",
-    "Host",
+    "SupportedHost",
     "add_parser",
     "diagnose",
     "installed_versions",
@@ -37,7 +37,7 @@ Versions = Mapping[str, str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class SupportedHost:
     """A host that has an adapter: what pip is given, the oldest and newest version that the adapter's tests pass with.
 
     The README's support table says what works on it. A trainer on top of another host names that ``on``; it is
@@ -53,16 +53,18 @@ class Host:
 
 
 HOSTS = (
-    Host("deepspeed", "deepspeed", "tf-adapters[deepspeed]", oldest="0.19.3", newest="0.19.8"),
-    Host("megatron-core", "megatron-core", "tf-adapters[megatron]", oldest="0.16.1", newest="0.19.2"),
-    Host("torch.distributed.pipelining", "torch", "torch>=2.13", oldest="2.13", newest="2.15"),
-    Host("torchtitan", "torchtitan", "tf-adapters[torchtitan]", oldest="0.2.2", newest="0.3.0"),
+    SupportedHost("deepspeed", "deepspeed", "tf-adapters[deepspeed]", oldest="0.19.3", newest="0.19.8"),
+    SupportedHost("megatron-core", "megatron-core", "tf-adapters[megatron]", oldest="0.16.1", newest="0.19.2"),
+    SupportedHost("torch.distributed.pipelining", "torch", "torch>=2.13", oldest="2.13", newest="2.15"),
+    SupportedHost("torchtitan", "torchtitan", "tf-adapters[torchtitan]", oldest="0.2.2", newest="0.3.0"),
 )
 TRAINERS = (
-    Host("Megatron-Bridge", "megatron-bridge", "", oldest="0.3.1", newest="0.3.1", on="megatron-core"),
-    Host("ms-swift", "ms-swift", "", oldest="4.6.0", newest="4.6.0", on="megatron-core"),
-    Host("slime", "slime", "", oldest="0.3.1", newest="0.3.1", on="megatron-core"),
-    Host("NeMo AutoModel", "nemo-automodel", "", oldest="0.7.0", newest="0.7.0", on="torch.distributed.pipelining"),
+    SupportedHost("Megatron-Bridge", "megatron-bridge", "", oldest="0.3.1", newest="0.3.1", on="megatron-core"),
+    SupportedHost("ms-swift", "ms-swift", "", oldest="4.6.0", newest="4.6.0", on="megatron-core"),
+    SupportedHost("slime", "slime", "", oldest="0.3.1", newest="0.3.1", on="megatron-core"),
+    SupportedHost(
+        "NeMo AutoModel", "nemo-automodel", "", oldest="0.7.0", newest="0.7.0", on="torch.distributed.pipelining"
+    ),
 )
 """Trainers that have a way in of their own."""
 _PACKAGES = tuple(dict.fromkeys((*_CORE, *(host.package for host in (*HOSTS, *TRAINERS)), *_EXTRAS)))
@@ -190,7 +192,7 @@ def _core_problems(versions: Versions) -> tuple[str, ...]:
     return tuple(problems)
 
 
-def _check_host(host: Host, version: str | None) -> HostCheck:
+def _check_host(host: SupportedHost, version: str | None) -> HostCheck:
     tested = f"{host.oldest} to {host.newest} tested" if host.oldest != host.newest else f"{host.newest} tested"
     if version is None:
         return HostCheck(host.name, False, "not installed", remedy=f'pip install "{host.install}"')
@@ -205,7 +207,7 @@ def _check_host(host: Host, version: str | None) -> HostCheck:
     return HostCheck(host.name, True, finding)
 
 
-def _check_trainer(trainer: Host, version: str | None, hosts: Collection[str]) -> HostCheck:
+def _check_trainer(trainer: SupportedHost, version: str | None, hosts: Collection[str]) -> HostCheck:
     """As a host, but for nobody is one missing; it works where the host below it does."""
     check = _check_host(trainer, version)
     if version is None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from tf_adapters.cli.progress import Progress
+from tf_adapters.cli.progress import ProgressLine
 from tf_adapters.errors import PlanInputError
 from tf_adapters.measuring.measurement import Steps
 from tf_adapters.planner.freeze_plan import FreezePlan
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         data = {**data, "defer": True, "extra_microbatches": args.extra_microbatches}
     if args.steps and isinstance(data, dict):
         data = {**data, "steps": args.steps}
-    with Progress("tf-adapters plan") as progress:
+    with ProgressLine("tf-adapters plan") as progress:
         plan = plan_from_json(data, progress=progress)
     text = json.dumps(plan.to_json(), indent=2) + "\n"
     if args.out is None:

@@ -7,7 +7,7 @@ import threading
 import time
 from types import TracebackType
 
-__all__ = ["Progress"]
+__all__ = ["ProgressLine"]
 
 _QUIET_S = 2.0
 """Work that ends sooner prints nothing."""
@@ -19,7 +19,7 @@ _LINE_S = 2.0
 _COLUMNS = 100
 
 
-class Progress:
+class ProgressLine:
     """Shows the newest text that it is called with, and the seconds since it was entered.
 
     A terminal has one line, rewritten and erased at the end; a file or a pipe gets a line every two seconds. A thread
@@ -36,7 +36,7 @@ class Progress:
         """``text``, one line, is what happens now."""
         self._text = text
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressLine:
         self._thread.start()
         return self
 

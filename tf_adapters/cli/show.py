@@ -7,7 +7,7 @@ import importlib.util
 from dataclasses import replace
 
 from tf_adapters.cli.outputs import add_output_arguments, asked_for, check_outputs, write_outputs
-from tf_adapters.cli.progress import Progress
+from tf_adapters.cli.progress import ProgressLine
 from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.report.layout import Panel, panels_of
 from tf_adapters.report.page import Page, print_page
@@ -47,7 +47,7 @@ def _with_levers(shown: Page, report: Report) -> Page:
     if not report.times:
         return shown
     try:
-        with Progress("tf-adapters show") as progress:
+        with ProgressLine("tf-adapters show") as progress:
             found = levers(report, progress)
     except TimelyFreezeError as error:
         return replace(shown, notes=(*shown.notes, f"what levers would bring is not known: {error}"))

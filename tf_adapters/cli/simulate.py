@@ -44,14 +44,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     from tf_adapters.cli.outputs import check_outputs
     from tf_adapters.cli.plan import load_json
-    from tf_adapters.cli.progress import Progress
-    from tf_adapters.simulate.goals import goal_points
+    from tf_adapters.cli.progress import ProgressLine
+    from tf_adapters.simulate.goal_comparison import goal_points
     from tf_adapters.simulate.simulation import simulate
     from tf_adapters.simulate.sources import read_request
 
     options = read_options(args)
     check_outputs(args)
-    with Progress("tf-adapters simulate") as progress:
+    with ProgressLine("tf-adapters simulate") as progress:
         progress("orders of actions")
         request = read_request(options, load_json)
         simulations = [
@@ -77,7 +77,7 @@ _DRAWN_TWICE = 3
 def _output(args: argparse.Namespace, request: Request, simulations: list[Simulation]) -> None:
     from tf_adapters.cli.outputs import write_outputs
     from tf_adapters.report.page import print_page, terminal_width
-    from tf_adapters.simulate.page import chart_panels, comparison_page, planned_panels, simulation_page
+    from tf_adapters.simulate.simulation_page import chart_panels, comparison_page, planned_panels, simulation_page
 
     if len(simulations) == 1:
         page = simulation_page(

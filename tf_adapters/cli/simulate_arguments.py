@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from tf_adapters.cli.outputs import add_output_arguments
 from tf_adapters.errors import ConfigError
+from tf_adapters.simulate.named_schedules import SCHEDULES, SINGLE, canonical
 from tf_adapters.simulate.options import MODELS, Options
-from tf_adapters.simulate.orders import SCHEDULES, SINGLE, canonical
 
 __all__ = ["add_arguments", "read_options"]
 

@@ -16,7 +16,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from tf_adapters.deepspeed.partitions import flat_partitions, fragments
-from tf_adapters.selection.sampling import HeldValues, Piece
+from tf_adapters.selection.sampling import HeldValues, ParameterPiece
 from tf_adapters.training.step_masks import Scale
 from tf_adapters.weight_gradients.kept import Kept
 
@@ -162,15 +162,15 @@ def held_values(engine: Any, parameters: Mapping[int, Mapping[str, torch.nn.Para
     is_flat = engine.optimizer is not engine.basic_optimizer
     of_rank = fragments(engine.optimizer) if is_flat else {}
 
-    def held(stage: int, name: str) -> tuple[Piece, ...]:
+    def held(stage: int, name: str) -> tuple[ParameterPiece, ...]:
         parameter = parameters[stage][name]
         if not is_flat:
-            return (Piece(parameter),)
+            return (ParameterPiece(parameter),)
         fragment = of_rank.get(id(parameter))
         if fragment is None:  # other ranks update all of it
             return ()
         flat = flat_partitions(engine.optimizer)[fragment.group]
-        return (Piece(flat.detach().narrow(0, fragment.start, fragment.numel), (fragment.begin,)),)
+        return (ParameterPiece(flat.detach().narrow(0, fragment.start, fragment.numel), (fragment.begin,)),)
 
     return held
 

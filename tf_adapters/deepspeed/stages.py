@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime.pipe.module import TiedLayerSpec
 
 from tf_adapters.hosts.units import UnitRules, units_of
-from tf_adapters.selection.units import FreezeUnit
+from tf_adapters.selection.freeze_units import FreezeUnit
 
 
 def is_dualpipev(engine: Any) -> bool:

@@ -25,7 +25,7 @@ from tf_adapters.report.observer import MetricSink, RunReporter
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Kind, PipelineSchedule
 from tf_adapters.schedule.messages import Receives, messages_taken, receive_points
-from tf_adapters.selection.units import FreezeUnit
+from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.training.controller import Controller
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 

@@ -12,7 +12,7 @@ from tf_adapters.errors import REFUSED, ConfigError, UnsupportedError
 from tf_adapters.goals import GOALS
 from tf_adapters.log import announce
 from tf_adapters.report.build import disabled_report
-from tf_adapters.selection.units import FreezeUnit
+from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.training.pipeline import HostInfo
 
 T = TypeVar("T")

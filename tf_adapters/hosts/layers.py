@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from tf_adapters.measuring.estimates import grouped
-from tf_adapters.measuring.layers import Layers
-from tf_adapters.selection.units import FreezeUnit, joined
+from tf_adapters.measuring.layer_times import Layers
+from tf_adapters.selection.freeze_units import FreezeUnit, joined
 
 __all__ = ["blocks", "layer_of", "layers_of"]
 

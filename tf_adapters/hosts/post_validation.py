@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tf_adapters.hosts.late import LateNorms, LateTensor
-from tf_adapters.hosts.updates import UpdateCopies
+from tf_adapters.hosts.update_copies import UpdateCopies
 from tf_adapters.training.controller import Controller
 
 __all__ = ["BeforeForwards", "PostValidation", "Settles"]

@@ -11,7 +11,7 @@ import torch
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import REFUSED, UnsupportedError
 from tf_adapters.hosts.layers import layer_of
-from tf_adapters.measuring.layers import Layers
+from tf_adapters.measuring.layer_times import Layers
 from tf_adapters.weight_gradients.parameters import COMPILED, is_compiled
 
 __all__ = ["Problem", "compiled_problem", "first_problem", "missing_name", "module_of", "refuse"]

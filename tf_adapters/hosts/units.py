@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tf_adapters.selection.units import FreezeUnit
+from tf_adapters.selection.freeze_units import FreezeUnit
 
 __all__ = ["UnitRules", "units_of", "weights_with_biases"]
 

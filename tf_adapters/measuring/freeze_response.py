@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from tf_adapters.measuring.estimates import estimate, shrink
 from tf_adapters.measuring.phase import Phase
-from tf_adapters.measuring.theil_sen import Line, Point, fit
+from tf_adapters.measuring.theil_sen import FittedSaving, Point, fit
 from tf_adapters.measuring.timer import ActionTimer, Sample
 from tf_adapters.measuring.token_cost import TokenCost, measured_token_cost
 from tf_adapters.schedule.durations import Bounds
@@ -40,7 +40,7 @@ class StageTimes:
     """
 
     unfrozen_ms: Mapping[Action, float]
-    responses: Mapping[Group, Line]
+    responses: Mapping[Group, FittedSaving]
     token_costs: Mapping[int, TokenCost] = field(default_factory=dict)
 
     @property
@@ -121,7 +121,7 @@ def _by_group(of: Mapping[Action, _T]) -> dict[Group, dict[Action, _T]]:
     return groups
 
 
-def _fit(timer: ActionTimer, upper: Mapping[Action, float], vanishes: bool) -> Line | None:
+def _fit(timer: ActionTimer, upper: Mapping[Action, float], vanishes: bool) -> FittedSaving | None:
     """Fit the response of one group, given its unfrozen times; None without samples.
 
     If backwards compute their deferrable weight gradients at the end, the time of that part gives the response with
@@ -133,10 +133,10 @@ def _fit(timer: ActionTimer, upper: Mapping[Action, float], vanishes: bool) -> L
     return replace(line, error=math.hypot(_unfrozen_error(timer, upper), line.error))
 
 
-def _weight_gradients_last(timer: ActionTimer, upper: Mapping[Action, float]) -> Line | None:
+def _weight_gradients_last(timer: ActionTimer, upper: Mapping[Action, float]) -> FittedSaving | None:
     """Return the share of backwards after their first part, the input gradients; None if that was not timed."""
     share = estimate(1.0 - part for action in upper for part in timer.first_parts(Phase.MONITORING_UPPER, action))
-    return None if share is None else Line(share.value, share.error)
+    return None if share is None else FittedSaving(share.value, share.error)
 
 
 def _points(timer: ActionTimer, upper: Mapping[Action, float], vanishes: bool) -> list[list[Point]]:

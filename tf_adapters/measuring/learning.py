@@ -22,7 +22,7 @@ from tf_adapters.measuring.token_cost import CostPair, TokenCost
 from tf_adapters.schedule.durations import Quotient, Ratio
 from tf_adapters.values import Value
 
-__all__ = ["SAMPLED_AT", "Learning", "Probe", "Progress", "StageLearning"]
+__all__ = ["SAMPLED_AT", "Learning", "Probe", "StageLearning", "StepProgress"]
 
 SAMPLED_AT = 0.25
 """The share of the tokens at which the noise of a draw is measured."""
@@ -44,7 +44,7 @@ class Probe(NamedTuple):
         return all(map(math.isfinite, self)) and self.noise > 0.0
 
 
-class Progress(NamedTuple):
+class StepProgress(NamedTuple):
     """Progress of a step as a share of that of a step with nothing frozen, and its standard error."""
 
     share: float
@@ -83,14 +83,16 @@ class StageLearning:
         left = self.signal + (1.0 - self.signal) / times
         return replace(self, signal=self.signal / left, error=self.error / times / left**2)
 
-    def progress(self, added_noise: float, adaptive: bool = False) -> Progress:
+    def progress(self, added_noise: float, adaptive: bool = False) -> StepProgress:
         """Return the progress of a step with ``added_noise``, along the gradient or with an ``adaptive`` optimizer."""
         if math.isinf(added_noise):
-            return Progress(0.0, 0.0)
+            return StepProgress(0.0, 0.0)
         noise = 1.0 + added_noise * (1.0 if self.draws is None else self.draws)
         share = 1.0 / (self.signal + (1.0 - self.signal) * noise)
         error = (noise - 1.0) * share**2 * self.error
-        return Progress(math.sqrt(share), error / (2.0 * math.sqrt(share))) if adaptive else Progress(share, error)
+        return (
+            StepProgress(math.sqrt(share), error / (2.0 * math.sqrt(share))) if adaptive else StepProgress(share, error)
+        )
 
 
 def _named(stage: Any) -> Any:
@@ -113,11 +115,11 @@ class Learning(Value):
     stages: Mapping[int, Annotated[StageLearning, BeforeValidator(_named)]]
     adaptive: bool = False
 
-    def progress(self, added_noise: Mapping[int, float]) -> Progress:
+    def progress(self, added_noise: Mapping[int, float]) -> StepProgress:
         """Return the progress of a step with ``added_noise`` on each stage: the mean over the stages."""
         every = [of_stage.progress(added_noise[stage], self.adaptive) for stage, of_stage in self.stages.items()]
         errors = math.sqrt(sum(progress.error**2 for progress in every))
-        return Progress(sum(progress.share for progress in every) / len(every), errors / len(every))
+        return StepProgress(sum(progress.share for progress in every) / len(every), errors / len(every))
 
     def of_batch(self, times: float) -> Learning:
         """Rescale for batches with ``times`` as many microbatches."""

@@ -39,21 +39,21 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class FittedSaving:
     """The saving of full freezing, as a share of the unfrozen time, and its standard error."""
 
     saved: float
     error: float
 
 
-def fit(steps: Iterable[Sequence[Point]]) -> Line | None:
+def fit(steps: Iterable[Sequence[Point]]) -> FittedSaving | None:
     """Fit the line to the samples of some steps; None if no step had anything frozen."""
     chosen = [points for points in steps if any(point.share > 0.0 for point in points)]
     if not chosen:
         return None
     pairs = [of_step for points in chosen if (of_step := _pairs(points))]
     saved, error = _within(chosen, pairs) if pairs else _between(chosen)
-    return Line(saved, error)
+    return FittedSaving(saved, error)
 
 
 _Slope = tuple[float, float]

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from tf_adapters.selection.sampling import HeldValues, Piece
+from tf_adapters.selection.sampling import HeldValues, ParameterPiece
 from tf_adapters.training.step_masks import Scale
 from tf_adapters.weight_gradients.kept import Kept
 
@@ -116,12 +116,12 @@ def held_values(optimizer: Any, parameters: Mapping[int, Mapping[str, torch.nn.P
     """
     optimizers = leaves(optimizer)
 
-    def held(stage: int, name: str) -> tuple[Piece, ...]:
+    def held(stage: int, name: str) -> tuple[ParameterPiece, ...]:
         p = parameters[stage][name]
         # Without fp32 copies, every optimizer of a chain returns the parameter itself.
         masters = {_begin(leaf, p): _master(leaf, main) for leaf in optimizers for main in _updated(leaf, p)}
         place = _model_parallel_place(p)
-        return tuple(Piece(main, (*place, begin)) for begin, main in masters.items())
+        return tuple(ParameterPiece(main, (*place, begin)) for begin, main in masters.items())
 
     return held
 

@@ -9,7 +9,7 @@ import torch
 
 from tf_adapters.hosts.units import UnitRules, units_of, weights_with_biases
 from tf_adapters.measuring.estimates import grouped
-from tf_adapters.selection.units import FreezeUnit, Tie, joined
+from tf_adapters.selection.freeze_units import FreezeUnit, Tie, joined
 
 _LAYERS = ("linear_fc1", "linear_fc2")
 

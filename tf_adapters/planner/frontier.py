@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tf_adapters.measuring.estimates import grouped
-from tf_adapters.measuring.learning import Learning, Progress
+from tf_adapters.measuring.learning import Learning, StepProgress
 from tf_adapters.planner.freeze_plan import FreezePlan, FrontierPoint
 from tf_adapters.planner.problem import Limits, PlanProblem
 
@@ -89,8 +89,8 @@ def describe_frontier(plan: FreezePlan) -> str:
     return f"{told.replace('pays best', 'is taken')}; {other}, which is not clearly more"
 
 
-def _in_time(point: FrontierPoint, progress: Progress) -> Progress:
-    return Progress(point.speed * progress.share, point.speed * progress.error)
+def _in_time(point: FrontierPoint, progress: StepProgress) -> StepProgress:
+    return StepProgress(point.speed * progress.share, point.speed * progress.error)
 
 
 def _point(plan: FreezePlan, learning: Learning, host_ms: float, other_ms: float) -> FrontierPoint:

@@ -14,7 +14,7 @@ from typing import TextIO
 from tf_adapters.report.layout import Block, Panel
 from tf_adapters.schedule.ir import Kind
 
-__all__ = ["ASCII", "BLOCKS", "Glyphs", "Line", "bars", "glyphs_for", "legend"]
+__all__ = ["ASCII", "BLOCKS", "ChartLine", "Glyphs", "bars", "glyphs_for", "legend"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ ASCII = Glyphs(forward="f", input_grad="i", frozen="#*+-", idle=".")
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """One line of the chart: a label, then a character and the block that it shows (None: idle) per column."""
 
     label: str
@@ -62,15 +62,15 @@ def glyphs_for(stream: TextIO) -> Glyphs:
     return glyphs
 
 
-def bars(panels: Sequence[Panel], width: int, glyphs: Glyphs) -> Iterator[Line]:
+def bars(panels: Sequence[Panel], width: int, glyphs: Glyphs) -> Iterator[ChartLine]:
     """The lines of a chart that is ``width`` characters wide."""
     label = max(len(_label(len(panel.stages) - 1)) for panel in panels)
     columns = max(width - label, 10)
     span = max(panel.drawn_ms for panel in panels) or 1.0
     for panel in panels:
-        yield Line(f"{panel.title}: {panel.end_ms:,.1f} ms, bubble {panel.bubble:.0%}")
+        yield ChartLine(f"{panel.title}: {panel.end_ms:,.1f} ms, bubble {panel.bubble:.0%}")
         for rank, row in enumerate(panel.rows):
-            yield Line(
+            yield ChartLine(
                 _label(rank).ljust(label),
                 tuple(_cells(row, panel.drawn_ms, ms_per_column=span / columns, columns=columns, glyphs=glyphs)),
             )

@@ -12,7 +12,7 @@ from statistics import fmean
 from tf_adapters import __version__
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.measuring.estimates import estimate, grouped, median, merged
-from tf_adapters.measuring.layers import StageLayers
+from tf_adapters.measuring.layer_times import StageLayers
 from tf_adapters.measuring.learning import Learning
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.measuring.timer import ActionTimer
@@ -31,8 +31,8 @@ from tf_adapters.report.schema import (
     Status,
 )
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.training.observer import RunSnapshot
 from tf_adapters.training.pipeline import HostInfo
+from tf_adapters.training.snapshot import RunSnapshot
 
 _REPORTED = (Phase.MONITORING_UPPER, Phase.MONITORING_LOWER, Phase.MONITORING_MIXED, Phase.STABLE)
 _SINGLE_SAMPLES = 8

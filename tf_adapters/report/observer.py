@@ -17,7 +17,7 @@ from tf_adapters.report.build import (
     result_line,
     stable_steps_ms,
 )
-from tf_adapters.training.observer import RunSnapshot
+from tf_adapters.training.snapshot import RunSnapshot
 
 __all__ = ["MetricSink", "RunReporter"]
 

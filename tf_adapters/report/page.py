@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TextIO
 
-from tf_adapters.report.bars import ASCII, Glyphs, Line, bars, glyphs_for, legend
+from tf_adapters.report.bars import ASCII, ChartLine, Glyphs, bars, glyphs_for, legend
 from tf_adapters.report.colours import TERMINAL
 from tf_adapters.report.layout import Block, Panel
 
@@ -114,7 +114,7 @@ def _rich_table(table: Table) -> Any:
     return drawn
 
 
-def _rich_line(line: Line) -> Any:
+def _rich_line(line: ChartLine) -> Any:
     from rich.text import Text
 
     text = Text(line.label, style="" if line.cells else "bold")

@@ -23,7 +23,7 @@ from tf_adapters.report.schema import Report
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.training.phases import PhaseSchedule
 
-__all__ = ["Line", "draw_plots", "fitted", "planned_ratio_by_step", "plots_of", "rank_parts"]
+__all__ = ["FittedLine", "draw_plots", "fitted", "planned_ratio_by_step", "plots_of", "rank_parts"]
 
 Points = Sequence[tuple[float, float]]
 Draw = Callable[[Any, Report], None]
@@ -41,7 +41,7 @@ _TRANSFER, _OVERHEAD, _WAITING = (0.70, 0.23, 0.28), (0.85, 0.60, 0.62), (0.87, 
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class FittedLine:
     """``intercept`` + ``slope`` * x by least squares, and the share ``r2`` of the variance that it explains."""
 
     intercept: float
@@ -49,7 +49,7 @@ class Line:
     r2: float
 
 
-def fitted(points: Points) -> Line | None:
+def fitted(points: Points) -> FittedLine | None:
     """The line through (x, y); None where all x are the same, or nearly."""
     if not points:
         return None
@@ -61,7 +61,7 @@ def fitted(points: Points) -> Line | None:
     intercept = mean_y - slope * mean_x
     missed = math.fsum((y - intercept - slope * x) ** 2 for x, y in points)
     spread_y = math.fsum((y - mean_y) ** 2 for _, y in points)
-    return Line(intercept, slope, 1 - missed / spread_y if spread_y > 0 else 1.0)
+    return FittedLine(intercept, slope, 1 - missed / spread_y if spread_y > 0 else 1.0)
 
 
 def backward_points(report: Report) -> dict[int, list[tuple[float, float]]]:

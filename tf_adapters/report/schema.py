@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from tf_adapters.errors import ConfigError, PlanInputError, first_problem
 from tf_adapters.measuring.batch_times import BatchTimes
-from tf_adapters.measuring.layers import StageLayers
+from tf_adapters.measuring.layer_times import StageLayers
 from tf_adapters.measuring.measurement import Measurement, Steps
 from tf_adapters.measuring.transfers import Gaps
 from tf_adapters.planner.freeze_plan import FreezePlan

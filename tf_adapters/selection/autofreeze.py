@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tf_adapters.selection.units import FreezeUnit
+from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.selection.updates import Memory, Updates
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from tf_adapters.selection.freeze_units import FreezeUnit, freezable_work
 from tf_adapters.selection.uniform import UniformSelection
-from tf_adapters.selection.units import FreezeUnit, freezable_work
 
 _EPSILON = 1e-9
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tf_adapters.selection.freeze_units import FreezeUnit, frozen_share, limited, preferred_share
 from tf_adapters.selection.hybrid import HybridSelection
 from tf_adapters.selection.uniform import UniformSelection
-from tf_adapters.selection.units import FreezeUnit, frozen_share, limited, preferred_share
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ PieceKey = tuple[int, str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """Values of a parameter that one rank holds and its optimizer updates: the fp32 master copy if there is one.
 
     ``part`` identifies the shard of the parameter. Ranks that hold the same values give the same ``part``.
@@ -37,13 +37,13 @@ class Piece:
     part: tuple[int, ...] = ()
 
 
-HeldValues = Callable[[int, str], Sequence[Piece]]
+HeldValues = Callable[[int, str], Sequence[ParameterPiece]]
 """Return this rank's pieces of a parameter, given by stage and name: the whole, shards, or nothing."""
 
 
 def whole_parameters(parameters: Mapping[int, Mapping[str, torch.Tensor]]) -> HeldValues:
     """Pieces of ordinary parameters: every replica holds each of them whole."""
-    return lambda stage, name: (Piece(parameters[stage][name]),)
+    return lambda stage, name: (ParameterPiece(parameters[stage][name]),)
 
 
 # --- how many elements, and which ----------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.selection.apf import Apf
 from tf_adapters.selection.autofreeze import AutoFreeze, layers_of
 from tf_adapters.selection.encoding import decode, encode
+from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.selection.readers import Held, Readers, sizes_of
 from tf_adapters.selection.sampling import HeldValues, PieceKey, read
-from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.selection.updates import Memory, Snapshot, Updates, by_stage, unit_places
 
 Units = Mapping[int, Sequence[FreezeUnit]]

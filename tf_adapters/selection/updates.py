@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from tf_adapters.selection.encoding import decode, encode
+from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.selection.sampling import PieceKey
-from tf_adapters.selection.units import FreezeUnit
 
 Memory = Mapping[str, np.ndarray]
 """Arrays that a stability metric keeps between checks, by name. ``scores`` are those of the last check."""

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tf_adapters.measuring.measurement import Steps
-from tf_adapters.simulate.orders import Sizes
+from tf_adapters.simulate.named_schedules import Sizes
 
 __all__ = ["MODELS", "Options"]
 

@@ -18,7 +18,7 @@ from tf_adapters.planner.solve import solve
 from tf_adapters.report.layout import Panel, timeline
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Action, PipelineSchedule
-from tf_adapters.simulate.pipeline import Pipeline
+from tf_adapters.simulate.simulated_pipeline import Pipeline
 
 __all__ = ["Gain", "GoalPoint", "Holder", "Simulation", "SweepPoint", "gain_of", "held_by", "simulate"]
 

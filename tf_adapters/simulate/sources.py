@@ -24,9 +24,9 @@ from tf_adapters.simulate.model_costs import (
     split_layers,
     stage_costs,
 )
+from tf_adapters.simulate.named_schedules import Sizes, named_order, read_csv
 from tf_adapters.simulate.options import Options
-from tf_adapters.simulate.orders import Sizes, named_order, read_csv
-from tf_adapters.simulate.pipeline import Pipeline, between_ranks, carried_gaps, recut, stage_times
+from tf_adapters.simulate.simulated_pipeline import Pipeline, between_ranks, carried_gaps, recut, stage_times
 
 __all__ = ["Request", "read_request"]
 

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from tf_adapters.overrides import Overrides
-from tf_adapters.weight_gradients.tokens import Sample, TokenSampler
+from tf_adapters.weight_gradients.tokens import TokenSample, TokenSampler
 
 
 class Sampled(NamedTuple):
@@ -88,7 +88,9 @@ def recorded_draws() -> Iterator[Draws]:
     draws: Draws = {}
     sample = TokenSampler.sample
 
-    def recording(sampler: TokenSampler, weight: str, inputs: torch.Tensor, gradient: torch.Tensor) -> Sample | None:
+    def recording(
+        sampler: TokenSampler, weight: str, inputs: torch.Tensor, gradient: torch.Tensor
+    ) -> TokenSample | None:
         drawn = sample(sampler, weight, inputs, gradient)
         if drawn is not None:
             _, step, stage, microbatch = sampler.key

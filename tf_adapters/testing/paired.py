@@ -25,7 +25,7 @@ Step = Callable[[], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Freezing:
+class PairedSettings:
     """The settings of a training and the number of steps in each phase; ``settings`` override them.
 
     ``max_freeze_ratio`` None leaves it to the goal.

@@ -14,7 +14,7 @@ from tf_adapters.planner.problem import Limits, PlanProblem
 from tf_adapters.planner.solve import solve
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind
-from tf_adapters.selection.units import FreezeUnit
+from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.training.plan_maker import Planned
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from tf_adapters.hosts.units import units_of
 from tf_adapters.measuring.timer import clock_for
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
-from tf_adapters.selection.units import FreezeUnit
+from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.torch_pipelining.execution import RewrittenOrder
 from tf_adapters.torch_pipelining.post_validation import Redo, TorchPostValidation, own_norm
 from tf_adapters.torch_pipelining.replicas import (

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tf_adapters.measuring.estimates import grouped
-from tf_adapters.selection.sampling import HeldValues, Piece
-from tf_adapters.selection.units import Tie
+from tf_adapters.selection.freeze_units import Tie
+from tf_adapters.selection.sampling import HeldValues, ParameterPiece
 
 TRAINED_BY_LOSS = "timely_freeze_trained_by_loss"
 """Attribute of a stage's module: names of the layers that the loss computes with, if the loss has the whole module."""
@@ -79,12 +79,12 @@ def held_values(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> H
     sharded dimensions of the device mesh identify the shard.
     """
 
-    def held(stage: int, name: str) -> tuple[Piece, ...]:
+    def held(stage: int, name: str) -> tuple[ParameterPiece, ...]:
         parameter = parameters[stage][name].detach()
         if not isinstance(parameter, DTensor):
-            return (Piece(parameter),)
+            return (ParameterPiece(parameter),)
         place = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=True)
         part = tuple(0 if placement.is_replicate() else coordinate for coordinate, placement in place)
-        return (Piece(parameter.to_local(), part),)
+        return (ParameterPiece(parameter.to_local(), part),)
 
     return held

@@ -18,7 +18,7 @@ from tf_adapters.collectives import Collectives, on_one_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import UnsupportedError
 from tf_adapters.log import announce
-from tf_adapters.measuring.layers import LayerTimer
+from tf_adapters.measuring.layer_times import LayerTimer
 from tf_adapters.measuring.memory import MemoryMeter
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.measuring.timer import ActionTimer, clock_for, is_capturing
@@ -29,13 +29,13 @@ from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.masks import Mask, StageMasks
 from tf_adapters.selection.sampling import whole_parameters
 from tf_adapters.selection.stability import StabilityChecks
-from tf_adapters.training import messages
+from tf_adapters.training import log_lines
 from tf_adapters.training.batches import same_pipeline
 from tf_adapters.training.decisions import Decisions
 from tf_adapters.training.freeze_ratios import FreezeRatios
-from tf_adapters.training.observer import Observer, RunSnapshot
 from tf_adapters.training.pipeline import HostPipeline
 from tf_adapters.training.plan_maker import RunSetup
+from tf_adapters.training.snapshot import Observer, RunSnapshot
 from tf_adapters.training.state import RunState, compatible_state, for_other_ranks, saved_taps
 from tf_adapters.training.step_masks import MaskTally, Scale, StepMasks
 from tf_adapters.weight_gradients.activations import ActivationGraphs
@@ -265,7 +265,7 @@ class Controller:
     def announce_start(self) -> None:
         """Log the line that says that freezing is on, and what will happen when."""
         host = f"{self.pipeline.host.name} {self.pipeline.host.version}"
-        self._decisions.say(messages.enabled(host, self.schedule, self.config, self.state.phases))
+        self._decisions.say(log_lines.enabled(host, self.schedule, self.config, self.state.phases))
 
     # --- the run's life --------------------------------------------------------------------------------------
 
@@ -295,7 +295,7 @@ class Controller:
             findings.apply(self.pipeline.taps, self.masks)
         self.state = compatible_state(chosen, self.config, schedule=self.schedule, masks=self.masks, auto_warmup=warmup)
         self._forget_measured()
-        description = messages.phase(self.config, self.state.phases, self.step)
+        description = log_lines.phase(self.config, self.state.phases, self.step)
         self._decisions.say(f"resumed after step {self.state.completed_steps}: {description}")
         for note in self.state.notes if self.state.plan is None else ():
             self._decisions.say(note)

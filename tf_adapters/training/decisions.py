@@ -16,11 +16,11 @@ from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.frontier import describe_frontier
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.stability import StabilityChecks
-from tf_adapters.training import batch_words, messages, tap_findings
+from tf_adapters.training import batch_words, log_lines, tap_findings
 from tf_adapters.training.batches import MonitoredBatches
-from tf_adapters.training.observer import Observer, RunSnapshot
 from tf_adapters.training.plan_maker import PlanJob, PlanMaker, Planned, RunSetup
 from tf_adapters.training.replanning import Replanning
+from tf_adapters.training.snapshot import Observer, RunSnapshot
 
 __all__ = ["Decisions"]
 
@@ -102,7 +102,7 @@ class Decisions:
         self._plan_batch(run)
         self._check_stability(run)
         if state.phases.description(step + 1) != phases.description(step):
-            self.say(f"step {step + 1}: {messages.phase(self._config, state.phases, step + 1)}")
+            self.say(f"step {step + 1}: {log_lines.phase(self._config, state.phases, step + 1)}")
 
     def _verify(self, run: RunSnapshot, executed: Sequence[Action]) -> None:
         """Once of every order: of the host's own after the warm-up, of a plan's in its first step."""
@@ -190,8 +190,8 @@ class Decisions:
         if plan.frontier:
             self.say(f"max_freeze_ratio auto: {describe_frontier(plan)}")
         promised = state.plans.of[schedule.num_microbatches].forecast
-        meeting = messages.meeting(state.measured_for(schedule), plan, self._pipeline.meetings)
-        for line in (messages.planned(plan, promised), *([meeting] if meeting else []), *planned.notes):
+        meeting = log_lines.meeting(state.measured_for(schedule), plan, self._pipeline.meetings)
+        for line in (log_lines.planned(plan, promised), *([meeting] if meeting else []), *planned.notes):
             self.say(line)
 
     def _say_memory(self, run: RunSnapshot, schedule: PipelineSchedule, plan: FreezePlan) -> None:
@@ -247,7 +247,7 @@ class Decisions:
         state.stability = after
         if after.checks > before.checks:
             shares = {stage: self._masks.share(stage, units) for stage, units in after.stable.items()}
-            self.say(messages.checked(after, self._config, shares))
+            self.say(log_lines.checked(after, self._config, shares))
 
     def _slowest_unfrozen_ms(self, timer: ActionTimer) -> float:
         """The median unfrozen step of the rank where it is longest."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tf_adapters.measuring.layers import Layers
+from tf_adapters.measuring.layer_times import Layers
 from tf_adapters.measuring.timer import Clock
 from tf_adapters.schedule.ir import PipelineSchedule
+from tf_adapters.selection.freeze_units import FreezeUnit, Tie
 from tf_adapters.selection.sampling import HeldValues
-from tf_adapters.selection.units import FreezeUnit, Tie
 from tf_adapters.weight_gradients.taps import StageTaps
 
 __all__ = ["HostInfo", "HostPipeline", "ParametersByStage"]

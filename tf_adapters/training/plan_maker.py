@@ -16,7 +16,7 @@ from tf_adapters.measuring.learning import Learning, Probe
 from tf_adapters.measuring.measurement import NOTHING_MEASURED, Measurement
 from tf_adapters.measuring.memory import MemoryMeter
 from tf_adapters.measuring.phase import Phase
-from tf_adapters.measuring.replicas import merge_bounds, slowest_durations
+from tf_adapters.measuring.replica_bounds import merge_bounds, slowest_durations
 from tf_adapters.measuring.timer import ActionTimer
 from tf_adapters.measuring.token_cost import TokenCost, slowest_costs
 from tf_adapters.measuring.transfers import complete_steps, local_traces, measure_gaps
@@ -29,7 +29,7 @@ from tf_adapters.planner.worker import BackgroundPlan
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
-from tf_adapters.training import messages
+from tf_adapters.training import log_lines
 from tf_adapters.training.pipeline import HostPipeline
 from tf_adapters.training.tap_findings import TapFindings
 
@@ -276,9 +276,9 @@ class PlanMaker:
         """Say what the settings ask for and the plan does not reach, and why nothing is frozen."""
         target = self._config.target_ms(known.unfrozen_step_ms)
         if target and promised.planned_ms > target * _NEARLY and not self._config.is_auto:
-            yield messages.out_of_reach(target, promised, self._config.stage_limit)
+            yield log_lines.out_of_reach(target, promised, self._config.stage_limit)
         if self._config.fills_memory:
-            yield messages.filled_memory(known, plan)
+            yield log_lines.filled_memory(known, plan)
         if self._config.is_auto and not plan.frontier:
             yield (
                 "max_freeze_ratio auto: nothing is frozen, since the gradients of single microbatches cannot be seen "

@@ -25,7 +25,7 @@ from tf_adapters.planner.frontier import best_point
 from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.training import messages
+from tf_adapters.training import log_lines
 from tf_adapters.training.plan_maker import Packed, PlanJob, RunSetup, packed, unpacked
 
 __all__ = ["Replanning", "changes"]
@@ -75,7 +75,7 @@ class Replanning:
             # Where a stage has no probe, what monitoring said stands.
             newest = self._run.learning(schedule, [rank.probes for rank in ranks], known.token_costs)
             learning = newest or known.learning
-            why = [messages.changed(slowest)] if 0.0 < self._config.replan_threshold < away else []
+            why = [log_lines.changed(slowest)] if 0.0 < self._config.replan_threshold < away else []
             why += _pays_otherwise(plan, learning)
             if not why:
                 return None

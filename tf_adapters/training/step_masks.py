@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from tf_adapters.measuring.phase import Phase
+from tf_adapters.selection.freeze_units import Tie
 from tf_adapters.selection.masks import NOTHING_FROZEN, Mask
-from tf_adapters.selection.units import Tie
 from tf_adapters.training.pipeline import ParametersByStage
 
 __all__ = ["MaskTally", "Scale", "StepMasks"]

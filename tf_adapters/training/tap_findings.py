@@ -13,8 +13,8 @@ from typing import Any
 from tf_adapters.collectives import Collectives, decide_from_all
 from tf_adapters.schedule.durations import Bounds, Share
 from tf_adapters.schedule.ir import Action
+from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.selection.masks import StageMasks
-from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.training.pipeline import HostPipeline
 from tf_adapters.values import Value
 from tf_adapters.weight_gradients.taps import StageTaps

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["Chosen", "Rows", "Sample", "TokenSampler", "common_input", "draw", "inclusion_chances"]
+__all__ = ["Chosen", "Rows", "TokenSample", "TokenSampler", "common_input", "draw", "inclusion_chances"]
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 """Inputs ``[tokens, inputs]`` and gradients of the output ``[tokens, outputs]`` of a layer."""
@@ -37,7 +37,7 @@ _LEAST_OWN = 0.1
 """Least norm of an input's own part, as a share of the input's norm. Below it, rounding is too large a part."""
 
 
-class Sample(NamedTuple):
+class TokenSample(NamedTuple):
     """A sample of all tokens: the common input ``[inputs]``, and some tokens for the rest of the inputs."""
 
     common: torch.Tensor
@@ -65,21 +65,21 @@ class TokenSampler:
         sample = self.sample(weight, inputs, gradient)
         return (inputs, gradient) if sample is None else _rows(sample, inputs, gradient)
 
-    def sample(self, weight: str, inputs: torch.Tensor, gradient: torch.Tensor) -> Sample | None:
+    def sample(self, weight: str, inputs: torch.Tensor, gradient: torch.Tensor) -> TokenSample | None:
         """None where all tokens are kept."""
         tokens = gradient.shape[0]
         count = max(2, round(self._kept(weight) * tokens))
         if count >= tokens:
             return None
         common, sizes = common_input(inputs, gradient)
-        return Sample(common, *self.choose(weight, sizes, count - 1))
+        return TokenSample(common, *self.choose(weight, sizes, count - 1))
 
     def choose(self, weight: str, sizes: torch.Tensor, count: int) -> Chosen:
         """``count`` of the tokens of these ``sizes`` ``[tokens]``, for the gradient of ``weight``."""
         return draw(inclusion_chances(sizes, count), count, float(self._rng.random()))
 
 
-def _rows(sample: Sample, inputs: torch.Tensor, gradient: torch.Tensor) -> Rows:
+def _rows(sample: TokenSample, inputs: torch.Tensor, gradient: torch.Tensor) -> Rows:
     common, chosen, scales = sample
     # This is for all tokens less the drawn ones. An infinity or a NaN in a gradient is in it whether or not it is
     # drawn.

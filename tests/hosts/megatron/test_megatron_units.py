@@ -11,7 +11,7 @@ from torch import nn
 
 from tf_adapters.hosts.units import units_of
 from tf_adapters.megatron.units import chunk_units, tied_places, unit_rules
-from tf_adapters.selection.units import FreezeUnit
+from tf_adapters.selection.freeze_units import FreezeUnit
 
 DENSE: Any = SimpleNamespace(moe_router_topk=2, num_moe_experts=None)
 

@@ -15,7 +15,7 @@ from tf_adapters.advice.partition import CutPipeline, Piece
 from tf_adapters.cli import main
 from tf_adapters.cli.balance import say_it
 from tf_adapters.hosts.layers import layers_of
-from tf_adapters.measuring.layers import LayerTimer
+from tf_adapters.measuring.layer_times import LayerTimer
 from tf_adapters.measuring.timer import HostClock
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Action, Kind

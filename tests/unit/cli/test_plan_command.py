@@ -153,7 +153,7 @@ class Terminal(io.StringIO):
 def work(stream: io.StringIO, monkeypatch) -> str:
     """What is printed while a text of 200 characters is worked on, until something is, at most ten seconds."""
     monkeypatch.setattr("sys.stderr", stream)
-    shown = progress.Progress("tf-adapters plan")
+    shown = progress.ProgressLine("tf-adapters plan")
     shown("step " * 40)
     with shown:
         for _ in range(1000):
@@ -181,6 +181,6 @@ def test_progress_is_lines_where_there_is_no_terminal(monkeypatch):
 def test_quick_work_shows_no_progress(monkeypatch):
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
-    with progress.Progress("tf-adapters plan") as shown:
+    with progress.ProgressLine("tf-adapters plan") as shown:
         shown("step 1")
     assert stream.getvalue() == ""

@@ -15,7 +15,7 @@ from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.layers import blocks, layers_of
 from tf_adapters.hosts.support import compiled_problem
-from tf_adapters.selection.units import FreezeUnit
+from tf_adapters.selection.freeze_units import FreezeUnit
 
 BLOCKS = {"granularity": "block"}
 WARMUP, STEPS = 3, 12

@@ -6,7 +6,7 @@ import pytest
 from schedules import gpipe
 
 from tf_adapters.errors import TimelyFreezeError
-from tf_adapters.measuring.replicas import MeasurementError, merge_bounds, slowest_durations
+from tf_adapters.measuring.replica_bounds import MeasurementError, merge_bounds, slowest_durations
 from tf_adapters.measuring.timer import Interval
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tf_adapters.measuring.theil_sen import Line, Point, _pairs, fit
+from tf_adapters.measuring.theil_sen import FittedSaving, Point, _pairs, fit
 
 SHARES = [0.0, 0.14, 0.29, 0.43, 0.57, 0.71, 0.86, 1.0]
 
@@ -26,7 +26,7 @@ def noisy(steps: int, saved: float, of_steps: float, of_samples: float) -> list[
     ]
 
 
-def fitted(steps: list[list[Point]]) -> Line:
+def fitted(steps: list[list[Point]]) -> FittedSaving:
     found = fit(steps)
     assert found is not None
     return found

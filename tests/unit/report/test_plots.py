@@ -68,7 +68,7 @@ def test_no_line_through_one_ratio(points: list[tuple[float, float]]) -> None:
 
 
 def test_times_that_do_not_depend_on_the_ratio_make_a_level_line() -> None:
-    assert plots.fitted([(0.0, 3.0), (1.0, 3.0)]) == plots.Line(3.0, 0.0, 1.0)
+    assert plots.fitted([(0.0, 3.0), (1.0, 3.0)]) == plots.FittedLine(3.0, 0.0, 1.0)
 
 
 def test_backwards_by_stage() -> None:

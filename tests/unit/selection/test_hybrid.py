@@ -9,9 +9,9 @@ from math import prod
 import numpy as np
 import pytest
 
+from tf_adapters.selection.freeze_units import FreezeUnit, frozen_share, preferred_share
 from tf_adapters.selection.hybrid import HybridSelection
 from tf_adapters.selection.masks import StageMasks
-from tf_adapters.selection.units import FreezeUnit, frozen_share, preferred_share
 
 DRAWS = 1500
 RATIOS = [0.05, 0.2, 0.5, 0.9]

@@ -9,7 +9,7 @@ from snapshots import snapshot_of
 
 from tf_adapters.selection.apf import ALPHA, Apf
 from tf_adapters.selection.autofreeze import AutoFreeze, layers_of
-from tf_adapters.selection.units import FreezeUnit
+from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.selection.updates import Updates
 
 

@@ -10,6 +10,7 @@ import torch
 from snapshots import held_by, snapshot_of
 
 from tf_adapters.selection.encoding import decode, encode
+from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.selection.readers import Readers, sizes_of
 from tf_adapters.selection.sampling import (
     READING_BYTES,
@@ -20,7 +21,6 @@ from tf_adapters.selection.sampling import (
     unpacked,
     whole_parameters,
 )
-from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.selection.updates import Snapshot, Updates, by_stage, unit_places
 
 KEY: PieceKey = (1, "layers.3.weight", ())

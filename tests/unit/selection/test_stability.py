@@ -16,7 +16,7 @@ from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.report.observer import RunReporter
 from tf_adapters.schedule.ir import Action
-from tf_adapters.selection.sampling import Piece
+from tf_adapters.selection.sampling import ParameterPiece
 from tf_adapters.selection.stability import StabilityChecks, StabilityState
 from tf_adapters.testing import force_plan
 from tf_adapters.testing.plans import tensor_units
@@ -233,7 +233,7 @@ def test_checks_are_due_every_interval_from_where_freezing_starts(step: int, due
 def test_after_another_sharding_the_model_is_only_read_and_what_is_stable_stays() -> None:
     parameters = weights()
     part: tuple[int, ...] = ()
-    checks = checks_of(lambda stage, name: (Piece(parameters[stage][name], part),), SingleProcess())
+    checks = checks_of(lambda stage, name: (ParameterPiece(parameters[stage][name], part),), SingleProcess())
     state = checks.run(StabilityState(), 0, 0)
     state = replace(state, checks=3, stable={0: frozenset({1})}, memory={"trend": np.ones(8)})
     part = (5,)

@@ -17,7 +17,7 @@ from tf_adapters import collectives as messages
 from tf_adapters.collectives import ProcessGroupCollectives, RemoteError
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.selection import sampling
-from tf_adapters.selection.sampling import Piece
+from tf_adapters.selection.sampling import ParameterPiece
 from tf_adapters.selection.stability import StabilityChecks, StabilityState, without_evidence
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.plans import tensor_units
@@ -54,11 +54,11 @@ class Model:
         self.parts = parts
         self.fails = False
 
-    def __call__(self, stage: int, name: str) -> list[Piece]:
+    def __call__(self, stage: int, name: str) -> list[ParameterPiece]:
         if self.fails:
             raise RuntimeError("no such shard")
         shards = self.values[name].chunk(self.parts)
-        return [Piece(shards[part], (part,) if self.parts > 1 else ()) for part in self.held]
+        return [ParameterPiece(shards[part], (part,) if self.parts > 1 else ()) for part in self.held]
 
     def train(self, step: int) -> None:
         for number, values in enumerate(self.values.values()):
@@ -266,7 +266,7 @@ def test_what_was_never_read_is_never_stable(monkeypatch: pytest.MonkeyPatch) ->
     units = {0: tensor_units({name: torch.nn.Parameter(torch.ones(2)) for name in names})}  # type: ignore[arg-type]
     for method in ("timely+apf", "autofreeze"):
         config = TimelyFreezeConfig(**{**SETTINGS, "method": method, "autofreeze_percentile": 50.0})
-        held = lambda stage, name: [Piece(values[name])]  # noqa: E731
+        held = lambda stage, name: [ParameterPiece(values[name])]  # noqa: E731
         checks = StabilityChecks(config, units, [0], held, messages.SingleProcess())
         state = StabilityState()
         for step in range(3):

@@ -7,9 +7,9 @@ from math import prod
 import numpy as np
 import pytest
 
+from tf_adapters.selection.freeze_units import FreezeUnit, freezable_work
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.uniform import UniformSelection
-from tf_adapters.selection.units import FreezeUnit, freezable_work
 
 
 def layers(*shapes, blocks):

@@ -16,11 +16,11 @@ from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.schedule.orders import named_schedule
-from tf_adapters.simulate.goals import goal_points
+from tf_adapters.simulate.goal_comparison import goal_points
 from tf_adapters.simulate.model_costs import StageCost, action_bounds
-from tf_adapters.simulate.page import simulation_page
-from tf_adapters.simulate.pipeline import Pipeline, between_ranks, carried_gaps, recut, stage_times
+from tf_adapters.simulate.simulated_pipeline import Pipeline, between_ranks, carried_gaps, recut, stage_times
 from tf_adapters.simulate.simulation import held_by, simulate
+from tf_adapters.simulate.simulation_page import simulation_page
 
 # F 10 ms, B 20 ms, of which 10 are weight gradients, on every stage.
 PIECE = StageCost(10.0, 10.0, 10.0)

@@ -15,8 +15,8 @@ from tf_adapters.cli.doctor import HOSTS, TRAINERS
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
 from tf_adapters.report import Report
+from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.selection.masks import StageMasks
-from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.training.state import FORMAT, compatible_state
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,7 +11,7 @@ from tf_adapters.planner.solve import solve
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Kind
 from tf_adapters.schedule.orders import one_forward_one_backward
-from tf_adapters.training import messages
+from tf_adapters.training import log_lines
 
 TIMES = {Kind.FORWARD: Bounds(10.0, 10.0), Kind.BACKWARD: Bounds(12.0, 22.0)}
 
@@ -23,7 +23,7 @@ def problem(stages: int, steps: str) -> PlanProblem:
 
 
 def line(of: PlanProblem, *meetings: str) -> str:
-    return messages.meeting(of.measurement, solve(of), meetings)
+    return log_lines.meeting(of.measurement, solve(of), meetings)
 
 
 def test_steps_that_overlap():

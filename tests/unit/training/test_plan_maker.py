@@ -22,8 +22,8 @@ from tf_adapters.errors import SolverError
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.planner.worker import BackgroundPlan
 from tf_adapters.schedule.durations import Bounds
+from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.selection.masks import StageMasks
-from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
 SCHEDULE = gpipe(1, 3)

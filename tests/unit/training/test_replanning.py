@@ -16,8 +16,8 @@ from tf_adapters.planner.forecast import planned_dag, stable_durations
 from tf_adapters.planner.solve import plan
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action
+from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.selection.masks import StageMasks
-from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 from tf_adapters.training.plan_maker import PlanJob, RunSetup
 from tf_adapters.training.replanning import Replanning, changes

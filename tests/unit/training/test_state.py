@@ -14,8 +14,8 @@ from tf_adapters.measuring.phase import Phase
 from tf_adapters.planner.solve import plan
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import PipelineSchedule
+from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.selection.masks import StageMasks
-from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.training.phases import PhaseSchedule
 from tf_adapters.training.plan_maker import Planned
 from tf_adapters.training.state import FORMAT, RunState, compatible_state, fingerprint

@@ -12,8 +12,8 @@ from tf_adapters.errors import ConfigError
 from tf_adapters.measuring.timer import ActionTimer
 from tf_adapters.measuring.token_cost import TokenCost, measured_token_cost, slowest_costs
 from tf_adapters.schedule.ir import Action
+from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.selection.masks import StageMasks
-from tf_adapters.selection.units import FreezeUnit
 from tf_adapters.weight_gradients.tokens import TokenSampler, common_input, draw, inclusion_chances
 
 SIZES = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1e6)), min_size=2, max_size=40)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.measuring.layers import LayerTimer
+from tf_adapters.measuring.layer_times import LayerTimer
 from tf_adapters.measuring.memory import MemoryMeter
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.measuring.timer import ActionTimer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tf_adapters.errors import ConfigError
+from tf_adapters.selection.freeze_units import FreezeUnit, limited
 from tf_adapters.selection.masks import Mask, StageMasks
-from tf_adapters.selection.units import FreezeUnit, limited
 
 UNITS = {
     0: [FreezeUnit(("embed.weight",), 8.0, (8,)), FreezeUnit(("0.linear.weight", "0.linear.bias"), 4.0, (4,))],

@@ -12,7 +12,7 @@ from tf_adapters.planner.problem import Limits, PlanProblem
 from tf_adapters.planner.program import Progress
 from tf_adapters.planner.solve import solve
 from tf_adapters.schedule.deferral import whole_microbatches_held
-from tf_adapters.simulate.pipeline import Pipeline
+from tf_adapters.simulate.simulated_pipeline import Pipeline
 from tf_adapters.simulate.simulation import GoalPoint, gain_of
 
 __all__ = ["DRAWING", "goal_points"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tf_adapters.hosts.updates import UpdateCopies
+from tf_adapters.hosts.update_copies import UpdateCopies
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
