@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_GRACE_S = 3.0  # for other ranks after one has failed
+_GRACE_S = 6.0  # for other ranks after one has failed
 _STARTUP_S = 300.0  # a host may compile an extension at its first import
 
 
