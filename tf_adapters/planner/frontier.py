@@ -20,8 +20,8 @@ SOLVES = _BETWEEN + 2
 _MARGIN = 0.05
 """By how much, beyond the standard error, a plan must be better than the one in force to take its place.
 
-A plan stays in force while it is better than the one with the least freezing by half of this. A step made up to 0.06 less
-progress than predicted in the language model study (docs/when.md).
+A plan stays in force while it is better than the one with the least freezing by half of this. In the language model
+study (docs/when.md) a step made up to 0.06 less progress than predicted.
 """
 
 
