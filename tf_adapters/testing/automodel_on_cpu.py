@@ -8,18 +8,22 @@ device memory are 0. Run with nemo-automodel 0.7.0 (torch 2.13).
 
 from __future__ import annotations
 
-import importlib
+import re
 import sys
+import types
 from typing import Any
 
 import torch
 
 from tf_adapters.hosts.launcher import run_command
+from tf_adapters.testing.after_import import ChangedImports, Run
 
 _USAGE = "usage: torchrun [...] -m tf_adapters.testing.automodel_on_cpu -m MODULE [its arguments]"
 
 
-_ON_CUDA = ("_transformers.auto_model", "recipes.llm.train_ft", "components.models.qwen3_moe.model")
+_ON_CUDA = re.compile(
+    r"nemo_automodel\.(_transformers\.auto_model|recipes\.llm\.train_ft|components\.models\.\w+\.model)"
+)
 """Modules that build tensors on a device of type "cuda" by name."""
 
 
@@ -35,7 +39,7 @@ class _OnCpu:
 
 
 def install() -> None:
-    """Prepare this process for AutoModel."""
+    """Prepare this process for AutoModel, before it is imported."""
     of_a_device: dict[str, Any] = {
         "current_device": lambda: torch.device("cpu"),
         "empty_cache": lambda: None,
@@ -46,8 +50,12 @@ def install() -> None:
     vars(torch.cuda).update(of_a_device)
     barrier = torch.distributed.barrier
     vars(torch.distributed)["barrier"] = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
-    for name in _ON_CUDA:
-        vars(importlib.import_module(f"nemo_automodel.{name}"))["torch"] = _OnCpu()
+    sys.meta_path.insert(0, ChangedImports(lambda name: _on_cpu if _ON_CUDA.fullmatch(name) else None))
+
+
+def _on_cpu(run: Run, module: types.ModuleType) -> None:
+    run(module)
+    vars(module)["torch"] = _OnCpu()
 
 
 def main() -> None:

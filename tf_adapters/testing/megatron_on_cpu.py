@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import functools
 import glob
-import importlib.machinery
 import importlib.util
 import multiprocessing.spawn
 import os
 import sys
 import types
 import typing
-from collections.abc import Sequence
 from typing import Any
 
 from tf_adapters.testing import cuda_stand_in
+from tf_adapters.testing.after_import import Change, ChangedImports, Run
 
 CHANGED: dict[str, dict[str, Any]] = {  # names that are missing without Transformer Engine
     "megatron.core.models.bert.bert_layer_specs": {"bert_layer_with_transformer_engine_spec": None},
@@ -35,29 +34,26 @@ _HELPERS = "megatron.core.datasets.helpers_cpp"
 _FUSED_KERNEL = "fused_weight_gradient_mlp_cuda"
 
 
-class _AfterImport:
-    """An import hook that sets attributes of a module right after its code has run."""
+def _change_of(name: str) -> Change | None:
+    if name not in CHANGED:
+        return None
 
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
-        spec: Any = importlib.machinery.PathFinder.find_spec(name, path) if name in CHANGED else None
-        if spec is not None:
-            execute = spec.loader.exec_module
+    def set_names(run: Run, module: types.ModuleType) -> None:
+        run(module)
+        vars(module).update(CHANGED[name])
 
-            def execute_then_change(module: types.ModuleType) -> None:
-                execute(module)
-                vars(module).update(CHANGED[name])
+    return set_names
 
-            spec.loader.exec_module = execute_then_change
-        return spec
+
+_IMPORTS = ChangedImports(_change_of)
 
 
 def install() -> None:
     """Prepare this process for Megatron-Core. Call it before any import of Megatron; once is enough."""
-    if _AfterImport in sys.meta_path:
+    if _IMPORTS in sys.meta_path:
         return
     cuda_stand_in.install()
-    sys.meta_path.insert(0, _AfterImport)
+    sys.meta_path.insert(0, _IMPORTS)
     _send_copies()
     stand_in_for_apex()
     if not hasattr(typing, "override"):  # 0.19 assumes Python 3.12

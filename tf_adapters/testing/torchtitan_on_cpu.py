@@ -10,18 +10,18 @@ Run with TorchTitan 0.2.2 (torch 2.13), 0.3.0 (torch 2.15).
 
 from __future__ import annotations
 
-import importlib.abc
+import importlib
 import importlib.util
 import os
 import sys
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch._utils
 
 from tf_adapters.hosts.launcher import run_command
+from tf_adapters.testing.after_import import Change, ChangedImports, Run
 
 _USAGE = "usage: torchrun [...] -m tf_adapters.testing.torchtitan_on_cpu -m MODULE [its arguments]"
 
@@ -41,28 +41,7 @@ def install() -> None:
         vars(torch.cpu).setdefault(name, function)
     barrier = torch.distributed.barrier
     vars(torch.distributed)["barrier"] = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
-    sys.meta_path.insert(0, _Changing())
-
-
-class _Changing(importlib.abc.MetaPathFinder):
-    """Imports the modules of TorchTitan that a CPU cannot run with changes."""
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        change = _CHANGED.get(fullname)
-        if change is None:
-            return None
-        sys.meta_path.remove(self)
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            sys.meta_path.insert(0, self)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-            vars(spec.loader)["exec_module"] = lambda module: change(run, module)
-        return spec
-
-
-Run = Callable[[types.ModuleType], None]
+    sys.meta_path.insert(0, ChangedImports(_CHANGED.get))
 
 
 def _with_triton(run: Run, module: types.ModuleType) -> None:
@@ -111,10 +90,11 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
     return result, types.SimpleNamespace(lse=scores.logsumexp(-1))
 
 
-_CHANGED = {
+_CHANGED: dict[str, Change] = {
     "torchtitan.models.moe.kernels": _with_triton,
     "torchtitan.models.common.attention": _with_plain_attention,
 }
+"""Modules of TorchTitan that a CPU cannot run as they are."""
 
 
 def main() -> None:
