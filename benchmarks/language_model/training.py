@@ -22,7 +22,6 @@ from benchmarks.language_model.ways import DRAWING, MICROBATCHES, WAYS, Way, pla
 from benchmarks.shared.files import ROOT
 from tf_adapters.hosts.units import units_of
 from tf_adapters.measuring.learning import Learning
-from tf_adapters.planner.freeze_plan import FreezePlan, FrontierPoint
 from tf_adapters.planner.frontier import best_point
 from tf_adapters.planner.solve import solve
 from tf_adapters.selection.masks import Mask, StageMasks
@@ -112,17 +111,14 @@ class Training:
         costs = dict.fromkeys(range(STAGES), DRAWING) if self.way.samples_tokens else {}
         learning = Learning.measured([self.noise.probes()], MICROBATCHES, costs, adaptive=True)
         assert learning is not None
-        if self.plan.frontier and not self._pays_otherwise(learning):
-            self.chosen_progress = learning.progress(_chosen(self.plan).added_noise).share
-            return
-        self.looks_in_a_row = 0
-        self.plan = solve(problem(self.way, learning))
-        self.chosen_progress = _chosen(self.plan).progress
+        if not self.plan.frontier or self._pays_otherwise(learning):
+            self.looks_in_a_row = 0
+            self.plan = solve(problem(self.way, learning))
+        self.chosen_progress = learning.progress(self.plan.frontier[self.plan.chosen].added_noise).share
 
     def _pays_otherwise(self, learning: Learning) -> bool:
         """Return whether this look and the last one found another plan better."""
-        current = self.plan.frontier.index(_chosen(self.plan))
-        other = best_point(self.plan.frontier, learning, current) != current
+        other = best_point(self.plan.frontier, learning, self.plan.chosen) != self.plan.chosen
         self.looks_in_a_row = self.looks_in_a_row + 1 if other else 0
         return self.looks_in_a_row == 2
 
@@ -226,10 +222,6 @@ def train(task_name: str, way_name: str, seed: int) -> dict[str, Any]:
         "loss_at_equal_steps": same_steps,
         "curve": curve,
     }
-
-
-def _chosen(plan: FreezePlan) -> FrontierPoint:
-    return next(point for point in plan.frontier if point.chosen)
 
 
 def _first_weights(task: Task, seed: int) -> list[Stage]:

@@ -6,7 +6,7 @@ Transformer Engine's Python is real. Only its compiled extension is a stand-in.
 from __future__ import annotations
 
 import automodel_jobs
-from automodel_jobs import BY_ITS_WARMUP, JOB, SAVED, run
+from automodel_jobs import JOB, run
 
 from tf_adapters.testing import transformer_engine_on_cpu
 
@@ -32,18 +32,8 @@ MODEL = {
         "rope_fusion": False,
     },
 }
-JOBS = {
-    "alone": {"where": "alone"},
-    "nothing frozen": {"where": "nothing", "timely_freeze": {**BY_ITS_WARMUP, "max_freeze_ratio": 0.0}},
-    "whole": {"where": "run", "timely_freeze": BY_ITS_WARMUP, "checkpoint": SAVED},
-    "resumed": {
-        "where": "resumed",
-        "timely_freeze": BY_ITS_WARMUP,
-        "checkpoint": {**SAVED, "restore_from": "run/epoch_0_step_9"},
-    },
-    "wrong setting": {"where": "wrong", "timely_freeze": {"max_freeze_ratio": 6}},
-}
-JOBS = {name: {**job, "model": MODEL} for name, job in JOBS.items()}
+OF_THE_CONTRACT = ("alone", "nothing frozen", "whole", "resumed", "wrong setting")
+JOBS = {name: {**automodel_jobs.JOBS[name], "model": MODEL} for name in OF_THE_CONTRACT}
 
 __all__ = ["JOBS", "prepare", "run"]
 

@@ -159,7 +159,7 @@ def test_a_name_means_one_thing_in_all_rooms() -> None:
     homes: dict[str, set[str]] = {}
     for path in FILES:
         room = room_of(module_of(path))
-        classes = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
+        classes = (node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef))
         names = {node.name for node in classes if not node.name.startswith("_")}
         if not path.stem.startswith("__") and room not in ("cli", "megatron_patches"):
             names.add(path.name)

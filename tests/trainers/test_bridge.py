@@ -18,17 +18,6 @@ from tf_adapters.errors import ConfigError, UnsupportedError
 from tf_adapters.report import Report
 from tf_adapters.testing.transformer_engine_on_cpu import available
 
-
-def figures_of(folder: Path) -> list[int]:
-    """Return the steps of which Bridge has logged our figures."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder / "run" / "logs"))
-    events.Reload()
-    assert "timely-freeze/planned_step_ms" in events.Tags()["scalars"]
-    return [event.step for event in events.Scalars("timely-freeze/afr_stage_0")]
-
-
 # --- real trainings ------------------------------------------------------------------------------------------------
 
 
@@ -37,12 +26,24 @@ with_bridge = pytest.mark.skipif(
 )
 
 
+class BridgeContract(TrainerContract):
+    resumed = range(SAVED + 1, 13)
+
+    def test_the_trainer_logs_its_figures(self, jobs: dict[str, list[Told]], folder: Path) -> None:  # type: ignore[override]
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        assert jobs["whole"][0].error == ""
+        events = EventAccumulator(str(folder / "run" / "logs"))
+        events.Reload()
+        assert [event.step for event in events.Scalars("timely-freeze/afr_stage_0")] == list(range(1, 13))
+        assert "timely-freeze/planned_step_ms" in events.Tags()["scalars"]
+
+
 @with_bridge
 @pytest.mark.programs
-class TestTrainings(TrainerContract):
+class TestTrainings(BridgeContract):
     module = "megatron_bridge_jobs"
     refused = ("refused",)
-    resumed = range(SAVED + 1, 13)
 
     def test_it_says_what_it_does_on_the_first_rank(self, jobs: dict[str, list[Told]]) -> None:
         ranks = jobs["whole"]
@@ -52,10 +53,6 @@ class TestTrainings(TrainerContract):
         assert "warm-up to step 2, monitoring to 6" in ranks[0].said  # the scheduler's two iterations
         assert "stable freezing" in ranks[0].said
         assert not any("timely_freeze: " in line for line in ranks[1].lines)
-
-    def test_the_trainer_logs_its_figures(self, jobs: dict[str, list[Told]], folder: Path) -> None:  # type: ignore[override]
-        assert jobs["whole"][0].error == ""
-        assert figures_of(folder) == list(range(1, 13))
 
     def test_where_it_is_not_enabled_bridge_trains_alone(self, jobs: dict[str, list[Told]]) -> None:
         alone = jobs["alone"][1].losses
@@ -97,15 +94,10 @@ class TestTrainings(TrainerContract):
 @with_bridge
 @pytest.mark.skipif(not available(), reason="transformer-engine is not installed")
 @pytest.mark.programs
-class TestTransformerEngine(TrainerContract):
+class TestTransformerEngine(BridgeContract):
     """Weight gradients of Transformer Engine's layers wait in all jobs with a section; "whole" samples tokens too."""
 
     module = "megatron_bridge_engine_jobs"
-    resumed = range(SAVED + 1, 13)
-
-    def test_the_trainer_logs_its_figures(self, jobs: dict[str, list[Told]], folder: Path) -> None:  # type: ignore[override]
-        assert jobs["whole"][0].error == ""
-        assert figures_of(folder) == list(range(1, 13))
 
     def test_nearly_all_weight_gradients_can_wait(self, jobs: dict[str, list[Told]], folder: Path) -> None:
         assert jobs["whole"][0].error == ""

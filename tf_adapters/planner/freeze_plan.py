@@ -118,6 +118,11 @@ class FreezePlan(Value):
         return self.period_ms or self.makespan_ms
 
     @cached_property
+    def chosen(self) -> int:
+        """The place of this plan in its ``frontier``, which it has."""
+        return next(place for place, point in enumerate(self.frontier) if point.chosen)
+
+    @cached_property
     def ratio_of_microbatch(self) -> Mapping[tuple[int, int], float]:
         """Freeze ratios by (stage, microbatch), whichever action computes its weight gradients."""
         return {(action.stage, action.microbatch): ratio for action, ratio in self.freeze_ratio.items()}

@@ -76,7 +76,7 @@ def best_point(points: Sequence[FrontierPoint], learning: Learning, current: int
 def describe_frontier(plan: FreezePlan) -> str:
     """Describe the candidates for the plan that pays most, and the reason of the choice. The plan has a frontier."""
     points = plan.frontier
-    chosen = next(point for point in points if point.chosen)
+    chosen = points[plan.chosen]
     best = max(points, key=lambda point: point.progress_in_time)
     told = (
         f"of {len(points)} plans that freeze {points[0].mean_freeze_ratio:.2f} to {points[-1].mean_freeze_ratio:.2f}, "

@@ -192,6 +192,7 @@ def _draw_frontier(figure: Any, report: Report) -> None:
     assert report.plan is not None
     figure.set_size_inches(7.5, _HEIGHT)
     axes, points = figure.add_subplot(), report.plan.frontier
+    chosen = points[report.plan.chosen]
     ratios = [point.mean_freeze_ratio for point in points]
     errors = [point.progress_error for point in points]
     axes.plot(ratios, [p.speed for p in points], marker="o", markersize=4, label="speed", color=_colour(0))
@@ -199,7 +200,6 @@ def _draw_frontier(figure: Any, report: Report) -> None:
                   label="progress of a step", color=_colour(1))  # fmt: skip
     axes.errorbar(ratios, [p.progress_in_time for p in points], [p.speed * p.progress_error for p in points],
                   marker="o", markersize=4, capsize=2, label="progress in the same time", color=_colour(2))  # fmt: skip
-    chosen = next(point for point in points if point.chosen)
     axes.axvline(chosen.mean_freeze_ratio, color="0.5", linewidth=1, linestyle="--", label="the plan")
     axes.axhline(1.0, color="0.8", linewidth=0.8)
     axes.set_title("what freezing brings, the host alone = 1 (standard errors)", fontsize=9)

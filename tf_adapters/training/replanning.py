@@ -112,11 +112,10 @@ def _pays_otherwise(plan: FreezePlan, learning: Learning | None) -> list[str]:
     """Why another plan of the frontier pays more now than the one in force, if one does."""
     if not plan.frontier or learning is None:
         return []
-    current = next(number for number, point in enumerate(plan.frontier) if point.chosen)
-    best = best_point(plan.frontier, learning, current)
-    if best == current:
+    best = best_point(plan.frontier, learning, plan.chosen)
+    if best == plan.chosen:
         return []
-    chosen, better = (plan.frontier[number].mean_freeze_ratio for number in (current, best))
+    chosen, better = (plan.frontier[number].mean_freeze_ratio for number in (plan.chosen, best))
     found = "pays more than" if best else "is as good as"
     return [f"the gradients' noise has changed: freezing {better:.2f} {found} {chosen:.2f}"]
 

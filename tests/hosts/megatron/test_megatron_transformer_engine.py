@@ -227,7 +227,8 @@ def memory(case: Case) -> dict[str, float]:
     chunks, optimizer, adapter = start(case)
     for step in range(case.steps):
         train_step(case, chunks, optimizer, step)
-    run, [stage] = adapter.controller.snapshot(), adapter.controller.snapshot().stages
+    run = adapter.controller.snapshot()
+    [stage] = run.stages
     before, after = (run.memory.held(phase) for phase in (Phase.MONITORING_UPPER, Phase.STABLE))
     planned, measured = run.planned_peak_bytes(run.schedule, run.state.plan), run.memory.peak_bytes(Phase.STABLE)
     adapter.detach()
