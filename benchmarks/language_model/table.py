@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from benchmarks.language_model.tasks import TASKS
 from benchmarks.language_model.ways import (
     BASE,
@@ -103,7 +105,7 @@ def contrasts(runs: Runs) -> str:
 
 def choices(runs: Runs) -> str:
     """Return the table of runs with an auto way: the chosen plan and its result."""
-    head = ("task", "way", "seed", "froze", "kappa", "p_eff", "lower loss than without freezing by")
+    head = ("task", "way", "seed", "froze", "kappa", "p_eff", "lower loss than without freezing by", "p_eff found")
     lines = []
     for task, ways in runs.items():
         for way in (way for way in ways if WAYS[way].auto):
@@ -115,8 +117,20 @@ def choices(runs: Runs) -> str:
                     f"{run['mean_freeze_ratio']:.2f}",
                     f"{run['progress']:.2f}" if run.get("progress") else "",
                 )
-                lines.append([task, way, str(seed), froze, f"{1 / run['speedup']:.2f}", p_eff, gain])
+                found = _found_progress(ways, seed, run)
+                lines.append([task, way, str(seed), froze, f"{1 / run['speedup']:.2f}", p_eff, gain, found])
     return markdown_table(head, lines)
+
+
+def _found_progress(ways: Mapping[str, Mapping[int, Run]], seed: int, run: Run) -> str:
+    """The steps with nothing frozen that end at the run's loss, over the run's steps; empty where no run shows them."""
+    exact = [ways[way][seed] for way in (BASE, EXACT, GOAL_EXACT, EXACT_MORE) if seed in ways.get(way, {})]
+    curve = sorted((share * other["steps"], loss) for other in exact for share, loss in other["curve"])
+    if not curve or run[WALL_CLOCK] < min(loss for _, loss in curve):
+        return ""
+    steps, losses = np.array(curve).T
+    # np.interp wants growing places: a loss that has risen again counts as the lowest before it.
+    return f"{np.interp(-run[WALL_CLOCK], np.maximum.accumulate(-losses), steps) / run['steps']:.2f}"
 
 
 def _without_freezing(way: str) -> str:

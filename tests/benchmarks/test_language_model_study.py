@@ -70,7 +70,7 @@ def test_a_weight_that_no_microbatch_trains_stays() -> None:
 
 
 def run(way: str, seed: int, loss: float, **more: Any) -> dict[str, Any]:
-    same = {"speedup": 1.0, "mean_freeze_ratio": 0.0, "progress": None, STEPS: loss + 0.1}
+    same = {"speedup": 1.0, "mean_freeze_ratio": 0.0, "progress": None, STEPS: loss + 0.1, "steps": 100, "curve": []}
     return {"task": "from scratch", "way": way, "seed": seed, WALL_CLOCK: loss, **same, **more}
 
 
@@ -86,3 +86,12 @@ def test_differences_are_paired_by_seed_and_one_seed_has_no_error() -> None:
 def test_an_auto_run_tells_what_it_chose() -> None:
     rows = [run(BASE, 0, 2.0), run("tokens, auto", 0, 1.95, speedup=1.25, mean_freeze_ratio=0.3, progress=0.9)]
     assert "| from scratch | tokens, auto | 0 | 0.30 | 0.80 | 0.90 | +0.050 |" in choices(by_task(rows))
+
+
+def test_the_progress_that_was_found_is_in_steps_with_nothing_frozen() -> None:
+    alone = run(BASE, 0, 2.0, curve=[(0.5, 3.0), (1.0, 2.0)])
+    auto = {"speedup": 1.25, "progress": 0.9, "steps": 125}
+    table = choices(by_task([alone, run("tokens, auto", 0, 2.1, **auto)]))
+    assert "| 0.90 | -0.100 | 0.76 |" in table  # as low as after 95 steps
+    lower = choices(by_task([alone, run("tokens, auto", 0, 1.9, **auto)]))
+    assert "| 0.90 | +0.100 | |" in lower

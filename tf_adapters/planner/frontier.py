@@ -21,7 +21,7 @@ _MARGIN = 0.05
 """By how much, beyond the standard error, a plan must be better than the one in force to take its place.
 
 A plan stays in force while it is better than the one with the least freezing by half of this. In the language model
-study (docs/when.md) a step made up to 0.06 less progress than predicted.
+study (docs/when.md) steps made up to 0.04 less progress than predicted on a task, and up to 0.09 in a single run.
 """
 
 
