@@ -271,6 +271,7 @@ def timeouts() -> tuple[float, float]:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=77), world)
     with closing(ProcessGroupCollectives()) as collectives:
         ours = collectives._group.options._timeout
+        assert collectives.gather(1) == [1, 1]  # a rank that closed now could leave while the other one still connects
     found = _timeout(world), ours
     dist.distributed_c10d._set_pg_timeout(before, world)
     return found[0].total_seconds(), found[1].total_seconds()
