@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -52,7 +52,7 @@ class TimelyFreezeConfig(BaseModel):
         None,
         description="what a run is for; exact: the host's bits, sooner; pays: exact first, then sampled tokens where "
         "measurements say that they pay; paper: TimelyFreeze as published; each setting of your own overrides it; by "
-        "default pays, unless method, max_freeze_ratio, granularity, weight_gradients or target_speedup is given",
+        "default exact, unless another setting chooses how to freeze",
     )
     method: Literal["timely", "timely+apf", "timely+autofreeze", "apf", "autofreeze", "none"] = Field(
         "timely",
@@ -165,42 +165,31 @@ class TimelyFreezeConfig(BaseModel):
 
     def _check_together(self) -> None:
         """Raises ConfigError where settings that are right by themselves contradict each other."""
+        deferred, or_deferred = self.weight_gradients == "deferred", 'or weight_gradients "deferred"'
         if self.samples_tokens and self.method not in ("timely", "none"):
-            raise ConfigError(
-                f'{SECTION}.granularity is "token" and {SECTION}.method is "{self.method}": allowed is "tensor" or '
-                '"block" with it, since it chooses what to freeze whole'
-            )
-        if self.weight_gradients == "deferred" and not self.plans:
-            raise ConfigError(
-                f'{SECTION}.weight_gradients is "deferred" and {SECTION}.method is "{self.method}": allowed is '
-                '"in_place" with it, since deferral needs a plan'
-            )
-        if self.extra_microbatches and self.weight_gradients != "deferred":
-            raise ConfigError(
-                f"{SECTION}.extra_microbatches is {self.extra_microbatches} and {SECTION}.weight_gradients is "
-                f'"{self.weight_gradients}": allowed is 0, or weight_gradients "deferred"'
-            )
-        if self.post_validates and self.weight_gradients != "deferred":
-            raise ConfigError(
-                f'{SECTION}.optimizer_step is "post_validated" and {SECTION}.weight_gradients is '
-                f'"{self.weight_gradients}": allowed is "synchronous", or weight_gradients "deferred"'
-            )
+            why = "since it chooses what to freeze whole"
+            self._refuse_both("granularity", "method", f'"tensor" or "block" with it, {why}')
+        if deferred and not self.plans:
+            self._refuse_both("weight_gradients", "method", '"in_place" with it, since deferral needs a plan')
+        if self.extra_microbatches and not deferred:
+            self._refuse_both("extra_microbatches", "weight_gradients", f"0, {or_deferred}")
+        if self.post_validates and not deferred:
+            self._refuse_both("optimizer_step", "weight_gradients", f'"synchronous", {or_deferred}')
         if self.memory_limit is not None and not self.fills_memory:
-            raise ConfigError(
-                f"{SECTION}.memory_limit is {self.memory_limit:g} and {SECTION}.extra_microbatches is "
-                f'{self.extra_microbatches}: allowed is null, or extra_microbatches "auto"'
-            )
+            self._refuse_both("memory_limit", "extra_microbatches", 'null, or extra_microbatches "auto"')
         if self.is_auto and not self.plans:
-            raise ConfigError(
-                f'{SECTION}.max_freeze_ratio is "auto" and {SECTION}.method is "{self.method}": allowed is a number '
-                "with it, since auto chooses a plan"
-            )
+            self._refuse_both("max_freeze_ratio", "method", "a number with it, since auto chooses a plan")
+        goal = f' with goal "{self.goal}"' if self.goal else ""
         for pattern, limit in self.freeze_limits.items():
             if self.plans and limit > self.stage_limit:
                 raise ConfigError(
                     f"{_limit_of(pattern)} is {limit}: allowed is a number from 0 to {SECTION}.max_freeze_ratio, "
-                    f"which is {self.stage_limit}"
+                    f"which is {self.stage_limit}{goal}"
                 )
+
+    def _refuse_both(self, name: str, other: str, allowed: str) -> NoReturn:
+        value, beside = _shown(getattr(self, name)), _shown(getattr(self, other))
+        raise ConfigError(f"{SECTION}.{name} is {value} and {SECTION}.{other} is {beside}: allowed is {allowed}")
 
     def fallbacks(self) -> Iterator[TimelyFreezeConfig]:
         """Yield these settings, then what is nearest to the goal where a host cannot run them."""
@@ -393,6 +382,10 @@ def _describe(error: ValidationError) -> list[str]:
 
 def _limit_of(pattern: object) -> str:
     return f"{SECTION}.freeze_limits[{_quoted(pattern)}]"
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
 def _quoted(text: object) -> str:

@@ -9,7 +9,7 @@ __all__ = ["GOALS", "LEVERS", "Goal", "fallbacks", "with_goal"]
 
 Goal = Literal["exact", "pays", "paper"]
 
-DEFAULT: Goal = "pays"
+DEFAULT: Goal = "exact"
 
 GOALS: Mapping[str, Mapping[str, Any]] = {
     "exact": {"max_freeze_ratio": 0.0, "granularity": "tensor", "weight_gradients": "deferred"},
@@ -19,14 +19,19 @@ GOALS: Mapping[str, Mapping[str, Any]] = {
 LEVERS = tuple(GOALS[DEFAULT])
 """The settings that a goal chooses."""
 
-_DEFAULTS = {"method": "timely", "target_speedup": None}
-"""Settings with which a run chooses its own way, and their values where it does not."""
+_DEFAULTS: Mapping[str, Any] = {
+    "method": "timely",
+    "target_speedup": None,
+    "freeze_limits": {},
+    "gradient_scale": "skipped_as_zero",
+}
+"""Other settings with which a run chooses its own way, and their values where it does not."""
 
 
 def with_goal(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings and those that their goal chooses. A setting that is given stays.
 
-    Settings without a goal have ``DEFAULT``, if they leave all levers, the method and the target to it; otherwise none.
+    Settings without a goal have ``DEFAULT``, unless one of ``LEVERS`` is given or another setting asks for freezing.
     """
     found = dict(settings)
     chosen = any(name in found for name in LEVERS)

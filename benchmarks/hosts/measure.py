@@ -43,7 +43,7 @@ FORWARD_S = 0.035
 STEPS, SETTLE = 8, 2
 PHASES = {"warmup": 4, "monitoring": 12, "progressive": 0, "stable": 1}
 CHECKED = {
-    "deferred weight gradients": ({"weight_gradients": "deferred", "max_freeze_ratio": 0.0}, 4 + 8),
+    "goal exact": ({"weight_gradients": "deferred", "max_freeze_ratio": 0.0}, 4 + 8),
     "schedule gpipe": ({"method": "none", "max_freeze_ratio": 0.0}, 0),
 }
 """By lever: the settings, and after how many steps it is in force."""

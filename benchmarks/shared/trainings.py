@@ -30,7 +30,8 @@ class Size:
 
     ``replicas`` of the pipeline are trained by DeepSpeed where the group has that many times as many ranks. With
     ``compiled`` torch's decoder layers are compiled one by one. ``clip`` is the largest norm of all gradients, on
-    Megatron and torch; 0 does not clip, and None leaves it to the example. ``schedule`` is torch's.
+    Megatron and torch; 0 does not clip, and None leaves it to the example. ``schedule`` is torch's. ``looped`` is the
+    number of a rank's stages: Megatron's model chunks, or those of torch's looped schedules; 0 takes the example's.
     """
 
     ranks: int = RANKS
@@ -43,6 +44,7 @@ class Size:
     compiled: bool = False
     clip: float | None = None
     schedule: str = "1f1b"
+    looped: int = 0
 
 
 @dataclass
@@ -147,6 +149,7 @@ def _megatron(freezing: PairedSettings, alone: bool, size: Size) -> Training:
         context=size.context,
         micro_batch=size.micro_batch,
         microbatches=size.microbatches,
+        virtual_pipeline=size.looped or 1,
     )
     trainer = Trainer(sizes)
     if size.clip is not None:
@@ -185,7 +188,7 @@ def _torch(freezing: PairedSettings, alone: bool, size: Size) -> Training:
     import tf_adapters.torch_pipelining
 
     config = models.new_config(layers=size.layers, width=size.width, heads=4, context=size.context, vocabulary=256)
-    layout = Layout(size.schedule, size.ranks, config.num_hidden_layers, size.microbatches)
+    layout = Layout(size.schedule, size.ranks, config.num_hidden_layers, size.microbatches, size.looped or 2)
     trainer = Trainer(layout, models.build(config), torch.device("cpu"), lr=1e-3, bf16=False)
     trainer.max_norm = size.clip or None
     for layer in [layer for s in trainer.stages.values() for layer in s.model.layers.values()] if size.compiled else []:

@@ -15,7 +15,7 @@ CLASSES = {
 }
 """Each schedule's class in torch.distributed.pipelining.schedules."""
 
-SINGLE = ("gpipe", "1f1b")  # one stage per rank; the others have two
+SINGLE = ("gpipe", "1f1b")  # one stage per rank; the others have two, or more without a V
 V_SHAPED = ("zbv", "dualpipev")
 IN_ROUNDS = ("interleaved", "interleaved_zero_bubble")
 
@@ -33,6 +33,8 @@ class Layout:
     ranks: int
     layers: int
     microbatches: int
+    looped: int = 2
+    """Stages of a rank, of schedules that have several and no V."""
 
     def __post_init__(self) -> None:
         """Raises ValueError, one line, where the schedule cannot run like this."""
@@ -48,13 +50,15 @@ class Layout:
 
     @property
     def stages(self) -> int:
-        return self.ranks * (1 if self.schedule in SINGLE else 2)
+        return self.ranks * (1 if self.schedule in SINGLE else 2 if self.schedule in V_SHAPED else self.looped)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds, in the order of the model."""
         if self.schedule in SINGLE:
             return (rank,)
-        return (rank, self.stages - 1 - rank if self.schedule in V_SHAPED else rank + self.ranks)
+        if self.schedule in V_SHAPED:
+            return (rank, self.stages - 1 - rank)
+        return tuple(range(rank, self.stages, self.ranks))
 
     def layers_of(self, stage: int) -> range:
         """Equal shares; what remains makes the first stages one layer longer, as the last has the output layer."""

@@ -53,6 +53,12 @@ def test_sizes_are_refused_exactly_where_torch_refuses_them(schedule: str) -> No
                     assert {action.stage for action in actions} == set(ours.stages_of(rank))
 
 
+def test_a_rank_may_have_more_than_two_looped_stages() -> None:
+    cut = layout.Layout("interleaved", 2, 8, 4, looped=4)
+    assert [cut.stages_of(rank) for rank in range(2)] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert [layer for stage in range(cut.stages) for layer in cut.layers_of(stage)] == list(range(8))
+
+
 def test_every_layer_is_in_one_stage_and_shares_differ_by_one_at_most() -> None:
     for layers in range(4, 14):
         cut = layout.Layout("zbv", 2, layers, 4)

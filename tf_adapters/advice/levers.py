@@ -22,14 +22,13 @@ from tf_adapters.report.schema import Report
 from tf_adapters.schedule.deferral import whole_microbatches_held
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind
-from tf_adapters.simulate.goal_comparison import DRAWING
+from tf_adapters.simulate.goal_comparison import DRAWING, PAPER
 from tf_adapters.simulate.model_costs import action_bounds
 from tf_adapters.simulate.named_schedules import Sizes, named_order
 from tf_adapters.simulate.simulated_pipeline import carried_gaps, recut, stage_times
 
 __all__ = ["Lever", "Levers", "levers", "levers_table"]
 
-_RATIO = 0.8
 _NO_COSTS: Mapping[int, TokenCost] = {}
 
 _MOST_DEFERRED, _MOST_FROZEN = 4_096, 1_024
@@ -92,7 +91,7 @@ class _Run:
 
     def __init__(self, report: Report, progress: Callable[[str], None]) -> None:
         self._report, self._progress, known = report, progress, report.measurement
-        self._costs, self._ratio = known.token_costs, report.max_freeze_ratio or _RATIO
+        self._costs, self._ratio = known.token_costs, report.max_freeze_ratio or PAPER
         self._assumed = not any(b.lower < b.upper for a, b in known.times.items() if a.freezable)
         times = _with_assumed_weights(known.times) if self._assumed else known.times
         step_ms = known.unfrozen_step_ms or known.span_ms
@@ -121,23 +120,31 @@ class _Run:
 
     def deferral(self) -> Iterator[Lever]:
         """Weight gradients wait, nothing is frozen; with more memory where that helps."""
-        exact = self._deferred("deferred weight gradients", 0)
+        exact = self._deferred("goal exact", 0)
         yield exact
         more = len(self.schedule.ranks)
-        roomy = self._deferred(f"deferred, extra_microbatches {more}", more)
+        roomy = self._deferred(f"goal exact, extra_microbatches {more}", more)
         if roomy.step_ms < exact.step_ms - _WORTH_MEMORY * self._step_ms:
             yield roomy
 
     def freezing(self) -> Iterator[Lever]:
-        """Sampled tokens and whole tensors, each with weight gradients deferred and in place."""
-        for defer in (True, False):
-            with_deferral = ", deferred" if defer else ""
-            name = f"sampled tokens{with_deferral}, limit {self._ratio:g}"
-            plan = self._plan(name, self._ratio, defer=defer, costs=self._costs or {0: DRAWING})
-            yield self._lever(name, plan, f"{plan.mean_freeze_ratio:.0%} of their time saved, unbiased")
-            name = f"freezing{with_deferral}, limit {self._ratio:g}"
-            plan = self._plan(name, self._ratio, defer=defer)
-            yield self._lever(name, plan, f"{plan.mean_freeze_ratio:.0%} skipped")
+        """The goals that freeze, then the same apart: sampled tokens in place, and frozen tensors with deferral."""
+        yield self._sampled("goal pays, at most", PAPER, defer=True)
+        yield self._frozen("goal paper", PAPER, defer=False)
+        limit = f", limit {self._ratio:g}"
+        if self._ratio != PAPER:
+            yield self._sampled(f"sampled tokens, deferred{limit}", self._ratio, defer=True)
+            yield self._frozen(f"freezing{limit}", self._ratio, defer=False)
+        yield self._sampled(f"sampled tokens{limit}", self._ratio, defer=False)
+        yield self._frozen(f"freezing, deferred{limit}", self._ratio, defer=True)
+
+    def _sampled(self, name: str, ratio: float, defer: bool) -> Lever:
+        plan = self._plan(name, ratio, defer=defer, costs=self._costs or {0: DRAWING})
+        return self._lever(name, plan, f"{plan.mean_freeze_ratio:.0%} of their time saved, unbiased")
+
+    def _frozen(self, name: str, ratio: float, defer: bool) -> Lever:
+        plan = self._plan(name, ratio, defer=defer)
+        return self._lever(name, plan, f"{plan.mean_freeze_ratio:.0%} skipped")
 
     def _deferred(self, name: str, extra: int) -> Lever:
         return self._lever(name, self._plan(name, 0.0, defer=True, extra=extra), "all, the same bits")

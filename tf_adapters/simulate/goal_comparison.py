@@ -15,7 +15,7 @@ from tf_adapters.schedule.deferral import whole_microbatches_held
 from tf_adapters.simulate.simulated_pipeline import Pipeline
 from tf_adapters.simulate.simulation import GoalPoint, gain_of
 
-__all__ = ["DRAWING", "goal_points"]
+__all__ = ["DRAWING", "PAPER", "goal_points"]
 
 DRAWING = TokenCost(fixed=0.1)
 """Assumed cost of sampling tokens if it was not measured: a tenth of a weight gradient, for drawing and gathering."""
@@ -26,7 +26,8 @@ _MOST_ACTIONS = 1_024
 _WORTH_MEMORY = 0.01
 """More microbatches in memory are named if they shorten the batch by at least this share."""
 
-_PAPER = float(GOALS["paper"]["max_freeze_ratio"])
+PAPER = float(GOALS["paper"]["max_freeze_ratio"])
+"""The limit that goal "paper" has, and the most that "pays" may sample."""
 
 
 def goal_points(pipeline: Pipeline, progress: Progress | None = None) -> tuple[GoalPoint, ...]:
@@ -47,8 +48,8 @@ def _points(pipeline: Pipeline, progress: Progress | None) -> Iterator[GoalPoint
     if roomy.batch.ms < (1.0 - _WORTH_MEMORY) * exact.batch.ms:
         yield roomy
     costs = pipeline.measurement.token_costs or {0: DRAWING}
-    yield _point(pipeline, progress, "pays", _PAPER, costs=costs)
-    yield _point(pipeline, progress, "paper", _PAPER)
+    yield _point(pipeline, progress, "pays", PAPER, costs=costs)
+    yield _point(pipeline, progress, "paper", PAPER)
 
 
 def _point(

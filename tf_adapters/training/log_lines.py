@@ -38,7 +38,9 @@ def meaning(config: TimelyFreezeConfig) -> str:
     if config.method == "none":
         return "measures and freezes nothing afterwards"
     if not config.stage_limit and config.plans:
-        return "the same bits as without" if config.defers else "the same bits as without, and nothing is deferred"
+        if config.defers:
+            return "the same bits as without"
+        return "the same bits as without, and nothing is deferred; goal pays or paper would shorten steps"
     most = "" if config.is_auto else f"up to {config.stage_limit:.0%} of "
     what = f"samples {most}tokens, unbiased" if config.samples_tokens else f"skips {most}weight gradients"
     first = "defers exactly, then " if config.defers else ""

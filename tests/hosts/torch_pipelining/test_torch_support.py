@@ -262,8 +262,8 @@ SCHEDULE = (
             {"seed": 2},
             (
                 "ConfigError",
-                "the timely_freeze settings differ between ranks: rank 0 has {'goal': 'pays', 'seed': 1}, rank 1 "
-                "has {'goal': 'pays', 'seed': 2}; every rank needs the same",
+                "the timely_freeze settings differ between ranks: rank 0 has {'goal': 'exact', 'seed': 1}, rank 1 "
+                "has {'goal': 'exact', 'seed': 2}; every rank needs the same",
             ),
         ),
     ],
@@ -288,7 +288,7 @@ def test_attaching_twice_gives_the_first_adapter_and_refuses_other_settings() ->
     assert same_adapter
     assert also_same
     [line] = lines
-    assert line.startswith("timely_freeze: enabled: goal pays (")
+    assert line.startswith("timely_freeze: enabled: goal exact (")
     assert f"; torch.distributed.pipelining {torch.__version__}, 2 stages x " in line
     assert others == []
 

@@ -19,6 +19,22 @@ def steps_of(found: Levers) -> dict[str, float]:
     return {lever.name: lever.step_ms for lever in found.others}
 
 
+def freezes(name: str) -> bool:
+    return "limit" in name or name in ("goal pays, at most", "goal paper")
+
+
+def test_another_limit_is_planned_beside_those_of_the_goals():
+    schedule = one_forward_one_backward(4, 8)
+    same, lower = (steps_of(levers(report_of(schedule, config={"max_freeze_ratio": limit}))) for limit in (0.8, 0.2))
+    goals = ("goal exact", "goal pays, at most", "goal paper")
+    assert {name for name in same if freezes(name)} - {*goals} == {
+        "sampled tokens, limit 0.8",
+        "freezing, deferred, limit 0.8",
+    }
+    assert [lower[goal] for goal in goals] == pytest.approx([same[goal] for goal in goals])
+    assert lower["goal paper"] < lower["freezing, limit 0.2"]
+
+
 def test_each_lever_is_what_the_forecast_promises():
     schedule = one_forward_one_backward(4, 8)
     report = report_of(schedule, measured={"step_ms_unfrozen": 400.0})
@@ -26,19 +42,19 @@ def test_each_lever_is_what_the_forecast_promises():
     bounds = {Action.parse(text): Bounds(*pair) for text, pair in report.times.items()}
     problem = plan_problem(schedule, bounds, 0.8, unfrozen_step_ms=400.0, max_microbatch_freeze_ratio=0.9)
     promised = forecast(problem.measurement, solve(problem))
-    assert steps["freezing, limit 0.8"] == pytest.approx(promised.planned_ms)
+    assert steps["goal paper"] == pytest.approx(promised.planned_ms)
     assert steps["schedule gpipe"] == pytest.approx(400.0)  # equal stages: as long as 1F1B
     assert "schedule 1f1b" not in steps
-    exact, interleaving = steps["deferred weight gradients"], steps["schedule interleaved, 2 stages a rank"]
+    exact, interleaving = steps["goal exact"], steps["schedule interleaved, 2 stages a rank"]
     assert 300.0 < steps["schedule zbv, 2 stages a rank"] < interleaving < 400.0
     assert 300.0 < exact < 400.0
     # A rank of 1F1B computes 240 ms; 20 ms are passed before it begins or after it ended, wherever it is.
-    assert all(step >= 400.0 - (330.0 - 240.0) for name, step in steps.items() if "limit" not in name)
+    assert all(step >= 400.0 - (330.0 - 240.0) for name, step in steps.items() if not freezes(name))
 
 
 def test_memory_is_counted_in_microbatches_of_a_whole_rank():
     held = {lever.name: lever.held for lever in levers(report_of(one_forward_one_backward(4, 8))).others}
-    assert held["deferred weight gradients"] == 4
+    assert held["goal exact"] == 4
     assert held["schedule gpipe"] == 8
     assert held["schedule interleaved, 2 stages a rank"] == 5.5  # 11 of half a rank's layers
     assert held["schedule zbv, 2 stages a rank"] == 4
@@ -62,5 +78,5 @@ def test_a_large_pipeline_is_shown_without_its_longest_plans(monkeypatch):
     monkeypatch.setattr(module, "_MOST_FROZEN", 60)
     found = levers(report_of(one_forward_one_backward(4, 8)))
     assert any("plans for 64 actions take long" in note for note in found.notes)
-    assert not any("limit" in lever.name for lever in found.others)
-    assert any(lever.name == "deferred weight gradients" for lever in found.others)
+    assert not any(freezes(lever.name) for lever in found.others)
+    assert any(lever.name == "goal exact" for lever in found.others)

@@ -7,7 +7,7 @@ from tf_adapters.errors import ConfigError
 def test_defaults():
     config = TimelyFreezeConfig.parse({})
     assert config.enabled
-    assert config.goal == "pays"
+    assert config.goal == "exact"
     assert config.method == "timely"
     assert config.warmup_steps == "auto"
 
@@ -59,6 +59,7 @@ def test_every_field_is_read():
         ({"freeze_limits": ["*.bias"]}, ["freeze_limits is ['*.bias']", "an object of patterns and ratios from 0 to"]),
         ({"freeze_limits": {"a*": 0.1, "b*": 1.5}}, ['timely_freeze.freeze_limits["b*"] is 1.5', "ratios from 0 to"]),
         ({"freeze_limits": {"a*": "half"}}, ["freeze_limits[\"a*\"] is 'half'", "ratios from 0 to"]),
+        ({"goal": "exact", "freeze_limits": {"a*": 0.5}}, ['which is 0.0 with goal "exact"']),
         ({"freeze_limits": {"a*": float("nan")}}, ['freeze_limits["a*"] is nan']),
         (
             {"freeze_limits": {"a*": 0.5, "b*": 0.7}, "max_freeze_ratio": 0.6},

@@ -202,7 +202,7 @@ def test_a_run_that_only_measures_begins_with_its_bubble(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "bubble 33.3%: a batch takes 90 ms, a step 100 ms, nothing frozen"
     assert any(line.startswith("bubble:") and "(90 ms over 1 steps; 90 ms with every action" in line for line in lines)
-    assert any("deferred weight gradients" in line and "all, the same bits" in line for line in lines)
+    assert any("goal exact" in line and "all, the same bits" in line for line in lines)
     assert not any("has not made the step faster" in line for line in lines)
 
 

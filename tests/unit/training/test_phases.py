@@ -74,7 +74,7 @@ def test_monitoring_that_ends_early_brings_everything_after_it_forward():
 
 def test_monitoring_that_freezes_nothing_is_called_that():
     phases = PhaseSchedule.of_lengths(0, 10, 5, mixed=True)
-    mixed = log_lines.phase(TimelyFreezeConfig(), phases, 1)
+    mixed = log_lines.phase(TimelyFreezeConfig(goal="paper"), phases, 1)
     assert mixed == "monitoring, every second step with drawn freeze ratios"
     assert log_lines.phase(TimelyFreezeConfig(weight_gradients="deferred"), phases, 1) == "monitoring, nothing frozen"
     assert log_lines.phase(TimelyFreezeConfig(weight_gradients="deferred", granularity="token"), phases, 1) == mixed
