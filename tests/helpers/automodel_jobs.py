@@ -66,12 +66,18 @@ JOB: dict[str, Any] = {
     "lr_scheduler": {"lr_decay_style": "constant", "lr_warmup_steps": 2, "min_lr": 1.0e-3},
 }
 BY_ITS_WARMUP = {**FREEZING, "warmup_steps": "auto"}
+EXACT = {**BY_ITS_WARMUP, "goal": "exact", "max_freeze_ratio": 0.0}
+DEFERRED_TOKENS = {"weight_gradients": "deferred", "granularity": "token", "max_freeze_ratio": 0.4}
+LARGER_BATCH = {**JOB["step_scheduler"], "global_batch_size": 8, "max_steps": 8}
 SAVED = {"enabled": True, "model_save_format": "torch_save", "save_consolidated": False}
 CHUNKED = {"_target_": "nemo_automodel.components.loss.chunked_ce.ChunkedCrossEntropy", "compile": False}
 JOBS: dict[str, dict[str, Any]] = {
     "alone": {"where": "alone"},
     "nothing frozen": {"where": "nothing", "timely_freeze": {**BY_ITS_WARMUP, "max_freeze_ratio": 0.0}},
-    "deferred": {"where": "deferred", "timely_freeze": {**BY_ITS_WARMUP, "weight_gradients": "deferred"}},
+    "exact": {"where": "exact", "timely_freeze": EXACT},
+    "tokens": {"where": "tokens", "timely_freeze": {**BY_ITS_WARMUP, **DEFERRED_TOKENS}},
+    "larger batch": {"where": "alone", "step_scheduler": LARGER_BATCH},
+    "larger batch, exact": {"where": "larger", "step_scheduler": LARGER_BATCH, "timely_freeze": EXACT},
     "whole": {"where": "run", "timely_freeze": BY_ITS_WARMUP, "checkpoint": SAVED},
     "resumed": {
         "where": "resumed",

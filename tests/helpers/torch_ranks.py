@@ -254,7 +254,7 @@ def stage_indices(case: Case, rank: int) -> tuple[int, ...]:
 
 def wrap(module: nn.Module, kind: str, mesh: Any) -> nn.Module:
     from torch.distributed._composable.replicate_with_fsdp import replicate
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     from torch.nn.parallel import DistributedDataParallel
 
@@ -278,6 +278,11 @@ def wrap(module: nn.Module, kind: str, mesh: Any) -> nn.Module:
         return replicate(module, mesh=mesh)
     if name == "fsdp":
         offloaded = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if variant == "offloaded" else {}
+        if variant == "mixed":  # gradients of microbatches are in bf16, and are added up in fp32
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            for layer in module.layers.values():
+                fully_shard(layer, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+            return fully_shard(module, mesh=mesh, mp_policy=policy)
         if variant in ("nested", "kept"):
             for layer in module.layers.values():
                 fully_shard(layer, mesh=mesh, reshard_after_forward=variant == "nested")

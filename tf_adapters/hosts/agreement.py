@@ -90,13 +90,13 @@ def _nearest(
             reason = reason or error
             continue
         if reason is not None:
-            say_nearest(collectives.rank, settings, nearest, reason)
+            _say_nearest(collectives.rank, settings, nearest, reason)
         return nearest
     assert reason is not None
     raise reason
 
 
-def say_nearest(rank: int, asked: TimelyFreezeConfig, nearest: TimelyFreezeConfig, reason: object) -> None:
+def _say_nearest(rank: int, asked: TimelyFreezeConfig, nearest: TimelyFreezeConfig, reason: object) -> None:
     """Log which settings replace those of the goal, and why."""
     changes = " and ".join(f'{name} "{value}"' for name, value in nearest if value != getattr(asked, name))
     first = str(reason).replace(REFUSED, "").split("; rank ")[0]  # of the ranks that cannot

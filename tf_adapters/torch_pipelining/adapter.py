@@ -28,6 +28,7 @@ from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.torch_pipelining.execution import RewrittenOrder
 from tf_adapters.torch_pipelining.post_validation import Redo, TorchPostValidation, own_norm
 from tf_adapters.torch_pipelining.replicas import (
+    add_up_unsharded,
     frozen_replica,
     inside_replica,
     layers_with_taps,
@@ -87,7 +88,11 @@ class TorchPipeliningAdapter(HostAdapter):
                 ties=shared_parameters(parameters),
                 held_values=held_values(parameters),
                 taps={
-                    stage.stage_index: StageTaps(stage.submod, layers_with_taps(stage.submod, config.samples_tokens))
+                    stage.stage_index: StageTaps(
+                        stage.submod,
+                        layers_with_taps(stage.submod, config.samples_tokens),
+                        functools.partial(add_up_unsharded, stage.submod),
+                    )
                     for stage in tapped
                 },
                 moves_forwards=True,

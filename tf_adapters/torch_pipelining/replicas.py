@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tf_adapters.weight_gradients.engine_taps import linear_layer
-from tf_adapters.weight_gradients.taps import TappedLayer
+from tf_adapters.weight_gradients.taps import LinearTap, TappedLayer
 
 
 def replica_count(module: torch.nn.Module) -> int:
@@ -58,8 +58,11 @@ def layers_with_taps(stage: torch.nn.Module, sampled: bool) -> Callable[[torch.n
 
     def layer(module: torch.nn.Module) -> TappedLayer | None:
         weight = vars(module)["_parameters"].get("weight")  # a parametrization would compute it
-        sharded = isinstance(stage, FSDPModule) and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1
-        return linear_layer(module, sampled, DTensor if sharded else torch.nn.Parameter)
+        if not (isinstance(stage, FSDPModule) and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1):
+            return linear_layer(module, sampled)
+        if type(module).__bases__ == (FSDPModule, torch.nn.Linear):  # fully_shard was applied to the layer itself
+            return LinearTap(module) if weight.requires_grad else None
+        return linear_layer(module, sampled, DTensor)
 
     return layer
 
@@ -73,6 +76,35 @@ def reshards_after_forward(module: Any) -> bool:
             if not kept and any(group.post_forward_mesh_info for group in state._fsdp_param_groups):
                 return True
     return False
+
+
+def sharded_groups(module: torch.nn.Module) -> Iterator[Any]:
+    """The groups of parameters that FSDP gathers and reduces together."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            yield from part._get_fsdp_state()._fsdp_param_groups
+
+
+def adds_up_in_another_type(module: torch.nn.Module) -> bool:
+    """Return whether FSDP adds up gradients of microbatches in another type than theirs, such as bf16 ones in fp32."""
+    for group in sharded_groups(module):
+        policy = group.mp_policy
+        types = {policy.param_dtype or parameter.sharded_param.dtype for parameter in group.fsdp_params}
+        if policy.reduce_dtype is not None and types != {policy.reduce_dtype}:
+            return True
+    return False
+
+
+def add_up_unsharded(module: torch.nn.Module) -> None:
+    """Add gradients that came apart from a backward to FSDP's sums, which may be in another type than theirs.
+
+    FSDP does so at the end of each backward (``FSDPParamGroup.post_backward``). Without this, gradients of several
+    microbatches would be added up in the type in which the parameters compute, such as bf16.
+    """
+    for group in sharded_groups(module):
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.layers import layers_of
 from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, missing_name, module_of, refuse
 from tf_adapters.schedule.ir import Kind, PipelineSchedule
-from tf_adapters.torch_pipelining.replicas import inside_replica, reshards_after_forward
+from tf_adapters.torch_pipelining.replicas import adds_up_in_another_type, inside_replica, reshards_after_forward
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
 
 SCHEDULE_CLASSES = ("_PipelineSchedule", "_PipelineScheduleRuntime", "PipelineScheduleSingle", "Schedule1F1B")
@@ -51,12 +51,22 @@ def check(schedule: Any, optimizers: Sequence[Any], settings: TimelyFreezeConfig
 
 
 def check_split_backwards(schedule: Any, advice: str) -> None:
-    """Raise UnsupportedError, with ``advice``, if reducers expect weight gradients in the host's backward."""
+    """Raise UnsupportedError, with ``advice``, if weight gradients apart from the host's backwards would be wrong.
+
+    A reducer expects them in the backward. In split backwards of its own torch adds gradients up in their own type
+    until FSDP's next backward, so that the sums depend on the order of I and W.
+    """
+    splits = any(action.kind is Kind.WEIGHT_GRAD for action in translate(schedule).actions)
     for stage in stages_of(schedule):
         if isinstance(stage.submod, DistributedDataParallel):
             refuse(
                 f"stage {stage.stage_index} is wrapped in {type(stage.submod).__name__}, which reduces gradients in "
                 f"the backward; use {advice} with it"
+            )
+        if splits and adds_up_in_another_type(stage.submod):
+            refuse(
+                f"stage {stage.stage_index} has fully_shard with another reduce_dtype than the gradients' type, and "
+                f"in a schedule with split backwards (I and W) their sums depend on its order; use {advice} with it"
             )
 
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from nemo_automodel.recipes.llm.train_ft import TrainFinetuneRecipeForNextTokenPrediction
 
 from tf_adapters.config import SECTION, TimelyFreezeConfig
-from tf_adapters.hosts.agreement import say_nearest
 from tf_adapters.hosts.launcher import errors_in_one_line
 from tf_adapters.hosts.support import missing_name, refuse
 from tf_adapters.log import announce
@@ -102,25 +101,12 @@ class FreezingRecipe(Freezing, TrainFinetuneRecipeForNextTokenPrediction):  # ty
     """AutoModel's recipe for next-token prediction (pre-training, fine-tuning, PEFT), with freezing."""
 
 
-def _without_split(settings: TimelyFreezeConfig) -> TimelyFreezeConfig:
-    """Return the settings nearest to the goal that leave weight gradients in the backward; refuse if it has none."""
-    reason = f"weight gradients apart from the backward are not exact in recipes; use {settings.without_split}"
-    nearest = next((found for found in settings.fallbacks() if not found.splits_backwards), None)
-    if nearest is None:
-        refuse(reason)
-        return settings
-    say_nearest(dist.get_rank(), settings, nearest, reason)
-    return nearest
-
-
 def _begin(recipe: Any, run: RecipeRun, settings: TimelyFreezeConfig) -> None:
     refuse(missing_name(recipe, _RECIPE, called="recipe"))
     if recipe.pp is None:
         refuse("the recipe trains without a pipeline; set distributed.pp_size above 1")
     if getattr(recipe, "partial_cuda_graph_manager", None) is not None:
         refuse("the backend captures CUDA graphs, which would replay one mask for ever; leave them off")
-    if settings.splits_backwards:  # seen: other losses than AutoModel's own, by 2e-5
-        settings = _without_split(settings)
     with Overrides() as marks:
         for stage in recipe.pp.info.stages:
             _mark_output_layer(stage, marks)

@@ -237,10 +237,16 @@ class StageTaps:
     Args:
         model: the stage's module.
         make: the tap of a layer; None for one that it does not know.
+        accumulated: called whenever a microbatch's weight gradients have been accumulated apart from a backward.
     """
 
-    def __init__(self, model: torch.nn.Module, make: Callable[[torch.nn.Module], TappedLayer | None]) -> None:
-        self._layers = _layers(model, make)
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        make: Callable[[torch.nn.Module], TappedLayer | None],
+        accumulated: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._layers, self._accumulated = _layers(model, make), accumulated
         self._names: dict[TappedLayer, dict[str, str]] = {}  # by layer and its own name of a parameter
         for name, layer in self._layers.items():
             self._names.setdefault(layer, {})[name.rpartition(".")[2]] = name
@@ -313,6 +319,7 @@ class StageTaps:
             complete = self._add_up(pending.popleft(), sampler, calls, sums)
             for parameter in tuple(complete):
                 _hand_over([complete.pop(parameter)], parameter)
+        self._accumulated()
 
     def _add_up(
         self, call: _Pending, sampler: RowSampler | None, calls: Counter[torch.nn.Parameter], sums: Gradients

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch_oracle import PLANS, REPLICATED, check_oracle
-from torch_ranks import Case, attached, pool, train
+from torch_ranks import SCHEDULES, Case, attached, pool, train
 
 from tf_adapters.testing.ranks import RanksFailed
 
@@ -82,6 +82,45 @@ def test_masks_and_deferral_together_with_replicas(name: str) -> None:
     ranks = pool(4).run(train, case)
     check_oracle(case, ranks)
     assert all(rank["failure"] is None for rank in ranks)
+
+
+MIXED = {
+    schedule: Case(schedule=schedule, replicas="fsdp mixed", section=DEFERRED, ratios=0.0, recorded=False)
+    for schedule in SCHEDULES
+}
+EXACT = {"goal": "exact", "max_freeze_ratio": 0.0}
+SPLIT = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+
+
+@pytest.mark.parametrize("schedule", [schedule for schedule in MIXED if schedule not in SPLIT])
+@pytest.mark.parametrize("granularity", ["tensor", "token"])
+def test_gradients_of_mixed_precision_are_added_up_as_the_host_does(schedule: str, granularity: str) -> None:
+    case = replace(MIXED[schedule], section={**DEFERRED, "granularity": granularity})
+    ours = pool(4).run(train, case)
+    alone = pool(4).run(train, replace(case, section=None, ratios=None))
+    for mine, theirs in zip(ours, alone, strict=True):
+        assert mine["failure"] is None
+        for weight, value in theirs["parameters"].items():
+            assert torch.equal(mine["parameters"][weight], value), weight
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
+@pytest.mark.parametrize("section", [DEFERRED, {"granularity": "token"}], ids=["deferred", "tokens"])
+def test_sums_of_mixed_precision_that_depend_on_the_hosts_own_order_are_refused(
+    schedule: str, section: dict[str, str]
+) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        pool(4).run(train, replace(MIXED[schedule], section=section))
+    assert str(failed.value).count("their sums depend on its order; use ") == 4 * 4
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_a_goal_leaves_such_sums_to_the_host(schedule: str) -> None:
+    case = replace(MIXED[schedule], section={}, ratios=None, steps=6)
+    ours, alone = (pool(4).run(train, replace(case, section=section)) for section in (EXACT, None))
+    for mine, theirs in zip(ours, alone, strict=True):
+        for weight, value in theirs["parameters"].items():
+            assert torch.equal(mine["parameters"][weight], value), weight
 
 
 @pytest.mark.parametrize("replicas", ["ddp"])

@@ -301,7 +301,7 @@ def attached_twice() -> tuple[bool, list[str]]:
         with pytest.raises(ConfigError, match="attached already, with other settings"):
             attach(run, {"max_freeze_ratio": 0.1})
     same = adapter is again is run.schedule.timely_freeze
-    return same and adapter.controller.config.max_freeze_ratio == "auto", lines.seen
+    return same and adapter.controller.config.goal == "exact", lines.seen
 
 
 @distributed
