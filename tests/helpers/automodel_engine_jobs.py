@@ -32,8 +32,8 @@ MODEL = {
         "rope_fusion": False,
     },
 }
-OF_THE_CONTRACT = ("alone", "nothing frozen", "whole", "resumed", "wrong setting")
-JOBS = {name: {**automodel_jobs.JOBS[name], "model": MODEL} for name in OF_THE_CONTRACT}
+USED = ("alone", "nothing frozen", "whole", "resumed", "wrong setting", "larger batch", "larger batch, exact", "tokens")
+JOBS = {name: {**automodel_jobs.JOBS[name], "model": MODEL} for name in USED}
 
 __all__ = ["JOBS", "prepare", "run"]
 

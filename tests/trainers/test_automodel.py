@@ -31,12 +31,8 @@ class TestAutoModel(TrainerContract):
 
     @pytest.mark.parametrize(("exact", "alone"), [("exact", "alone"), ("larger batch, exact", "larger batch")])
     def test_deferral_changes_no_bit(self, jobs: dict[str, list[Told]], exact: str, alone: str) -> None:
-        """AutoModel's FSDP computes in bf16, and adds gradients up in fp32."""
         assert any("99% of a stage's weight-gradient work can be deferred" in line for line in lines_of(jobs, exact))
-        assert any("deferral: weight gradients that can wait" in line for line in lines_of(jobs, exact))
-        for mine, theirs in zip(jobs[exact], jobs[alone], strict=True):
-            assert mine.losses == theirs.losses
-            assert mine.parameters == theirs.parameters
+        check_deferred(jobs, exact, alone)
 
     def test_deferred_tokens_are_sampled(self, jobs: dict[str, list[Told]]) -> None:
         assert jobs["tokens"][1].losses != jobs["alone"][1].losses
@@ -45,6 +41,14 @@ class TestAutoModel(TrainerContract):
 
 def lines_of(jobs: dict[str, list[Told]], name: str) -> list[str]:
     return jobs[name][0].lines
+
+
+def check_deferred(jobs: dict[str, list[Told]], exact: str, alone: str) -> None:
+    """The same bits, where FSDP computes in bf16 and adds gradients up in fp32."""
+    assert any("deferral: weight gradients that can wait" in line for line in lines_of(jobs, exact))
+    for mine, theirs in zip(jobs[exact], jobs[alone], strict=True):
+        assert mine.losses == theirs.losses
+        assert mine.parameters == theirs.parameters
 
 
 @with_automodel
@@ -57,3 +61,9 @@ class TestTransformerEngine(TrainerContract):
     def test_its_layers_are_among_those_that_are_frozen(self, jobs: dict[str, list[Told]]) -> None:
         assert "transformer_engine" in jobs["whole"][0].more["packages"]
         assert any("self_attn.q_proj" in name for name in jobs["whole"][0].more["units"][0])
+
+    def test_deferral_changes_no_bit(self, jobs: dict[str, list[Told]]) -> None:
+        check_deferred(jobs, "larger batch, exact", "larger batch")
+
+    def test_deferred_tokens_are_sampled(self, jobs: dict[str, list[Told]]) -> None:
+        assert jobs["tokens"][1].losses != jobs["alone"][1].losses

@@ -220,8 +220,11 @@ def _recipe() -> Any:
     return state.get_fp8_recipe() if state.is_fp8_enabled() else None
 
 
-def engine_layer(module: torch.nn.Module, sampled: bool = False) -> TappedLayer | None:
-    """The tap of a layer of Transformer Engine; None for others, and for what its store does not work with.
+def engine_layer(
+    module: torch.nn.Module, sampled: bool = False, kind: type[torch.Tensor] = torch.nn.Parameter
+) -> TappedLayer | None:
+    """The tap of a layer of Transformer Engine with weights of this ``kind``; None for others, and for what its store
+    does not work with.
 
     Those are products that overlap with communication, its own way to put weight gradients off or to shard weights,
     and weights in parts. Where tokens are ``sampled`` the tap leaves calls in FP8 to the host.
@@ -237,7 +240,7 @@ def engine_layer(module: torch.nn.Module, sampled: bool = False) -> TappedLayer 
     if any(value is True for name, value in vars(module).items() if name.startswith("ub_")):
         return None
     weights = [own._parameters.get(product[0]) for product in products]
-    if not all(type(w) is torch.nn.Parameter and w.requires_grad for w in weights):
+    if not all(type(w) is kind and w.requires_grad for w in weights):
         return None
     if any("shared_embedding" in vars(weight) for weight in weights):
         return None
@@ -250,11 +253,11 @@ def engine_layer(module: torch.nn.Module, sampled: bool = False) -> TappedLayer 
 def linear_layer(
     module: torch.nn.Module, sampled: bool = False, kind: type[torch.Tensor] = torch.nn.Parameter
 ) -> TappedLayer | None:
-    """The tap of torch's own linear layer with a weight of this ``kind``, or of a layer of Transformer Engine.
+    """The tap of torch's own linear layer, or of a layer of Transformer Engine, with a weight of this ``kind``.
 
     None for others. ``sampled`` says that tokens are sampled.
     """
-    return plain_layer(module, kind) or engine_layer(module, sampled)
+    return plain_layer(module, kind) or engine_layer(module, sampled, kind)
 
 
 def _products(engine: Any, module: Any) -> list[tuple[str, ...]]:
