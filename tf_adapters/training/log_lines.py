@@ -122,6 +122,16 @@ def filled_memory(known: Measurement, plan: FreezePlan) -> str:
     return f'extra_microbatches "auto": microbatches held at most, of those that fit the memory: {held}'
 
 
+def with_more_memory(more: int, plans: tuple[FreezePlan, FreezePlan], promised: Forecast) -> str:
+    """Say what ``more`` microbatches in memory would bring. ``plans`` are the one in force and the one with them."""
+    held = [max(map(most_held, plan.schedule.ranks)) for plan in plans if plan.schedule]
+    memory = f", and ranks hold {held[1]} microbatches at most instead of {held[0]}" if len(held) == 2 else ""
+    return (
+        f"with extra_microbatches {more} a step would take {promised.planned_ms:.1f} ms "
+        f"({1 / promised.ratio:.2f}x), with the same bits{memory}"
+    )
+
+
 def planned(plan: FreezePlan, forecast: Forecast) -> str:
     """Say the measured and the planned time of a step, and the freeze ratios."""
     stages = ", ".join(f"stage {stage}: {ratio:.2f}" for stage, ratio in sorted(plan.stage_freeze_ratio.items()))

@@ -41,6 +41,9 @@ _SOLVED_AT_ONCE = 1_000
 _NEARLY = 1.01
 """Up to this ratio to its target a promised step has reached it: measurements are no more precise."""
 
+_WORTH_MEMORY = 0.02
+"""Share of a step from which it is said what more microbatches in memory would save."""
+
 
 Probes = Callable[[], Mapping[int, Sequence[Probe]]]
 
@@ -268,9 +271,13 @@ class PlanMaker:
         return PlanProblem(known, replace(limits, max_freeze_ratio=0.0) if unknown else limits)
 
     def _promise(self, known: Measurement, plan: FreezePlan) -> Planned:
-        promised = forecast(known, plan, steps=self._steps, stage_0_vanishes=self._run.masks.can_freeze_all(0))
+        promised = self._forecast(known, plan)
+        notes = (*self._notes(known, promised, plan), *self._with_more_memory(known, promised, plan))
         self._steps = ()
-        return Planned(plan, promised.planned_ms, tuple(self._notes(known, promised, plan)))
+        return Planned(plan, promised.planned_ms, notes)
+
+    def _forecast(self, known: Measurement, plan: FreezePlan) -> Forecast:
+        return forecast(known, plan, steps=self._steps, stage_0_vanishes=self._run.masks.can_freeze_all(0))
 
     def _notes(self, known: Measurement, promised: Forecast, plan: FreezePlan) -> Iterator[str]:
         """Say what the settings ask for and the plan does not reach, and why nothing is frozen."""
@@ -284,6 +291,25 @@ class PlanMaker:
                 "max_freeze_ratio auto: nothing is frozen, since the gradients of single microbatches cannot be seen "
                 "here, so that what freezing costs is not known"
             )
+
+    def _with_more_memory(self, known: Measurement, promised: Forecast, plan: FreezePlan) -> Iterator[str]:
+        """Say what more microbatches in memory would bring to the first exact plan, if planning takes no time."""
+        limits, more = self._problem(known).limits, len(known.schedule.ranks)
+        later = self.job is None or self.job.reason
+        has_more = limits.extra_microbatches or limits.fills_memory
+        if later or has_more or not limits.defer or limits.max_freeze_ratio:
+            return
+        if len(known.schedule.actions) > _SOLVED_AT_ONCE:
+            return
+        try:
+            roomy = solve(
+                PlanProblem(known, replace(limits, extra_microbatches=more)), self._config.solver_time_limit_s
+            )
+        except TimelyFreezeError:  # the plan that was asked for is there
+            return
+        better = self._forecast(known, roomy)
+        if better.planned_ms < (1.0 - _WORTH_MEMORY) * promised.planned_ms:
+            yield log_lines.with_more_memory(more, (plan, roomy), better)
 
 
 def _fitting_by_rank(ranks: Sequence[_Local]) -> dict[int, int]:

@@ -22,6 +22,7 @@ from tf_adapters.errors import SolverError
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.planner.worker import BackgroundPlan
 from tf_adapters.schedule.durations import Bounds
+from tf_adapters.schedule.orders import one_forward_one_backward
 from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
@@ -149,7 +150,7 @@ def test_where_gradients_cannot_be_seen_auto_freezes_nothing_and_says_so():
 def planner_of(**settings: Any) -> planning.PlanMaker:
     config = TimelyFreezeConfig(**{"max_freeze_ratio": 0.8, **settings})
     units = {stage: [FreezeUnit(("weight",), 1.0, (1,))] for stage in range(2)}
-    pipeline = HostPipeline(HostInfo("host", "1"), SCHEDULE, units={}, parameters={})
+    pipeline = HostPipeline(HostInfo("host", "1"), SCHEDULE, units={}, parameters={}, moves_forwards=True)
     return planning.PlanMaker(
         planning.RunSetup(config, SingleProcess(), pipeline, StageMasks(units, seed=0), probes=dict)
     )
@@ -182,6 +183,52 @@ def test_a_target_out_of_reach_is_said():
     assert asked is not None
     assert len(asked.notes) == 1
     assert "66.7 ms (3.00x) is out of reach within max_freeze_ratio 0.8" in asked.notes[0]
+
+
+EXACT = {"max_freeze_ratio": 0.0, "weight_gradients": "deferred"}
+
+
+def exact_job(**more: Any) -> planning.PlanJob:
+    """Four stages and 8 microbatches, 10 ms for each forward, input gradient and weight gradient; steps overlap."""
+    schedule = one_forward_one_backward(4, 8)
+    bounds = {a: Bounds(10.0, 20.0) if a.freezable else Bounds(10.0, 10.0) for a in schedule.actions}
+    return planning.PlanJob(planning.Measurement(schedule, bounds, unfrozen_step_ms=330.0, steps="overlap"), **more)
+
+
+def test_an_exact_plan_says_what_more_memory_would_bring():
+    planned, roomy = (planner_of(**EXACT, extra_microbatches=extra).start(exact_job()) for extra in (0, 4))
+    assert planned is not None
+    assert roomy is not None
+    assert planned.notes == (
+        f"with extra_microbatches 4 a step would take {roomy.step_ms:.1f} ms ({330.0 / roomy.step_ms:.2f}x), "
+        "with the same bits, and ranks hold 8 microbatches at most instead of 4",
+    )
+    assert roomy.step_ms < planned.step_ms
+    assert roomy.notes == ()
+
+
+def test_what_more_memory_would_bring_is_said_once_and_only_of_exact_plans():
+    again, sampled = (
+        planner_of(**EXACT).start(exact_job(reason="actions take other times")),
+        planner_of(max_freeze_ratio=0.2, weight_gradients="deferred").start(exact_job()),
+    )
+    assert again is not None
+    assert sampled is not None
+    assert again.notes == sampled.notes == ()
+
+
+def test_a_failure_to_say_what_more_memory_would_bring_leaves_the_plan(monkeypatch):
+    solved = planning.solve
+
+    def solve(problem: planning.PlanProblem, limit_s: float) -> Any:
+        if problem.limits.extra_microbatches:
+            raise SolverError("no time left")
+        return solved(problem, limit_s)
+
+    monkeypatch.setattr(planning, "solve", solve)
+    planned = planner_of(**EXACT).start(exact_job())
+    assert planned is not None
+    assert planned.notes == ()
 
 
 def test_a_planner_that_dies_leaves_training_without_freezing(tmp_path, workers):
