@@ -173,6 +173,9 @@ class TappedLayer(ABC):
         return taps.tap(self, output, inputs=inputs, parameters=parameters)
 
 
+Make = Callable[[torch.nn.Module], TappedLayer | None]
+
+
 def _is_plain(inputs: Any, parameters: Sequence[torch.nn.Parameter]) -> bool:
     """Return whether a tap can compute the gradient of a layer's call: an ordinary product of real numbers.
 
@@ -240,12 +243,7 @@ class StageTaps:
         accumulated: called whenever a microbatch's weight gradients have been accumulated apart from a backward.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        make: Callable[[torch.nn.Module], TappedLayer | None],
-        accumulated: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, make: Make, accumulated: Callable[[], None] = lambda: None) -> None:
         self._layers, self._accumulated = _layers(model, make), accumulated
         self._names: dict[TappedLayer, dict[str, str]] = {}  # by layer and its own name of a parameter
         for name, layer in self._layers.items():
@@ -373,7 +371,7 @@ class StageTaps:
         return tapped
 
 
-def _layers(model: torch.nn.Module, make: Callable[[torch.nn.Module], TappedLayer | None]) -> dict[str, TappedLayer]:
+def _layers(model: torch.nn.Module, make: Make) -> dict[str, TappedLayer]:
     """The layers of a model that ``make`` knows, by the model's names of their parameters.
 
     Layers that share a parameter with another one stay out: a tap sees only what passes its own layer. So do those
