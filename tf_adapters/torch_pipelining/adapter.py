@@ -28,12 +28,12 @@ from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.torch_pipelining.execution import RewrittenOrder
 from tf_adapters.torch_pipelining.post_validation import Redo, TorchPostValidation, own_norm
 from tf_adapters.torch_pipelining.replicas import (
-    add_up_unsharded,
     frozen_replica,
     inside_replica,
     layers_with_taps,
     replica_count,
     reported_to_reducer,
+    unsharded_adder,
 )
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
 from tf_adapters.torch_pipelining.support import refuse_grad_scaler
@@ -91,7 +91,7 @@ class TorchPipeliningAdapter(HostAdapter):
                     stage.stage_index: StageTaps(
                         stage.submod,
                         layers_with_taps(stage.submod, config.samples_tokens),
-                        functools.partial(add_up_unsharded, stage.submod),
+                        unsharded_adder(stage.submod),
                     )
                     for stage in tapped
                 },

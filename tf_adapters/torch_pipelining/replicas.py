@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -95,16 +96,21 @@ def adds_up_in_another_type(module: torch.nn.Module) -> bool:
     return False
 
 
-def add_up_unsharded(module: torch.nn.Module) -> None:
-    """Add gradients that came apart from a backward to FSDP's sums, which may be in another type than theirs.
+def unsharded_adder(module: torch.nn.Module) -> Callable[[], None]:
+    """What adds gradients that came apart from a backward to FSDP's sums, which may be in another type than theirs.
 
     FSDP does so at the end of each backward (``FSDPParamGroup.post_backward``). Without this, gradients of several
     microbatches would be added up in the type in which the parameters compute, such as bf16.
     """
-    for group in sharded_groups(module):
-        for parameter in group.fsdp_params:
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
+    groups = [ref(group) for group in sharded_groups(module)]  # a run that failed keeps no model alive
+
+    def add_up() -> None:
+        for group in groups:
+            for parameter in getattr(group(), "fsdp_params", ()):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+
+    return add_up
 
 
 @contextmanager
