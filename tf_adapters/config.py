@@ -104,7 +104,7 @@ class TimelyFreezeConfig(BaseModel):
     optimizer_step: Literal["synchronous", "post_validated"] = Field(
         "synchronous",
         description="synchronous: the update waits for the norm of all gradients, as the host's; post_validated: ranks "
-        "update at once, and make the update again if clipping was due (exact; with deferred, not on DeepSpeed)",
+        "update at once, and make the update again if clipping was due (exact; with deferred)",
     )
     gradient_scale: Literal["skipped_as_zero", "computed_mean"] = Field(
         "skipped_as_zero",

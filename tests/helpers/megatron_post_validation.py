@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import megatron_ranks
 import pytest
 import torch
 from logged import Lines
-from megatron_ranks import Case, innermost, run_batch, start, zero_gradients
+from megatron_ranks import VOCABULARY, Case, innermost, run_batch, start, zero_gradients
 
 from tf_adapters.hosts import post_validation
 from tf_adapters.hosts.late import LateTensor
@@ -19,6 +22,13 @@ ALWAYS = 1e-2
 
 def limited(case: Case, limit: float) -> Case:
     return replace(case, optimizer={**case.optimizer, "clip_grad": limit})
+
+
+def drawing(data: Any, length: int) -> Iterator[Any]:
+    """Data that draws random numbers while it is loaded."""
+    for tokens, labels in data:
+        shift = int(torch.randint(3, ())) + random.randrange(3)
+        yield (tokens[:, :length] + shift) % VOCABULARY, labels[:, :length]
 
 
 def values(chunks: list[Any], optimizer: Any) -> list[torch.Tensor]:
@@ -37,9 +47,11 @@ def values(chunks: list[Any], optimizer: Any) -> list[torch.Tensor]:
 def trained(case: Case, pauses: bool = False, saved: tuple[int, ...] = ()) -> dict[str, Any]:
     """Train; ``saved`` are steps after which the state is read and a batch is evaluated."""
     looked_at = post_validation._LOOKED_AT
-    with Lines() as log:
+    with Lines() as log, pytest.MonkeyPatch.context() as patch:
         try:
             post_validation._LOOKED_AT = looked_at if pauses else 10**9
+            patch.setattr(megatron_ranks, "_cut", drawing)
+            random.seed(5)
             chunks, optimizer, adapter = start(case)
             losses, norms, late, between = [], [], [], []
             for step in range(case.steps):

@@ -6,8 +6,7 @@ Source: deepspeed/runtime/pipe/engine.py.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
@@ -19,17 +18,20 @@ from deepspeed.runtime.pipe import schedule as host
 
 from tf_adapters.collectives import Collectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.deepspeed.checkpoints import loading, saving
 from tf_adapters.deepspeed.execution import (
     TRANSFERS,
     BeginReceive,
     FinishSends,
     InputGradients,
     OrderedSchedule,
+    RepeatedForwards,
     Transfers,
     WeightGradients,
     apart,
 )
 from tf_adapters.deepspeed.late_loss import LateLoss, loss_can_be_late, meetings
+from tf_adapters.deepspeed.metrics import also_to_monitor
 from tf_adapters.deepspeed.optimizers import (
     HeldParameters,
     accumulating,
@@ -38,6 +40,7 @@ from tf_adapters.deepspeed.optimizers import (
     held_values,
     scale_gradients,
 )
+from tf_adapters.deepspeed.post_validation import DeepSpeedPostValidation, computes_norm, post_validation_of
 from tf_adapters.deepspeed.schedules import SCHEDULES, MicrobatchTracker, own_schedule, translate
 from tf_adapters.deepspeed.stages import (
     is_dualpipev,
@@ -52,7 +55,8 @@ from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.waiting import WaitingWeights
 from tf_adapters.measuring.timer import clock_for
 from tf_adapters.report.observer import MetricSink
-from tf_adapters.schedule.ir import Action, Kind
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.messages import Receives
 from tf_adapters.selection.freeze_units import Tie, same_names
 from tf_adapters.training.batches import MOST_NUMBERS
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
@@ -62,7 +66,6 @@ from tf_adapters.weight_gradients.taps import StageTaps
 
 HOST = HostInfo("deepspeed", deepspeed.__version__)
 ATTRIBUTE = "timely_freeze"  # of the engine: its adapter
-CHECKPOINT_KEY = "timely_freeze"
 _LOST_STEPS = 3
 """Steps in a row that could not run in a plan's order, after which a warning is logged."""
 _RECEIVES = (host.RecvActivation, host.RecvGrad)
@@ -71,6 +74,8 @@ _WARMUP_ATTRIBUTES = ("warmup_num_steps", "num_warmup_steps", "warmup_steps")
 
 class DeepSpeedAdapter(HostAdapter):
     """Runs a Controller inside one PipelineEngine. Made by ``tf_adapters.deepspeed.attach``."""
+
+    validation: DeepSpeedPostValidation | None
 
     def __init__(
         self,
@@ -87,7 +92,7 @@ class DeepSpeedAdapter(HostAdapter):
         self._transfers: Transfers | None = None  # of the current batch, if it runs in a plan's order
         self._waiting: WaitingWeights | None = None  # of the current batch, if only weight gradients move
         self._late_loss: LateLoss | None = None
-        self._shapes_known = False
+        self._shapes_known = self._in_batch = False
         self._lost_in_a_row, self._said_lost = 0, False  # steps that ran in the host's order to exchange shapes
         self._given_warmup = warmup_steps
         self._is_gpipe = config.schedule == "gpipe"  # our schedule: its transfers do not block either
@@ -117,7 +122,7 @@ class DeepSpeedAdapter(HostAdapter):
             traced=holds_first_rank(engine.grid.get_pipe_parallel_group()),
             replicas=engine.grid.get_data_parallel_world_size(),
             adaptive=is_adaptive([engine.basic_optimizer]),
-            meetings=meetings(engine, self._loss_is_late),
+            meetings=meetings(engine, self._loss_is_late, self.config.post_validates),
             warmup_steps=self._warmup_steps(),
             clock=clock_for(torch.device(engine.device)),
         )
@@ -130,9 +135,21 @@ class DeepSpeedAdapter(HostAdapter):
     def _warmup_steps(self) -> int:
         return _warmup_steps(self.engine) if self._given_warmup is None else self._given_warmup
 
+    def metrics(self) -> MetricSink | None:
+        """Send figures to the user's function, and on rank 0 to the engine's monitor."""
+        monitored = self.engine.monitor.enabled and torch.distributed.get_rank() == 0
+        return also_to_monitor(self.engine, self._given_metrics) if monitored else self._given_metrics
+
     # --- on and off ------------------------------------------------------------------------------------------
 
+    @property
+    def in_batch(self) -> bool:
+        return self._in_batch
+
     def connect(self) -> None:
+        if self.config.post_validates and computes_norm(self.engine):
+            self.validation = post_validation_of(self.engine, self.controller)
+            self.on_detach(self.validation.close)
         if self._loss_is_late:
             self._late_loss = LateLoss(self.engine)
             self.on_detach(self._late_loss.close)
@@ -144,6 +161,8 @@ class DeepSpeedAdapter(HostAdapter):
         self._host_exec_schedule: Callable[[host.PipeSchedule], None] = engine._exec_schedule
         self._host_instructions: dict[type, Callable[..., None]] = dict(engine._INSTRUCTION_MAP)
         self.on_detach(self._holder.after_step)  # after a step that was cut off
+        if self.validation is not None:
+            self.validation.install(self, self._holder)
         self.around_steps(engine.basic_optimizer, self._holder.before_step, self._holder.after_step)
         wrapped = {
             host.ForwardPass: self._forward,
@@ -163,8 +182,8 @@ class DeepSpeedAdapter(HostAdapter):
             overrides.set(engine, "_aggregate_total_loss", self._late_loss.aggregate)
         overrides.set(engine, "_INSTRUCTION_MAP", {**self._host_instructions, **wrapped})
         overrides.set(engine, "_exec_schedule", self._exec_schedule)
-        overrides.set(engine, "save_checkpoint", self._saving(engine.save_checkpoint))
-        overrides.set(engine, "load_checkpoint", self._loading(engine.load_checkpoint))
+        overrides.set(engine, "save_checkpoint", saving(self, engine.save_checkpoint))
+        overrides.set(engine, "load_checkpoint", loading(self, engine.load_checkpoint, self._warmup_steps))
         overrides.set(engine, ATTRIBUTE, self)
         checkpoint = engine.module.activation_checkpoint_func
         if checkpoint is not host_checkpointing.non_reentrant_checkpoint:
@@ -175,13 +194,17 @@ class DeepSpeedAdapter(HostAdapter):
     def _exec_schedule(self, schedule: host.PipeSchedule) -> None:
         evaluates = isinstance(schedule, host.InferenceSchedule) or getattr(schedule, "forward_only", False)
         if evaluates:  # the second is DualPipeV's
+            self.settle()
             self._host_exec_schedule(schedule)
             return
         refuse_another(schedule, self._own_schedule)
         try:
-            self._host_exec_schedule(self._begin_step())
+            ours = self._begin_step()
+            self._in_batch = True
+            self._host_exec_schedule(ours)
         finally:
             self._transfers = self._waiting = None
+            self._in_batch = False
         self._shapes_known = True
 
     def _begin_step(self) -> host.PipeSchedule:
@@ -190,21 +213,36 @@ class DeepSpeedAdapter(HostAdapter):
         refuse_compiled(engine)  # it may have been compiled after attaching
         if engine.micro_batches != controller.state.microbatches:
             controller.reschedule(self._orders(engine.micro_batches))
-        self._tracker = MicrobatchTracker()
-        self._losses.clear()
+        self._forget_forwards()
         in_host_order = not self._shapes_known and controller.pipeline.moves_forwards
         self._count_lost(in_host_order and controller.execution is not controller.schedule)
         controller.begin_step(in_host_order)
         size = {"micro_batches": engine.micro_batches, "stages": engine.num_stages, "stage_id": engine.stage_id}
         order = controller.execution
         row, rewritten = order.ranks[engine.stage_id], order is not controller.schedule
-        if (rewritten or self._is_gpipe) and self._shapes_known and controller.pipeline.moves_forwards:
+        runs_ours = rewritten or self._is_gpipe or self.repeatable
+        if runs_ours and self._shapes_known and controller.pipeline.moves_forwards:
             receives = self.receives(order)
             self._transfers = Transfers(engine, receives.taken)
-            return OrderedSchedule(row, **size, receives=receives.before)
+            repeated = self._repeated(order, receives)
+            return OrderedSchedule(row, **size, receives=receives.before, repeated=repeated)
+        self.settle()
         if rewritten:
             self._waiting = WaitingWeights(row, lambda a, _: controller.compute_weight_gradients(a.stage, a.microbatch))
         return self._schedule_type(**size)
+
+    def _repeated(self, order: PipelineSchedule, receives: Receives) -> RepeatedForwards | None:
+        assert self._transfers is not None
+        again = self.validation and self.validation.forwards_again(order, receives.before, self._begin_again)
+        return RepeatedForwards(self.engine, again, self._transfers) if again else None
+
+    def _begin_again(self) -> None:
+        self._forget_forwards()
+        self.controller.begin_step()
+
+    def _forget_forwards(self) -> None:
+        self._tracker = MicrobatchTracker()
+        self._losses.clear()
 
     def _count_lost(self, lost: bool) -> None:
         """Warn once if several steps in a row cannot run in the plan's order. The count is the same on all ranks."""
@@ -346,48 +384,6 @@ class DeepSpeedAdapter(HostAdapter):
             return checkpoint(function, *inputs)
 
         return checkpoint_with_gradients
-
-    # --- checkpoints of the run ------------------------------------------------------------------------------
-
-    def _saving(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(save)
-
-        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            client_state = bound.arguments.get("client_state") or {}
-            bound.arguments["client_state"] = {**client_state, CHECKPOINT_KEY: self.controller.state_dict()}
-            return save(*bound.args, **bound.kwargs)
-
-        return save_checkpoint
-
-    def _loading(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(load)
-
-        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            path, client_state = load(*args, **kwargs)
-            weights_only = signature.bind(*args, **kwargs).arguments.get("load_module_only", False)
-            if path is not None:
-                state = (client_state or {}).pop(CHECKPOINT_KEY, None)
-                self.controller.load_state_dict(None if weights_only else state, self._warmup_steps())
-            return path, client_state
-
-        return load_checkpoint
-
-    # --- metrics ---------------------------------------------------------------------------------------------
-
-    def metrics(self) -> MetricSink | None:
-        """Send figures to the user's function, and on rank 0 to the engine's monitor."""
-        monitored = self.engine.monitor.enabled and torch.distributed.get_rank() == 0
-        if not monitored:
-            return self._given_metrics
-
-        def write(figures: Mapping[str, float]) -> None:
-            samples = self.engine.global_samples
-            self.engine.monitor.write_events([(f"TimelyFreeze/{k}", v, samples) for k, v in figures.items()])
-            if self._given_metrics is not None:
-                self._given_metrics(figures)
-
-        return write
 
 
 def _warmup_steps(engine: Any) -> int:

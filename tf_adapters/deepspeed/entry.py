@@ -12,10 +12,11 @@ import deepspeed
 from tf_adapters.collectives import ProcessGroupCollectives
 from tf_adapters.config import TimelyFreezeConfig, find_section
 from tf_adapters.deepspeed.adapter import ATTRIBUTE, HOST, DeepSpeedAdapter
+from tf_adapters.deepspeed.post_validation import post_validation_problem
 from tf_adapters.deepspeed.stages import is_dualpipev
 from tf_adapters.deepspeed.support import check, warnings
 from tf_adapters.hosts.adapter import attach_once
-from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules, refuse_post_validation
+from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules
 from tf_adapters.hosts.support import refuse
 from tf_adapters.log import announce
 from tf_adapters.report.observer import MetricSink
@@ -82,8 +83,9 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
 
 def _check(engine: Any, settings: TimelyFreezeConfig) -> None:
-    refuse_post_validation(settings, "DeepSpeed")
     check(engine, settings)
+    if settings.post_validates:
+        refuse(post_validation_problem(engine))
     if is_dualpipev(engine):
         if settings.splits_backwards:
             refuse(f"DualPipeV overlaps two stages of a rank; use {settings.without_split} with it")

@@ -115,6 +115,11 @@ class HeldParameters:
         self._kept = Kept()
         self._partial = PartialSteps(self._inner)
 
+    @property
+    def held(self) -> tuple[torch.nn.Parameter, ...]:
+        """Return the parameters that the next step holds."""
+        return self._held
+
     def hold(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Hold these parameters in all steps from now on, instead of earlier ones."""
         self._held = tuple(parameters)

@@ -43,15 +43,6 @@ def refuse_other_schedules(settings: TimelyFreezeConfig, why: str) -> None:
         raise ConfigError(f'timely_freeze.schedule is "{settings.schedule}": allowed is "host"; {why}')
 
 
-def refuse_post_validation(settings: TimelyFreezeConfig, host: str) -> None:
-    """Raise ConfigError if updates are to be made before the norm of all gradients is known."""
-    if settings.post_validates:
-        raise ConfigError(
-            f'timely_freeze.optimizer_step is "post_validated": allowed is "synchronous" with {host}, where updates '
-            "cannot be made again"
-        )
-
-
 def agree_on_settings(
     collectives: Collectives,
     host: HostInfo,

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from tf_adapters.gloo import gloo_group
 
-__all__ = ["LateNorms", "LateTensor", "LateValues"]
+__all__ = ["LateNorms", "LateSums", "LateTensor", "LateValues"]
 
 
 class _Message:
@@ -61,17 +61,17 @@ class LateTensor(torch.Tensor):
     """
 
     plain: torch.Tensor
-    _message: _Message | None
+    _message: _Message | LateSums | None
     _read: Callable[[torch.Tensor], torch.Tensor]
 
     @staticmethod
     def of(
-        message: _Message,
-        place: int,
+        message: _Message | LateSums,
+        place: int | slice,
         device: torch.device,
         function: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
     ) -> LateTensor:
-        """Return ``function`` of entry ``place`` of the message as a tensor on ``device``."""
+        """Return ``function`` of the entries ``place`` of the message as a scalar tensor on ``device``."""
         plain = torch.zeros((), dtype=message.values.dtype, device=device)
         late: LateTensor = torch.Tensor._make_subclass(LateTensor, plain)
         late.plain, late._message = plain, message
@@ -103,6 +103,32 @@ def _plain(value: Any) -> Any:
 
 def _arrived(value: Any) -> Any:
     return LateTensor.arrive(value) if isinstance(value, LateTensor) else value
+
+
+class LateSums:
+    """Sums over ranks, each in a message of its own."""
+
+    def __init__(self, messages: Sequence[_Message], device: torch.device) -> None:
+        self._messages, self._device = messages, device
+
+    @property
+    def values(self) -> torch.Tensor:
+        """Return the sums if all of them have arrived, as a 1-d CPU tensor."""
+        return torch.cat([message.values for message in self._messages])
+
+    def wait(self) -> None:
+        """Wait for all messages. Raises RuntimeError if a rank that one comes from is gone."""
+        for message in self._messages:
+            message.wait()
+
+    def arrive(self) -> torch.Tensor:
+        """Wait for the sums, and return them as a 1-d tensor on the ranks' device."""
+        self.wait()
+        return self.values.to(self._device)
+
+    def late(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LateTensor:
+        """Return ``function`` of the sums, a scalar, as a tensor that waits for them."""
+        return LateTensor.of(self, slice(None), self._device, lambda sums: function(sums.to(self._device)))
 
 
 class _OwnGroup:
@@ -185,8 +211,19 @@ class LateNorms(_OwnGroup):
 
     def square_and_norm(self, own: torch.Tensor) -> tuple[LateTensor, LateTensor]:
         """Return the square of the norm, too."""
-        message = self._begin_when_computed(own.detach().float().square().reshape(1), self._add_up)
+        message = self._send(own.detach().float().square())
         return LateTensor.of(message, 0, self._device), LateTensor.of(message, 0, self._device, torch.sqrt)
+
+    def sums(self, own: Sequence[torch.Tensor]) -> LateSums:
+        """Return the sums of scalars over all ranks. Called on all ranks in the same order.
+
+        Each scalar has a message of its own, as in hosts: of a longer message gloo adds the ranks' values up in another
+        order.
+        """
+        return LateSums([self._send(of_rank.detach().float()) for of_rank in own], self._device)
+
+    def _send(self, own: torch.Tensor) -> _Message:
+        return self._begin_when_computed(own.reshape(1), self._add_up)
 
     def _add_up(self, values: torch.Tensor) -> Any:
         return self._group.allreduce([values])

@@ -9,10 +9,11 @@ after the norm. Idea: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", sectio
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
@@ -20,7 +21,7 @@ from tf_adapters.hosts.late import LateNorms, LateTensor
 from tf_adapters.hosts.update_copies import UpdateCopies
 from tf_adapters.training.controller import Controller
 
-__all__ = ["BeforeForwards", "PostValidation", "Settles"]
+__all__ = ["Arriving", "PostValidation", "Settles", "settled"]
 
 _LOOKED_AT = 20
 _MOST_MADE_AGAIN = 0.2
@@ -28,6 +29,13 @@ _MOST_MADE_AGAIN = 0.2
 
 _PAUSE = 50
 """Updates that then wait."""
+
+
+class Arriving(Protocol):
+    """Numbers of all ranks that may still be on their way."""
+
+    def arrive(self) -> torch.Tensor:
+        """Wait for them, and return them."""
 
 
 class PostValidation(ABC):
@@ -39,8 +47,8 @@ class PostValidation(ABC):
 
     def __init__(self, group: Any, device: torch.device, controller: Controller) -> None:
         self._norms, self._controller = LateNorms(group, device), controller
-        self._square: LateTensor | None = None
-        self._copies: dict[int, tuple[UpdateCopies, Callable[[], Any]]] = {}
+        self._square: Arriving | None = None
+        self._copies: dict[tuple[int, ...], tuple[UpdateCopies, Callable[[], Any]]] = {}  # by parameter groups
         self._outcomes = deque[bool](maxlen=_LOOKED_AT)
         self._paused = 0
         self.updates = self.made_again = 0
@@ -53,6 +61,13 @@ class PostValidation(ABC):
     @abstractmethod
     def clip_again(self, parameters: list[torch.nn.Parameter], square: torch.Tensor) -> None:
         """Clip the gradients of these parameters as the host does."""
+
+    def is_skipped(self, square: torch.Tensor) -> bool:
+        """Return whether the host would not have updated at all."""
+        return False
+
+    def after_skip(self) -> None:  # noqa: B027
+        """Let the host know that the update was taken back and not made again."""
 
     @property
     def pending(self) -> bool:
@@ -76,7 +91,10 @@ class PostValidation(ABC):
     def before_update(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any] | None = None) -> None:
         """Keep copies if the update that follows may have to be made again, with ``step`` or ``optimizer.step``."""
         if self.pending and not self.making_again:
-            self._copies[id(optimizer)] = UpdateCopies(optimizer), step or optimizer.step
+            groups = tuple(map(id, optimizer.param_groups))
+            copies = UpdateCopies(optimizer)
+            self._copies[groups] = copies, step or optimizer.step
+            self._controller.memory.copied_bytes += copies.num_bytes
 
     def settle(self) -> bool:
         """Wait for the norm, and make the update again if clipping was due. Return whether it was made again."""
@@ -84,14 +102,21 @@ class PostValidation(ABC):
         if square is None:
             return False
         copies, self._copies = self._copies, {}
+        self._controller.memory.copied_bytes = 0
         total = square.arrive()
         due = self.is_due(total)
         self._count(due)
         if due:
             self.making_again = True
             try:
+                skipped = self.is_skipped(total)
                 for of_optimizer, step in copies.values():
-                    of_optimizer.make_again(lambda parameters: self.clip_again(parameters, total), step)
+                    if skipped:
+                        of_optimizer.take_back()
+                    else:
+                        of_optimizer.make_again(lambda parameters: self.clip_again(parameters, total), step)
+                if skipped:
+                    self.after_skip()
             finally:
                 self.making_again = False
         return due
@@ -119,7 +144,7 @@ class PostValidation(ABC):
 
 
 class Settles:
-    """A hook that makes the last update final before a state is read or a forward runs.
+    """A hook that makes the last update final before a state is saved or loaded, or a forward runs.
 
     A copy of the hooked object, pickled or not, has a hook that does nothing.
     """
@@ -137,27 +162,16 @@ class Settles:
         return Settles, (_do_nothing,)
 
 
+def settled(settle: Callable[[], None], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``run``, which makes the last update final first."""
+
+    @functools.wraps(run)
+    def settle_and_run(*args: Any, **kwargs: Any) -> Any:
+        settle()
+        return run(*args, **kwargs)
+
+    return settle_and_run
+
+
 def _do_nothing() -> None:
     """Stand for ``settle`` in a copy."""
-
-
-class BeforeForwards:
-    """The state that forwards change besides activations: random numbers, and the buffers of these modules."""
-
-    def __init__(self, modules: Iterable[torch.nn.Module], device: torch.device) -> None:
-        self._device = device
-        self._cpu = torch.get_rng_state()
-        self._of_device = None if device.type == "cpu" else self._module.get_rng_state(device)
-        self._buffers = [(buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()]
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._of_device is not None:
-            self._module.set_rng_state(self._of_device, self._device)
-        for buffer, value in self._buffers:
-            buffer.copy_(value)
-
-    @property
-    def _module(self) -> Any:
-        return torch.get_device_module(self._device)

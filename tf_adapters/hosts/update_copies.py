@@ -18,12 +18,18 @@ class UpdateCopies:
 
     @torch.no_grad()
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._groups = optimizer, list(optimizer.param_groups)
         updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._values = [(p, p.detach().clone()) for p in updated]
         self._gradients = [(p, p.grad.detach().clone()) for p in updated]
         self._state = {p: _copied(optimizer.state[p]) if p in optimizer.state else None for p in updated}
-        self._settings = [_copied(_settings_of(group)) for group in optimizer.param_groups]
+        self._settings = [_copied(_settings_of(group)) for group in self._groups]
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = [copy for pairs in (self._values, self._gradients) for _, copy in pairs]
+        tensors += [copy for state in self._state.values() for copy in (state or {}).values() if torch.is_tensor(copy)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @torch.no_grad()
     def make_again(self, change: Callable[[list[torch.nn.Parameter]], None], step: Callable[[], Any]) -> None:
@@ -32,19 +38,14 @@ class UpdateCopies:
         The optimizer's settings, which a learning-rate schedule may have changed since, are those of the first time.
         Settings and gradients from after the first step are put back at the end.
         """
-        groups = self._optimizer.param_groups
+        groups = self._groups
         settings = [_settings_of(group) for group in groups]
         gradients = [(p, p.grad) for group in groups for p in group["params"]]
         for p, _ in gradients:
             p.grad = None
-        for p, value in self._values:
-            p.copy_(value)
+        self.take_back()
         for p, gradient in self._gradients:
             p.grad = gradient
-        for p, state in self._state.items():
-            self._put_back(p, state)
-        for group, earlier in zip(groups, self._settings, strict=True):
-            group.update(earlier)
         change([p for p, _ in self._gradients])
         with torch.enable_grad():
             step()
@@ -52,6 +53,16 @@ class UpdateCopies:
             group.update(later)
         for p, later_gradient in gradients:
             p.grad = later_gradient
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Take the step back: parameters, state and settings are those from before it."""
+        for p, value in self._values:
+            p.copy_(value)
+        for p, state in self._state.items():
+            self._put_back(p, state)
+        for group, earlier in zip(self._groups, self._settings, strict=True):
+            group.update(earlier)
 
     def _put_back(self, parameter: torch.nn.Parameter, earlier: Mapping[str, Any] | None) -> None:
         state = self._optimizer.state

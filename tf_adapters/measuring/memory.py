@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -45,18 +45,21 @@ class HeldMemory:
         in_flight: by stage, memory of a microbatch from its forward to the end of its input gradient.
         waiting: by stage, memory of a microbatch from then until its weight gradients are computed.
         gradients: by stage, memory of all weight gradients from the first one on.
+        copies: memory of what an update overwrote that may have to be made again, before anything of a backward.
     """
 
     base: float
     in_flight: Mapping[int, float]
     waiting: Mapping[int, float]
     gradients: Mapping[int, float]
+    copies: float = 0.0
 
     def peak_bytes(self, row: Iterable[Action]) -> int:
         """Return the peak over the ends of these actions, in bytes, if the rank runs them in this order."""
         most = self.base
         for in_flight, waiting, having in _holdings(row):
-            held = sum(self.in_flight.get(stage, 0.0) * count for stage, count in in_flight.items())
+            held = 0.0 if having or any(waiting.values()) else self.copies
+            held += sum(self.in_flight.get(stage, 0.0) * count for stage, count in in_flight.items())
             held += sum(self.waiting.get(stage, 0.0) * count for stage, count in waiting.items())
             held += sum(self.gradients.get(stage, 0.0) for stage in having)
             most = max(most, self.base + held)
@@ -65,8 +68,16 @@ class HeldMemory:
     def most_microbatches(self, limit_bytes: float) -> int:
         """Return how many microbatches, each of the stage that holds most, this rank can hold within a limit."""
         of_one = max(max(self.in_flight[stage], self.waiting[stage]) for stage in self.in_flight)
-        left = limit_bytes - self.base - sum(self.gradients.values())
+        left = limit_bytes - self.base - max(self.copies, sum(self.gradients.values()))
         return max(0, int(left // of_one)) if of_one > 0.0 else 0
+
+
+class _Sample(NamedTuple):
+    """The bytes that a rank held at the end of an action, and those of copies among them."""
+
+    action: Action
+    held: int
+    copies: int
 
 
 class MemoryMeter:
@@ -78,10 +89,13 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._held = device, _reader(device)
+        self.copied_bytes = 0
+        """Bytes of copies of what the last update overwrote, while it may have to be made again."""
+        self._most_copied = 0
         self._peaks: dict[str, int] = {}
         self._steps: dict[str, int] = defaultdict(int)
-        self._ran: list[tuple[Action, int]] = []  # actions of the current step, with the bytes at their end
-        self._samples: dict[str, list[list[tuple[Action, int]]]] = defaultdict(list)
+        self._ran: list[_Sample] = []  # of the current step
+        self._samples: dict[str, list[list[_Sample]]] = defaultdict(list)
 
     def start_step(self) -> None:
         """Begin a step, and drop the measurements of an unfinished one."""
@@ -91,14 +105,15 @@ class MemoryMeter:
         """Read the memory at the end of ``action``, which may also be the first half (INPUT_GRAD) of a BACKWARD."""
         if self._held is None or self._steps[phase] >= _STEPS:
             return
-        self._ran.append((action, self._held()))
+        self._most_copied = max(self._most_copied, self.copied_bytes)  # also of forwards that run again
+        self._ran.append(_Sample(action, self._held(), self.copied_bytes))
 
     def stop_step(self, phase: str) -> None:
         self._steps[phase] += 1
         if not self._ran:
             return
-        whole = {first_half(action) for action, _ in self._ran if action.kind is Kind.BACKWARD}
-        ends = [held for action, held in self._ran if action not in whole]
+        whole = {first_half(ran.action) for ran in self._ran if ran.action.kind is Kind.BACKWARD}
+        ends = [ran.held for ran in self._ran if ran.action not in whole]
         self._peaks[phase] = max(*ends, self._peaks.get(phase, 0))
         self._samples[phase].append(self._ran)
         self._ran = []
@@ -112,19 +127,19 @@ class MemoryMeter:
         steps = self._samples.get(phase)
         if not steps:
             return None
-        stages = sorted({action.stage for action, _ in steps[0]})
+        stages = sorted({ran.action.stage for ran in steps[0]})
         rows = [
             [1.0, *(count[s] for count in (in_flight, waiting) for s in stages), *(float(s in having) for s in stages)]
             for step in steps
-            for in_flight, waiting, having in _holdings(action for action, _ in step)
+            for in_flight, waiting, having in _holdings(ran.action for ran in step)
         ]
-        seen = [held for step in steps for _, held in step]
+        seen = [ran.held - ran.copies for step in steps for ran in step]
         base, *of_stages = np.linalg.lstsq(np.array(rows, float), np.array(seen, float), rcond=None)[0].tolist()
         in_flight, waiting, gradients = (
             dict(zip(stages, of_stages[start : start + len(stages)], strict=True))
             for start in range(0, 3 * len(stages), len(stages))
         )
-        return HeldMemory(base, in_flight, waiting=waiting, gradients=gradients)
+        return HeldMemory(base, in_flight, waiting=waiting, gradients=gradients, copies=self._most_copied)
 
     def most_microbatches(self, phase: str, limit_bytes: float | None) -> int | None:
         """Return how many microbatches this rank can hold, as measured in a phase; None if that is not known.
@@ -139,6 +154,7 @@ class MemoryMeter:
         return held.most_microbatches(limit - inside)
 
     def clear(self) -> None:
+        self._most_copied = 0
         self._peaks.clear()
         self._steps.clear()
         self._ran.clear()

@@ -21,6 +21,7 @@ from megatron.core.distributed import DistributedDataParallel
 from tf_adapters.collectives import Collectives, holds_first_rank, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
+from tf_adapters.hosts.forwards_again import ForwardsAgain
 from tf_adapters.hosts.layers import layers_of
 from tf_adapters.hosts.waiting import WaitingWeights
 from tf_adapters.log import announce
@@ -31,7 +32,7 @@ from tf_adapters.megatron.late_norm import LateGradNorm, clips, meetings
 from tf_adapters.megatron.linear import tapped_layer
 from tf_adapters.megatron.optimizers import HeldParameters, held_values, scale_gradients
 from tf_adapters.megatron.ordered import Links, OrderedBatch, is_replaceable
-from tf_adapters.megatron.post_validation import ForwardsAgain, MegatronPostValidation, install
+from tf_adapters.megatron.post_validation import MegatronPostValidation, install
 from tf_adapters.megatron.schedules import PipelinePosition, translate
 from tf_adapters.megatron.units import chunk_units, tied_places
 from tf_adapters.report.observer import MetricSink

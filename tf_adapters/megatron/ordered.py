@@ -23,8 +23,8 @@ from megatron.core.pipeline_parallel import schedules as host
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_type
 
+from tf_adapters.hosts.forwards_again import ForwardsAgain, Rewindable, begins_backward
 from tf_adapters.hosts.sent import SentMessages
-from tf_adapters.megatron.post_validation import ForwardsAgain, Rewindable, begins_backward
 from tf_adapters.overrides import Overrides
 from tf_adapters.schedule.deferral import most_held
 from tf_adapters.schedule.ir import Action, Kind
@@ -161,7 +161,7 @@ class OrderedBatch:
         if self._again is not None:
             self._again.remember()
             if self._arguments["data_iterator"] is not None:
-                self._arguments["data_iterator"] = Rewindable(self._arguments["data_iterator"])
+                self._arguments["data_iterator"] = Rewindable(self._arguments["data_iterator"], self._device)
         self._of_backward = {"config": self._arguments["config"]}
         if "model_type" in inspect.signature(host.backward_step).parameters:  # before 0.17
             self._of_backward["model_type"] = get_model_type(self._arguments["model"])

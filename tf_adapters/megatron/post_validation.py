@@ -5,12 +5,9 @@ Source: megatron/core/optimizer/optimizer.py (``ChainedOptimizer.step``), clip_g
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,27 +15,23 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from tf_adapters.hosts.adapter import HostAdapter
+from tf_adapters.hosts.forwards_again import ForwardsAgain
 from tf_adapters.hosts.late import LateTensor
-from tf_adapters.hosts.post_validation import BeforeForwards, PostValidation
+from tf_adapters.hosts.post_validation import PostValidation, settled
 from tf_adapters.hosts.support import Problem, first_problem
 from tf_adapters.megatron.chunks import device_of
 from tf_adapters.megatron.late_norm import own_norm, step_statistics_are_equal
 from tf_adapters.megatron.optimizers import inner_of, leaves
-from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.training.controller import Controller
 
-__all__ = [
-    "ForwardsAgain",
-    "MegatronPostValidation",
-    "Rewindable",
-    "begins_backward",
-    "install",
-    "post_validation_problem",
-]
+__all__ = ["MegatronPostValidation", "install", "post_validation_problem"]
 
-
-_SAVING = ("save_parameter_state", "sharded_state_dict", "state_dict", "state_dict_for_save_checkpoint")
-"""Methods of optimizers and model chunks that read what an update writes."""
+_STATE = (
+    *("save_parameter_state", "sharded_state_dict", "state_dict", "state_dict_for_save_checkpoint"),
+    *("load_parameter_state", "load_state_dict", "reload_model_params"),
+)
+"""Methods of optimizers and model chunks that read or replace what an update writes."""
 
 
 class MegatronPostValidation(PostValidation):
@@ -67,16 +60,15 @@ class MegatronPostValidation(PostValidation):
 
         ``before`` are the actions whose inputs a rank begins to receive before an action.
         """
-        if not self.pending:
-            return None
-        (sent, _), (own, received) = (forwards_in_prefix(order, before, of) for of in (rank - 1, rank))
-        return ForwardsAgain(
+        return ForwardsAgain.of(
             self,
-            begin_again,
-            self._modules,
-            self._device,
-            forwards=own,
-            unreceived=len(sent) - received,
+            begin_again=begin_again,
+            modules=self._modules,
+            device=self._device,
+            tracker=get_cuda_rng_tracker(),
+            order=order,
+            before=before,
+            rank=rank,
         )
 
     def is_due(self, square: torch.Tensor) -> bool:
@@ -93,10 +85,10 @@ def install(
     owners: Iterable[torch.nn.Module],
     speculates: Callable[[], bool],
 ) -> None:
-    """Replace the optimizer's norm, keep copies before its updates, and settle before anything is saved.
+    """Replace the optimizer's norm, keep copies before its updates, and settle before a state is saved or loaded.
 
-    ``owners`` are the modules whose state may be saved. ``speculates`` says whether this step's update may be made
-    before the norm is known.
+    ``owners`` are the modules whose state may be saved or loaded. ``speculates`` says whether this
+    step's update may be made before the norm is known.
     """
     optimizer, overrides = validation.optimizer, adapter.overrides
     host_norm = optimizer.get_grad_norm
@@ -107,23 +99,15 @@ def install(
         validation.waits()
         return host_norm()
 
-    def settled(run: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(run)
-        def settle_and_run(*args: Any, **kwargs: Any) -> Any:
-            adapter.settle()
-            return run(*args, **kwargs)
-
-        return settle_and_run
-
     overrides.set(optimizer, "get_grad_norm", get_grad_norm)
     for leaf in leaves(optimizer):
         keep = functools.partial(validation.before_update, step=leaf.step_with_ready_grads)
         hook = inner_of(leaf).register_step_pre_hook(lambda given, *_, keep=keep: keep(given))
         adapter.on_detach(hook.remove)
     for owner in (optimizer, *owners):
-        for name in _SAVING:
+        for name in _STATE:
             if callable(getattr(owner, name, None)):
-                overrides.set(owner, name, settled(getattr(owner, name)))
+                overrides.set(owner, name, settled(adapter.settle, getattr(owner, name)))
 
 
 def post_validation_problem(chunks: Sequence[Any], optimizer: Any, config: Any) -> Problem:
@@ -145,89 +129,6 @@ def post_validation_problem(chunks: Sequence[Any], optimizer: Any, config: Any) 
         }
     )
     return problem and f"{problem}, with which optimizer_step post_validated was not checked"
-
-
-def forwards_in_prefix(
-    order: PipelineSchedule, before: Mapping[Action, Sequence[Action]], rank: int
-) -> tuple[list[Action], int]:
-    """Return a rank's forwards before anything of a backward begins, and how many receives have begun by then."""
-    forwards: list[Action] = []
-    received = 0
-    for action in order.ranks[rank] if 0 <= rank < len(order.ranks) else ():
-        begun = before.get(action, ())
-        if begins_backward(action, begun):
-            break
-        received += len(begun)
-        forwards.append(action)
-    return forwards, received
-
-
-def begins_backward(action: Action, begun: Sequence[Action]) -> bool:
-    """Return whether an action is of a backward, or a gradient's receive begins before it."""
-    return action.kind is not Kind.FORWARD or any(target.kind is not Kind.FORWARD for target in begun)
-
-
-@dataclass
-class ForwardsAgain:
-    """All that a rank needs to run the first forwards of a batch again.
-
-    Attributes:
-        validation: the update.
-        begin_again: begins our step again.
-        modules: the model chunks of this rank.
-        device: their device.
-        forwards: the forwards before anything of a backward begins.
-        unreceived: how many old activations of the previous rank are then under way that no receive waits for. It is
-            not negative, since a receive begins after its send (``schedule.messages``).
-    """
-
-    validation: PostValidation
-    begin_again: Callable[[], None]
-    modules: Sequence[torch.nn.Module]
-    device: torch.device
-    forwards: list[Action]
-    unreceived: int
-
-    def remember(self) -> None:
-        """Called before the first forward of the batch."""
-        self._before = BeforeForwards(self.modules, self.device)
-        self._tracked = get_cuda_rng_tracker().get_states()
-
-    def put_back(self) -> None:
-        self._before.put_back()
-        get_cuda_rng_tracker().set_states(self._tracked)
-        self.begin_again()
-
-
-class Rewindable:
-    """A data iterator that can give its items again."""
-
-    def __init__(self, iterator: Any) -> None:
-        self._iterator = iterator
-        self._given: list[Any] | None = []
-        self._again = deque[Any]()
-
-    def __iter__(self) -> Rewindable:
-        return self
-
-    def __next__(self) -> Any:
-        item = self._again.popleft() if self._again else next(self._iterator)
-        if self._given is not None:
-            self._given.append(copy.copy(item))
-        return item
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
-
-    def rewind(self) -> None:
-        """Give all items again."""
-        assert self._given is not None
-        self._again.extendleft(reversed(self._given))
-        self._given = []
-
-    def go_on(self) -> None:
-        """Keep no more items."""
-        self._given = None
 
 
 def _root(square: torch.Tensor) -> float:

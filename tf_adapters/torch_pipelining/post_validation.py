@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _ComputationType, _wait_batch_p2p
 
-from tf_adapters.hosts.post_validation import BeforeForwards, PostValidation
+from tf_adapters.hosts.forwards_again import BeforeForwards
+from tf_adapters.hosts.post_validation import PostValidation
 from tf_adapters.training.controller import Controller
 
 __all__ = ["Redo", "TorchPostValidation", "own_norm"]

@@ -97,10 +97,11 @@ def adds_up_in_another_type(module: torch.nn.Module) -> bool:
 
 
 def unsharded_adder(module: torch.nn.Module) -> Callable[[], None]:
-    """What adds gradients that came apart from a backward to FSDP's sums, which may be in another type than theirs.
+    """Return a function that adds gradients that came apart from a backward to FSDP's sums.
 
-    FSDP does so at the end of each backward (``FSDPParamGroup.post_backward``). Without this, gradients of several
-    microbatches would be added up in the type in which the parameters compute, such as bf16.
+    The sums may be in another type than the gradients. FSDP itself adds to them at the end of each backward
+    (``FSDPParamGroup.post_backward``). Without this, gradients of several microbatches would be added up in the type in
+    which the parameters compute, such as bf16.
     """
     groups = [ref(group) for group in sharded_groups(module)]  # a run that failed keeps no model alive
 

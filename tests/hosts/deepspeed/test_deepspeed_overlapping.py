@@ -78,11 +78,27 @@ def test_ranks_do_not_meet_and_every_loss_is_the_hosts(pools, tmp_path):
     assert_ranks_overlap(ours)
 
 
+NO_NORM = {"stage": 1, "compute_grad_norm": False}
+
+
+@pytest.mark.parametrize("bf16", [{}, {"bf16": {"enabled": True, "check_grad_overflow": False}}], ids=["fp32", "bf16"])
+def test_ranks_do_not_meet_where_zero_computes_no_norm(pools, tmp_path, bf16):
+    config = {**CONFIG, "zero_optimization": NO_NORM, "zero_allow_untested_optimizer": True, **bf16}
+    case = replace(CASE, config=config, output_dir=str(tmp_path))
+    ours = pools(4).run(overlapping, case)
+    assert_same_bits(ours, pools(4).run(overlapping, replace(case, section=None)))
+    assert_ranks_overlap(ours)
+
+
 MEET = {
     "clipping": ({"gradient_clipping": 0.5}, "gradient_clipping 0.5"),
     "zero1": (
         {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True, "bf16": {"enabled": True}},
         "ZeRO's norm of all gradients",
+    ),
+    "overflow check": (
+        {"zero_optimization": NO_NORM, "zero_allow_untested_optimizer": True, "bf16": {"enabled": True}},
+        "ZeRO's check_grad_overflow",
     ),
     "tied": ({}, "tied weights"),
 }

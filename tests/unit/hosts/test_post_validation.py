@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import Schedule1F1B, _Action, _ComputationType, _PipelineScheduleRuntime
 from torch_ranks import stages_of
 
-from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.errors import ConfigError
-from tf_adapters.hosts.agreement import refuse_post_validation
-from tf_adapters.megatron.post_validation import Rewindable, forwards_in_prefix
+from tf_adapters.hosts.forwards_again import Rewindable, forwards_in_prefix
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.deferral import DeferralTimes, defer, first_half, joined, second_half, split
 from tf_adapters.schedule.ir import Kind, PipelineSchedule
@@ -67,7 +64,7 @@ def test_nor_in_the_actions_that_torch_adds_messages_to(stages, more, extra, see
 
 
 def test_data_comes_again_and_then_goes_on():
-    data = Rewindable(iter(range(6)))
+    data = Rewindable(iter(range(6)), torch.device("cpu"))
     assert [next(data), next(data)] == [0, 1]
     data.rewind()
     assert next(data) == 0
@@ -75,11 +72,3 @@ def test_data_comes_again_and_then_goes_on():
     assert [next(data), next(data), next(data)] == [0, 1, 2]
     data.go_on()
     assert list(data) == [3, 4, 5]
-
-
-def test_a_host_that_cannot_make_updates_again_refuses_in_one_line():
-    section = {"weight_gradients": "deferred", "optimizer_step": "post_validated"}
-    refuse_post_validation(TimelyFreezeConfig(weight_gradients="deferred"), "DeepSpeed")
-    with pytest.raises(ConfigError, match='"post_validated": allowed is "synchronous" with DeepSpeed, where') as caught:
-        refuse_post_validation(TimelyFreezeConfig(**section), "DeepSpeed")
-    assert "\n" not in str(caught.value)

@@ -1,0 +1,178 @@
+"""The first forwards of a batch, which run again if the update before them was made again (``hosts.post_validation``).
+
+A rank's first forwards are those before anything of a backward begins. They run with weights that may still change. A
+second run must find all that the first one found: the data, the random numbers, and the modules' buffers.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tf_adapters.hosts.post_validation import PostValidation
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+
+__all__ = ["BeforeForwards", "ForwardsAgain", "RandomState", "Rewindable", "begins_backward", "forwards_in_prefix"]
+
+
+def forwards_in_prefix(
+    order: PipelineSchedule, before: Mapping[Action, Sequence[Action]], rank: int
+) -> tuple[list[Action], int]:
+    """Return a rank's forwards before anything of a backward begins, and how many receives have begun by then.
+
+    ``before`` are the actions whose inputs a rank begins to receive before an action.
+    """
+    forwards: list[Action] = []
+    received = 0
+    for action in order.ranks[rank] if 0 <= rank < len(order.ranks) else ():
+        begun = before.get(action, ())
+        if begins_backward(action, begun):
+            break
+        received += len(begun)
+        forwards.append(action)
+    return forwards, received
+
+
+def begins_backward(action: Action, begun: Sequence[Action]) -> bool:
+    """Return whether an action is of a backward, or a gradient's receive begins before it."""
+    return action.kind is not Kind.FORWARD or any(target.kind is not Kind.FORWARD for target in begun)
+
+
+class RandomState:
+    """The random numbers that come next: torch's on the CPU and on ``device``, Python's, and NumPy's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cpu, self._python = torch.get_rng_state(), random.getstate()
+        self._of_device = None if device.type == "cpu" else self._module.get_rng_state(device)
+        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+
+    def put_back(self) -> None:
+        torch.set_rng_state(self._cpu)
+        random.setstate(self._python)
+        if self._of_device is not None:
+            self._module.set_rng_state(self._of_device, self._device)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self._device)
+
+
+class BeforeForwards:
+    """The state that forwards change besides activations: random numbers, and the buffers of these modules."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module], device: torch.device) -> None:
+        self._random = RandomState(device)
+        self._buffers = [(buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        self._random.put_back()
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+
+
+@dataclass
+class ForwardsAgain:
+    """All that a rank needs to run the first forwards of a batch again.
+
+    Attributes:
+        validation: the update.
+        begin_again: begins our step again.
+        modules: the modules of this rank's stage, or the model chunks.
+        device: their device.
+        tracker: the host's tracker of random numbers, with ``get_states`` and ``set_states``.
+        forwards: the forwards before anything of a backward begins.
+        unreceived: how many old activations of the previous rank are then under way that no receive waits for. It is
+            not negative, since a receive begins after its send (``schedule.messages``).
+    """
+
+    validation: PostValidation
+    begin_again: Callable[[], None]
+    modules: Sequence[torch.nn.Module]
+    device: torch.device
+    tracker: Any
+    forwards: list[Action]
+    unreceived: int
+
+    @staticmethod
+    def of(
+        validation: PostValidation | None,
+        begin_again: Callable[[], None],
+        modules: Sequence[torch.nn.Module],
+        device: torch.device,
+        tracker: Any,
+        order: PipelineSchedule,
+        before: Mapping[Action, Sequence[Action]],
+        rank: int,
+    ) -> ForwardsAgain | None:
+        """Return how the first forwards of an ``order`` run again; None if the last update is final."""
+        if validation is None or not validation.pending:
+            return None
+        (sent, _), (own, received) = (forwards_in_prefix(order, before, of) for of in (rank - 1, rank))
+        return ForwardsAgain(
+            validation=validation,
+            begin_again=begin_again,
+            modules=modules,
+            device=device,
+            tracker=tracker,
+            forwards=own,
+            unreceived=len(sent) - received,
+        )
+
+    def remember(self) -> None:
+        """Called before the first forward of the batch."""
+        self._before = BeforeForwards(self.modules, self.device)
+        self._tracked = self.tracker.get_states()
+
+    def put_back(self) -> None:
+        self._before.put_back()
+        self.tracker.set_states(self._tracked)
+        self.begin_again()
+
+
+class Rewindable:
+    """A data iterator that can give its items again. Random numbers then go on as after the first time."""
+
+    def __init__(self, iterator: Any, device: torch.device) -> None:
+        self._iterator, self._device = iterator, device
+        self._given: list[tuple[Any, RandomState]] | None = []
+        self._again = deque[tuple[Any, RandomState]]()
+
+    def __iter__(self) -> Rewindable:
+        return self
+
+    def __next__(self) -> Any:
+        if self._again:
+            item, after = self._again.popleft()
+            after.put_back()
+        else:
+            item = next(self._iterator)
+            if self._given is None:
+                return item
+            after = RandomState(self._device)
+        if self._given is not None:
+            self._given.append((copy.copy(item), after))
+        return item
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+    def rewind(self) -> None:
+        """Give all items again."""
+        assert self._given is not None
+        self._again.extendleft(reversed(self._given))
+        self._given = []
+
+    def go_on(self) -> None:
+        """Keep no more items."""
+        self._given = None
