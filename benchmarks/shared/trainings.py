@@ -30,8 +30,8 @@ class Size:
 
     ``replicas`` of the pipeline are trained by DeepSpeed where the group has that many times as many ranks. With
     ``compiled`` torch's decoder layers are compiled one by one. ``clip`` is the largest norm of all gradients, on
-    Megatron and torch; 0 does not clip, and None leaves it to the example. ``schedule`` is torch's. ``looped`` is the
-    number of a rank's stages: Megatron's model chunks, or those of torch's looped schedules; 0 takes the example's.
+    DeepSpeed with ZeRO 1; 0 does not clip, and None leaves it to the example. ``schedule`` is torch's. ``looped`` is
+    the number of a rank's stages: Megatron's model chunks, or those of torch's looped schedules; 0 takes the example's.
     """
 
     ranks: int = RANKS
@@ -124,6 +124,8 @@ def _deepspeed(freezing: PairedSettings, alone: bool, size: Size) -> Training:
         blocks=size.layers,
         context=size.context,
         microbatches=size.microbatches,
+        config="gradient_clipping" if size.clip else "plain",
+        gradient_clipping=size.clip,
     )
     engine, adapter = paired.build_engine(options, freezing=not alone)
     return Training(

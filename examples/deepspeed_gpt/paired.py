@@ -34,6 +34,7 @@ class Options(PairedSettings):
     blocks: int = 8
     context: int = 64
     microbatches: int = 8
+    gradient_clipping: float | None = None
     monitoring: int = 30
     progressive: int = 20
     stable: int = 30
@@ -42,7 +43,9 @@ class Options(PairedSettings):
     def ds_config(self) -> dict[str, Any]:
         """The ready config, its steps and its `timely_freeze` section as the options say."""
         config = json.loads((CONFIGS / f"{self.config}.json").read_text())
-        sizes = {"gradient_accumulation_steps": self.microbatches, "steps_per_print": 10**9}
+        sizes: dict[str, float] = {"gradient_accumulation_steps": self.microbatches, "steps_per_print": 10**9}
+        if self.gradient_clipping is not None:
+            sizes["gradient_clipping"] = self.gradient_clipping
         section = {name: value for name, value in config["timely_freeze"].items() if name != "goal"}
         return config | sizes | {"timely_freeze": section | self.section()}
 
