@@ -68,9 +68,10 @@ def test_other_optimizers_and_models(pools, tmp_path, other):
     assert ours[0]["counts"] == (7, 7)
 
 
-def test_gpipe(pools, tmp_path):
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_gpipe(pools, tmp_path, optimizer):
     """All forwards run before the last update is known to be right."""
-    alone = limited(replace(ALONE, steps=8), LIMITS["always"])
+    alone = limited(replace(ALONE, config=OPTIMIZERS[optimizer], steps=8), LIMITS["always"])
     ours = pools(4).run(
         trained, replace(alone, section={**POST_VALIDATED, "schedule": "gpipe"}, output_dir=str(tmp_path))
     )
