@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 __all__ = ["UpdateCopies"]
 
@@ -29,7 +30,8 @@ class UpdateCopies:
     def num_bytes(self) -> int:
         tensors = [copy for pairs in (self._values, self._gradients) for _, copy in pairs]
         tensors += [copy for state in self._state.values() for copy in (state or {}).values() if torch.is_tensor(copy)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return sum(tensor.numel() * tensor.element_size() for tensor in own)
 
     @torch.no_grad()
     def make_again(self, change: Callable[[list[torch.nn.Parameter]], None], step: Callable[[], Any]) -> None:

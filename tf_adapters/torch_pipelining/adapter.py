@@ -131,8 +131,8 @@ class TorchPipeliningAdapter(HostAdapter):
             for owner in (*(stage.submod for stage in self._stages), *self._optimizers):
                 self.on_detach(owner.register_state_dict_pre_hook(settles).remove)
                 self.on_detach(owner.register_load_state_dict_pre_hook(settles).remove)
-            for stage in self._stages:  # a forward outside of a batch, such as another schedule's evaluation
-                self.on_detach(stage.submod.register_forward_pre_hook(settles).remove)
+            for stage in self._stages:  # a forward outside of a batch, before FSDP gathers weights for it
+                self.on_detach(stage.submod.register_forward_pre_hook(settles, prepend=True).remove)
 
     # --- the update ------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _ComputationType, _wait_batch_p2p
 
 from tf_adapters.hosts.forwards_again import BeforeForwards
@@ -87,6 +88,7 @@ class Redo(list[Any]):
             self._forget_forwards()
             before.put_back()
             self._begin_again()
+            yield from self._resharded()
             yield from self._prefix
         yield from self._rest
 
@@ -102,6 +104,13 @@ class Redo(list[Any]):
             _wait_batch_p2p(works)
         for _ in range(self._unreceived):
             _wait_batch_p2p(_batch_p2p(stage.get_fwd_recv_ops(0)))
+
+    def _resharded(self) -> Iterator[_Action]:
+        """Let FSDP free what it has gathered of the old weights. The first action gathers the new ones."""
+        stage, runtime = self._stage, self._runtime
+        if isinstance(stage.submod, FSDPModule):
+            runtime._assert_unsharded(stage)
+            yield _Action(stage.stage_index, _ComputationType.RESHARD, None)
 
     def _forget_forwards(self) -> None:
         self._stage.fwd_cache.clear()

@@ -126,13 +126,10 @@ def _replaced_problem(schedule: Any) -> Problem:
 def _post_validation_problem(schedule: Any, optimizers: Sequence[Any]) -> Problem:
     """Return a problem if an update cannot be made again, or forwards cannot be repeated."""
     advice = 'use optimizer_step "synchronous"'
-    stages = stages_of(schedule)
     if not isinstance(schedule, host.PipelineScheduleSingle):
         return f"optimizer_step post_validated needs one stage on each rank, such as 1F1B; {advice}"
     if not optimizers:
         return f"optimizer_step post_validated needs the optimizers of this rank; pass them to attach, or {advice}"
-    if any(isinstance(module, FSDPModule) for stage in stages for module in stage.submod.modules()):
-        return f"optimizer_step post_validated was not checked with fully_shard; {advice}"
     missing = missing_name(torch.nn.utils, ("clip_grads_with_norm_", "get_total_norm"), called="torch.nn.utils")
     return missing and f"{missing}, which optimizer_step post_validated needs; {advice}"
 

@@ -15,6 +15,7 @@ from logged import Lines
 from overlapping_steps import POST_VALIDATED
 from rank_pools import fork_ranks
 from torch.distributed.pipelining.schedules import _Action
+from torch.distributed.tensor import DTensor
 from torch_ranks import Case, Run, attached, batch, pool
 
 from tf_adapters.errors import ConfigError, UnsupportedError
@@ -54,6 +55,8 @@ def clip(run: Run, max_norm: float) -> torch.Tensor:
     if run.adapter is not None:
         return run.adapter.clip_grad_norm_(parameters, max_norm)  # type: ignore[no-any-return]
     total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(total, DTensor):
+        total = total.full_tensor()
     total **= 2.0
     dist.all_reduce(total, group=run.stages[0].group)
     total **= 0.5
@@ -65,17 +68,22 @@ def step_of(run: Run, step: int, limits: list[float]) -> tuple[list[torch.Tensor
     losses: list[torch.Tensor] = []
     (optimizer,) = run.optimizers
     optimizer.zero_grad(set_to_none=run.case.set_to_none)
-    run._run(run.schedule.step, batch(run.case, step, 0), losses)
+    run._run(run.schedule.step, batch(run.case, step, run.replica), losses)
     norm = clip(run, limits[step % len(limits)])
     optimizer.step()
     return [loss.detach() for loss in losses], norm
 
 
+def own_part(value: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a sharded tensor."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def values(run: Run) -> dict[str, Any]:
     """Copies through ``state_dict``, as a checkpoint has them."""
-    model = {name: value.clone() for name, value in run.stages[0].submod.state_dict().items()}
+    model = {name: own_part(value).clone() for name, value in run.stages[0].submod.state_dict().items()}
     state = run.optimizers[0].state_dict()["state"]
-    moments = {f"{n}.{k}": v.clone() for n, of in state.items() for k, v in of.items() if torch.is_tensor(v)}
+    moments = {f"{n}.{k}": own_part(v).clone() for n, of in state.items() for k, v in of.items() if torch.is_tensor(v)}
     return {**model, **moments}
 
 
@@ -109,8 +117,8 @@ def trained(case: Case, limits: list[float], pauses: bool = False, saved: tuple[
             post_validation._LOOKED_AT = looked_at
 
 
-def assert_same_bits(ours: list[dict[str, Any]], case: Case, limits: list[float], **how: Any) -> None:
-    alone = pool(case.ranks).run(trained, replace(case, section=None), limits, *how.values())
+def assert_same_bits(ours: list[dict[str, Any]], case: Case, limits: list[float], world: int = 0, **how: Any) -> None:
+    alone = pool(world or case.ranks).run(trained, replace(case, section=None), limits, *how.values())
     for mine, theirs in zip(ours, alone, strict=True):
         assert mine["failure"] is None
         assert mine["losses"] == theirs["losses"]
@@ -143,6 +151,16 @@ def test_other_loops(tmp_path, how):
     case = replace(CASE, steps=12, output_dir=str(tmp_path), **how)
     limits = LIMITS["every second step"]
     assert_same_bits(pool(case.ranks).run(trained, case, limits), case, limits)
+
+
+@pytest.mark.parametrize("replicas", ["fsdp", "fsdp nested", "fsdp kept", "fsdp whole", "fsdp mixed", "replicate"])
+def test_fully_shard(tmp_path, replicas):
+    """Two replicas of two stages. A state is read and a batch is evaluated between update and validation."""
+    case = replace(CASE, ranks=2, replicas=replicas, steps=12, output_dir=str(tmp_path))
+    how = {"pauses": False, "saved": (6, 9)}
+    ours = pool(4).run(trained, case, LIMITS["every second step"], *how.values())
+    assert_same_bits(ours, case, LIMITS["every second step"], world=4, **how)
+    assert ours[0]["counts"] == (11, 6)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "token"])
