@@ -44,7 +44,7 @@ def test_a_study_runs_and_goes_on_where_it_stopped(study: Callable[[], str], tmp
     freezing = records[1]
     assert len(freezing["stages"]) == 2
     assert all(len(stage["frozen_share"]) == freezing["steps"] for stage in freezing["stages"])
-    assert freezing["stages"][1]["frozen_share"][-1] > 0
+    assert all(any(stage["frozen_share"]) for stage in freezing["stages"])  # while monitoring at the latest
     assert records[0]["curve"][0] == freezing["curve"][0]  # the same weights and data
 
     printed = study()

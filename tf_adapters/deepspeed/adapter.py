@@ -40,7 +40,7 @@ from tf_adapters.deepspeed.optimizers import (
     held_values,
     scale_gradients,
 )
-from tf_adapters.deepspeed.post_validation import DeepSpeedPostValidation, computes_norm, post_validation_of
+from tf_adapters.deepspeed.post_validation import DeepSpeedPostValidation, post_validation_of, waits_for_norm
 from tf_adapters.deepspeed.schedules import SCHEDULES, MicrobatchTracker, own_schedule, translate
 from tf_adapters.deepspeed.stages import (
     is_dualpipev,
@@ -123,6 +123,7 @@ class DeepSpeedAdapter(HostAdapter):
             replicas=engine.grid.get_data_parallel_world_size(),
             adaptive=is_adaptive([engine.basic_optimizer]),
             meetings=meetings(engine, self._loss_is_late, self.config.post_validates),
+            waits_for_norm=waits_for_norm(engine, self.config),
             warmup_steps=self._warmup_steps(),
             clock=clock_for(torch.device(engine.device)),
         )
@@ -147,8 +148,8 @@ class DeepSpeedAdapter(HostAdapter):
         return self._in_batch
 
     def connect(self) -> None:
-        if self.config.post_validates and computes_norm(self.engine):
-            self.validation = post_validation_of(self.engine, self.controller)
+        self.validation = post_validation_of(self.engine, self.config, self.controller)
+        if self.validation is not None:
             self.on_detach(self.validation.close)
         if self._loss_is_late:
             self._late_loss = LateLoss(self.engine)

@@ -1,7 +1,8 @@
 """Post-validated updates in DeepSpeed's pipeline engine, with ZeRO stage 1 or BF16_Optimizer.
 
 Both compute the norm of all gradients inside their step, also where nothing is clipped: a norm that is no number skips
-the update. Here the step gets a norm by which nothing changes, and the host's own sums of squares are on their way.
+the update. Here the host's step gets a norm of zero, so that it neither clips nor skips. The host's own sums of
+squares are still computed. Their totals over all ranks arrive later.
 Source: deepspeed/runtime/zero/stage_1_and_2.py, bf16_optimizer.py, utils.py and engine.py, ``_take_model_step``.
 """
 
@@ -19,6 +20,7 @@ from deepspeed.runtime import utils as host
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
+from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.deepspeed.optimizers import HeldParameters
 from tf_adapters.hosts.adapter import HostAdapter
 from tf_adapters.hosts.forwards_again import ForwardsAgain
@@ -29,7 +31,12 @@ from tf_adapters.overrides import Overrides
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.training.controller import Controller
 
-__all__ = ["DeepSpeedPostValidation", "computes_norm", "post_validation_of", "post_validation_problem"]
+__all__ = [
+    "DeepSpeedPostValidation",
+    "post_validation_of",
+    "post_validation_problem",
+    "waits_for_norm",
+]
 
 _UTILS = ("clip_tensors_by_global_norm", "combine_grad_norm_groups", "dist", "get_global_norm_of_tensors")
 _ZERO_NAMES = (
@@ -46,7 +53,7 @@ _STATE = ("load_module_state_dict", "module_state_dict", "save_16bit_model")
 
 
 class DeepSpeedPostValidation(PostValidation):
-    """The update of one engine. Its ``holder`` leaves parameters unchanged that a whole step froze."""
+    """The update of one engine. If a parameter was frozen for a whole step, the ``holder`` keeps it from changing."""
 
     def __init__(self, engine: Any, controller: Controller) -> None:
         super().__init__(engine.grid.get_model_parallel_group(), torch.device(engine.device), controller)
@@ -59,9 +66,9 @@ class DeepSpeedPostValidation(PostValidation):
         self._max_norm = float(engine.gradient_clipping())
 
     def install(self, adapter: HostAdapter, holder: HeldParameters) -> None:
-        """Let the optimizer's steps not wait for the norm, keep copies, and settle before a state is saved or loaded.
+        """Change the optimizer's step: it no longer waits for the norm, and it keeps copies.
 
-        Hooks of the ``holder`` must come after this.
+        The last update becomes final before a state is saved or loaded. Install the hooks of the ``holder`` after this.
         """
         self._holder = holder
         engine, overrides, run = self._engine, adapter.overrides, self._outer.step
@@ -94,7 +101,7 @@ class DeepSpeedPostValidation(PostValidation):
     ) -> ForwardsAgain | None:
         """Return how a batch's first forwards run again; None if the last update is final.
 
-        ``before`` are the actions whose inputs a rank begins to receive before an action.
+        ``before`` maps an action to others. A rank begins to receive their inputs before it runs that action.
         """
         engine = self._engine
         return ForwardsAgain.of(
@@ -163,7 +170,10 @@ class DeepSpeedPostValidation(PostValidation):
 
     @abstractmethod
     def _without_meeting(self) -> AbstractContextManager[None]:
-        """Let the host's step inside compute its own sums of squares only, and go on with a norm of zero."""
+        """Return a context in which the host's step computes this rank's sums of squares only.
+
+        The step goes on with a norm of zero.
+        """
 
     def _expect_squares(self, own: list[torch.Tensor]) -> None:
         sums: LateSums = self._norms.sums(own)
@@ -278,13 +288,26 @@ class _Sums:
         return getattr(self._comm, name)
 
 
-def computes_norm(engine: Any) -> bool:
+def _computes_norm(engine: Any) -> bool:
     """Return whether the optimizer's step computes the norm of all gradients."""
     return engine.optimizer is not engine.basic_optimizer and getattr(engine.optimizer, "compute_grad_norm", True)
 
 
-def post_validation_of(engine: Any, controller: Controller) -> DeepSpeedPostValidation:
-    """Return the validation of an engine that ``post_validation_problem`` finds no problem with."""
+def waits_for_norm(engine: Any, settings: TimelyFreezeConfig) -> bool:
+    """Return whether ranks wait for the norm of all gradients, and would not with post-validated updates."""
+    waits = settings.defers and not settings.post_validates and _computes_norm(engine)
+    return bool(waits and post_validation_problem(engine) is None)
+
+
+def post_validation_of(
+    engine: Any, settings: TimelyFreezeConfig, controller: Controller
+) -> DeepSpeedPostValidation | None:
+    """Return the validation of an engine that ``post_validation_problem`` finds no problem with.
+
+    None if the settings do not ask for it, or no norm is computed.
+    """
+    if not (settings.post_validates and _computes_norm(engine)):
+        return None
     return (_BF16 if isinstance(engine.optimizer, BF16_Optimizer) else _Zero)(engine, controller)
 
 

@@ -27,7 +27,7 @@ def forwards_in_prefix(
 ) -> tuple[list[Action], int]:
     """Return a rank's forwards before anything of a backward begins, and how many receives have begun by then.
 
-    ``before`` are the actions whose inputs a rank begins to receive before an action.
+    ``before`` maps an action to others. The rank begins to receive their inputs before it runs that action.
     """
     forwards: list[Action] = []
     received = 0
@@ -41,7 +41,7 @@ def forwards_in_prefix(
 
 
 def begins_backward(action: Action, begun: Sequence[Action]) -> bool:
-    """Return whether an action is of a backward, or a gradient's receive begins before it."""
+    """Return whether an action belongs to a backward, or the rank begins to receive a gradient before it."""
     return action.kind is not Kind.FORWARD or any(target.kind is not Kind.FORWARD for target in begun)
 
 
@@ -92,8 +92,9 @@ class ForwardsAgain:
         device: their device.
         tracker: the host's tracker of random numbers, with ``get_states`` and ``set_states``.
         forwards: the forwards before anything of a backward begins.
-        unreceived: how many old activations of the previous rank are then under way that no receive waits for. It is
-            not negative, since a receive begins after its send (``schedule.messages``).
+        unreceived: number of activations that the previous rank has sent and for which this rank has not begun a
+            receive. They must be received and dropped. It is not negative, since a receive begins after its send
+            (``schedule.messages``).
     """
 
     validation: PostValidation
@@ -141,7 +142,10 @@ class ForwardsAgain:
 
 
 class Rewindable:
-    """A data iterator that can give its items again. Random numbers then go on as after the first time."""
+    """A data iterator that can give its items again.
+
+    When it gives an item again, it restores the random state that followed the item the first time.
+    """
 
     def __init__(self, iterator: Any, device: torch.device) -> None:
         self._iterator, self._device = iterator, device
@@ -174,5 +178,5 @@ class Rewindable:
         self._given = []
 
     def go_on(self) -> None:
-        """Keep no more items."""
+        """Stop keeping items. They cannot be given again then."""
         self._given = None

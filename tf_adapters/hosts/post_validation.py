@@ -39,10 +39,10 @@ class Arriving(Protocol):
 
 
 class PostValidation(ABC):
-    """The newest update of this rank, until it is known to be right. Made on all ranks of ``group`` at the same point.
+    """Checks the newest update of this rank once the norm is known.
 
-    Every rank finds the same norm, so all of them decide alike. The controller gets a note for the report after each
-    update, and a warning at the begin of a pause.
+    All ranks of ``group`` create this object at the same point. Every rank finds the same norm, so all of them decide
+    alike. The controller gets a note for the report after each update, and a warning when a pause begins.
     """
 
     def __init__(self, group: Any, device: torch.device, controller: Controller) -> None:
@@ -56,7 +56,10 @@ class PostValidation(ABC):
 
     @abstractmethod
     def is_due(self, square: torch.Tensor) -> bool:
-        """Return whether the host would have changed gradients, by the square of the norm, which may be no number."""
+        """Return whether the host would have changed gradients or skipped the update.
+
+        ``square`` is the square of the norm, or what the host adds up for it. It may be infinite or not a number.
+        """
 
     @abstractmethod
     def clip_again(self, parameters: list[torch.nn.Parameter], square: torch.Tensor) -> None:
@@ -80,7 +83,10 @@ class PostValidation(ABC):
         return self._paused > 0
 
     def expect(self, own_norm: torch.Tensor) -> LateTensor:
-        """Update before the norm is known. Return it; ``own_norm`` is that of this rank's gradients."""
+        """Announce an update that does not wait for the norm. Return the norm as a tensor that waits for its value.
+
+        ``own_norm`` is the norm of this rank's gradients.
+        """
         self._square, norm = self._norms.square_and_norm(own_norm)
         return norm
 
@@ -89,7 +95,10 @@ class PostValidation(ABC):
         self._paused = max(0, self._paused - 1)
 
     def before_update(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any] | None = None) -> None:
-        """Keep copies if the update that follows may have to be made again, with ``step`` or ``optimizer.step``."""
+        """Keep copies if the next update may have to be made again.
+
+        ``step`` makes it again; the default is ``optimizer.step``.
+        """
         if self.pending and not self.making_again:
             groups = tuple(map(id, optimizer.param_groups))
             copies = UpdateCopies(optimizer)
@@ -163,7 +172,7 @@ class Settles:
 
 
 def settled(settle: Callable[[], None], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``run``, which makes the last update final first."""
+    """Return a function that makes the last update final and then calls ``run``."""
 
     @functools.wraps(run)
     def settle_and_run(*args: Any, **kwargs: Any) -> Any:

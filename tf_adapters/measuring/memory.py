@@ -45,7 +45,7 @@ class HeldMemory:
         in_flight: by stage, memory of a microbatch from its forward to the end of its input gradient.
         waiting: by stage, memory of a microbatch from then until its weight gradients are computed.
         gradients: by stage, memory of all weight gradients from the first one on.
-        copies: memory of what an update overwrote that may have to be made again, before anything of a backward.
+        copies: memory of what post-validation keeps of overwritten values, until the first backward of a batch.
     """
 
     base: float
@@ -144,8 +144,9 @@ class MemoryMeter:
     def most_microbatches(self, phase: str, limit_bytes: float | None) -> int | None:
         """Return how many microbatches this rank can hold, as measured in a phase; None if that is not known.
 
-        ``limit_bytes`` is what tensors may fill; None is a share of what the device has for them. Inside of actions
-        tensors may fill more than at their ends. That much is left free, if the device has counted it.
+        ``limit_bytes`` is the memory that tensors may fill. None stands for 90% of the memory that the device has for
+        them. Memory can be higher during an action than at its end. If the device has counted that difference, it is
+        left free.
         """
         held, limit = self.held(phase), limit_bytes or _capacity_bytes(self._device)
         if held is None or limit is None:

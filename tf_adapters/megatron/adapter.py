@@ -32,7 +32,7 @@ from tf_adapters.megatron.late_norm import LateGradNorm, clips, meetings
 from tf_adapters.megatron.linear import tapped_layer
 from tf_adapters.megatron.optimizers import HeldParameters, held_values, scale_gradients
 from tf_adapters.megatron.ordered import Links, OrderedBatch, is_replaceable
-from tf_adapters.megatron.post_validation import MegatronPostValidation, install
+from tf_adapters.megatron.post_validation import MegatronPostValidation, install, post_validation_problem
 from tf_adapters.megatron.schedules import PipelinePosition, translate
 from tf_adapters.megatron.units import chunk_units, tied_places
 from tf_adapters.report.observer import MetricSink
@@ -159,6 +159,11 @@ class MegatronAdapter(HostAdapter):
             meetings=meetings(
                 model.chunks, model.optimizer, model.config, self._norm_is_late or self.config.post_validates
             ),
+            waits_for_norm=model.moves_forwards
+            and clips(model.optimizer)
+            and self.config.defers
+            and not self.config.post_validates
+            and post_validation_problem(model.chunks, model.optimizer, model.config) is None,
             warmup_steps=self._warmup_steps,
             clock=clock_for(device_of(model.chunks)),
         )

@@ -190,7 +190,8 @@ class Decisions:
         if plan.frontier:
             self.say(f"max_freeze_ratio auto: {describe_frontier(plan)}")
         promised = state.plans.of[schedule.num_microbatches].forecast
-        meeting = log_lines.meeting(state.measured_for(schedule), plan, self._pipeline.meetings)
+        known, pipeline = state.measured_for(schedule), self._pipeline
+        meeting = log_lines.meeting(known, plan, pipeline.meetings, pipeline.waits_for_norm)
         for line in (log_lines.planned(plan, promised), *([meeting] if meeting else []), *planned.notes):
             self.say(line)
 

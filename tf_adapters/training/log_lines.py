@@ -90,21 +90,22 @@ _WORTH_SAYING = 0.01
 """Share of a step from which the cost of meeting is said."""
 
 
-def meeting(known: Measurement, plan: FreezePlan, meetings: Sequence[str]) -> str:
+def meeting(known: Measurement, plan: FreezePlan, meetings: Sequence[str], waits_for_norm: bool = False) -> str:
     """Say whether the ranks meet between steps, and the cost. Empty if that changes next to nothing.
 
-    ``meetings`` are the reasons, as far as the host knows them.
+    ``meetings`` are the reasons, as far as the host knows them. ``waits_for_norm`` says that one can be avoided.
     """
     if plan.period_ms is not None:
         return (
-            f"ranks do not meet between steps: a step takes {plan.period_ms.planned:.1f} ms of the pipeline, "
-            f"where a batch takes {plan.makespan_ms.planned:.1f} ms from its first action to its last"
+            f"ranks do not meet between steps: a new step begins every {plan.period_ms.planned:.1f} ms, "
+            f"but one batch takes {plan.makespan_ms.planned:.1f} ms from its first action to its last"
         )
     cost = cost_of_meeting(known, plan)
     if cost <= _WORTH_SAYING * plan.makespan_ms.planned:
         return ""
     why = ", ".join(meetings) or "a norm over all gradients, a reduced loss or a barrier in the training loop"
-    return f"all ranks meet between steps, which costs {cost:.1f} ms of each step; what makes them meet: {why}"
+    avoided = '; optimizer_step "post_validated" does not wait for the norm' if waits_for_norm else ""
+    return f"all ranks meet between steps, which costs {cost:.1f} ms of each step; what makes them meet: {why}{avoided}"
 
 
 def filled_memory(known: Measurement, plan: FreezePlan) -> str:

@@ -48,6 +48,7 @@ class HostPipeline:
         replicas: of the pipeline, each with microbatches of its own: the data-parallel size; 1 where it is not known.
         adaptive: whether the optimizer divides by the size of the gradient, as Adam does.
         meetings: what makes all ranks meet between two steps, as far as the host's settings say.
+        waits_for_norm: whether a norm is among that, and ``optimizer_step`` "post_validated" could avoid it.
         warmup_steps: what ``warmup_steps: "auto"`` stands for.
         clock: by default the clock of the device that the parameters live on.
     """
@@ -67,6 +68,7 @@ class HostPipeline:
     replicas: int = 1
     adaptive: bool = False
     meetings: Sequence[str] = ()
+    waits_for_norm: bool = False
     warmup_steps: int = 0
     clock: Clock | None = None
 

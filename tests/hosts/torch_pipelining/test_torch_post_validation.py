@@ -156,11 +156,11 @@ def test_other_loops(tmp_path, how):
 @pytest.mark.parametrize("replicas", ["fsdp", "fsdp nested", "fsdp kept", "fsdp whole", "fsdp mixed", "replicate"])
 def test_fully_shard(tmp_path, replicas):
     """Two replicas of two stages. A state is read and a batch is evaluated between update and validation."""
-    case = replace(CASE, ranks=2, replicas=replicas, steps=12, output_dir=str(tmp_path))
-    how = {"pauses": False, "saved": (6, 9)}
+    case = replace(CASE, ranks=2, replicas=replicas, steps=8, output_dir=str(tmp_path))
+    how = {"pauses": False, "saved": (4, 5)}
     ours = pool(4).run(trained, case, LIMITS["every second step"], *how.values())
     assert_same_bits(ours, case, LIMITS["every second step"], world=4, **how)
-    assert ours[0]["counts"] == (11, 6)
+    assert ours[0]["counts"] == (7, 4)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "token"])

@@ -28,8 +28,8 @@ def line(of: PlanProblem, *meetings: str) -> str:
 
 def test_steps_that_overlap():
     assert line(problem(4, "overlap")) == (
-        "ranks do not meet between steps: a step takes 260.0 ms of the pipeline, "
-        "where a batch takes 286.0 ms from its first action to its last"
+        "ranks do not meet between steps: a new step begins every 260.0 ms, "
+        "but one batch takes 286.0 ms from its first action to its last"
     )
 
 
@@ -40,6 +40,12 @@ def test_ranks_that_meet_pay_for_it():
     assert line(problem(4, "meet")).endswith(
         "a norm over all gradients, a reduced loss or a barrier in the training loop"
     )
+
+
+def test_a_norm_that_need_not_be_waited_for_is_said():
+    known = problem(4, "meet")
+    said = log_lines.meeting(known.measurement, solve(known), ["clip_grad 1"], True)
+    assert said.endswith('them meet: clip_grad 1; optimizer_step "post_validated" does not wait for the norm')
 
 
 def test_a_cost_of_next_to_nothing_is_not_said():
