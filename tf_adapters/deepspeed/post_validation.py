@@ -101,7 +101,7 @@ class DeepSpeedPostValidation(PostValidation):
     ) -> ForwardsAgain | None:
         """Return how a batch's first forwards run again; None if the last update is final.
 
-        ``before`` maps an action to others. A rank begins to receive their inputs before it runs that action.
+        ``before`` maps each action to the actions whose inputs a rank begins to receive just before it.
         """
         engine = self._engine
         return ForwardsAgain.of(

@@ -187,9 +187,9 @@ class HostAdapter(ABC):
     def state_dict(self) -> dict[str, str]:
         """Return the state that a resumed run needs (the Stateful protocol of torch.distributed.checkpoint).
 
-        It is one text, because that package loads only keys that a fresh run has too. If several ranks have a key, the
-        package saves the value of any of them. If only rank 0's state is complete (see ``Controller.state_dict``),
-        other ranks therefore use another key.
+        The state is one text, because torch's package loads only keys that a fresh run has, too. If several ranks use
+        one key, the package saves the value of an arbitrary rank. So if only rank 0's state is complete (see
+        ``Controller.state_dict``), the other ranks use another key.
         """
         key = SECTION if self.controller.is_whole else _PARTIAL
         return {key: json.dumps(self.controller.state_dict())}

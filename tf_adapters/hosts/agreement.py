@@ -51,10 +51,10 @@ def agree_on_settings(
 ) -> TimelyFreezeConfig | None:
     """Return the settings that every rank read. Return None and log the reason if freezing is not wanted.
 
-    ``check`` raises UnsupportedError if the host cannot be frozen with settings. Where the goal allows others, they
-    are the nearest that every rank can run. Called on all ranks. An error of ``read`` and of ``check`` is raised on all
-    ranks, and so is ConfigError if the settings differ or rank 0 cannot write the report. If ``enabled`` is false, a
-    report says so.
+    ``check`` raises UnsupportedError if the host cannot run the given settings. If the goal allows other settings, the
+    nearest ones that every rank can run are returned. Called on all ranks. An error of ``read`` and of ``check`` is
+    raised on all ranks, and so is ConfigError if the settings differ or rank 0 cannot write the report. If ``enabled``
+    is false, a report says so.
     """
     settings = same_on_all_ranks(collectives, "timely_freeze settings", read, shown=_shown)
     if settings is None:

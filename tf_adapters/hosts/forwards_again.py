@@ -27,7 +27,7 @@ def forwards_in_prefix(
 ) -> tuple[list[Action], int]:
     """Return a rank's forwards before anything of a backward begins, and how many receives have begun by then.
 
-    ``before`` maps an action to others. The rank begins to receive their inputs before it runs that action.
+    ``before`` maps each action to the actions whose inputs the rank begins to receive just before it.
     """
     forwards: list[Action] = []
     received = 0

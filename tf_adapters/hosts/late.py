@@ -217,7 +217,7 @@ class LateNorms(_OwnGroup):
     def sums(self, own: Sequence[torch.Tensor]) -> LateSums:
         """Return the sums of scalars over all ranks. Called on all ranks in the same order.
 
-        Each scalar has a message of its own, as in hosts: of a longer message gloo adds the ranks' values up in another
+        Each scalar has its own message, as in the hosts. In a longer message gloo adds up the ranks' values in another
         order.
         """
         return LateSums([self._send(of_rank.detach().float()) for of_rank in own], self._device)

@@ -97,7 +97,7 @@ def adds_up_in_another_type(module: torch.nn.Module) -> bool:
 
 
 def unsharded_adder(module: torch.nn.Module) -> Callable[[], None]:
-    """Return a function that adds gradients that came apart from a backward to FSDP's sums.
+    """Return a function that adds gradients to FSDP's sums if they were computed outside of a backward.
 
     The sums may be in another type than the gradients. FSDP itself adds to them at the end of each backward
     (``FSDPParamGroup.post_backward``). Without this, gradients of several microbatches would be added up in the type in

@@ -53,8 +53,8 @@ def check(schedule: Any, optimizers: Sequence[Any], settings: TimelyFreezeConfig
 def check_split_backwards(schedule: Any, advice: str) -> None:
     """Raise UnsupportedError, with ``advice``, if weight gradients apart from the host's backwards would be wrong.
 
-    A reducer expects them in the backward. In split backwards of its own torch adds gradients up in their own type
-    until FSDP's next backward, so that the sums depend on the order of I and W.
+    DDP's reducer expects weight gradients in the backward. If the schedule itself splits backwards (I and W), torch
+    adds up gradients in their own type until FSDP's next backward. The sums then depend on the order of I and W.
     """
     splits = any(action.kind is Kind.WEIGHT_GRAD for action in translate(schedule).actions)
     for stage in stages_of(schedule):

@@ -105,7 +105,7 @@ class MonitoredBatches:
     def most_seen(self, schedule: PipelineSchedule) -> PipelineSchedule:
         """Return the order of most steps, or ``schedule``.
 
-        The smallest of equals counts, since most steps have its microbatches.
+        If several numbers have equally many steps, the smallest is taken: larger batches contain its microbatches.
         """
         number = max(self._steps, key=lambda number: (self._steps[number], -number), default=0)
         return self._orders.get(number, schedule)
@@ -125,8 +125,8 @@ def same_pipeline(one: PipelineSchedule, other: PipelineSchedule) -> bool:
 def carried_over(known: Measurement, schedule: PipelineSchedule) -> Measurement:
     """The known times as those of another number of microbatches of the same pipeline.
 
-    A microbatch beyond those that are known takes the median of its stage, and so does every transfer. A step is the
-    batch with nothing frozen and what is no part of it.
+    A microbatch beyond those that are known takes the median of its stage, and so does every transfer. A step
+    takes the time of a batch with nothing frozen, plus the time outside of the batch.
     """
     before, number = known.schedule.num_microbatches, schedule.num_microbatches
     if before in (0, number):

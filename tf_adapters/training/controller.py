@@ -189,10 +189,11 @@ class Controller:
         return self._step_masks.held_parameters()
 
     def gradient_scales(self) -> Mapping[int, Sequence[Scale]]:
-        """By stage of this rank, what the current step's gradients are multiplied by: before they are clipped, once.
+        """Return the factors of the current step's gradients, by stage of this rank.
 
-        Nothing with ``gradient_scale`` "skipped_as_zero". The gradient is the mean over all microbatches, on this
-        stage: of a weight that several stages hold, before their gradients are added up.
+        The host applies them once, before it clips. They are empty if ``gradient_scale`` is "skipped_as_zero". A factor
+        applies to this stage's mean over all microbatches. For a tied weight it is applied before the stages' gradients
+        are added up.
         """
         return self._step_masks.scales() if self.config.gradient_scale == "computed_mean" else {}
 
@@ -304,9 +305,9 @@ class Controller:
     def reschedule(self, schedule: PipelineSchedule) -> None:
         """The host runs another schedule from here on. Called on all ranks, between two steps.
 
-        One of another number of microbatches has a plan of its own, at the latest after its first step: from the times
-        that are known, and while monitoring all numbers are monitored together. For another pipeline monitoring starts
-        anew.
+        A schedule with another number of microbatches gets a plan of its own, made from the known times. Planning
+        begins after its first step at the latest, if nothing prevents it. While monitoring, all numbers are monitored
+        together. For another pipeline monitoring starts anew.
         """
         before, self.schedule = self.schedule, schedule
         self._ratios = FreezeRatios(self.config, schedule, self.masks)
@@ -344,11 +345,11 @@ class Controller:
             if action.freezable:
                 self._input_gradients_done(action)
             elif action.kind is Kind.INPUT_GRAD or not taps.owes(action.microbatch):
-                return  # a forward owes what a backward inside it has left
+                return  # if a backward ran inside a forward, its deferred weight gradients are still to be computed
             self._compute(action.stage, taps, action.microbatch)
 
     def _input_gradients_done(self, action: Action) -> None:
-        """The one event that the three meters share: from here to its end, ``action`` computes weight gradients."""
+        """Tell the meters of time, memory and layers that ``action`` computes only weight gradients from here on."""
         self.timer.input_gradients_done()
         if action.kind is Kind.BACKWARD:
             self.memory.look(self.phase, first_half(action))
@@ -365,8 +366,9 @@ class Controller:
     def _computed_apart(self, action: Action) -> bool:
         """Return whether the weight gradients of an action's microbatch are computed apart from its backward.
 
-        Without a plan they are, to time them. With one they are if they wait, or are sampled in this step. The host's
-        own backward computes them a little faster: what it reads is still in the processor's caches.
+        Before there is a plan they are always computed apart, so that they can be timed. Under a plan they are computed
+        apart only if they wait or are sampled in this step. The host's own backward computes them a little faster: what
+        it reads is still in the processor's caches.
         """
         plan = self.state.plan
         if plan is None or Action(action.stage, Kind.WEIGHT_GRAD, action.microbatch) in plan.freeze_ratio:

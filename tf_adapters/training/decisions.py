@@ -123,7 +123,10 @@ class Decisions:
             self.say(f"monitoring {done}/{length} steps" + ("" if step_ms is None else f", {step_ms:.1f} ms a step"))
 
     def _monitoring_ends(self, run: RunSnapshot) -> bool:
-        """Return whether monitoring ends: at the set length, or if every step trains, once it is precise."""
+        """Return whether monitoring ends: after its set length, or as soon as its times are precise enough.
+
+        The second needs monitoring in which every step trains.
+        """
         phases, step = run.state.phases, run.state.completed_steps
         if step == phases.monitoring_end:
             return True
@@ -148,9 +151,10 @@ class Decisions:
         self._take(run, job, lambda: self.plan_maker.start(job))
 
     def _take(self, run: RunSnapshot, job: PlanJob, make: Callable[[], Planned | None]) -> None:
-        """Take the plan, if it is there. With the first one freezing begins, or after the next step at the earliest.
+        """Take the plan, if it is there.
 
-        One that fails leaves those that are there in force.
+        The first plan starts freezing with the next step. If it comes later, freezing starts later by a step at least.
+        If planning fails, the existing plans stay in force. An error of the first plan is raised.
         """
         state, first, number = run.state, not run.state.plans, job.measurement.schedule.num_microbatches
         try:
@@ -213,7 +217,7 @@ class Decisions:
             self.say(f"memory of the fullest rank: {held} now, at most {planned} planned")
 
     def _renew_plan(self, run: RunSnapshot) -> None:
-        """Plan anew where the times of the batches that most steps have are no longer those of their plan."""
+        """Plan again if the most frequent batches no longer take the times of their plan."""
         state, step, batch = run.state, run.state.completed_steps, run.state.plans.most_used
         if self.plan_maker.job is not None or not (run.ratios.on(state) or self._config.defers):
             return
@@ -307,6 +311,6 @@ def verify_schedule(collectives: Collectives, schedule: PipelineSchedule, execut
 
 
 def _without_weights(row: Sequence[Action]) -> tuple[tuple[Action, ...], frozenset[Action]]:
-    """A row's weight gradients apart from the actions whose order neighbours depend on."""
+    """Split a row into the actions whose order matters to its neighbours, and its weight gradients."""
     weights = frozenset(action for action in row if action.kind is Kind.WEIGHT_GRAD)
     return tuple(action for action in row if action not in weights), weights

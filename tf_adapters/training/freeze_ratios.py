@@ -53,9 +53,10 @@ class FreezeRatios:
         return phase is Phase.STABLE and passed % interval == interval // 2
 
     def ratio(self, state: RunState, step: int, action: Action) -> float:
-        """AFR of an action at a step, in [0, 1] (paper section 3.3); while monitoring, its mask's.
+        """Return the actual freeze ratio (AFR) of an action at a step, in [0, 1] (paper section 3.3).
 
-        APF and AutoFreeze alone freeze what the last stability check found stable: its share of the stage's work.
+        While monitoring, it is the ratio of the monitoring mask. If APF or AutoFreeze runs without a plan, it is the
+        stable units' share of the stage's work.
         """
         if not action.freezable:
             return 0.0
@@ -85,10 +86,11 @@ class FreezeRatios:
         return state.stability.stable.get(stage, NONE_PREFERRED) if freezing else NONE_PREFERRED
 
     def _compiling(self, state: RunState, step: int, stage: int) -> tuple[Mask, ...]:
-        """Masks of the last steps of the warm-up, for which layers that are compiled are compiled; mostly none.
+        """Return the masks of the last steps of the warm-up, which make compiled layers compile in advance.
 
-        A compiled layer is another graph where it is frozen, and where its input needs no gradient: behind layers that
-        are frozen, on the first stage that trains. These masks show every layer in each of its states.
+        All other steps have no such masks. A compiled layer needs another graph if it is frozen, and another if its
+        input needs no gradient. The latter happens on the first stage that trains, behind frozen layers. These masks
+        show every layer in each of its states.
         """
         if not self._config.freezes_blocks or not self._monitors_with_masks(state):
             return ()
@@ -110,10 +112,12 @@ class FreezeRatios:
         return [*(frozenset(units[: last + 1]) for last in units), frozenset(units[1:])]
 
     def _monitoring_ratio(self, state: RunState, step: int, action: Action) -> float:
-        """The first stage is not frozen whole: its backward would disappear, a bound that no mask of the plan reaches.
+        """Return the ratio with which a step of monitoring freezes. It does not freeze the whole first stage.
 
-        That is stage 0, or the first behind stages that train nothing, where torch asks for no input gradient either.
-        With limits a ratio of 1 freezes it whole only now and then, or nearly always where they are close to 1.
+        The backward of that stage would disappear, and no mask of the plan reaches that time. The first stage is stage
+        0, or the first behind stages that train nothing, where torch asks for no input gradient either. If its
+        units have limits, a ratio of 1 freezes all of it only now and then. With limits close to 1 it nearly always
+        does.
         """
         if state.phases.phase(step) is Phase.MONITORING_UPPER:
             return 0.0

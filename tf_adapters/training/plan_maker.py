@@ -123,10 +123,10 @@ class PlanMaker:
         self._waited = 0  # steps, for the plan
 
     def precision(self, schedule: PipelineSchedule, timer: ActionTimer) -> float:
-        """Standard error of what this run's plan would be made from now: the worst of all ranks, in shares.
+        """Return the relative standard error of the times from which a plan would now be made.
 
-        From what devices have finished. Waiting for them would empty their queues, and only the steps that follow a
-        look, which freeze nothing, would start slowly.
+        It is the largest of all ranks. Only times that devices have finished count. Waiting for devices would empty
+        their queues. Steps after a look freeze nothing, and only these would then start slowly.
         """
 
         def local() -> float:
@@ -293,7 +293,10 @@ class PlanMaker:
             )
 
     def _with_more_memory(self, known: Measurement, promised: Forecast, plan: FreezePlan) -> Iterator[str]:
-        """Say what more microbatches in memory would bring to the first exact plan, if planning takes no time."""
+        """Say how much faster the first exact plan would be with more microbatches in memory.
+
+        Only problems that are solved at once are tried.
+        """
         limits, more = self._problem(known).limits, len(known.schedule.ranks)
         later = self.job is None or self.job.reason
         has_more = limits.extra_microbatches or limits.fills_memory

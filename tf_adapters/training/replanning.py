@@ -143,9 +143,10 @@ def _stable_samples(timer: ActionTimer, action: Action) -> Sequence[Sample]:
 
 
 def _gaps(known: Measurement, plan: FreezePlan, traces: Sequence[Sequence[tuple[int, Trace]]]) -> Gaps:
-    """The gaps between the host's actions, from steps that ran the plan's; the known ones without any complete step.
+    """Return the gaps between the actions of the host's order, measured in steps that ran the plan's order.
 
-    The plan's order says nothing of where the host's waits for its receivers.
+    If no step is complete, return the known gaps. Steps in the plan's order do not show where sends in the host's order
+    wait for their receivers.
     """
     ran, host = plan.schedule or known.schedule, frozenset(known.schedule.actions)
     steps = list(complete_steps(ran, traces).values())

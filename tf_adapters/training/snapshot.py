@@ -59,7 +59,7 @@ class RunSnapshot:
         return None if held is None else held.peak_bytes(order.ranks[host_order.rank_of(self.stages[0])])
 
     def of_most_used(self) -> RunSnapshot:
-        """The same run as seen by the number of microbatches that most of its steps have had since there are plans."""
+        """Return this run for the number of microbatches that most steps have had since the first plan."""
         batch = self.state.plans.most_used
         if batch is None:
             return self

@@ -27,11 +27,13 @@ _NOTES = 50  # the newest: a long run may begin or plan anew many times
 
 @dataclass
 class RunState:
-    """The state of one run, equal on every rank but for what stability checks compare with, which the first rank has.
+    """The state of one run. It is equal on all ranks, except for the values that stability checks compare with.
 
-    ``microbatches`` are those of the batch that runs, or runs next; ``plans`` has a plan for each number of them.
-    ``measurement`` is what they are made from, of one number, after step ``measured_at``. In ``host_order_step`` the
-    host runs its own order, whatever the plan says. ``taps`` is None until they have been checked.
+    Only the first rank has these.
+    ``microbatches`` are those of the batch that runs, or runs next; ``plans`` has a plan for each number of them. All
+    plans are made from ``measurement``, which holds the times of one number of microbatches and was made after step
+    ``measured_at``. In ``host_order_step`` the host runs its own order, whatever the plan says. ``taps`` is None until
+    they have been checked.
     """
 
     phases: PhaseSchedule
@@ -68,7 +70,8 @@ class RunState:
         )
 
     def measure(self, known: Measurement, notes: tuple[str, ...] = ()) -> None:
-        batch_times = known.batch_times or self.measurement.batch_times  # made anew it has none: of nothing frozen
+        # A renewed measurement has no batch times: only steps that freeze nothing give them.
+        batch_times = known.batch_times or self.measurement.batch_times
         self.measurement, self.measured_at = replace(known, batch_times=batch_times), self.completed_steps
         self.notes = (*self.notes, *notes)[-_NOTES:]
 

@@ -55,7 +55,10 @@ class StepMasks:
         return {stage: masks for stage, masks in self._drawn.items() if stage in self._parameters}
 
     def frozen(self) -> Mapping[int, Sequence[frozenset[str]]]:
-        """By stage of this rank that has drawn, what each microbatch froze on every stage that holds it."""
+        """Return, for each of this rank's stages with masks, the names that each microbatch froze.
+
+        The name of a tied weight is among them only if all of its stages froze it.
+        """
         return {
             stage: [
                 frozenset(name for name in mask.names if self._is_frozen(stage, name, microbatch))
@@ -74,9 +77,9 @@ class StepMasks:
         )
 
     def scales(self) -> dict[int, list[Scale]]:
-        """By stage of this rank, what makes a gradient the mean over the microbatches that computed it.
+        """Return factors that turn gradients into means over the microbatches that computed them, by stage.
 
-        Only of parameters that some of the microbatches froze, and not all of them.
+        Only parameters that some but not all microbatches froze have a factor.
         """
         return {stage: list(self._scales_of(stage)) for stage in self._parameters}
 

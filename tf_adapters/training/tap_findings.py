@@ -43,14 +43,17 @@ class TapFindings(Value):
     others: Mapping[int, Sequence[str]] = field(default_factory=dict)
 
     def apply(self, taps: Mapping[int, StageTaps], masks: StageMasks) -> None:
-        """Tap the layers that are left to the host no more, and sample none of their tokens."""
+        """Stop tapping the layers that are left to the host. None of their tokens are sampled."""
         for stage, found in self.left.items():
             if stage in taps:
                 taps[stage].leave(found)
             masks.leave_unsampled(stage, found)
 
     def without_overhead(self, bounds: Mapping[Action, Bounds]) -> dict[Action, Bounds]:
-        """``bounds`` where a stage without any tap gains nothing: what differs there is the cost of timing."""
+        """Return ``bounds`` in which stages without a tap gain nothing from freezing.
+
+        Their measured differences are only the cost of timing.
+        """
         return {
             action: of if self.shares.get(action.stage, 1.0) or not action.freezable else Bounds(of.upper, of.upper)
             for action, of in bounds.items()
