@@ -191,9 +191,8 @@ class Controller:
     def gradient_scales(self) -> Mapping[int, Sequence[Scale]]:
         """Return the factors of the current step's gradients, by stage of this rank.
 
-        The host applies them once, before it clips. They are empty if ``gradient_scale`` is "skipped_as_zero". A factor
-        applies to this stage's mean over all microbatches. For a tied weight it is applied before the stages' gradients
-        are added up.
+        They apply once, before gradients are clipped, to this stage's mean over all microbatches: for a tied weight,
+        before the stages' gradients are added up. With ``gradient_scale`` "skipped_as_zero" there is no factor.
         """
         return self._step_masks.scales() if self.config.gradient_scale == "computed_mean" else {}
 
@@ -305,9 +304,8 @@ class Controller:
     def reschedule(self, schedule: PipelineSchedule) -> None:
         """The host runs another schedule from here on. Called on all ranks, between two steps.
 
-        A schedule with another number of microbatches gets a plan of its own, made from the known times. Planning
-        begins after its first step at the latest, if nothing prevents it. While monitoring, all numbers are monitored
-        together. For another pipeline monitoring starts anew.
+        A schedule with another number of microbatches gets a plan of its own, made from the known times, soon after its
+        first step. While monitoring, all numbers are monitored together. Another pipeline is monitored anew.
         """
         before, self.schedule = self.schedule, schedule
         self._ratios = FreezeRatios(self.config, schedule, self.masks)
