@@ -129,7 +129,7 @@ class DeepSpeedAdapter(HostAdapter):
         )
 
     def ties(self, pipeline: HostPipeline) -> tuple[Tie, ...]:
-        """A tied weight has the same name on every stage that holds it. So do other weights of a tied module."""
+        """Return tied weights. Stages share their names, but also the names of a tied module's other weights."""
         tied = tied_names(self.engine, pipeline.parameters)
         return tuple(tie for tie in same_names(pipeline.units) if tie[0][1] in tied)
 

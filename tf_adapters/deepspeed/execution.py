@@ -153,8 +153,9 @@ class Transfers:
     """The transfers of one batch. None of them blocks its rank when it begins.
 
     A sent tensor is kept until it has arrived. Either its transfer says so, or a later message from its receiver
-    implies it: ``taken`` has the number of messages that the receiver took before it sent the input of an action
-    (``schedule.messages``). The engine must know the shapes of received tensors.
+    implies it. For the second case, ``taken`` maps an action to a number of messages from this rank: those that the
+    sender of the action's input had received before it sent that input (``schedule.messages``). The engine must know
+    the shapes of received tensors.
     """
 
     def __init__(self, engine: Any, taken: Mapping[Action, int]) -> None:

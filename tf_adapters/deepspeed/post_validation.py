@@ -1,8 +1,8 @@
 """Post-validated updates in DeepSpeed's pipeline engine, with ZeRO stage 1 or BF16_Optimizer.
 
-Both compute the norm of all gradients inside their step, also where nothing is clipped: a norm that is no number skips
-the update. Here the host's step gets a norm of zero, so that it neither clips nor skips. The host's own sums of
-squares are still computed. Their totals over all ranks arrive later.
+Both optimizers compute the norm of all gradients inside their step. They do so even if nothing is clipped, because an
+update may be skipped if the norm is no number. Here the host's step gets a norm of zero, so that it neither clips nor
+skips. The host's own sums of squares are still computed. Their totals over all ranks arrive later.
 Source: deepspeed/runtime/zero/stage_1_and_2.py, bf16_optimizer.py, utils.py and engine.py, ``_take_model_step``.
 """
 

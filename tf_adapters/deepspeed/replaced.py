@@ -54,9 +54,10 @@ def _replaced(engine: Any) -> str | None:
 
 
 def _streams_as_written(schedule: type[host.PipeSchedule], microbatches: int, stages: int) -> bool:
-    """Return whether a schedule yields the same instructions as DeepSpeed's class that it is or extends, on each stage.
+    """Return whether a schedule yields the instructions that DeepSpeed's source gives it, on each stage.
 
-    The class may have been changed in this process, so the comparison uses a fresh copy of its module.
+    It is compared with the class of DeepSpeed that it is or extends. That class may have been changed in this process,
+    so the comparison uses a fresh copy of its module.
     """
     bases = [cls for cls in schedule.__mro__ if cls.__module__ == host.__name__ and not inspect.isabstract(cls)]
     written = getattr(_fresh_module(), bases[0].__name__, None) if bases else None

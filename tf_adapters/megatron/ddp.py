@@ -90,9 +90,10 @@ class FrozenGradients:
                 group.register_grad_ready(parameter, ddp.force_all_reduce)
 
     def ready_as_now(self) -> None:
-        """Note which buckets a backward reported as ready. The last deferred weight gradients report the same.
+        """Note for each group of buckets whether a backward just reported gradients as ready (``is_last_microbatch``).
 
-        The host tells DDP before the last backward of a batch. If all ranks reduce at the same time, it does not.
+        The host sets this flag before the last backward of a batch. If all ranks reduce at the same time, it does not.
+        The last deferred weight gradients use the flags noted here (``accumulating``).
         """
         self._ready = [group.is_last_microbatch for group in self._groups]
 

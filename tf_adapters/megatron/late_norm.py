@@ -1,8 +1,8 @@
-"""The norm of all gradients, where no gradient is clipped by it: logged, and no reason for ranks to wait.
+"""Keeps ranks from waiting for the norm of all gradients if it is only logged and clips nothing.
 
 Megatron's chained optimizer reduces the norm over all ranks in every step, also with ``clip_grad`` 0. With
-``LateGradNorm`` it gets a tensor that waits when it is read, which a training loop does when it logs. The value is the
-host's up to the rounding of a sum.
+``LateGradNorm`` it gets a tensor at once, and only reading its value waits. A training loop reads it when it logs. The
+value is the host's up to the rounding of a sum.
 Source: megatron/core/optimizer/optimizer.py (``ChainedOptimizer.get_grad_norm``), clip_grads.py.
 """
 

@@ -21,9 +21,10 @@ __all__ = ["ParallelLinearTap", "tapped_layer"]
 
 
 def tapped_layer(module: torch.nn.Module, sampled: bool = False) -> TappedLayer | None:
-    """The tap of a layer of a Megatron model; None for what it does not know: embeddings, for one.
+    """Return the tap of a layer of a Megatron model; None if the layer gets no tap, such as an embedding.
 
-    Nor for layers whose weight is shared or whose weight gradient Megatron itself puts off (``wgrad_deferral_limit``).
+    A layer also gets no tap if its weight is shared, or if Megatron itself puts off its weight gradient
+    (``wgrad_deferral_limit``).
     """
     if type(module) not in (ColumnParallelLinear, RowParallelLinear):
         return linear_layer(module, sampled)
@@ -63,8 +64,8 @@ class ParallelLinearTap(TappedLayer):
         choose: Choose | None = None,
     ) -> tuple[torch.Tensor, ...]:
         weight, *biases = parameters
-        # With gradient_accumulation_fusion an earlier microbatch told DDP, for the rest of the batch, that a kernel
-        # adds this weight's gradients up. This one is DDP's to add.
+        # With gradient_accumulation_fusion, a kernel of the host adds up this weight's gradients, and this flag tells
+        # DDP so. An earlier microbatch may have set it for the rest of the batch. DDP itself has to add this gradient.
         if hasattr(weight, "grad_added_to_main_grad"):
             weight.grad_added_to_main_grad = False
         flat = gradient.reshape(-1, gradient.shape[-1])

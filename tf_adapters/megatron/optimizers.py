@@ -59,7 +59,7 @@ class Keeper:
                 self.inner, "initialize_state"
             ):  # Transformer Engine's optimizer makes state without a gradient
                 _drop_gradient(tensor)
-            else:  # the first step makes the state from zeros, and must do so now
+            else:  # no state yet: the step makes it from a gradient of zeros, and the values are put back afterwards
                 self._kept.keep([tensor])
 
     def after(self, *_: Any) -> None:

@@ -87,10 +87,10 @@ def check(
 
 
 def keeps_order(config: Any, pipeline_size: int, chunks: int) -> bool:
-    """Return whether a plan must keep the order of forwards, as in Megatron's interleaved schedule.
+    """Return whether a plan must keep the host's order of forwards.
 
-    It must with variable lengths and with pipelines of several modules, too: there each tensor takes two transfers, and
-    the first one blocks.
+    It must with Megatron's interleaved schedule. It also must with variable lengths and with pipelines of several
+    modules, because each tensor then takes two transfers, and the first one blocks.
     """
     return (
         pipeline_size == 1

@@ -25,10 +25,10 @@ class Apf:
 
     Args:
         threshold: T_APF; a unit is stable if its score is below it.
-        periods: true for APF alone. It does not train frozen units, so a unit needs one interval of training before
-            its score means anything. APF freezes a stable unit for one check longer than the last time. It halves the
-            period of a unit that is unstable again. False for the hybrids, where every unit goes on learning: each
-            check decides anew.
+        periods: true for APF alone, false for the hybrids. APF alone does not train frozen units, so a unit needs one
+            interval of training before its score means anything. A stable unit is frozen for one check longer than the
+            last time. The period of a unit that is unstable again is halved. In the hybrids every unit goes on
+            learning, and each check decides anew.
         alpha: weight of the past in the moving averages, in [0, 1).
     """
 

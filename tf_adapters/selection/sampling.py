@@ -78,7 +78,10 @@ def _alike(values: np.ndarray) -> list[np.ndarray]:
 
 
 def _capped(sizes: np.ndarray, room: int) -> np.ndarray:
-    """Shrink samples to ``room`` elements in all: one each, the rest by the square root of the size."""
+    """Shrink samples so that they have at most ``room`` elements in all.
+
+    Each sample keeps one element. A sample that shrinks gets more in proportion to the square root of its size.
+    """
     order = np.argsort(sizes, kind="stable")
     more, weights = sizes[order] - 1, np.sqrt(sizes[order])
     left = max(0, room - len(sizes)) - np.cumsum(more) + more  # after the smaller samples
@@ -114,7 +117,7 @@ def read(seed: int, pieces: Iterable[tuple[PieceKey, torch.Tensor, int]]) -> byt
         totals.append(_sum(flat))
     if not totals:
         return b""
-    # A gradient-free copy: float64 holds what float32 held.
+    # One copy carries the sums and the samples, because float64 holds every float32 value exactly.
     gathered = torch.cat([torch.stack(totals), torch.cat(samples).double()]).cpu().numpy()
     return gathered[: len(totals)].astype(_TOTAL).tobytes() + gathered[len(totals) :].astype(_ELEMENT).tobytes()
 

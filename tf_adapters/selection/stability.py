@@ -58,7 +58,10 @@ class StabilityState:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any] | None) -> StabilityState:
-        """The inverse of ``to_json``. Unreadable data of rank 0 alone is ignored: the model is then read again."""
+        """The inverse of ``to_json``.
+
+        The data that only rank 0 needs is left out if it is unreadable. The model is then read again.
+        """
         if data is None:
             return cls()
         begun = data.get("begun", data.get("snapshot") is not None)  # old: snapshot on all ranks
@@ -73,7 +76,7 @@ class StabilityState:
 
 
 def without_evidence(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the data that only rank 0 needs from its ``to_json``: most of several MB."""
+    """Return ``to_json`` of rank 0 without the data that only rank 0 needs. This data is most of its several MB."""
     return {**data, "begun": data.get("begun", data.get("snapshot") is not None), "memory": {}, "snapshot": None}
 
 

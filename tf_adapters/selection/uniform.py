@@ -32,8 +32,8 @@ class UniformSelection:
 
     The probability that a microbatch freezes a unit is exactly the microbatch's ratio times the unit's cap. Over the
     step, a unit is frozen in floor or ceiling of its expected number of microbatches. The frozen work of a microbatch
-    differs from ratio * freezable work by less than one unit of the largest stratum whose rounding error all smaller
-    units together cannot compensate.
+    is close to ratio * freezable work. The difference is less than the work of one unit of a certain stratum: the
+    largest one whose rounding error all smaller units together cannot compensate.
     """
 
     def __init__(self, units: Sequence[FreezeUnit]) -> None:
@@ -107,7 +107,8 @@ class _Counts:
     exchange ends when one count is an integer, or when a chance reaches its bound. There are three passes:
 
     1. Both chances move against the exchange, so that the expected work of both microbatches stays.
-    2. Only a chance that is off its bounds moves, so the sum of the chances changes.
+    2. Only chances strictly between their bounds move. The chance of the extra place (below) moves instead of the
+       others, so the sum of the microbatches' chances changes.
     3. No chance moves. Only this pass gains or loses work.
 
     One more place, after the microbatches, makes the sum of the counts an integer. Its chance is the amount by which

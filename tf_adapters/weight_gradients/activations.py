@@ -1,8 +1,9 @@
 """Activations require gradients under a mask where they do in the host.
 
-A module whose parameters are all frozen gives an output without a graph if its input needs no gradient: an embedding,
-the first layer, a learned bias. The host's model may rely on that graph: hooks on activations, branches with a gradient
-of their own, reentrant checkpointing. So such an output gets a graph that ends at once.
+A module's output has no autograd graph if the module's parameters are all frozen and its input needs no gradient. This
+happens to an embedding, the first layer or a learned bias. The host's model may rely on the graph that the output has
+without a mask: for hooks on activations, branches with a gradient of their own, or reentrant checkpointing. Such an
+output therefore gets a graph that ends at once.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class ActivationGraphs:
 
     @contextmanager
     def kept(self, ends: bool) -> Iterator[None]:
-        """Around a forward or a backward under a mask. ``ends``: what leaves the stage requires no gradient.
+        """Run a forward or a backward under a mask inside. With ``ends``, the stage's output requires no gradient.
 
-        So it is where the mask freezes all of the first stage, whose backward is then nothing.
+        ``ends`` is true if the mask freezes all of the first stage: its backward then has nothing to compute.
         """
         with self._looking(self._end if ends else self._keep):
             yield

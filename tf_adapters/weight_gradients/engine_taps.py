@@ -1,10 +1,11 @@
 """Taps on Transformer Engine's layers: their own functions compute the weight gradients, later.
 
-Each of its modules asks its ``wgrad_store`` in the backward whether the weight gradient is to wait, and then hands the
-store the tensors and the function that makes it. A call that is recorded gets a store of its own. It also gets aliases
-of the parameters, through which no gradient reaches the parameters themselves: with a store the modules hand out no
-gradient, a dummy, or (GroupedLinear) tensors that nothing was written into. The parameter's hooks see the gradient once
-it is there. Source: transformer_engine/pytorch/module/ (2.3 and newer).
+In the backward, each module asks its ``wgrad_store`` whether the weight gradient is to wait. If so, it hands the store
+the tensors and the function that computes the gradient. A call that is recorded gets a store of its own. It also gets
+aliases of the parameters, through which no gradient reaches the parameters themselves. They are needed because a module
+whose gradients wait returns no real ones: it returns none, a dummy, or (GroupedLinear) tensors that nothing was written
+into. The parameter's hooks see the real gradient once it is computed.
+Source: transformer_engine/pytorch/module/ (2.3 and newer).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _OWN = ("transformer_engine.", "megatron.core.extensions.transformer_engine")
 """Where the classes are written whose forward is understood; a user's subclass may do anything with its weight."""
 
 _RECIPES = ("delayed", "float8_current_scaling", "float8_block_scaling")
-"""Methods of a recipe of FP8, true of those with which deferral gave the host's bits on a GPU."""
+"""Methods of an FP8 recipe. With a recipe for which one of them is true, deferral gave the host's bits on a GPU."""
 
 Finish = Callable[[Sequence[Any]], None]
 
@@ -114,10 +115,10 @@ class EngineTap(TappedLayer):
         return None if any(getattr(recipe, name, bool)() for name in _RECIPES) else QUANTIZED
 
     def _overwrites(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether the function of this call overwrites the accumulated gradient, as in a step's first
-        microbatch.
+        """Return whether this call's weight-gradient function overwrites the accumulated gradient.
 
-        It then runs in the backward, before those of all others.
+        It may do so in a step's first microbatch. The host then runs it in the backward, before the functions of all
+        other microbatches.
         """
         module: Any = self.module
         first = kwargs.get("is_first_microbatch", getattr(module, "is_first_microbatch", None))
@@ -167,7 +168,7 @@ class EngineTap(TappedLayer):
         return tuple(gradients)
 
     def _run(self, store: _Store, trained: dict[str, Any], choose: Choose | None) -> dict[str, Any]:
-        """Run what the module has put off, of all tokens or of some; what that gives, by parameter."""
+        """Run the functions that the module has put off, for all tokens or some. Return gradients by name."""
         found: dict[str, Any] = {}
         products = self._products if self._grouped else [p for p in self._products if p[0] in trained]
         for number, (tensors, function) in enumerate(store.tasks):
@@ -223,11 +224,11 @@ def _recipe() -> Any:
 def engine_layer(
     module: torch.nn.Module, sampled: bool = False, kind: type[torch.Tensor] = torch.nn.Parameter
 ) -> TappedLayer | None:
-    """The tap of a layer of Transformer Engine with weights of this ``kind``; None for others, and for what its store
-    does not work with.
+    """Return the tap of a layer of Transformer Engine with weights of this ``kind``; None if the layer gets no tap.
 
-    Those are products that overlap with communication, its own way to put weight gradients off or to shard weights,
-    and weights in parts. Where tokens are ``sampled`` the tap leaves calls in FP8 to the host.
+    A layer gets no tap if a store does not work with it. This holds if its products overlap with communication, if it
+    puts off weight gradients or shards weights by itself, or if its weight is in parts. If tokens are ``sampled``, the
+    tap leaves calls in FP8 or FP4 to the host.
     """
     engine: Any = sys.modules.get(_ENGINE)
     if engine is None or not type(module).__module__.startswith(_OWN):

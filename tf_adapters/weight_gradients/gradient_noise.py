@@ -79,7 +79,10 @@ class RowObserver:
         self.noise: torch.Tensor | float = 0.0
 
     def rows(self, weight: str, inputs: torch.Tensor, gradient: torch.Tensor) -> Rows:
-        """All rows. The noise is the variance of the drawn gradient of ``weight``, in the elements looked at."""
+        """Return all rows. Add to ``noise`` the variance that drawing tokens would give the gradient of ``weight``.
+
+        Only the share of the weight's elements that are looked at counts.
+        """
         tokens = gradient.shape[0]
         count = round(SAMPLED_AT * tokens)
         if weight in self._shares and 1 < count < tokens:
@@ -160,7 +163,10 @@ class _Accumulated:
 
 
 def _shows_sums(weight: torch.nn.Parameter) -> bool:
-    """Return whether a weight's ``main_grad`` has every microbatch's sum: of bf16 the rounding would count as noise."""
+    """Return whether a weight's ``main_grad`` shows the sum after every microbatch, in fp32.
+
+    In bf16 the rounding of the sum would count as noise.
+    """
     main_grad = vars(weight).get("main_grad")
     overwritten = vars(weight).get("overwrite_main_grad", False)
     return isinstance(main_grad, torch.Tensor) and main_grad.dtype == torch.float32 and not overwritten

@@ -1,9 +1,10 @@
-"""Finds the layers whose weight gradients a tap computes as the host does, in one step that computes as the host.
+"""Checks in one step for which layers a tap computes the same weight gradients as the host.
 
-No layer is tapped in the step that is checked. For each call of a layer that has a tap, the tap's weight gradient is
-computed next to the host's own. Both are compared when the host's gradient arrives at the parameter. A layer whose
-gradients differ in a bit is left to the host from then on. They differ where the gradient of its input is taken
-twice, or where its type computes another product. A layer whose weight is used outside of its own forward is left, too.
+The host computes all of this step, and no layer is tapped. For each call of a layer that has a tap, the tap's weight
+gradient is computed next to the host's own. Both are compared when the host's gradient arrives at the parameter. If
+they differ in a bit, the layer is left to the host from then on. They differ if the gradient of the layer's input is
+taken twice, or if the layer's type computes another product. A layer is also left to the host if its weight is used
+outside of its own forward.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The way into a layer's forward that copies of the layer do not carry along.
+"""Puts a tap into a layer's forward in such a way that copies of the layer do not have it.
 
-The class of a tapped layer becomes a subclass of it, as torch's parametrizations and FSDP do it. The subclass looks the
-tap up by the layer object. A copy, a pickle or a saved file of the layer has the original class again: it knows no tap,
-and it can be read where this package is not installed.
+A tapped layer's class is replaced by a subclass of it, as torch's parametrizations and FSDP do. The subclass looks up
+the tap by the layer object. A copy, a pickle or a saved file of the layer has the original class again. It therefore
+knows no tap, and can be read where this package is not installed.
 """
 
 from __future__ import annotations

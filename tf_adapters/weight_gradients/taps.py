@@ -1,9 +1,9 @@
 """Weight gradients apart from the backward: a tap on a layer's output keeps what they are made from.
 
-While a tapped layer computes its output its weight does not require gradients, so the host's backward computes input
-gradients and nothing else there. The tap's backward hands the gradient of the output down unchanged, and keeps it with
-the layer's input. ``compute`` makes the weight gradients later, in the order in which a host would have accumulated
-them (Qi et al. 2024, "Zero Bubble Pipeline Parallelism": backwards split into B and W): of all tokens, or of a sample.
+A tapped layer's weight does not require gradients while the layer computes its output. The host's backward therefore
+computes only input gradients there. The tap's backward passes the output's gradient on unchanged, and keeps it with the
+layer's input. ``compute`` makes the weight gradients later, from all tokens or a sample, in the order in which a host
+would have accumulated them (Qi et al. 2024, "Zero Bubble Pipeline Parallelism": backwards split into B and W).
 
 A tap takes only the uses of a layer that it understands (``_is_plain``); every other call is the host's own. Before any
 layer is tapped, one step finds out which layers' gradients a tap computes as the host does (``tap_check``).
@@ -73,10 +73,10 @@ class _Tap(torch.autograd.Function):
 
 
 class _HandOver(torch.autograd.Function):
-    """Gives a parameter its first gradient in a backward, through all hooks, as the only one who holds that tensor.
+    """Gives a parameter its first gradient in a backward, through all hooks.
 
-    The parameter then keeps that tensor, as in a host's own backward. It would keep a copy of a tensor that is passed
-    to ``torch.autograd.backward``.
+    Nothing else holds the gradient's tensor. The parameter therefore keeps that tensor, as in a host's own backward. It
+    would keep a copy of a tensor that is passed to ``torch.autograd.backward``.
     """
 
     @staticmethod
@@ -322,7 +322,7 @@ class StageTaps:
     def _add_up(
         self, call: _Pending, sampler: RowSampler | None, calls: Counter[torch.nn.Parameter], sums: Gradients
     ) -> Gradients:
-        """The gradients of a call's parameters whose last call it is; those of others wait in ``sums``.
+        """Return gradients of the parameters that no later call uses. Those of the others wait in ``sums``.
 
         The host, too, first adds up the gradients of several calls in one backward.
         """

@@ -1,4 +1,4 @@
-"""Weight gradients from a sample of the tokens: unbiased, and as much work less as tokens are left out.
+"""Weight gradients from a sample of the tokens. They are unbiased, and every token left out saves its work.
 
 The weight gradient of a linear layer is a sum over tokens, ``dW = sum_i g_i x_i^T``. The part ``c`` that all inputs
 have in common adds up without a draw: ``(sum_i g_i) c^T``. The rest, ``sum_i g_i (x_i - c)^T``, is sampled. A token's
@@ -60,7 +60,8 @@ class TokenSampler:
     def rows(self, weight: str, inputs: torch.Tensor, gradient: torch.Tensor) -> Rows:
         """The rows that the gradient of ``weight`` is made from, as many as tokens are kept.
 
-        Those that are drawn, and the common input; over many draws the mean of their product is the whole gradient.
+        They are those of the drawn tokens, and one for the common input. Over many draws, the mean of their product is
+        the whole gradient.
         """
         sample = self.sample(weight, inputs, gradient)
         return (inputs, gradient) if sample is None else _rows(sample, inputs, gradient)
@@ -81,8 +82,8 @@ class TokenSampler:
 
 def _rows(sample: TokenSample, inputs: torch.Tensor, gradient: torch.Tensor) -> Rows:
     common, chosen, scales = sample
-    # This is for all tokens less the drawn ones. An infinity or a NaN in a gradient is in it whether or not it is
-    # drawn.
+    # The factor of each token's gradient in the row of the common input: 1, less the token's scale if it is drawn. An
+    # infinity or a NaN in a gradient is therefore in the result, whether or not the token is drawn.
     not_drawn = scales.new_ones(len(gradient)).index_add_(0, chosen, scales, alpha=-1).to(gradient.dtype)
     places = torch.cat([chosen, chosen[:1]])  # the last row is overwritten, which is cheaper than to append one
     rows, gradients = inputs.index_select(0, places), gradient.index_select(0, places)
@@ -118,8 +119,9 @@ def inclusion_chances(sizes: torch.Tensor, count: int) -> torch.Tensor:
     sizes = sizes.double()
     up_to = sizes.sort().values.cumsum(0).clamp_(min=_NO_SIZE)  # of a token and all smaller ones
     left = torch.arange(count + 1 - sizes.numel(), count + 1, device=sizes.device)
-    # Larger tokens are certain, the others share what is left of the count in proportion. Certain are those that would
-    # have a chance above 1: as long as the next one would, the factor grows by making it certain.
+    # A token is certain if its chance would be above 1. These are the largest ones. The others share the rest of the
+    # count in proportion to their sizes. The factor grows with each token that has to be made certain, and shrinks with
+    # each further one, so the largest factor is the right one.
     factor = (left / up_to).amax()
     return (sizes * factor).clamp_(max=1.0)
 
