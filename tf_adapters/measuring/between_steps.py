@@ -21,9 +21,10 @@ from tf_adapters.schedule.ir import PipelineSchedule
 __all__ = ["BetweenSteps", "between_steps"]
 
 _EARLY = 0.1
-"""Share of the time from a rank's last action to the end of the batch, by which it must begin the next step earlier.
+"""A rank counts as early only if it begins the next step before the batch's end by more than a margin.
 
-Clocks of ranks are aligned less precisely than they are read."""
+The margin is this share of the time from the rank's last action to the batch's end. It is needed because the clocks of
+ranks are aligned less precisely than they are read."""
 
 
 class BetweenSteps(NamedTuple):
@@ -73,9 +74,10 @@ def _begins_early(schedule: PipelineSchedule, step: _Step) -> bool:
 
 
 def _own_time(schedule: PipelineSchedule, rank: int, steps: Sequence[_Step]) -> float:
-    """Return the time in ms from a rank's last action to its first one of the next step, if that one needs no input.
+    """Return a rank's own time between two steps in ms, which begins at the end of its last action.
 
-    Otherwise to the beginning of the next step: what the rank does from there is hidden by its wait for the input.
+    If the rank's first action needs no input, the time ends at the start of that action in the next step. Otherwise it
+    ends at the beginning of the next step, because the wait for the input hides all that the rank does after that.
     """
     first, last = schedule.ranks[rank][0], schedule.ranks[rank][-1]
     begun = median(step.until_next[rank] - step.trace[last].end_ms for step in steps) or 0.0

@@ -35,8 +35,8 @@ _SAME_WORK = 1.25
 class StageTimes:
     """This rank's measurements in monitoring: ms of each action with nothing frozen, and the responses.
 
-    The error of a response is the larger of the two end points' errors. ``token_costs`` are by stage, if tokens are
-    sampled.
+    The error of a response combines the error of the unfrozen time and that of the fitted saving: it is the root of the
+    sum of their squares. ``token_costs`` are by stage, if tokens are sampled.
     """
 
     unfrozen_ms: Mapping[Action, float]

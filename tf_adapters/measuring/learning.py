@@ -1,9 +1,10 @@
 """The cost of freezing in learning: the progress that a step makes, as a share of that of a step with nothing frozen.
 
-A step along a batch's gradient gains in proportion to the share ``s`` of it that is signal, if its length is right for
-it (McCandlish et al. 2018, equation 2.7; Qiao et al. 2021, "Pollux", section 3.1). Skipped and sampled weight gradients
-make the gradient noisier, not wrong: a stage whose noise is ``v`` times as large makes ``1 / (s + (1 - s) v)`` of the
-progress. Adam and similar optimizers feel only the square root of this, since they divide by the size of the gradient
+A batch's gradient is signal to a share ``s`` and noise otherwise. A step along it gains in proportion to ``s``, if the
+step's length is right for this ``s`` (McCandlish et al. 2018, equation 2.7; Qiao et al. 2021, "Pollux", section 3.1).
+Skipped and sampled weight gradients make the gradient noisier, not wrong: a stage whose noise is ``v`` times as large
+makes ``1 / (s + (1 - s) v)`` of the progress. With Adam and similar optimizers the progress is the square root of this
+share, since these optimizers divide by the size of the gradient
 (Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms").
 """
 
@@ -71,7 +72,7 @@ class StageLearning:
     def added_noise(self, ratios: Sequence[float]) -> float:
         """The noise that freezing adds under the ratios of the stage's microbatches.
 
-        In units of the noise between microbatches, or of ``draws``.
+        The unit is ``draws`` where tokens are drawn, and the noise between microbatches where tensors are frozen whole.
         """
         if self.draws is not None:
             return sum(map(self.cost.noise, ratios)) / len(ratios)

@@ -36,8 +36,8 @@ class Measurement(Value):
             where its two times differ, it takes the second.
         communication: on edges between stages, from the source's end to the target's start; 0 where absent.
         overhead: what an action's rank spends before it, besides waiting for its input; 0 where absent.
-        waits: from the end of an action to the start of one of another rank that waits until what it sent is received
-            (``SendWait``).
+        waits: from the end of ``SendWait.posted`` to the start of ``SendWait.blocked``, an action of another rank. That
+            rank has sent a message before, and waits until the message is received.
         token_costs: by stage, the cost of sampled weight gradients, where tokens are sampled.
         learning: what freezing costs in learning, where single microbatches' gradients were seen.
         unfrozen_step_ms: a whole step with nothing frozen; 0 where not measured.

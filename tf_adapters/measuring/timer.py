@@ -119,9 +119,10 @@ class _Step(NamedTuple):
 
 
 class _Marked(NamedTuple):
-    """An action between two marks, or a whole step (no action, but its ``number``), and the step it belongs to.
+    """Two marks around an action, around a whole step, or from the beginning of one step to that of the next.
 
-    Without a step it is the time from the beginning of step ``number`` to that of the next.
+    An action has the ``step`` that it belongs to. A whole step has a ``step`` and a ``number``, but no action. Without
+    a ``step``, the marks are the beginning of step ``number`` and the beginning of the next step.
     """
 
     phase: str

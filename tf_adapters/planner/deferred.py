@@ -25,10 +25,10 @@ from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 __all__ = ["describe_deferral", "plan_deferred"]
 
 _ROUNDS = 4
-"""Orders that are planned for at most: each is made for the weight gradients that the plan before it left."""
+"""The most orders that are tried. Each later order is made for the weight gradients that the last plan left."""
 
 _ONE_ROUND_FROM = 1_000
-"""Actions of the host from which one order has to do: a plan then takes a second and more."""
+"""From this number of actions on, only one order is tried, because a plan then takes a second or more."""
 
 _SAME = 1e-6
 """Relative tolerance of makespans and freeze ratios; smaller differences are ignored."""
@@ -37,9 +37,10 @@ _SAME = 1e-6
 def plan_deferred(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePlan]) -> FreezePlan:
     """The best plan found over rewritten orders; the host's own order where that is no worse.
 
-    A B's lower bound is its I; what full freezing saves of it is its W. Freezing shortens W, which changes the best
-    order, so order and ratios are made in turn. ``solve`` plans for one order. In the plan ``schedule`` is the order,
-    ``makespan_ms.host`` is the host's order with nothing frozen, ``deferrable_share`` is set.
+    A B is split into an I and a W. The I takes the B's lower bound, and the W takes the time that full freezing saves.
+    Freezing shortens the W, and this changes the best order. Order and ratios are therefore computed in turn.
+    ``solve`` makes the plan for one order. In the result, ``schedule`` is the order to run, ``makespan_ms.host`` is the
+    makespan of the host's order with nothing frozen, and ``deferrable_share`` is set.
     """
     measurement = problem.measurement
     host, times = measurement, _times(measurement.times)

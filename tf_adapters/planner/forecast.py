@@ -49,9 +49,9 @@ def forecast(
 
     The rest of the step (data, optimizer) stays as it was measured. ``steps`` are durations of monitored steps with
     nothing frozen, ms. Each step is replayed in the DAG with its backwards shortened as the plan says, and the median
-    saving counts. Medians of durations would not show that an action which now and then takes longer delays its
-    neighbours. Where the durations make a batch that is longer than the measured step, the step shrinks in the batch's
-    proportion. ``stage_0_vanishes``: stage 0's backward takes no time where all of it is frozen (``disappears``). Pass
+    saving counts. A replay of median durations would not show how an action that is sometimes slow delays its
+    neighbours. If the replayed batch is longer than the measured step, the step shrinks by the same share as the batch.
+    ``stage_0_vanishes`` says that stage 0's backward takes no time where all of it is frozen (``disappears``). Pass
     False where some of its parameters are excluded from freezing.
     """
     upper, rewritten = measurement.upper, planned_dag(measurement, plan)
@@ -71,9 +71,9 @@ def forecast(
 
 
 def cost_of_meeting(measurement: Measurement, plan: FreezePlan) -> float:
-    """Return the ms that a step takes longer because all ranks meet after it: the makespan less the plan's period.
+    """Return the time in ms that a step would save if the ranks did not meet: the plan's makespan less its period.
 
-    A plan that is made for ranks that do not meet may gain more.
+    Another plan, made for ranks that do not meet, may save more.
     """
     order = plan.schedule or measurement.schedule
     dag = planned_dag(replace(measurement, steps="meet"), plan)
@@ -123,7 +123,8 @@ def disappears(action: Action) -> bool:
 def stable_durations(duration_ms: Mapping[Action, float], freeze_ratio: Mapping[Action, float]) -> dict[Action, float]:
     """Durations in ms under freeze ratios; 0 for stage 0's backwards with everything frozen (``disappears``).
 
-    The planner uses the straight line of partial masks. This is the one point that is not on it.
+    The planner takes all durations from the straight line that holds for partly frozen backwards. The fully frozen
+    backward of stage 0 is the one point that is not on this line.
     """
     vanished = (action for action, ratio in freeze_ratio.items() if ratio >= 1.0 and disappears(action))
     return {**duration_ms, **dict.fromkeys(vanished, 0.0)}

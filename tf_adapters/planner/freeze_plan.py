@@ -29,7 +29,7 @@ _Noise = Annotated[
 class Makespan:
     """How long a batch or a period takes in ms with nothing frozen, as planned, and with everything frozen.
 
-    ``host`` is in the host's order with nothing frozen, where weight gradients may wait.
+    ``host`` is the time in the host's order with nothing frozen. Only plans in which weight gradients may wait have it.
     """
 
     unfrozen: Milliseconds
@@ -42,8 +42,8 @@ class Makespan:
 class SolverReport:
     """The solver, its status, its wall time in s, and the plan's proven distance from the optimum.
 
-    No freeze ratios within the budgets end the batch before (1 - optimality_gap) * planned makespan, unless that is
-    before the target.
+    No freeze ratios within the budgets end the batch before (1 - optimality_gap) * planned makespan. Nothing is proven
+    about ends before the target, because every end by the target is early enough.
     """
 
     name: str
@@ -54,12 +54,12 @@ class SolverReport:
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """One of the plans that a plan which is to pay was chosen from.
+    """One of the candidates from which the plan that pays most was chosen.
 
     Attributes:
-        makespan_ms: of its batch, planned; the period where steps overlap.
-        mean_freeze_ratio: its plan's.
-        speed: the host's step without us over a step with this plan.
+        makespan_ms: the planned makespan of its batch; the planned period where steps overlap.
+        mean_freeze_ratio: the mean freeze ratio of its plan.
+        speed: the time of the host's own step over the time of a step with this plan.
         added_noise: by stage, as ``measuring.learning`` has it; infinite where a stage computes no weight gradients.
         progress: what a step gains, as a share of a step with nothing frozen.
         progress_error: its standard error.
@@ -94,9 +94,9 @@ class FreezePlan(Value):
     ``freeze_ratio`` has the actions that compute weight gradients (B and W), ``start_ms`` and
     ``duration_ms`` have every action. The means are over B and W actions, of all stages or of one. Where weight
     gradients may wait, ``schedule`` is the order to run and ``deferrable_share`` the share of a stage's backwards that
-    can wait. ``frontier`` is what a plan that is to pay was chosen from, by growing freeze ratio. Where steps overlap,
-    ``period_ms`` is the time from a rank's first action to its first action in the next step, ``makespan_ms`` that of
-    a batch alone.
+    can wait. ``frontier`` has the candidates from which the plan that pays most was chosen, by growing freeze ratio.
+    Where steps overlap, ``period_ms`` is the time from a rank's first action to its first action in the next step, and
+    ``makespan_ms`` is the time of a batch alone.
     """
 
     makespan_ms: Makespan

@@ -18,9 +18,10 @@ _BETWEEN = 4
 SOLVES = _BETWEEN + 2
 
 _MARGIN = 0.05
-"""By how much, beyond the standard error, a plan must be better than the one in force to take its place.
+"""A plan takes the place of the one in force if it is better by more than this share plus the standard error.
 
-A plan stays in force while it is better than the one with the least freezing by half of this. In the language model
+A plan stays in force only while it is better than the plan with the least freezing. The margin is then half of this
+share, plus the standard error. In the language model
 study (docs/when.md) steps made up to 0.04 less progress than predicted on a task, and up to 0.09 in a single run.
 """
 
@@ -57,8 +58,9 @@ def plan_that_pays(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePl
 def best_point(points: Sequence[FrontierPoint], learning: Learning, current: int) -> int:
     """The point with the most progress in time, if it is clearly better than ``current``; else ``current``.
 
-    Clearly: by 5% and by the standard error of the two points' difference. A current point that is not better than the
-    first one, which freezes least, by half of that gives way to the first.
+    A point is clearly better if it is better by more than 5% plus the standard error of the two points' difference. The
+    first point freezes least. It takes the place of ``current`` first, unless ``current`` is better than the first
+    point by more than 2.5% plus the standard error.
     """
     in_time = [_in_time(point, learning.progress(point.added_noise)) for point in points]
 

@@ -7,11 +7,13 @@ The paper's weighted objective becomes three solves in order of importance, so t
 
 1. the earliest end of the batch, or the shortest period;
 2. the least total freezing that keeps it;
-3. among those, freezing spread evenly (a piecewise linear sum of r squared), because a vertex freezes all of
-   one action and nothing of the next where a part of both would do. Keeping each stage's largest ratio low
-   would not do it: in most schedules some action near the batch's ends is frozen whole in every optimum.
+3. among those, the most even freezing (the least piecewise linear sum of r squared). Without this solve, the
+   solution is a vertex: it freezes all of one action and nothing of the next, although a part of both would do.
+   A limit on each stage's largest ratio would not help, because in most schedules every optimum fully freezes
+   some action near the start or the end of the batch.
 
-Where ratios are met by sampling tokens, the second and third are one: the least noise, which is convex in each ratio.
+Where ratios are met by sampling tokens, one solve replaces the second and the third: it finds the least noise, which is
+convex in each ratio.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from tf_adapters.planner.program import Corners, Floats, Flow, FreezeProgram, Op
 __all__ = ["solve_glop"]
 
 _SLACKS = (1e-11, 1e-9, 1e-8, 1e-7)
-"""Relative slack of what earlier solves reached, tried in turn. In large programs whose times all differ GLOP can find
-the first one infeasible, by its own tolerance."""
+"""Relative slacks, tried in turn. A solve may be worse by this slack than the results of earlier solves that it keeps.
+In large programs whose times all differ, GLOP's own tolerance can make the first slack infeasible."""
 
 _SPAN_TOLERANCE = 1e-9
 _FREEZING_SLACK = 1e-8

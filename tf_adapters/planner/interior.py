@@ -3,10 +3,10 @@
 GLOP's time grows with the square of that number. The Newton systems have a structure that a general solver does not
 see (``newton``).
 
-One objective stands for GLOP's solves in order of importance: the batch's end (or the period, if steps overlap) plus a
-small price on freezing or on the noise of draws. Freezing that buys no time vanishes, and the end is later than the
-earliest by less than the price of all freezing. Among several optima an interior point method finds the middle, which
-is the even spread that GLOP needs a third solve for.
+One objective replaces GLOP's solves in order of importance: the batch's end (or the period, if steps overlap) plus a
+small price on freezing or on the noise of draws. The price removes all freezing that buys no time. It makes the end
+later than the earliest one, but by less than the price of all freezing. If there are several optima, an interior point
+method finds their middle. This middle is the even spread for which GLOP needs a third solve.
 
 The method is Mehrotra's predictor-corrector (SIAM J. Optimization 2, 1992; Nocedal and Wright, "Numerical
 Optimization", algorithm 14.3) with Gondzio's further correctors (Comput. Optim. Appl. 6, 1996), which are worth it
@@ -40,10 +40,11 @@ _PATIENCE = 6
 """Steps without progress after which the best iterate is as good as floats allow."""
 
 _SETTLED = 1e-3
-"""Relative error below which steps without progress count: before, the objective can fall faster than the error."""
+"""Steps without progress count only after the relative error has been below this. Before that, the objective can fall
+faster than the error, so that the relative error grows."""
 
 _LOST = 1e3
-"""A relative error, as a multiple of the least one, from which rounding errors only grow."""
+"""A solve ends when its relative error exceeds the least one by this factor: from there, rounding errors only grow."""
 
 _CORRECTORS = 8
 """At most, in one step."""

@@ -7,10 +7,10 @@ piece of a ratio or a stage's budget.
   bounds only, so they are eliminated by hand, like springs in series: their stiffness is one over the sum of the
   inverses.
 - A ratio stands only in the edges that leave its action and in one budget. It is eliminated by hand, too.
-- The edges leave a weighted Laplacian of the DAG, which is as narrow as the pipeline: its Cholesky factor has some two
-  entries per stage in a row, however many microbatches there are. Elimination of the ratios keeps it a Laplacian: an
+- The remaining matrix is a weighted Laplacian of the DAG. It is as narrow as the pipeline: a row of its Cholesky factor
+  has about two entries per stage, for any number of microbatches. Elimination of the ratios keeps it a Laplacian: an
   edge keeps a share of its weight, and two edges of one source couple their targets. All weights stay sums and
-  products of positive numbers, so tight edges cost no digits.
+  products of positive numbers, so that tight edges lose no precision.
 - The budgets are a border of that matrix, one dense row per stage.
 """
 
@@ -39,14 +39,15 @@ _EXACT = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class _Network:
-    """Edges of the DAG, and edges for the span, which is the value of the node after the last action.
+    """Edges of the DAG, and further edges for the span. The span has a node of its own, after those of all actions.
 
     If ranks meet, the span is the batch's end, and actions without a successor have an edge to its node. If steps
-    overlap, the span is the period, and the edges are the loops. A loop ends at its target's start plus the period:
-    its ``turns`` is 1, that of other edges 0.
+    overlap, the span is the period, and the further edges are the loops. A loop ends at its target's start plus the
+    period. Its ``turns`` is therefore 1, and the ``turns`` of every other edge is 0.
 
-    ``owner`` is the ratio of an edge's source, ``leverage`` how much that ratio shortens it: 0 where it has none.
-    ``siblings`` are pairs of edges with one source that has a ratio. ``grounded`` are nodes with a bound of their own.
+    ``owner`` is the ratio of an edge's source. ``leverage`` is the time by which a ratio of 1 shortens the edge; it is
+    0 where the source has no ratio. ``siblings`` are pairs of edges that leave the same source, if it has a ratio.
+    ``grounded`` are nodes with a bound of their own.
     """
 
     sources: Indices
@@ -90,8 +91,8 @@ class _Network:
 class _Pieces:
     """The straight parts of all ratios' prices, in order of the ratios.
 
-    ``owner`` is the ratio of a piece, ``width`` how much of it a piece is, ``slope`` its price per unit of ratio, where
-    the largest ratio costs 1 per unit.
+    ``owner`` is the ratio that a piece belongs to. ``width`` is the part of the ratio that the piece can add. ``slope``
+    is the piece's price per unit of ratio. Slopes are scaled so that the largest ratio costs 1 per unit on average.
     """
 
     owner: Indices

@@ -14,7 +14,7 @@ __all__ = ["lower_bound", "optimality_gap"]
 
 
 def optimality_gap(program: FreezeProgram, optimum: Optimum, target: float = 0.0) -> float:
-    """The share of the span that no freeze ratios within the budgets can improve by; 0 for a span up to ``target``."""
+    """The largest share by which other ratios within the budgets might shorten the span, down to ``target`` at most."""
     planned = program.span(optimum.ratios)
     bound = max(lower_bound(program, optimum), target)
     return max(0.0, (planned - bound) / planned) if planned > 0.0 else 0.0
@@ -23,12 +23,13 @@ def optimality_gap(program: FreezeProgram, optimum: Optimum, target: float = 0.0
 def lower_bound(program: FreezeProgram, optimum: Optimum) -> float:
     """A span that no freeze ratios within the budgets can beat, in the program's unit.
 
-    One unit of flow from the batch's start to its end is a weighted mean of paths. The batch takes at least the
-    flow's length, the sum of flow * (upper + delay) less the most that freezing can save on it. If steps overlap, flow
-    circulates through the loops, one unit over all of them, and the period is at least its length. A stage saves
-    at most u * budget + sum of max(0, range * throughflow - u) for every u >= 0. The flow follows the
-    solver's dual values but is made to conserve exactly, so the bound holds however rough they are. No action freezes
-    more than its ``most``, so what it saves counts in that proportion.
+    One unit of flow from the batch's start to its end is a weighted mean of paths, and the batch takes at least the
+    flow's length. This length is the sum of flow * (upper + delay), less the most that freezing can save on the flow.
+    If steps overlap, the flow circulates through the loops, one unit over all loops together. The period is then at
+    least its length. For every u >= 0, a stage saves at most u * budget + the sum of
+    most * max(0, range * throughflow - u), because no action freezes more than its ``most``. The flow follows
+    the solver's dual values, but it is made to conserve exactly. The bound therefore holds even if the dual values are
+    rough.
     """
     dag = program.dag
     if len(dag.loops.sources):

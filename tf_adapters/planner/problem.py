@@ -31,10 +31,12 @@ class Limits(Value):
             shortest.
         max_action_freeze_ratio: the largest freeze ratio of any one B or W action, in [0, 1].
         max_microbatch_freeze_ratio: the largest mean freeze ratio of a microbatch over the stages, in [0, 1].
-        defer: let weight gradients wait: a B becomes an I, its lower bound, and a W, what full freezing saves.
-        extra_microbatches: how many microbatches more than the host's fullest rank a rank may then hold.
-        fills_memory: let each rank hold as many as the measurement's ``fitting_microbatches`` instead, if it has them.
-        moves_forwards: whether forwards and input gradients may then stand in another order, too.
+        defer: let weight gradients wait. A B becomes an I, which takes the B's lower bound, and a W, which takes the
+            time that full freezing saves. The next three limits count only with ``defer``.
+        extra_microbatches: how many microbatches more than the host's fullest rank a rank may hold.
+        fills_memory: let each rank hold as many microbatches as the measurement's ``fitting_microbatches`` says
+            instead, if the measurement has them.
+        moves_forwards: whether forwards and input gradients may also change their order.
     """
 
     max_freeze_ratio: Ratio
@@ -59,8 +61,9 @@ class Limits(Value):
 class PlanProblem:
     """The input of the planner: a measurement and the limits of a plan.
 
-    With ``measurement.token_costs`` no ratio is above what a draw can meet, and the plan adds least noise where it
-    would otherwise freeze least. With ``measurement.learning`` it is the plan that pays most.
+    With ``measurement.token_costs``, no ratio is above the largest one that drawing tokens can reach. Among the plans
+    that end as early, the one with the least noise is then chosen instead of the one with the least freezing. With
+    ``measurement.learning``, the plan is the one that pays most.
     """
 
     measurement: Measurement

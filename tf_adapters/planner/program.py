@@ -153,8 +153,9 @@ def _slope(left: tuple[float, float], right: tuple[float, float]) -> float:
 class Flow(NamedTuple):
     """Dual values of the shortest span: one per DAG edge, and one per action.
 
-    An action's is that of its row for the span: an action without a successor ends within the makespan; if steps
-    overlap, a rank's last action ends within the period. Other actions have 0.
+    The value of an action belongs to its constraint on the span. If ranks meet, every action without a successor has
+    such a constraint: it ends within the makespan. If steps overlap, every rank's last action has one: it ends within
+    the period. All other actions have the value 0.
     """
 
     edges: Floats

@@ -67,11 +67,11 @@ def solve(problem: PlanProblem, time_limit_s: float | None = None, progress: Pro
 
     In every stage the sum of the ratios is at most ``max_freeze_ratio`` times the number of the stage's B and W actions
     (the paper's constraint [4]). An action whose two times are equal gets ratio 0 and still counts in that number. The
-    budget bounds the expected share of its updates that a parameter loses, and these updates count. No single ratio
-    exceeds ``max_action_freeze_ratio``. With a ``token_cost`` the plan makes least noise, where it would freeze least.
-    Where a microbatch's mean over the stages would exceed ``max_microbatch_freeze_ratio``, its ratios are limited and
-    the program is solved again. A batch that ends by ``target_makespan_ms``, or a period of this length, is early
-    enough: the plan then freezes the least that reaches it.
+    budget bounds the share of its updates that a parameter is expected to lose, and this action is one of them. No
+    single ratio exceeds ``max_action_freeze_ratio``. With a ``token_cost`` the plan makes the least noise instead of
+    freezing the least. Where a microbatch's mean over the stages would exceed ``max_microbatch_freeze_ratio``, its
+    ratios are limited and the program is solved again. A batch that ends by ``target_makespan_ms``, or a period of this
+    length, is early enough: the plan then freezes the least that reaches it.
 
     Up to 4,096 actions GLOP finds the exact optimum. Larger programs go to an interior point method whose time and
     memory grow in proportion to the actions. ``solver.optimality_gap`` proves how close it came. Where that is above

@@ -41,7 +41,8 @@ _PATIENCE = (0.0, 0.5, 1.0)
 
 
 _SHARES_MORE = (0.0, 0.5, 1.0)
-"""Numbers of further microbatches that are tried within the memory, as shares of those of the host's fullest rank."""
+"""Within the memory, orders are tried in which ranks hold more microbatches than the host's fullest rank holds. These
+are the numbers of additional microbatches, as shares of the number that the fullest rank holds."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,10 @@ def defer(
 
 
 def _limits(schedule: PipelineSchedule, extra: int, fitting: Mapping[int, int]) -> list[tuple[int, ...]]:
-    """Return how many microbatches each rank may hold; several answers to try, the least first, if all ranks fit some.
+    """Return limits to try, the lowest first. Each has the number of microbatches that each rank may hold.
 
-    With more than its order needs, list scheduling may begin microbatches too early.
+    There are several limits only with ``fitting``. The lower ones are tried, too, because list scheduling may begin
+    microbatches too early if a rank may hold more than its order needs.
     """
     fullest = most_in_flight(schedule)
     if not fitting:

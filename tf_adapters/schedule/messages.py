@@ -72,9 +72,10 @@ def receive_points(schedule: PipelineSchedule, end_ms: Mapping[Action, float]) -
 
 
 def messages_taken(schedule: PipelineSchedule) -> dict[Action, int]:
-    """Count, for an action with input from another rank, the messages that the sender has received from this rank.
+    """For each action with input from another rank, count the messages that the other rank had received from this one.
 
-    The sender had waited for them before it sent the input, so this rank can free them.
+    The other rank waited for these messages before it sent the input. This rank can therefore free them once the input
+    has arrived.
     """
     home, sources = schedule.home, _between_ranks(schedule)
     targets = {source: target for target, source in sources.items()}
