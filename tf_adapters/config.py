@@ -207,6 +207,11 @@ class TimelyFreezeConfig(BaseModel):
         return self.optimizer_step == "post_validated"
 
     @property
+    def could_post_validate(self) -> bool:
+        """Return whether these settings would allow "post_validated", which they do not have."""
+        return self.defers and not self.post_validates
+
+    @property
     def fills_memory(self) -> bool:
         """Return whether a rank may hold as many microbatches as fit its memory."""
         return self.extra_microbatches == "auto"

@@ -222,19 +222,16 @@ class _Zero(DeepSpeedPostValidation):
             own.append(tensor.clone())
 
         def check_overflow(*args: Any, **kwargs: Any) -> None:
-            with Overrides() as inside:
-                inside.set(outer, "_model_parallel_all_reduce", keep)
-                host_check(*args, **kwargs)
+            host_check(*args, **kwargs)
             outer.overflow = False  # that of the other ranks is not known yet
 
         def scaled_global_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
-            with Overrides() as inside:
-                inside.set(outer, "_model_parallel_all_reduce", keep)
-                host_norm(*args, **kwargs)
+            host_norm(*args, **kwargs)
             self._expect_squares(own)
             return torch.zeros((), device=outer.device)
 
         with Overrides() as overrides:
+            overrides.set(outer, "_model_parallel_all_reduce", keep)
             overrides.set(outer, "check_overflow", check_overflow)
             overrides.set(outer, "scaled_global_norm", scaled_global_norm)
             yield
@@ -295,7 +292,7 @@ def _computes_norm(engine: Any) -> bool:
 
 def waits_for_norm(engine: Any, settings: TimelyFreezeConfig) -> bool:
     """Return whether ranks wait for the norm of all gradients, and would not with post-validated updates."""
-    waits = settings.defers and not settings.post_validates and _computes_norm(engine)
+    waits = settings.could_post_validate and _computes_norm(engine)
     return bool(waits and post_validation_problem(engine) is None)
 
 

@@ -159,10 +159,9 @@ class MegatronAdapter(HostAdapter):
             meetings=meetings(
                 model.chunks, model.optimizer, model.config, self._norm_is_late or self.config.post_validates
             ),
-            waits_for_norm=model.moves_forwards
+            waits_for_norm=self.config.could_post_validate
+            and model.moves_forwards
             and clips(model.optimizer)
-            and self.config.defers
-            and not self.config.post_validates
             and post_validation_problem(model.chunks, model.optimizer, model.config) is None,
             warmup_steps=self._warmup_steps,
             clock=clock_for(device_of(model.chunks)),
