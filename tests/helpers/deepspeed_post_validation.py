@@ -7,16 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from deepspeed_ranks import Case, batch, batches, build_engine, optimizer_state
+from deepspeed_ranks import VOCABULARY, Case, batch, batches, build_engine, optimizer_state
 from logged import Lines
+from post_validated_runs import pausing, shifted
 
-from tf_adapters.hosts import post_validation
 from tf_adapters.hosts.late import LateTensor
 from tf_adapters.testing import force_plan
 from tf_adapters.training.phases import Phase
-
-ALWAYS = 1e-2
-"""A norm that all gradients exceed."""
 
 
 def limited(case: Case, limit: float) -> Case:
@@ -45,8 +42,7 @@ def disturb(engine: Any) -> list[int]:
 def drawing(microbatches: list[Any]) -> Any:
     """Data that draws random numbers while it is loaded."""
     for tokens, labels in microbatches:
-        shift = int(torch.randint(3, ())) + random.randrange(3)
-        yield (tokens + shift) % 32, labels
+        yield shifted(tokens, VOCABULARY), labels
 
 
 def overflowing(engine: Any, step: list[int], steps: tuple[int, ...]) -> None:
@@ -68,46 +64,41 @@ def trained(
     """Train; ``saved`` are steps after which the state is read and a batch is evaluated."""
     import tf_adapters.deepspeed
 
-    looked_at = post_validation._LOOKED_AT
-    with Lines() as log:
-        try:
-            post_validation._LOOKED_AT = looked_at if pauses else 10**9
-            engine = build_engine(case)
-            adapter = tf_adapters.deepspeed.attach(engine)
-            if adapter is not None and case.ratios is not None:
-                force_plan(adapter.controller, case.ratios)
-            step_now = disturb(engine)
-            overflowing(engine, step_now, overflows)
-            torch.manual_seed(5)
-            random.seed(5)
-            replica, losses, norms, between, held = engine.grid.data_parallel_id, [], [], [], 0
-            for step in range(case.steps):
-                step_now[0] = step
-                losses.append(engine.train_batch(drawing(batch(step, replica, case.microbatches))))
-                norms.append(engine.get_global_grad_norm())
-                held += len(adapter.validation._held) if adapter and adapter.validation else 0
-                if step in saved:
-                    if adapter is not None and directory:
-                        engine.save_checkpoint(directory, tag=f"step{step}")
-                    between += values(engine)
-                    evaluated = engine.eval_batch(batches(range(500, 501), replica, case.microbatches))
-                    between.append(torch.as_tensor(evaluated).clone())
-            result: dict[str, Any] = {
-                "losses": [str(float(loss)) for loss in losses],
-                "late": [isinstance(norm, LateTensor) for norm in norms],
-                "norms": [str(float(norm)) for norm in norms],
-            }
-            if adapter is not None:
-                validation, state = adapter.validation, adapter.controller.state
-                held_bytes = adapter.controller.memory.held(Phase.MONITORING_UPPER)
-                result["copies"] = held_bytes.copies if held_bytes else None
-                adapter.detach()
-                result["failure"] = state.failure
-                result["counts"] = (validation.updates, validation.made_again) if validation else None
-            result |= {"held": held, "skipped": engine.skipped_steps, "rate": engine.get_lr()}
-            return {**result, "final": values(engine), "between": between, "log": log.seen}
-        finally:
-            post_validation._LOOKED_AT = looked_at
+    with Lines() as log, pausing(pauses):
+        engine = build_engine(case)
+        adapter = tf_adapters.deepspeed.attach(engine)
+        if adapter is not None and case.ratios is not None:
+            force_plan(adapter.controller, case.ratios)
+        step_now = disturb(engine)
+        overflowing(engine, step_now, overflows)
+        torch.manual_seed(5)
+        random.seed(5)
+        replica, losses, norms, between, held = engine.grid.data_parallel_id, [], [], [], 0
+        for step in range(case.steps):
+            step_now[0] = step
+            losses.append(engine.train_batch(drawing(batch(step, replica, case.microbatches))))
+            norms.append(engine.get_global_grad_norm())
+            held += len(adapter.validation._held) if adapter and adapter.validation else 0
+            if step in saved:
+                if adapter is not None and directory:
+                    engine.save_checkpoint(directory, tag=f"step{step}")
+                between += values(engine)
+                evaluated = engine.eval_batch(batches(range(500, 501), replica, case.microbatches))
+                between.append(torch.as_tensor(evaluated).clone())
+        result: dict[str, Any] = {
+            "losses": [str(float(loss)) for loss in losses],
+            "late": [isinstance(norm, LateTensor) for norm in norms],
+            "norms": [str(float(norm)) for norm in norms],
+        }
+        if adapter is not None:
+            validation, state = adapter.validation, adapter.controller.state
+            held_bytes = adapter.controller.memory.held(Phase.MONITORING_UPPER)
+            result["copies"] = held_bytes.copies if held_bytes else None
+            adapter.detach()
+            result["failure"] = state.failure
+            result["counts"] = (validation.updates, validation.made_again) if validation else None
+        result |= {"held": held, "skipped": engine.skipped_steps, "rate": engine.get_lr()}
+        return {**result, "final": values(engine), "between": between, "log": log.seen}
 
 
 def assert_same_bits(ours: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
@@ -119,4 +110,4 @@ def assert_same_bits(ours: list[dict[str, Any]], alone: list[dict[str, Any]]) ->
             assert torch.equal(a, b)
 
 
-__all__ = ["ALWAYS", "assert_same_bits", "limited", "trained", "values"]
+__all__ = ["assert_same_bits", "limited", "trained", "values"]

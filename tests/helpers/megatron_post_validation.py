@@ -12,12 +12,9 @@ import pytest
 import torch
 from logged import Lines
 from megatron_ranks import VOCABULARY, Case, innermost, run_batch, start, zero_gradients
+from post_validated_runs import pausing, shifted
 
-from tf_adapters.hosts import post_validation
 from tf_adapters.hosts.late import LateTensor
-
-ALWAYS = 1e-2
-"""A norm that all gradients exceed."""
 
 
 def limited(case: Case, limit: float) -> Case:
@@ -27,8 +24,7 @@ def limited(case: Case, limit: float) -> Case:
 def drawing(data: Any, length: int) -> Iterator[Any]:
     """Data that draws random numbers while it is loaded."""
     for tokens, labels in data:
-        shift = int(torch.randint(3, ())) + random.randrange(3)
-        yield (tokens[:, :length] + shift) % VOCABULARY, labels[:, :length]
+        yield shifted(tokens[:, :length], VOCABULARY), labels[:, :length]
 
 
 def values(chunks: list[Any], optimizer: Any) -> list[torch.Tensor]:
@@ -46,39 +42,34 @@ def values(chunks: list[Any], optimizer: Any) -> list[torch.Tensor]:
 
 def trained(case: Case, pauses: bool = False, saved: tuple[int, ...] = ()) -> dict[str, Any]:
     """Train; ``saved`` are steps after which the state is read and a batch is evaluated."""
-    looked_at = post_validation._LOOKED_AT
-    with Lines() as log, pytest.MonkeyPatch.context() as patch:
-        try:
-            post_validation._LOOKED_AT = looked_at if pauses else 10**9
-            patch.setattr(megatron_ranks, "_cut", drawing)
-            random.seed(5)
-            chunks, optimizer, adapter = start(case)
-            losses, norms, late, between = [], [], [], []
-            for step in range(case.steps):
-                for group in optimizer.param_groups:
-                    group["lr"] = 1e-2 * 0.9**step
-                zero_gradients(chunks, optimizer)
-                losses += run_batch(case, chunks, step, range(case.microbatches))
-                norm = optimizer.step()[1]
-                late.append(isinstance(norm, LateTensor))
-                norms.append(norm)
-                if step in saved:
-                    between += values(chunks, optimizer)
-                    with torch.no_grad():
-                        evaluated = run_batch(case, chunks, 500, range(case.microbatches), forward_only=True)
-                    between += [entry["loss"] for entry in evaluated]
-            result: dict[str, Any] = {
-                "losses": [float(entry["loss"]) for entry in losses],
-                "norms": [float(norm) for norm in norms],
-                "late": late,
-            }
-            if adapter is not None:
-                validation, state = adapter.validation, adapter.controller.state
-                adapter.detach()
-                result |= {"failure": state.failure, "counts": (validation.updates, validation.made_again)}
-            return {**result, "final": values(chunks, optimizer), "between": between, "log": log.seen}
-        finally:
-            post_validation._LOOKED_AT = looked_at
+    with Lines() as log, pausing(pauses), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megatron_ranks, "_cut", drawing)
+        random.seed(5)
+        chunks, optimizer, adapter = start(case)
+        losses, norms, late, between = [], [], [], []
+        for step in range(case.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 * 0.9**step
+            zero_gradients(chunks, optimizer)
+            losses += run_batch(case, chunks, step, range(case.microbatches))
+            norm = optimizer.step()[1]
+            late.append(isinstance(norm, LateTensor))
+            norms.append(norm)
+            if step in saved:
+                between += values(chunks, optimizer)
+                with torch.no_grad():
+                    evaluated = run_batch(case, chunks, 500, range(case.microbatches), forward_only=True)
+                between += [entry["loss"] for entry in evaluated]
+        result: dict[str, Any] = {
+            "losses": [float(entry["loss"]) for entry in losses],
+            "norms": [float(norm) for norm in norms],
+            "late": late,
+        }
+        if adapter is not None:
+            validation, state = adapter.validation, adapter.controller.state
+            adapter.detach()
+            result |= {"failure": state.failure, "counts": (validation.updates, validation.made_again)}
+        return {**result, "final": values(chunks, optimizer), "between": between, "log": log.seen}
 
 
 def assert_same_bits(ours: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:

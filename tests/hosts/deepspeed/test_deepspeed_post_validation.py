@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from deepspeed_post_validation import ALWAYS, assert_same_bits, limited, trained, values
+from deepspeed_post_validation import assert_same_bits, limited, trained, values
 from deepspeed_ranks import Case, batch, build_engine, setup
 from overlapping_steps import POST_VALIDATED
+from post_validated_runs import ALWAYS, HALF, assert_counted, assert_nobody_waits, train_until_killed
 from rank_pools import fork_ranks
 
 from tf_adapters.errors import UnsupportedError
 from tf_adapters.hosts import post_validation
-from tf_adapters.report import Report
 from tf_adapters.testing.emulated_device import EmulatedDevice
-from tf_adapters.testing.ranks import RanksFailed
 
 pytestmark = pytest.mark.distributed
 
@@ -29,8 +27,8 @@ ALONE = Case(stages=4, config=CONFIG, section=None, steps=16)
 BF16_OPTIMIZER = {**CONFIG, **BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 OPTIMIZERS = {"ZeRO": CONFIG, "ZeRO in bf16": {**CONFIG, **BF16}, "BF16_Optimizer": BF16_OPTIMIZER}
 CASE = replace(ALONE, section=POST_VALIDATED)
-LIMITS = {"never": 1e6, "always": ALWAYS, "half of the steps": 0.575}
-STEPS = {"half of the steps": 40}
+LIMITS = {"never": 1e6, "always": ALWAYS, HALF: 0.575}
+STEPS = {HALF: 40}
 OTHERS: dict[str, dict[str, Any]] = {
     "BF16_Optimizer": {"config": BF16_OPTIMIZER},
     "ZeRO in bf16": {"config": OPTIMIZERS["ZeRO in bf16"]},
@@ -47,17 +45,8 @@ def test_the_weights_are_those_of_updates_after_the_norm(pools, tmp_path, limit)
     case = replace(alone, section=POST_VALIDATED, output_dir=str(tmp_path))
     ours = pools(4).run(trained, case)
     assert_same_bits(ours, pools(4).run(trained, alone))
-    updates, made_again = ours[0]["counts"]
-    assert [rank["counts"] for rank in ours] == [(updates, made_again)] * 4
-    assert updates == case.steps - 1
-    assert ours[0]["late"] == [False, *[True] * updates]
-    if limit in STEPS:
-        assert made_again == pytest.approx(updates / 2, abs=8)
-    else:
-        assert made_again == (updates if limit == "always" else 0)
+    assert_counted(ours, case.steps, limit, tmp_path)
     assert all(rank["copies"] > 0 for rank in ours)
-    report = Report.read(tmp_path / "timely_freeze" / "report.json")
-    assert f"{made_again} of them were made again" in report.note[-1]
 
 
 @pytest.mark.parametrize("other", OTHERS)
@@ -178,27 +167,20 @@ def test_a_read_on_one_replica_does_not_wait_for_the_others(pools, tmp_path):
 
 
 def killed(case: Case, killed_rank: int) -> None:
-    """One rank ends after its update, before anybody knows whether it has to be made again; others end by an error."""
     import tf_adapters.deepspeed
 
     engine = build_engine(case)
     tf_adapters.deepspeed.attach(engine)
-    try:
-        for step in range(case.steps):
-            engine.train_batch(iter(batch(step, engine.grid.data_parallel_id, case.microbatches)))
-            if step == 8 and torch.distributed.get_rank() == killed_rank:
-                os._exit(7)
-    except RuntimeError:
-        os._exit(1)
+    train_until_killed(
+        lambda step: engine.train_batch(iter(batch(step, 0, case.microbatches))), case.steps, killed_rank
+    )
 
 
 @pytest.mark.parametrize("killed_rank", [0, 2])
 def test_a_rank_that_is_killed_before_validation_leaves_nobody_waiting(tmp_path, killed_rank):
     case = limited(replace(CASE, output_dir=str(tmp_path)), LIMITS["always"])
-    with fork_ranks(4, setup) as ranks, pytest.raises(RanksFailed) as caught:
-        ranks.run(killed, case, killed_rank, timeout_s=60)
-    codes = [7 if rank == killed_rank else 1 for rank in range(4)]
-    assert str(caught.value).splitlines()[1::2] == [f"died with exit code {code}" for code in codes]
+    with fork_ranks(4, setup) as ranks:
+        assert_nobody_waits(ranks, killed, case, killed_rank)
 
 
 def overlap(case: Case) -> str:

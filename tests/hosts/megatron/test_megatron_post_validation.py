@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import copy
-import os
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from megatron_post_validation import ALWAYS, assert_same_bits, limited, trained, values
+from megatron_post_validation import assert_same_bits, limited, trained, values
 from megatron_ranks import Case, innermost, run_batch, setup, start, zero_gradients
 from overlapping_steps import POST_VALIDATED
+from post_validated_runs import ALWAYS, HALF, assert_counted, assert_nobody_waits, train_until_killed
 from rank_pools import fork_ranks
 
 from tf_adapters.errors import UnsupportedError
 from tf_adapters.hosts import post_validation
-from tf_adapters.report import Report
 from tf_adapters.testing.emulated_device import EmulatedDevice
-from tf_adapters.testing.ranks import RanksFailed
 
 pytestmark = pytest.mark.distributed
 
 DROPOUT = {"hidden_dropout": 0.1}
 ALONE = Case(pp=4, layers=4, microbatches=8, section=None, steps=16, model=DROPOUT)
 CASE = replace(ALONE, section=POST_VALIDATED)
-LIMITS = {"never": 1e6, "always": ALWAYS, "half of the steps": 0.43}
-STEPS = {"half of the steps": 40}
+LIMITS = {"never": 1e6, "always": ALWAYS, HALF: 0.43}
+STEPS = {HALF: 40}
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 MODELS: dict[str, dict[str, Any]] = {
     "two stages": {"pp": 2},
@@ -52,16 +50,7 @@ def test_the_weights_are_those_of_updates_after_the_norm(megatron, tmp_path, lim
     case = replace(alone, section=POST_VALIDATED, output_dir=str(tmp_path))
     ours = megatron(4).run(trained, case)
     assert_same_bits(ours, megatron(4).run(trained, alone))
-    updates, made_again = ours[0]["counts"]
-    assert [rank["counts"] for rank in ours] == [(updates, made_again)] * 4
-    assert updates == case.steps - 1
-    assert ours[0]["late"] == [False, *[True] * updates]
-    if limit in STEPS:
-        assert made_again == pytest.approx(updates / 2, abs=8)
-    else:
-        assert made_again == (updates if limit == "always" else 0)
-    report = Report.read(tmp_path / "timely_freeze" / "report.json")
-    assert f"{made_again} of them were made again" in report.note[-1]
+    assert_counted(ours, case.steps, limit, tmp_path)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -78,14 +67,18 @@ def test_what_is_saved_or_evaluated_between_update_and_validation_is_final(megat
     assert_same_bits(ours, megatron(4).run(trained, alone, False, (4, 7, 9)))
 
 
+def train_step(case: Case, chunks: list[Any], optimizer: Any, step: int) -> None:
+    zero_gradients(chunks, optimizer)
+    run_batch(case, chunks, step, range(case.microbatches))
+    optimizer.step()
+
+
 def resumed(case: Case) -> list[torch.Tensor]:
     """Go back to an earlier state when the last update has to be made again."""
     chunks, optimizer, adapter = start(case)
     early: list[Any] = []
     for step in range(10):
-        zero_gradients(chunks, optimizer)
-        run_batch(case, chunks, step, range(case.microbatches))
-        optimizer.step()
+        train_step(case, chunks, optimizer, step)
         if step == 4:
             early = copy.deepcopy([innermost(chunks[0]).state_dict(), optimizer.state_dict()])
         if step == 7:
@@ -112,35 +105,22 @@ def test_it_pauses_while_many_updates_are_made_again(megatron, tmp_path):
 
 
 def killed(case: Case, killed_rank: int) -> None:
-    """One rank ends after its update, before anybody knows whether it has to be made again; others end by an error."""
     chunks, optimizer, _ = start(case)
-    try:
-        for step in range(case.steps):
-            zero_gradients(chunks, optimizer)
-            run_batch(case, chunks, step, range(case.microbatches))
-            optimizer.step()
-            if step == 8 and torch.distributed.get_rank() == killed_rank:
-                os._exit(7)
-    except RuntimeError:
-        os._exit(1)
+    train_until_killed(lambda step: train_step(case, chunks, optimizer, step), case.steps, killed_rank)
 
 
 @pytest.mark.parametrize("killed_rank", [0, 2])
 def test_a_rank_that_is_killed_before_validation_leaves_nobody_waiting(tmp_path, killed_rank):
     case = limited(replace(CASE, output_dir=str(tmp_path)), LIMITS["always"])
-    with fork_ranks(4, setup) as ranks, pytest.raises(RanksFailed) as caught:
-        ranks.run(killed, case, killed_rank, timeout_s=60)
-    codes = [7 if rank == killed_rank else 1 for rank in range(4)]
-    assert str(caught.value).splitlines()[1::2] == [f"died with exit code {code}" for code in codes]
+    with fork_ranks(4, setup) as ranks:
+        assert_nobody_waits(ranks, killed, case, killed_rank)
 
 
 def overlap(case: Case) -> str:
     with EmulatedDevice(8e6):
         chunks, optimizer, adapter = start(case)
         for step in range(12):
-            zero_gradients(chunks, optimizer)
-            run_batch(case, chunks, step, range(case.microbatches))
-            optimizer.step()
+            train_step(case, chunks, optimizer, step)
         found = adapter.controller.state.measurement.steps
         adapter.detach()
     return str(found)

@@ -21,10 +21,11 @@ from megatron_oracle import (
     check_oracle,
     check_same,
 )
-from megatron_post_validation import ALWAYS, assert_same_bits, limited, trained
+from megatron_post_validation import assert_same_bits, limited, trained
 from megatron_ranks import Case, setup_engine, start, teardown, train, train_step
 from megatron_reductions import reductions
 from overlapping_steps import POST_VALIDATED
+from post_validated_runs import ALWAYS
 from rank_pools import fork_ranks
 from run_checks import assert_tokens_drawn
 

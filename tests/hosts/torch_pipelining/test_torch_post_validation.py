@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from logged import Lines
 from overlapping_steps import POST_VALIDATED
+from post_validated_runs import ALWAYS, assert_nobody_waits, pausing, train_until_killed
 from rank_pools import fork_ranks
 from torch.distributed.pipelining.schedules import _Action
 from torch.distributed.tensor import DTensor
@@ -22,7 +22,6 @@ from tf_adapters.errors import ConfigError, UnsupportedError
 from tf_adapters.hosts import post_validation
 from tf_adapters.report import Report
 from tf_adapters.testing.emulated_device import EmulatedDevice
-from tf_adapters.testing.ranks import RanksFailed
 from tf_adapters.torch_pipelining.post_validation import before_backwards
 
 pytestmark = pytest.mark.distributed
@@ -30,8 +29,8 @@ pytestmark = pytest.mark.distributed
 CASE = Case(ranks=4, microbatches=8, section=POST_VALIDATED, steps=20)
 LIMITS = {
     "never": [1e6],
-    "every second step": [1e6, 1e-2],
-    "always": [1e-2],
+    "every second step": [1e6, ALWAYS],
+    "always": [ALWAYS],
     "at the limit": [0.5, 0.6, 0.7, 0.8],
 }
 
@@ -89,32 +88,27 @@ def values(run: Run) -> dict[str, Any]:
 
 def trained(case: Case, limits: list[float], pauses: bool = False, saved: tuple[int, ...] = ()) -> dict[str, Any]:
     """Train; ``saved`` are steps after which the state is read before the next one validates the update."""
-    looked_at = post_validation._LOOKED_AT
-    with Lines() as log:
-        try:
-            post_validation._LOOKED_AT = looked_at if pauses else 10**9
-            run = attached(case)
-            disturb(run)
-            torch.manual_seed(5)
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(run.optimizers[0], 0.9)
-            losses, norms, between = [], [], []
-            for step in range(case.steps):
-                of_step, norm = step_of(run, step, limits)
-                scheduler.step()
-                losses += of_step
-                norms.append(norm)
-                if step in saved:
-                    between.append(values(run))
-                    between.append({"loss": torch.tensor(run.evaluate(step))})
-            result: dict[str, Any] = {"norms": [float(norm) for norm in norms], "losses": list(map(float, losses))}
-            if run.adapter is not None:
-                validation, state = run.adapter.validation, run.adapter.controller.state
-                run.adapter.detach()
-                counts = validation and (validation.updates, validation.made_again)
-                result |= {"failure": state.failure, "counts": counts}
-            return {**result, "final": values(run), "between": between, "log": log.seen}
-        finally:
-            post_validation._LOOKED_AT = looked_at
+    with Lines() as log, pausing(pauses):
+        run = attached(case)
+        disturb(run)
+        torch.manual_seed(5)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(run.optimizers[0], 0.9)
+        losses, norms, between = [], [], []
+        for step in range(case.steps):
+            of_step, norm = step_of(run, step, limits)
+            scheduler.step()
+            losses += of_step
+            norms.append(norm)
+            if step in saved:
+                between.append(values(run))
+                between.append({"loss": torch.tensor(run.evaluate(step))})
+        result: dict[str, Any] = {"norms": [float(norm) for norm in norms], "losses": list(map(float, losses))}
+        if run.adapter is not None:
+            validation, state = run.adapter.validation, run.adapter.controller.state
+            run.adapter.detach()
+            counts = validation and (validation.updates, validation.made_again)
+            result |= {"failure": state.failure, "counts": counts}
+        return {**result, "final": values(run), "between": between, "log": log.seen}
 
 
 def assert_same_bits(ours: list[dict[str, Any]], case: Case, limits: list[float], world: int = 0, **how: Any) -> None:
@@ -242,25 +236,14 @@ def test_a_stage_can_be_saved_whole(tmp_path):
 
 
 def killed(case: Case, killed_rank: int) -> None:
-    """One rank ends after its update, before anybody knows whether it has to be made again; others end by an error."""
     run = attached(case)
-    try:
-        for step in range(case.steps):
-            step_of(run, step, [1e-2])
-            if step == 8 and dist.get_rank() == killed_rank:
-                os._exit(7)
-    except RuntimeError:
-        os._exit(1)
+    train_until_killed(lambda step: step_of(run, step, LIMITS["always"]), case.steps, killed_rank)
 
 
 @pytest.mark.parametrize("killed_rank", [0, 2])
 def test_a_rank_that_is_killed_before_validation_leaves_nobody_waiting(tmp_path, killed_rank):
-    with fork_ranks(4) as ranks, pytest.raises(RanksFailed) as caught:
-        ranks.run(killed, replace(CASE, output_dir=str(tmp_path)), killed_rank, timeout_s=60)
-    codes = [7 if rank == killed_rank else 1 for rank in range(4)]
-    assert str(caught.value) == "\n".join(
-        f"rank {rank}:\ndied with exit code {code}" for rank, code in enumerate(codes)
-    )
+    with fork_ranks(4) as ranks:
+        assert_nobody_waits(ranks, killed, replace(CASE, output_dir=str(tmp_path)), killed_rank)
 
 
 def overlap(case: Case, limit: float) -> Any:
