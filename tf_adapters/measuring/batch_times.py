@@ -236,9 +236,8 @@ def _mean_rank(times: Sequence[RankTimes]) -> RankTimes:
 def _mean_edges(schedule: PipelineSchedule, batches: Sequence[_Batch]) -> tuple[EdgeTimes, ...]:
     """Mean times of the edges between ranks, by receiving stage and kind."""
     groups: defaultdict[tuple[int, int, Kind], list[Action]] = defaultdict(list)
-    for source, target in schedule.transfers():
-        if schedule.leaves_rank(source, target):
-            groups[source.stage, target.stage, target.kind].append(target)
+    for target, source in schedule.received.items():
+        groups[source.stage, target.stage, target.kind].append(target)
     edges = []
     for (source_stage, target_stage, kind), actions in sorted(groups.items()):
         passed = [batch.passed[action] for batch in batches for action in actions]

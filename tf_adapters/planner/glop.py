@@ -27,6 +27,7 @@ import numpy as np
 
 from tf_adapters.errors import SolverError
 from tf_adapters.planner.program import Corners, Floats, Flow, FreezeProgram, Optimum, SolverStatus
+from tf_adapters.schedule.dag import Edges
 
 __all__ = ["solve_glop"]
 
@@ -57,9 +58,8 @@ def solve_glop(program: FreezeProgram, time_limit_s: float | None = None, target
     """
     model = _Model(program, time_limit_s)
     flow = model.minimise_span(target)
-    if program.price:
-        return Optimum(model.minimise_price(program.price), flow)
-    return Optimum(model.spread(model.minimise_freezing()), flow)
+    least = model.minimise_price()
+    return Optimum(least if program.price else model.spread(least), flow)
 
 
 class _Model:
@@ -81,31 +81,28 @@ class _Model:
             int(i): self._solver.NumVar(0.0, float(program.most[i]), "") for i in np.flatnonzero(program.ranges > 0.0)
         }
         self._span = self._solver.NumVar(0.0, infinity, "")  # the batch's end, or the period
-        self._longest = float("inf")  # the span that later solves keep
         iterations = _ITERATIONS + _ITERATIONS_PER_ACTION * len(program.dag.actions)
         self._limit = f" max_number_of_iterations:{iterations}"
-        self._edge_rows = self._add_edges()
-        self._span_rows = self._add_loops() if len(program.dag.loops.sources) else self._add_ends()
+        self._edge_rows = self._add_edges(program.dag.edges)
+        closing = program.closing
+        if not program.overlap:  # GLOP's rounding depends on the order of rows: a set's, so that plans stay the same
+            closing = closing._replace(sources=np.array(list(set(closing.sources.tolist()))))
+        self._closing, self._closing_rows = closing.sources, self._add_edges(closing, period=program.overlap)
         self._add_budgets()
 
     def minimise_span(self, target: float = 0.0) -> Flow:
         self._solve([(self._span, 1.0)], "earliest end of the batch", _GLOP_FIRST)
         ends = np.zeros(len(self._starts))
-        for position, row in self._span_rows.items():
-            ends[position] = row.dual_value()
+        ends[self._closing] = [row.dual_value() for row in self._closing_rows]
         flow = Flow(np.array([row.dual_value() for row in self._edge_rows], dtype=np.float64), ends)
         # The span that the ratios reach, not GLOP's value of it: later solves can keep that one.
         self._longest = max(self._program.span(self._read()), target)
         return flow
 
-    def minimise_freezing(self) -> Floats:
-        self._solve_within(
-            [(self._span, self._longest)], [(ratio, 1.0) for ratio in self._ratios.values()], "least freezing"
-        )
-        return self._read()
-
-    def minimise_price(self, price: Corners) -> Floats:
-        self._solve_within([(self._span, self._longest)], self._in_pieces(price), "least noise")
+    def minimise_price(self) -> Floats:
+        price = self._program.price
+        cost = self._in_pieces(price) if price else [(ratio, 1.0) for ratio in self._ratios.values()]
+        self._solve_within([(self._span, self._longest)], cost, "least noise" if price else "least freezing")
         return self._read()
 
     def spread(self, least: Floats) -> Floats:
@@ -135,38 +132,20 @@ class _Model:
                 cost.append((part, (high - low) / (end - start)))
         return cost
 
-    def _add_edges(self) -> list[Any]:
-        upper = self._program.upper.tolist()
+    def _add_edges(self, edges: Edges, period: bool = False) -> list[Any]:
+        """A row for each edge: ``P_target - P_source + range * r_source >= upper + delay``, with ``period`` on the left."""
+        nodes, upper = [*self._starts, self._span], self._program.upper.tolist()
         rows = []
-        for source, target, delay in zip(*(c.tolist() for c in self._program.dag.edges), strict=True):
-            row = self._row_after(source, upper[source] + delay)
-            row.SetCoefficient(self._starts[target], 1.0)
+        for source, target, delay in zip(*(column.tolist() for column in edges), strict=True):
+            row = self._solver.Constraint(upper[source] + delay, self._solver.infinity())
+            row.SetCoefficient(nodes[source], -1.0)
+            row.SetCoefficient(nodes[target], 1.0)
+            if source in self._ratios:
+                row.SetCoefficient(self._ratios[source], float(self._program.ranges[source]))
+            if period:
+                row.SetCoefficient(self._span, 1.0)
             rows.append(row)
         return rows
-
-    def _add_ends(self) -> dict[int, Any]:
-        rows = {}
-        for position in set(range(len(self._starts))) - set(self._program.dag.edges.sources.tolist()):
-            rows[position] = self._row_after(position, float(self._program.upper[position]))
-            rows[position].SetCoefficient(self._span, 1.0)
-        return rows
-
-    def _add_loops(self) -> dict[int, Any]:
-        upper = self._program.upper.tolist()
-        rows = {}
-        for source, target, delay in zip(*(c.tolist() for c in self._program.dag.loops), strict=True):
-            rows[source] = self._row_after(source, upper[source] + delay)
-            rows[source].SetCoefficient(self._starts[target], 1.0)
-            rows[source].SetCoefficient(self._span, 1.0)
-        return rows
-
-    def _row_after(self, source: int, length: float) -> Any:
-        """``P_target - P_source + range * r_source >= length``; the caller adds the target's term."""
-        row = self._solver.Constraint(length, self._solver.infinity())
-        row.SetCoefficient(self._starts[source], -1.0)
-        if source in self._ratios:
-            row.SetCoefficient(self._ratios[source], float(self._program.ranges[source]))
-        return row
 
     def _add_budgets(self) -> None:
         for stage, positions in self._program.stages.items():

@@ -24,7 +24,6 @@ from scipy import sparse
 from scipy.sparse.linalg import splu
 
 from tf_adapters.planner.program import Corners, Floats, Flow, FreezeProgram
-from tf_adapters.schedule.dag import Edges
 
 __all__ = ["Newton", "StandardForm"]
 
@@ -61,15 +60,9 @@ class _Network:
 
     @classmethod
     def of(cls, program: FreezeProgram, freezable: Indices, grounded: Indices) -> _Network:
-        edges, loops, actions = program.dag.edges, program.dag.loops, len(program.upper)
-        if not len(loops.sources):
-            last = np.setdiff1d(np.arange(actions), edges.sources)
-            closing = Edges(last, np.full(len(last), actions), np.zeros(len(last)))
-        else:
-            closing = loops
-        turn = 1.0 if len(loops.sources) else 0.0
+        edges, closing = program.dag.edges, program.closing
         sources = np.concatenate([edges.sources, closing.sources])
-        column = np.zeros(actions, dtype=np.int64)
+        column = np.zeros(len(program.upper), dtype=np.int64)
         column[freezable] = np.arange(len(freezable))
         owner, leverage = column[sources], program.ranges[sources]
         shortened = np.flatnonzero(leverage > 0.0)
@@ -78,7 +71,7 @@ class _Network:
         return cls(
             sources=sources,
             targets=np.concatenate([edges.targets, closing.targets]),
-            turns=np.concatenate([np.zeros(len(edges.sources)), np.full(len(closing.sources), turn)]),
+            turns=np.concatenate([np.zeros(len(edges.sources)), np.full(len(closing.sources), float(program.overlap))]),
             delay=np.concatenate([edges.delay, closing.delay]),
             owner=owner,
             leverage=leverage,
@@ -221,6 +214,10 @@ class StandardForm:
         return Flow(z[:inner], ends)
 
 
+_Part = tuple[Indices, Indices, Indices, "Floats | float"]
+"""Rows and columns of entries of a matrix, the number of the value that each one adds up, and its factor."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Pattern:
     """The bordered Laplacian of every Newton step: where its entries are, and which values add up to each.
@@ -247,35 +244,31 @@ class _Pattern:
         one, two, ground = rank[one], rank[two], rank[network.grounded]
         looped = np.flatnonzero(turns)
         period = np.full(len(looped), rank[nodes - 1])
-        stages, ratios = members.shape
-        stage = np.zeros(ratios, dtype=np.int64)
-        stage[members.indices] = np.repeat(np.arange(stages), np.diff(members.indptr))
-        border = nodes + stage[network.owner]
+        stages = np.arange(members.shape[0])
+        border = nodes + (stages @ members).astype(np.int64)[network.owner]
         heads, tails = one[: len(border)], two[: len(border)]
         pairs, edges = np.arange(len(one)), len(one) + len(ground) + np.arange(len(border))
-        corner = nodes + np.arange(stages)
-        parts: list[tuple[Indices, Indices, Indices, Floats | float]] = [  # row, column, which value, its factor
+        corner = nodes + stages
+        diagonal: list[_Part] = [
             (one, one, pairs, 1.0),
             (two, two, pairs, 1.0),
-            (one, two, pairs, -1.0),
-            (two, one, pairs, -1.0),
             (ground, ground, len(one) + np.arange(len(ground)), 1.0),
-            (border, heads, edges, -1.0),
-            (heads, border, edges, -1.0),
-            (border, tails, edges, 1.0),
-            (tails, border, edges, 1.0),
-            (corner, corner, len(one) + len(ground) + len(border) + np.arange(stages), -1.0),
+            (corner, corner, len(one) + len(ground) + len(border) + stages, -1.0),
             (period, period, looped, turns[looped] ** 2),
-            (period, one[looped], looped, turns[looped]),
-            (one[looped], period, looped, turns[looped]),
-            (period, two[looped], looped, -turns[looped]),
-            (two[looped], period, looped, -turns[looped]),
-            (border[again], period[: len(again)], edges[again], -1.0),
-            (period[: len(again)], border[again], edges[again], -1.0),
         ]
+        below: list[_Part] = [
+            (one, two, pairs, -1.0),
+            (border, heads, edges, -1.0),
+            (border, tails, edges, 1.0),
+            (period, one[looped], looped, turns[looped]),
+            (period, two[looped], looped, -turns[looped]),
+            (border[again], period[: len(again)], edges[again], -1.0),
+        ]
+        above: list[_Part] = [(column, row, value, factor) for row, column, value, factor in below]
+        parts = diagonal + below + above
         row, column, value = (np.concatenate(arrays) for arrays in list(zip(*parts, strict=True))[:3])
         sign = np.concatenate([factor * np.ones(len(rows)) for rows, _, _, factor in parts])
-        size = nodes + stages
+        size = nodes + len(stages)
         entries, entry = np.unique(column * size + row, return_inverse=True)
         indptr = np.searchsorted(entries, np.arange(size + 1) * size)
         return cls(

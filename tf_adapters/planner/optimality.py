@@ -32,11 +32,7 @@ def lower_bound(program: FreezeProgram, optimum: Optimum) -> float:
     rough.
     """
     dag = program.dag
-    if len(dag.loops.sources):
-        through, over_edges, over_loops = _circulation(program, optimum)
-    else:
-        through, over_edges = _throughflow(program, optimum)
-        over_loops = np.zeros(0)
+    through, over_edges, over_loops = _conserved(program, optimum)
     length = float(through @ program.upper + over_edges @ dag.edges.delay + over_loops @ dag.loops.delay)
     saving = through * program.ranges
     most_saved = sum(
@@ -52,42 +48,33 @@ def _most_saved(saving: Floats, most: Floats, budget: float) -> float:
     return multiplier * budget + float((most * np.maximum(saving - multiplier, 0.0)).sum())
 
 
-def _throughflow(program: FreezeProgram, optimum: Optimum) -> tuple[Floats, Floats]:
-    """Send one unit back from the batch's end, over each action's incoming edges as the dual values say.
+def _conserved(program: FreezeProgram, optimum: Optimum) -> tuple[Floats, Floats, Floats]:
+    """A flow through actions, edges and loops that conserves and follows the dual values.
 
-    Returns the flow through each action and each edge.
+    One unit is sent back from the batch's end. If steps overlap, it is one unit over all loops instead. Flow that is
+    sent back from one loop's rank arrives, in shares, at the loops of all ranks. The stationary distribution of these
+    shares is the flow of the loops.
     """
-    dag = program.dag
+    dag, loops, dual = program.dag, program.dag.loops, optimum.flow
     durations = program.upper - optimum.ratios * program.ranges
     finish = dag.earliest_starts(durations) + durations
     arrival = finish[dag.edges.sources] + dag.edges.delay
-    last = np.setdiff1d(np.arange(len(dag.actions)), dag.edges.sources)
-    nodes = np.zeros((len(dag.actions), 1))
-    nodes[last, 0] = _shares(optimum.flow.ends[last], finish[last])
-    shares = [_shares(optimum.flow.edges[of], arrival[of]) for of in _incoming(dag)]
-    through, edges = _sent_back(dag, nodes, shares)
-    return through[:, 0], edges[:, 0]
-
-
-def _circulation(program: FreezeProgram, optimum: Optimum) -> tuple[Floats, Floats, Floats]:
-    """A flow through actions, edges and loops that conserves, follows the dual values, and is 1 over all loops.
-
-    Flow that is sent back from one loop's rank arrives, in shares, at the loops of all ranks. The stationary
-    distribution of these shares is the flow of the loops.
-    """
-    dag, loops = program.dag, program.dag.loops
-    durations = program.upper - optimum.ratios * program.ranges
-    finish = dag.earliest_starts(durations) + durations
-    arrival = finish[dag.edges.sources] + dag.edges.delay
+    if not program.overlap:
+        last = program.closing.sources
+        nodes = np.zeros((len(dag.actions), 1))
+        nodes[last, 0] = _shares(dual.ends[last], finish[last])
+        shares = [_shares(dual.edges[of], arrival[of]) for of in _incoming(dag)]
+        through, edges = _sent_back(dag, nodes, shares)
+        return through[:, 0], edges[:, 0], np.zeros(0)
     again = finish[loops.sources] + loops.delay - dag.span(durations)
     number = {target: loop for loop, target in enumerate(loops.targets.tolist())}
     shares, kept = [], np.zeros(len(loops.sources))
     for position, of in enumerate(_incoming(dag)):
         loop = number.get(position)
         if loop is None:
-            shares.append(_shares(optimum.flow.edges[of], arrival[of]))
+            shares.append(_shares(dual.edges[of], arrival[of]))
             continue
-        weights = np.append(optimum.flow.edges[of], optimum.flow.ends[loops.sources[loop]])
+        weights = np.append(dual.edges[of], dual.ends[loops.sources[loop]])
         together = _shares(weights, np.append(arrival[of], again[loop]))
         shares.append(together[:-1])
         kept[loop] = together[-1]

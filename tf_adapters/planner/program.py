@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -14,11 +15,9 @@ from numpy.typing import NDArray
 from tf_adapters.errors import PlanInputError
 from tf_adapters.measuring.estimates import grouped
 from tf_adapters.planner.problem import PlanProblem
-from tf_adapters.schedule.dag import PipelineDag
+from tf_adapters.schedule.dag import Edges, Floats, PipelineDag
 
 __all__ = ["Corners", "Floats", "Flow", "FreezeProgram", "Optimum", "Progress", "SolverStatus"]
-
-Floats = NDArray[np.float64]
 
 Progress = Callable[[str], None]
 """Told, in words, how far a solve has come."""
@@ -101,6 +100,22 @@ class FreezeProgram:
         )
         return replace(self, most=np.where(among, np.minimum(self.most, others), self.most))
 
+    @property
+    def overlap(self) -> bool:
+        """Return whether steps overlap, so that the span is the period."""
+        return len(self.dag.loops.sources) > 0
+
+    @cached_property
+    def closing(self) -> Edges:
+        """The edges that the span is at least as long as: the loops, or one from each last action to the batch's end.
+
+        The batch's end is node ``len(upper)``, after those of all actions. A last action has no successor.
+        """
+        if self.overlap:
+            return self.dag.loops
+        last = np.setdiff1d(np.arange(len(self.upper)), self.dag.edges.sources)
+        return Edges(last, np.full(len(last), len(self.upper)), np.zeros(len(last)))
+
     def span(self, ratios: Floats) -> float:
         """The makespan, or the period if steps overlap, under ``ratios`` and in the program's unit."""
         return self.dag.span(self.upper - ratios * self.ranges)
@@ -121,15 +136,8 @@ class FreezeProgram:
             return np.asarray(np.round(times / span / _GRID) * _GRID * factor, dtype=np.float64)
 
         upper = rescale(self.upper)
-        return FreezeProgram(
-            dag=self.dag.with_delays(rescale),
-            upper=upper,
-            ranges=upper - rescale(self.upper - self.ranges),
-            stages=self.stages,
-            budgets=self.budgets,
-            most=self.most,
-            price=self.price,
-        )
+        ranges = upper - rescale(self.upper - self.ranges)
+        return replace(self, dag=self.dag.with_delays(rescale), upper=upper, ranges=ranges)
 
 
 def _convex_below(price: Callable[[float], float], most: float) -> Corners:

@@ -173,7 +173,7 @@ def _describe(schedule: PipelineSchedule, program: FreezeProgram, outcome: _Outc
 
     freezable = np.concatenate(list(program.stages.values()))
     return FreezePlan(
-        makespan_ms=spans(lambda ms: dag.makespan(dict(zip(dag.actions, ms.tolist(), strict=True)))),
+        makespan_ms=spans(dag.batch_end),
         period_ms=spans(dag.span) if len(dag.loops.sources) else None,
         freeze_ratio=by_action(ratios, freezable=True),
         start_ms=by_action(dag.earliest_starts(durations)),

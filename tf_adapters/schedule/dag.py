@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from tf_adapters.schedule.ir import Action, PipelineSchedule
 
 __all__ = ["Edges", "PipelineDag"]
 
-_D = TypeVar("_D", bound="PipelineDag")
+Floats = NDArray[np.float64]
 
 
 class Edges(NamedTuple):
@@ -32,7 +32,7 @@ class Edges(NamedTuple):
 
     sources: NDArray[np.int64]
     targets: NDArray[np.int64]
-    delay: NDArray[np.float64]
+    delay: Floats
 
 
 _NO_EDGES = Edges(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0))
@@ -84,22 +84,24 @@ class PipelineDag:
             delays[edge] = max(float(delay), delays.get(edge, 0.0))
         actions = schedule.execution_order(waits or ())
         index = {action: position for position, action in enumerate(actions)}
-        return cls(actions, index, _sorted_edges(delays, index))
+        rows = sorted((index[target], index[source], delay) for (source, target), delay in delays.items())
+        targets, sources, lengths = zip(*rows, strict=True)
+        return cls(actions, index, Edges(np.array(sources), np.array(targets), np.array(lengths)))
 
-    def with_delays(self: _D, change: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> _D:
+    def with_delays(self, change: Callable[[Floats], Floats]) -> PipelineDag:
         """Return the same graph with other delays of edges and loops."""
         edges, loops = (of._replace(delay=change(of.delay)) for of in (self.edges, self.loops))
         return replace(self, edges=edges, loops=loops)
 
-    def durations(self, durations: Mapping[Action, float]) -> NDArray[np.float64]:
+    def durations(self, durations: Mapping[Action, float]) -> Floats:
         """The values of ``durations`` in the order of ``actions``."""
         return np.array([durations[action] for action in self.actions], dtype=np.float64)
 
-    def earliest_starts(self, durations: NDArray[np.float64]) -> NDArray[np.float64]:
+    def earliest_starts(self, durations: Floats) -> Floats:
         """Earliest start of each action in ms (the paper's P_i); durations and result follow ``actions``."""
         return self.starts_from(np.zeros(len(self.actions)), durations)
 
-    def starts_from(self, ready: NDArray[np.float64], durations: NDArray[np.float64]) -> NDArray[np.float64]:
+    def starts_from(self, ready: Floats, durations: Floats) -> Floats:
         """Earliest start of each action in ms, if none starts before its ``ready``; all follow ``actions``."""
         starts, length = ready.tolist(), durations.tolist()
         for source, target, delay in zip(*(column.tolist() for column in self.edges), strict=True):
@@ -112,17 +114,18 @@ class PipelineDag:
 
     def makespan(self, durations: Mapping[Action, float]) -> float:
         """Time in ms from a batch's start to the end of its last action, if all ranks begin it together."""
-        return self._makespan(self.durations(durations))
+        return self.batch_end(self.durations(durations))
 
     def span_ms(self, durations: Mapping[Action, float]) -> float:
         """The pipeline's part of a step in ms: the makespan, or the period if steps overlap (``PeriodicDag``)."""
         return self.span(self.durations(durations))
 
-    def span(self, durations: NDArray[np.float64]) -> float:
+    def span(self, durations: Floats) -> float:
         """``span_ms`` of durations in the order of ``actions``."""
-        return self._makespan(durations)
+        return self.batch_end(durations)
 
-    def _makespan(self, durations: NDArray[np.float64]) -> float:
+    def batch_end(self, durations: Floats) -> float:
+        """``makespan`` of durations in the order of ``actions``."""
         starts = self.starts_from(np.zeros(len(self.actions)), durations)
         with np.errstate(over="ignore"):  # the caller handles infinity
             return float(np.max(starts + durations, initial=0.0))
@@ -131,11 +134,7 @@ class PipelineDag:
         """One chain of actions, first to last, whose durations and delays add up to the makespan."""
         length = self.durations(durations)
         finish = self.earliest_starts(length) + length
-        latest: dict[int, tuple[float, int]] = {}
-        for source, target, delay in zip(*(column.tolist() for column in self.edges), strict=True):
-            arrival = (float(finish[source]) + delay, source)
-            if target not in latest or arrival[0] > latest[target][0]:
-                latest[target] = arrival
+        latest = self._latest_arrivals(finish, {})
         position = int(np.argmax(finish))
         path = [self.actions[position]]
         while position in latest:
@@ -143,11 +142,10 @@ class PipelineDag:
             path.append(self.actions[position])
         return tuple(reversed(path))
 
-
-def _sorted_edges(delays: Mapping[tuple[Action, Action], float], index: Mapping[Action, int]) -> Edges:
-    rows = sorted((index[target], index[source], delay) for (source, target), delay in delays.items())
-    return Edges(
-        sources=np.array([source for _, source, _ in rows], dtype=np.int64),
-        targets=np.array([target for target, _, _ in rows], dtype=np.int64),
-        delay=np.array([delay for _, _, delay in rows], dtype=np.float64),
-    )
+    def _latest_arrivals(self, finish: Floats, latest: dict[int, tuple[float, int]]) -> dict[int, tuple[float, int]]:
+        """Add the latest arrival over an edge, and its source, to ``latest`` for each target where it is later."""
+        for source, target, delay in zip(*(column.tolist() for column in self.edges), strict=True):
+            arrival = float(finish[source]) + delay
+            if target not in latest or arrival > latest[target][0]:
+                latest[target] = (arrival, source)
+        return latest

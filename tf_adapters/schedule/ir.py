@@ -6,13 +6,14 @@ forward of microbatch 0. Indices start at 0.
 
 from __future__ import annotations
 
+import heapq
 import re
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, count, pairwise, product
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from tf_adapters.errors import ScheduleError
@@ -119,6 +120,12 @@ class PipelineSchedule:
         return {action: source for action, source in found if source is not None}
 
     @cached_property
+    def received(self) -> Mapping[Action, Action]:
+        """The part of ``source`` that comes from another rank: the actions with an input to receive."""
+        home = self.home
+        return {action: source for action, source in self.source.items() if home[action.stage] != home[source.stage]}
+
+    @cached_property
     def home(self) -> Mapping[int, int]:
         """The rank of each stage."""
         return {action.stage: rank for rank, actions in enumerate(self.ranks) for action in actions}
@@ -147,37 +154,42 @@ class PipelineSchedule:
         """Every pair (source, target) in which the target needs the result of the source on another stage."""
         return ((source, target) for target, source in self.source.items())
 
-    def leaves_rank(self, source: Action, target: Action) -> bool:
-        """Return whether the two actions are on different ranks."""
-        return self.home[source.stage] != self.home[target.stage]
-
     def execution_order(self, also: Iterable[tuple[Action, Action]] = ()) -> tuple[Action, ...]:
-        """Return all actions in a topological order (Kahn, linear time).
+        """Return all actions in a topological order.
 
         In each pair of ``also``, the second action waits for the first. Raises ScheduleError for a deadlock.
         """
         further = tuple(also)
-        return self._ordered(further) if further else self._own_order
+        return self.sorted_by(None, further) if further else self._own_order
 
     @cached_property
     def _own_order(self) -> tuple[Action, ...]:
-        return self._ordered(())
+        return self.sorted_by(None)
 
-    def _ordered(self, also: Iterable[tuple[Action, Action]]) -> tuple[Action, ...]:
+    def sorted_by(
+        self, key: Callable[[Action], Any] | None, also: Iterable[tuple[Action, Action]] = ()
+    ) -> tuple[Action, ...]:
+        """Return the ``execution_order`` that runs, of the actions that are ready, the one with the least ``key``.
+
+        Without a ``key`` it is the action that has been ready longest (Kahn's algorithm).
+        """
+        turns = count()
+        key = key or (lambda _: next(turns))
         waiting = dict.fromkeys(self.actions, 0)
         released: dict[Action, list[Action]] = {action: [] for action in waiting}
         for source, target in chain(*map(pairwise, self.ranks), self.transfers(), also):
             waiting[target] += 1
             released[source].append(target)
-        ready = deque(action for action, count in waiting.items() if count == 0)
+        ready = [(key(action), action) for action, sources in waiting.items() if sources == 0]
+        heapq.heapify(ready)
         order: list[Action] = []
         while ready:
-            action = ready.popleft()
+            _, action = heapq.heappop(ready)
             order.append(action)
             for target in released[action]:
                 waiting[target] -= 1
                 if waiting[target] == 0:
-                    ready.append(target)
+                    heapq.heappush(ready, (key(target), target))
         if len(order) < len(waiting):
             raise self._deadlock(set(order))
         return tuple(order)
@@ -225,69 +237,50 @@ class PipelineSchedule:
             for action in actions:
                 first = home.setdefault(action.stage, rank)
                 if first != rank:
-                    raise self._error(
-                        f"{action} is on rank {rank} but stage {action.stage} is on rank {first}:"
-                        " a stage lives on one rank",
-                        action,
-                    )
+                    both = f"{action} is on rank {rank} but stage {action.stage} is on rank {first}"
+                    raise self._error(f"{both}: a stage lives on one rank", action)
 
     def _check_complete(self) -> None:
-        actions = self.actions
-        stages, microbatches = {a.stage for a in actions}, {a.microbatch for a in actions}
-        self._check_gap("stage", stages, max(actions, key=lambda action: action.stage))
-        self._check_gap("microbatch", microbatches, max(actions, key=lambda action: action.microbatch))
-        present = set(actions)
-        for stage in range(len(stages)):
-            for microbatch in range(len(microbatches)):
-                self._check_cell(stage, microbatch, present)
-
-    def _check_gap(self, name: str, indices: set[int], highest: Action) -> None:
-        for expected, index in enumerate(sorted(indices)):
-            if index != expected:
-                raise self._error(f"{name} {expected} is missing although {highest} is there", highest)
+        for name in ("stage", "microbatch"):
+            index = attrgetter(name)
+            for expected, found in enumerate(sorted(set(map(index, self.actions)))):
+                if found != expected:
+                    highest = max(self.actions, key=index)
+                    raise self._error(f"{name} {expected} is missing although {highest} is there", highest)
+        present = set(self.actions)
+        for stage, microbatch in product(range(self.num_stages), range(self.num_microbatches)):
+            self._check_cell(stage, microbatch, present)
 
     def _check_cell(self, stage: int, microbatch: int, present: set[Action]) -> None:
-        forward, backward, input_grad, weight_grad = (Action(stage, kind, microbatch) for kind in Kind)
-        have = [action for action in (forward, backward, input_grad, weight_grad) if action in present]
+        forward, backward, input_grad, weight_grad = every = [Action(stage, kind, microbatch) for kind in Kind]
+        have = [action for action in every if action in present]
         if not have:
             raise self._error(f"{forward} is missing: stage {stage} never runs microbatch {microbatch}")
-        if backward in have and (input_grad in have or weight_grad in have):
-            half = input_grad if input_grad in have else weight_grad
-            raise self._error(
-                f"{backward} and {half} are both there: a backward is either whole (B) or split (I and W)",
-                backward,
-                half,
-            )
+        halves = [action for action in have if action in (input_grad, weight_grad)]
+        if backward in have and halves:
+            both = f"{backward} and {halves[0]} are both there"
+            raise self._error(f"{both}: a backward is either whole (B) or split (I and W)", backward, halves[0])
         if forward not in have:
             raise self._error(f"{have[0]} has no forward: {forward} is missing", have[0])
         if have == [forward]:
-            raise self._error(
-                f"{forward} has no backward: {backward}, or {input_grad} and {weight_grad}, is missing",
-                forward,
-            )
-        if (input_grad in have) != (weight_grad in have):
-            half, other = (input_grad, weight_grad) if input_grad in have else (weight_grad, input_grad)
-            raise self._error(f"{half} has no other half: {other} is missing", half)
+            missing = f"{backward}, or {input_grad} and {weight_grad}, is missing"
+            raise self._error(f"{forward} has no backward: {missing}", forward)
+        if len(halves) == 1:
+            other = weight_grad if halves[0] == input_grad else input_grad
+            raise self._error(f"{halves[0]} has no other half: {other} is missing", halves[0])
 
     def _check_local_order(self) -> None:
-        for rank, actions in enumerate(self.ranks):
-            here = set(actions)
-            done: set[Action] = set()
-            for action in actions:
-                needed = _local_need(action)
-                if needed in here and needed not in done:
-                    raise self._error(
-                        f"{action} comes before {needed} on rank {rank}, which it needs: they deadlock",
-                        action,
-                        needed,
-                    )
-                done.add(action)
+        place = {action: number for number, action in enumerate(self.actions)}
+        for action, number in place.items():
+            needed = _local_need(action)
+            if needed is not None and place.get(needed, -1) > number:
+                before = f"{action} comes before {needed} on rank {self.home[action.stage]}"
+                raise self._error(f"{before}, which it needs: they deadlock", action, needed)
 
     def _deadlock(self, done: set[Action]) -> ScheduleError:
-        present = set(self.actions)
         heads = [next((a for a in rank if a not in done), None) for rank in self.ranks]
         stuck = [action for action in heads if action is not None]
-        waits = ", ".join(f"{action} waits for {_upstream(action, present)}" for action in stuck)
+        waits = ", ".join(f"{action} waits for {self.source.get(action)}" for action in stuck)
         return self._error(f"the schedule deadlocks: {waits}", *stuck)
 
 

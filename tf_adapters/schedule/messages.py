@@ -13,10 +13,8 @@ sequence, so they are done. Then the item gets done too, which is a contradictio
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Mapping
-from itertools import chain, pairwise
 from typing import NamedTuple
 
 from tf_adapters.schedule.ir import Action, PipelineSchedule
@@ -36,29 +34,14 @@ def in_time(schedule: PipelineSchedule, end_ms: Mapping[Action, float]) -> tuple
 
     The result depends only on the arguments. ``end_ms`` may lack actions or contradict the graph.
     """
-    after: defaultdict[Action, list[Action]] = defaultdict(list)
-    waits_for: Counter[Action] = Counter()
-    for before, action in chain(schedule.transfers(), *(pairwise(row) for row in schedule.ranks)):
-        after[before].append(action)
-        waits_for[action] += 1
     number = {action: n for n, action in enumerate(schedule.actions)}
-    ready = [(end_ms.get(action, 0.0), n, action) for action, n in number.items() if not waits_for[action]]
-    heapq.heapify(ready)
-    sequence = []
-    while ready:
-        _, _, done = heapq.heappop(ready)
-        sequence.append(done)
-        for action in after[done]:
-            waits_for[action] -= 1
-            if not waits_for[action]:
-                heapq.heappush(ready, (end_ms.get(action, 0.0), number[action], action))
-    return tuple(sequence)
+    return schedule.sorted_by(lambda action: (end_ms.get(action, 0.0), number[action]))
 
 
 def receive_points(schedule: PipelineSchedule, end_ms: Mapping[Action, float]) -> dict[Action, tuple[Action, ...]]:
     """Map an action to the actions whose inputs its rank begins to receive before it, in order."""
     place = {action: n for n, action in enumerate(in_time(schedule, end_ms))}
-    sources = _between_ranks(schedule)
+    sources = schedule.received
     points: dict[Action, tuple[Action, ...]] = {}
     for row in schedule.ranks:
         coming = deque(sorted((a for a in row if a in sources), key=lambda action: place[sources[action]]))
@@ -77,7 +60,7 @@ def messages_taken(schedule: PipelineSchedule) -> dict[Action, int]:
     The other rank waited for these messages before it sent the input. This rank can therefore free them once the input
     has arrived.
     """
-    home, sources = schedule.home, _between_ranks(schedule)
+    home, sources = schedule.home, schedule.received
     targets = {source: target for target, source in sources.items()}
     found: dict[Action, int] = {}
     for row in schedule.ranks:
@@ -88,8 +71,3 @@ def messages_taken(schedule: PipelineSchedule) -> dict[Action, int]:
             if action in targets:
                 found[targets[action]] = had[home[targets[action].stage]]
     return found
-
-
-def _between_ranks(schedule: PipelineSchedule) -> dict[Action, Action]:
-    """Return the source of every action whose input comes from another rank."""
-    return {target: source for source, target in schedule.transfers() if schedule.leaves_rank(source, target)}

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 
 from tf_adapters.errors import ScheduleError
+from tf_adapters.schedule.deferral import first_half, second_half
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
 __all__ = [
@@ -45,18 +47,20 @@ def one_forward_one_backward(ranks: int, microbatches: int) -> PipelineSchedule:
         rank 1 | .  F0 F1 .  B0 F2 B1 F3 B2 .  B3
         rank 2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3
     """
-    return PipelineSchedule(
-        tuple(tuple(_one_rank(rank, min(microbatches, ranks - rank), microbatches)) for rank in range(ranks))
-    ).validate()
+    orders = []
+    for rank in range(ranks):
+        forwards, backwards = (
+            [Action(rank, kind, m) for m in range(microbatches)] for kind in (Kind.FORWARD, Kind.BACKWARD)
+        )
+        orders.append(tuple(_in_turn(forwards, backwards, ahead=ranks - 1 - rank)))
+    return PipelineSchedule(tuple(orders)).validate()
 
 
-def _one_rank(stage: int, warmup: int, microbatches: int) -> Iterator[Action]:
-    for microbatch in range(warmup):
-        yield Action(stage, Kind.FORWARD, microbatch)
-    for microbatch in range(microbatches):
-        yield Action(stage, Kind.BACKWARD, microbatch)
-        if warmup + microbatch < microbatches:
-            yield Action(stage, Kind.FORWARD, warmup + microbatch)
+def _in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> Iterator[Action]:
+    """Yield ``ahead`` forwards, then a forward and a backward in turn."""
+    yield from forwards[:ahead]
+    for pair in zip_longest(forwards[ahead:], backwards):
+        yield from filter(None, pair)
 
 
 def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> PipelineSchedule:
@@ -88,11 +92,8 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Pipe
     orders = []
     for rank in range(ranks):
         forwards, backwards, per_round = _interleaved_stages(rank, ranks, microbatches, stages_per_rank)
-        warmup = min(len(forwards), (stages_per_rank - 1) * per_round + 2 * (ranks - 1 - rank))
-        order = forwards[:warmup]
-        for position, backward in enumerate(backwards):
-            order += [*forwards[warmup + position : warmup + position + 1], backward]
-        orders.append(tuple(order))
+        ahead = (stages_per_rank - 1) * per_round + 2 * (ranks - 1 - rank)
+        orders.append(tuple(_in_turn(forwards, backwards, ahead)))
     return PipelineSchedule(tuple(orders)).validate()
 
 
@@ -107,13 +108,14 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int 
     orders = []
     for rank in range(ranks):
         forwards, backwards, per_round = _interleaved_stages(rank, ranks, microbatches, stages_per_rank)
-        warmup = min(len(forwards), (stages_per_rank - 1) * per_round + (ranks - 1 - rank))
-        order, waiting = forwards[:warmup], []
-        for position, backward in enumerate(backwards):
-            order += forwards[warmup + position : warmup + position + 1]
-            order.append(Action(backward.stage, Kind.INPUT_GRAD, backward.microbatch))
-            waiting.append(Action(backward.stage, Kind.WEIGHT_GRAD, backward.microbatch))
-            if position >= rank:
+        ahead = (stages_per_rank - 1) * per_round + (ranks - 1 - rank)
+        order: list[Action] = []
+        waiting: list[Action] = []
+        for action in _in_turn(forwards, backwards, ahead):
+            order.append(first_half(action))
+            if action.kind is Kind.BACKWARD:
+                waiting.append(second_half(action))
+            if len(waiting) > rank:
                 order.append(waiting.pop(0))
         orders.append((*order, *waiting))
     return PipelineSchedule(tuple(orders)).validate()

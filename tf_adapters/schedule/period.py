@@ -17,14 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tf_adapters.schedule.dag import Edges, PipelineDag
+from tf_adapters.schedule.dag import Edges, Floats, PipelineDag
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 
 __all__ = ["PeriodicDag"]
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,21 +46,15 @@ class PeriodicDag(PipelineDag):
     def earliest_starts(self, durations: Floats) -> Floats:
         """The start of each action in ms, in a step that repeats; the earliest is 0."""
         starts = self.starts_from(self._ready(durations), durations)
-        return starts - float(np.min(starts, initial=np.inf)) if len(starts) else starts
+        return starts - float(starts.min())
 
     def critical_path(self, durations: Mapping[Action, float]) -> tuple[Action, ...]:
         """A cycle of actions whose durations, delays and times between steps add up to the period, or a multiple."""
         length = self.durations(durations)
         ready = self._ready(length)
-        starts = self.starts_from(ready, length)
-        latest: dict[int, tuple[float, int]] = {}
         again = zip(self.loops.targets.tolist(), self.loops.sources.tolist(), strict=True)
-        for target, source in again:
-            latest[target] = (float(ready[target]), source)
-        for source, target, delay in zip(*(column.tolist() for column in self.edges), strict=True):
-            arrival = float(starts[source]) + float(length[source]) + delay
-            if target not in latest or arrival > latest[target][0]:
-                latest[target] = (arrival, source)
+        latest = {target: (float(ready[target]), source) for target, source in again}
+        latest = self._latest_arrivals(self.starts_from(ready, length) + length, latest)
         position, path, seen = int(self.loops.sources[0]), list[int](), dict[int, int]()
         while position not in seen:
             seen[position] = len(path)

@@ -30,7 +30,7 @@ class Pipeline(NamedTuple):
 
 def between_ranks(schedule: PipelineSchedule, ms: float) -> Gaps:
     """``ms`` on every edge whose ends are on different ranks; a rank hands over to itself at once."""
-    edges = [edge for edge in schedule.transfers() if schedule.leaves_rank(*edge)]
+    edges = [(source, target) for target, source in schedule.received.items()]
     return Gaps(dict.fromkeys(edges, ms) if ms > 0.0 else {})
 
 
