@@ -122,12 +122,11 @@ def _rewritten(problem: PlanProblem, times: dict[Action, Bounds], last: FreezePl
             weights = second_half(action)
             durations[weights] = (1.0 - ratio) * times[weights].upper + ratio * times[weights].lower
     host, limits = problem.measurement, problem.limits
-    communication = {(first_half(s), first_half(t)): ms for (s, t), ms in host.communication.items()}
-    overhead = {first_half(action): ms for action, ms in host.overhead.items()}
+    gaps = host.gaps.renamed(first_half, times)
     order = joined(
         defer(
             host.schedule,
-            DeferralTimes(durations, communication, overhead, host.between_steps if host.overlap else None),
+            DeferralTimes(durations, gaps.communication, gaps.overhead, host.between_steps if host.overlap else None),
             extra_microbatches=limits.extra_microbatches,
             fitting=host.fitting_microbatches if limits.fills_memory else {},
             moves_forwards=limits.moves_forwards,

@@ -81,7 +81,7 @@ def cost_of_meeting(measurement: Measurement, plan: FreezePlan) -> float:
 
 
 def planned_dag(measurement: Measurement, plan: FreezePlan | None) -> PipelineDag:
-    """The DAG of what a plan runs: the host's schedule, or the plan's own where weight gradients wait."""
+    """Return the DAG of the order that runs: the plan's own if weight gradients wait, else the host's."""
     if plan is None or plan.schedule is None:
         return measurement.dag
     return measurement.dag_of(plan.schedule, gaps_in(plan.schedule, measurement.schedule, measurement.gaps))
@@ -99,7 +99,10 @@ def gaps_in(rewritten: PipelineSchedule, host: PipelineSchedule, gaps: Gaps) -> 
 
 
 def durations_under(plan: FreezePlan, bounds: Mapping[Action, Bounds]) -> dict[Action, float]:
-    """Durations in ms of what a plan runs, by its freeze ratios and by other bounds than it was made from."""
+    """Return each action's duration in ms under the plan's freeze ratios and new ``bounds`` of the host's actions.
+
+    Where the plan splits a B of the host, the I takes the B's lower bound and the W the rest.
+    """
 
     def duration(action: Action) -> float:
         ratio = plan.freeze_ratio.get(action, 0.0)
@@ -114,8 +117,8 @@ def durations_under(plan: FreezePlan, bounds: Mapping[Action, Bounds]) -> dict[A
 def disappears(action: Action) -> bool:
     """Return whether an action takes no time if all parameters of its stage are frozen.
 
-    Stage 0 passes no input gradient on, so nothing of its B is left. With split backwards it is stage 0's W: torch
-    computes the whole backward in W, and nothing in I.
+    Only stage 0's B and W do: stage 0 passes no input gradient on. If its backward is split, torch computes all of it
+    in the W, and nothing in the I.
     """
     return action.stage == 0 and action.freezable
 
@@ -123,8 +126,7 @@ def disappears(action: Action) -> bool:
 def stable_durations(duration_ms: Mapping[Action, float], freeze_ratio: Mapping[Action, float]) -> dict[Action, float]:
     """Durations in ms under freeze ratios; 0 for stage 0's backwards with everything frozen (``disappears``).
 
-    The planner takes all durations from the straight line that holds for partly frozen backwards. The fully frozen
-    backward of stage 0 is the one point that is not on this line.
+    The planner assumes that durations are linear in the ratio. The fully frozen backward of stage 0 is shorter.
     """
     vanished = (action for action, ratio in freeze_ratio.items() if ratio >= 1.0 and disappears(action))
     return {**duration_ms, **dict.fromkeys(vanished, 0.0)}

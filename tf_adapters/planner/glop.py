@@ -32,14 +32,14 @@ from tf_adapters.schedule.dag import Edges
 __all__ = ["solve_glop"]
 
 _SLACKS = (1e-11, 1e-9, 1e-8, 1e-7)
-"""Relative slacks, tried in turn. A solve may be worse by this slack than the results of earlier solves that it keeps.
+"""Relative slacks, tried in turn. By this much, a solve may worsen a result of the earlier solves, such as the span.
 In large programs whose times all differ, GLOP's own tolerance can make the first slack infeasible."""
 
 _SPAN_TOLERANCE = 1e-9
 _FREEZING_SLACK = 1e-8
 _SEGMENTS = 4
 _ITERATIONS, _ITERATIONS_PER_ACTION = 2_000, 10
-"""Limit of a solve, because the simplex method can cycle. Solves that ended took up to 7 iterations per action."""
+"""A solve may take the sum: the simplex method can cycle. Solves that ended took up to 7 iterations per action."""
 
 # The presolve is off because it discards the basis that the next solve starts from, which is primal feasible for the
 # next objective. The first solve has no such basis; there the dual simplex is several times faster.
@@ -133,7 +133,7 @@ class _Model:
         return cost
 
     def _add_edges(self, edges: Edges, period: bool = False) -> list[Any]:
-        """A row for each edge: ``P_target - P_source + range * r_source >= upper + delay``, with ``period`` on the left."""
+        """Add a row for each edge: ``P_target - P_source + range * r_source [+ period] >= upper + delay``."""
         nodes, upper = [*self._starts, self._span], self._program.upper.tolist()
         rows = []
         for source, target, delay in zip(*(column.tolist() for column in edges), strict=True):

@@ -37,7 +37,7 @@ _USABLE = 1e-2
 
 _MOST_STEPS = 120
 _PATIENCE = 6
-"""Steps without progress after which the best iterate is as good as floats allow."""
+"""A solve ends after this many steps in a row that do not lower the least relative error: rounding limits it."""
 
 _SETTLED = 1e-3
 """Steps without progress count only after the relative error has been below this. Before that, the objective can fall
@@ -47,13 +47,13 @@ _LOST = 1e3
 """A solve ends when its relative error exceeds the least one by this factor: from there, rounding errors only grow."""
 
 _CORRECTORS = 8
-"""At most, in one step."""
+"""The most further correctors in one step."""
 
 _FURTHER = 0.15
 """Factor by which a corrector tries to lengthen a step."""
 
 _BETA = 0.1
-"""Products of slack and dual value that are within this factor of their aim are left alone."""
+"""A corrector changes only products of slack and dual value below ``_BETA`` * aim or above aim / ``_BETA``."""
 
 _NEARLY = 0.95
 """Share of the way to the boundary that a step goes."""

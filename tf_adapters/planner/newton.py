@@ -119,9 +119,8 @@ class StandardForm:
     span if there is a limit. Then come pieces at least 0, pieces at most their widths, and budgets.
 
     Attributes:
-        freezable: the action of each ratio.
-        pieces: of the ratios.
-        members: budgets by ratios, 1 where a ratio counts.
+        freezable: the position of each ratio's action.
+        members: shape (budgets, ratios); 1 where a ratio counts in a budget.
     """
 
     program: FreezeProgram

@@ -26,7 +26,7 @@ Corners = tuple[tuple[float, float], ...]
 """The corners of a piecewise linear price: ratios, ascending, and their prices."""
 
 _PRICED = 16
-"""Ratios at which a price is read."""
+"""The number of intervals of the ratio at whose ends a price is computed."""
 
 _GRID = 2.0**-34
 _TOLERANCE = 1e-6
@@ -49,10 +49,11 @@ class SolverStatus(str, Enum):
 class FreezeProgram:
     """A DAG with durations in any unit, in the order of ``dag.actions``.
 
-    ``ranges`` is how much of ``upper`` full freezing saves, 0 where nothing can be frozen. ``stages`` maps
-    a stage to the positions of its B and W actions, ``budgets`` to the largest sum of their ratios; ``most`` is the
-    largest ratio of each action, in [0, 1]. ``price`` is what a ratio costs, a convex line from (0, 0) by its corners;
-    empty where it is the ratio.
+    ``ranges`` is the part of ``upper`` that full freezing saves, 0 where nothing can be frozen. ``stages`` maps a stage
+    to the positions of its B and W actions, ``budgets`` maps it to the largest sum of their ratios. ``most`` is the
+    largest ratio of each action, in [0, 1]. ``price`` is the cost of one action's ratio, to minimise among plans of the
+    shortest span: the corners of a convex, piecewise linear function that begins at (0, 0). Without corners, the cost
+    is the ratio itself.
     """
 
     dag: PipelineDag
@@ -89,9 +90,9 @@ class FreezeProgram:
         return [m for m, values in of_microbatch.items() if sum(values) > (limit + _TOLERANCE) * len(values)]
 
     def limited(self, microbatches: Collection[int], limit: float) -> FreezeProgram:
-        """The same program with ratios of these microbatches so limited that no mean exceeds ``limit``.
+        """Return the program with a lower ``most`` for ``microbatches``: no mean over the stages exceeds ``limit``.
 
-        Those of the first stage stay free, since its backward disappears where it is frozen whole.
+        Ratios of the first stage stay free, since its backward disappears if it is frozen whole.
         """
         stages = len(self.stages)
         others = max(0.0, (limit * stages - 1.0) / (stages - 1.0)) if stages > 1 else limit
@@ -107,9 +108,9 @@ class FreezeProgram:
 
     @cached_property
     def closing(self) -> Edges:
-        """The edges that the span is at least as long as: the loops, or one from each last action to the batch's end.
+        """The edges that bound the span: the loops if steps overlap, else one from each last action to the batch's end.
 
-        The batch's end is node ``len(upper)``, after those of all actions. A last action has no successor.
+        The batch's end is node ``len(upper)``. A last action has no successor.
         """
         if self.overlap:
             return self.dag.loops

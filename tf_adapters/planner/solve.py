@@ -29,10 +29,10 @@ _EXACT_UP_TO = 4_096
 """Actions up to which GLOP solves the program: its time grows with their square."""
 
 _WIDEST_GAP = 1e-3
-"""A proven gap of the interior point method above which GLOP tries, too."""
+"""GLOP tries, too, if the proven ``optimality_gap`` of the interior point method's plan is larger than this."""
 
 _SECOND_TRY_S = 20.0
-"""The most that GLOP may then take."""
+"""The most seconds that GLOP may then take."""
 
 _GLOP, _INTERIOR = "GLOP", "interior point"
 

@@ -37,12 +37,11 @@ __all__ = [
 Edge = tuple[Action, Action]
 
 _PATIENCE = (0.0, 0.5, 1.0)
-"""How long a rank waits for an input before it runs a weight gradient or a forward, as shares of that action's time."""
-
+"""A rank that waits for an input runs a weight gradient or a forward meanwhile, if the wait is at least this share of
+that action's time. Each share is tried."""
 
 _SHARES_MORE = (0.0, 0.5, 1.0)
-"""Within the memory, orders are tried in which ranks hold more microbatches than the host's fullest rank holds. These
-are the numbers of additional microbatches, as shares of the number that the fullest rank holds."""
+"""Numbers of further microbatches to try if memory allows, as shares of what the host's fullest rank holds."""
 
 
 @dataclass(frozen=True)
@@ -161,10 +160,9 @@ def most_held(row: tuple[Action, ...]) -> int:
 
 
 class _Rules(NamedTuple):
-    """How a rank chooses its next action; see ``_PATIENCE``.
+    """How a rank chooses its next action. ``patience`` and ``forward_patience`` are shares of ``_PATIENCE``.
 
-    ``moves`` is whether F and I move relative to each other. If they do, ``forward_patience`` is how long a rank waits
-    for an I before it runs an F.
+    They apply before a W and before an F. The second counts only if F and I move relative to each other (``moves``).
     """
 
     patience: float
