@@ -75,21 +75,21 @@ class TimelyFreezeConfig(BaseModel):
     )
     freeze_limits: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(
         {},
-        description="a max_freeze_ratio of their own for the parameters that a pattern matches",
+        description="a lower max_freeze_ratio for the parameters that a pattern matches",
         json_schema_extra={
             "allowed": 'an object of patterns and ratios from 0 to max_freeze_ratio, such as {"*embed*": 0.2}'
         },
     )
     granularity: Literal["tensor", "token", "block"] = Field(
         "tensor",
-        description="tensor: whole weight gradients are skipped; token: those of linear layers are made from a sample "
-        "of their tokens, as much smaller as the freeze ratio says, and unbiased; block: whole layers are frozen, "
+        description="tensor: whole weight gradients are skipped; token: those of linear layers are computed from a "
+        "sample of their tokens, unbiased; a larger freeze ratio makes it smaller; block: whole layers are frozen, "
         "which may be compiled with torch.compile",
     )
     weight_gradients: Literal["in_place", "deferred"] = Field(
         "in_place",
-        description="in_place: each backward computes them, as the host does; deferred: they wait until the rank would "
-        "idle (exact: the same gradients), and only what still does not fit is frozen",
+        description="in_place: each backward computes them, as the host does; deferred: they are computed while the "
+        "rank would idle (exact: the same gradients), and only those that do not fit there may be frozen",
     )
     extra_microbatches: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         0,
@@ -103,21 +103,21 @@ class TimelyFreezeConfig(BaseModel):
     )
     optimizer_step: Literal["synchronous", "post_validated"] = Field(
         "synchronous",
-        description="synchronous: the update waits for the norm of all gradients, as the host's; post_validated: ranks "
-        "update at once, and make the update again if clipping was due (exact; with deferred)",
+        description="synchronous: the update waits for the norm of all gradients, as in the host; post_validated: "
+        "ranks update at once, and make the update again if clipping was due (exact; with deferred)",
     )
     gradient_scale: Literal["skipped_as_zero", "computed_mean"] = Field(
         "skipped_as_zero",
-        description="skipped_as_zero: a skipped gradient counts as zero in the mean over microbatches, the paper's; "
-        "computed_mean: a gradient is the mean over the microbatches that computed it",
+        description="skipped_as_zero: a skipped gradient counts as zero in the mean over microbatches, as in the "
+        "paper; computed_mean: a gradient is the mean over the microbatches that computed it",
     )
     warmup_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         "auto", description='T_w; "auto" takes the learning-rate warm-up of the host\'s scheduler'
     )
     monitoring: Literal["mixed", "halves"] = Field(
         "mixed",
-        description="mixed: every second step draws freeze ratios, and monitoring ends once it is precise; halves: the "
-        "paper's, nothing frozen in the first half, everything in the second",
+        description="mixed: every second step draws freeze ratios, and monitoring ends once it is precise; halves: as "
+        "in the paper, nothing frozen in the first half, everything in the second",
     )
     monitoring_steps: int = Field(40, ge=2, description="steps of monitoring; mixed monitoring may need fewer")
     monitoring_precision: float = Field(

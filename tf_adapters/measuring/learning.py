@@ -91,9 +91,9 @@ class StageLearning:
         noise = 1.0 + added_noise * (1.0 if self.draws is None else self.draws)
         share = 1.0 / (self.signal + (1.0 - self.signal) * noise)
         error = (noise - 1.0) * share**2 * self.error
-        return (
-            StepProgress(math.sqrt(share), error / (2.0 * math.sqrt(share))) if adaptive else StepProgress(share, error)
-        )
+        if adaptive:
+            share, error = math.sqrt(share), error / (2.0 * math.sqrt(share))
+        return StepProgress(share, error)
 
 
 def _named(stage: Any) -> Any:
