@@ -17,7 +17,7 @@ from tf_adapters.errors import ConfigError
 from tf_adapters.goals import LEVERS
 
 Spelling = Callable[[str], str]
-"""The option of a setting by its name; of the switch by an empty one."""
+"""Gives the option of a setting by its name; an empty name stands for the switch."""
 _FIELDS = {name: field for name, field in TimelyFreezeConfig.model_fields.items() if name != "enabled"}
 
 
@@ -50,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser, spelling: Spelling = dashed) 
 
 
 def config_from_args(args: argparse.Namespace, spelling: Spelling = dashed) -> TimelyFreezeConfig | None:
-    """The settings that a parsed command line gives; None without ``--timely-freeze``.
+    """Return the settings of a parsed command line; None without ``--timely-freeze``.
 
-    Raises ConfigError where a setting is given but freezing is not switched on.
+    Raises ConfigError if a setting is given but freezing is not switched on.
     """
     given = vars(args)
     settings = {name: given[f"{SECTION}_{name}"] for name in (*_FIELDS, *RETIRED) if f"{SECTION}_{name}" in given}
@@ -67,12 +67,12 @@ def config_from_args(args: argparse.Namespace, spelling: Spelling = dashed) -> T
 
 
 def _default(name: str) -> Any:
-    """The value of an argument that is not given; None leaves it to the goal."""
+    """Return the value of an argument that is not given; None leaves it to the goal."""
     return None if name in LEVERS else _FIELDS[name].default
 
 
 def _check_after_parsing(parser: argparse.ArgumentParser, spelling: Spelling) -> None:
-    """End the program with one line, before a host starts anything, where settings are given without the switch."""
+    """End the program with one line if settings are given without the switch, before a host starts anything."""
     parse: Any = parser.parse_known_args
 
     def parse_known_args(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ def _check_after_parsing(parser: argparse.ArgumentParser, spelling: Spelling) ->
 
 
 def _reader(parser: argparse.ArgumentParser, name: str, option: str) -> Callable[[str], Any]:
-    """Reads one argument; a wrong one ends the program with one line, without a host's pages of usage."""
+    """Return a reader of one argument. A wrong value ends the program with one line, without pages of usage."""
 
     def read(text: str) -> Any:
         for value in _readings(text):

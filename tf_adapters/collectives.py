@@ -10,7 +10,7 @@ import hashlib
 import pickle
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,32 +32,36 @@ class RemoteError(TimelyFreezeError, RuntimeError):
     """A rank failed; every rank raises this with the same text."""
 
 
-class Collectives(Protocol):
-    """The communication that the controller needs. Every method is called on all ranks at the same point.
+class Collectives:
+    """The messages between the ranks that train together. This class serves a run of one rank.
 
-    Values are pickled, so floats stay float64. Equal values of several ranks may arrive as one object: do not change
-    received values.
+    Every method is called on all ranks at the same point. Values are pickled, so floats stay float64. Equal values of
+    several ranks may arrive as one object: do not change received values.
     """
 
-    rank: int
+    rank = 0
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank, on every rank."""
+        return [value]
 
     def collect(self, value: Any) -> list[Any] | None:
         """Return every rank's value, by rank, on rank 0; None on other ranks."""
+        return [value]
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value on every rank."""
+        return value
 
     def scatter(self, values: Sequence[Any] | None) -> Any:
         """Return this rank's entry of rank 0's ``values``, one per rank. Other ranks pass None."""
+        return None if values is None else values[0]
 
     def close(self) -> None:
-        """Free the process group. No method may be called afterwards."""
+        """Free the process group, if there is one. No method may be called afterwards."""
 
 
-class ProcessGroupCollectives:
+class ProcessGroupCollectives(Collectives):
     """Collectives of the ranks of a torch process group (all ranks by default), over a separate gloo group.
 
     With gloo, our messages use no device memory and do not enter the queue or the watchdog of the host's backend. Their
@@ -172,27 +176,6 @@ class ProcessGroupCollectives:
 def holds_first_rank(group: Any = None) -> bool:
     """Return whether rank 0 of the job is in ``group`` (all ranks by default). Groups must be disjoint."""
     return 0 in dist.get_process_group_ranks(group)
-
-
-class SingleProcess:
-    """The trivial group of one rank."""
-
-    rank = 0
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def collect(self, value: Any) -> list[Any] | None:
-        return [value]
-
-    def broadcast(self, value: Any) -> Any:
-        return value
-
-    def scatter(self, values: Sequence[Any] | None) -> Any:
-        return None if values is None else values[0]
-
-    def close(self) -> None:
-        """There is nothing to free."""
 
 
 def on_all_ranks(collectives: Collectives, function: Callable[[], T]) -> list[T]:

@@ -35,7 +35,7 @@ RETIRED = {
     "plan_wait": "leave it out: training waits for the plans of up to 1,000 actions",
     "report_every": "give replan_interval, after which the report is written too",
 }
-"""Settings that version 2 had, and what to do without them. This version accepts them, the next one does not."""
+"""Settings of version 0.1.0 that have no effect any more, and what to do instead. The next version refuses them."""
 
 
 class TimelyFreezeConfig(BaseModel):
@@ -75,21 +75,21 @@ class TimelyFreezeConfig(BaseModel):
     )
     freeze_limits: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(
         {},
-        description="a max_freeze_ratio of their own for the parameters that a pattern matches",
+        description="a lower max_freeze_ratio for the parameters that a pattern matches",
         json_schema_extra={
             "allowed": 'an object of patterns and ratios from 0 to max_freeze_ratio, such as {"*embed*": 0.2}'
         },
     )
     granularity: Literal["tensor", "token", "block"] = Field(
         "tensor",
-        description="tensor: whole weight gradients are skipped; token: those of linear layers are made from a sample "
-        "of their tokens, as much smaller as the freeze ratio says, and unbiased; block: whole layers are frozen, "
+        description="tensor: whole weight gradients are skipped; token: those of linear layers are computed from a "
+        "sample of their tokens, unbiased; a larger freeze ratio makes it smaller; block: whole layers are frozen, "
         "which may be compiled with torch.compile",
     )
     weight_gradients: Literal["in_place", "deferred"] = Field(
         "in_place",
-        description="in_place: each backward computes them, as the host does; deferred: they wait until the rank would "
-        "idle (exact: the same gradients), and only what still does not fit is frozen",
+        description="in_place: each backward computes them, as the host does; deferred: they are computed while the "
+        "rank would idle (exact: the same gradients), and only those that do not fit there may be frozen",
     )
     extra_microbatches: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         0,
@@ -103,21 +103,21 @@ class TimelyFreezeConfig(BaseModel):
     )
     optimizer_step: Literal["synchronous", "post_validated"] = Field(
         "synchronous",
-        description="synchronous: the update waits for the norm of all gradients, as the host's; post_validated: ranks "
-        "update at once, and make the update again if clipping was due (exact; with deferred)",
+        description="synchronous: the update waits for the norm of all gradients, as in the host; post_validated: "
+        "ranks update at once, and make the update again if clipping was due (exact; with deferred)",
     )
     gradient_scale: Literal["skipped_as_zero", "computed_mean"] = Field(
         "skipped_as_zero",
-        description="skipped_as_zero: a skipped gradient counts as zero in the mean over microbatches, the paper's; "
-        "computed_mean: a gradient is the mean over the microbatches that computed it",
+        description="skipped_as_zero: a skipped gradient counts as zero in the mean over microbatches, as in the "
+        "paper; computed_mean: a gradient is the mean over the microbatches that computed it",
     )
     warmup_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         "auto", description='T_w; "auto" takes the learning-rate warm-up of the host\'s scheduler'
     )
     monitoring: Literal["mixed", "halves"] = Field(
         "mixed",
-        description="mixed: every second step draws freeze ratios, and monitoring ends once it is precise; halves: the "
-        "paper's, nothing frozen in the first half, everything in the second",
+        description="mixed: every second step draws freeze ratios, and monitoring ends once it is precise; halves: as "
+        "in the paper, nothing frozen in the first half, everything in the second",
     )
     monitoring_steps: int = Field(40, ge=2, description="steps of monitoring; mixed monitoring may need fewer")
     monitoring_precision: float = Field(
@@ -139,10 +139,12 @@ class TimelyFreezeConfig(BaseModel):
         "warn", description="an error of ours: warn and train without freezing, or raise it on all ranks"
     )
     replan_threshold: float = Field(
-        0.1, ge=0, description="how far times may leave the plan's, as a share of them, before it is made anew; 0: any"
+        0.1, ge=0, description="relative change of the measured times from which a new plan is made; 0: never"
     )
     replan_interval: int = Field(
-        100, ge=1, description="steps of stable freezing between looks at them, and between updates of the report"
+        100,
+        ge=1,
+        description="steps of stable freezing between checks of the times, and between updates of the report",
     )
     solver_time_limit_s: float = Field(300.0, gt=0, description="seconds the planner may take")
     output_dir: str = Field(
@@ -152,7 +154,7 @@ class TimelyFreezeConfig(BaseModel):
     )
 
     def __init__(self, **settings: Any) -> None:
-        """Raises ConfigError, one line: each wrong setting, its value and what is allowed."""
+        """Raise ConfigError, one line with each wrong setting, its value and what is allowed."""
         settings = with_goal(_without_retired(settings))
         unknown = [_unknown_key(key) for key in settings if key not in type(self).model_fields]
         if unknown:
@@ -164,7 +166,7 @@ class TimelyFreezeConfig(BaseModel):
         self._check_together()
 
     def _check_together(self) -> None:
-        """Raises ConfigError where settings that are right by themselves contradict each other."""
+        """Raise ConfigError if settings contradict each other."""
         deferred, or_deferred = self.weight_gradients == "deferred", 'or weight_gradients "deferred"'
         if self.samples_tokens and self.method not in ("timely", "none"):
             why = "since it chooses what to freeze whole"
@@ -192,7 +194,7 @@ class TimelyFreezeConfig(BaseModel):
         raise ConfigError(f"{SECTION}.{name} is {value} and {SECTION}.{other} is {beside}: allowed is {allowed}")
 
     def fallbacks(self) -> Iterator[TimelyFreezeConfig]:
-        """Yield these settings, then what is nearest to the goal where a host cannot run them."""
+        """Yield these settings, then those that a host may run instead, nearest to the goal first."""
         for change in fallbacks(dict(self)):
             yield self.model_copy(update=change)
 
@@ -203,7 +205,6 @@ class TimelyFreezeConfig(BaseModel):
 
     @property
     def post_validates(self) -> bool:
-        """Return whether ranks update before the norm of all gradients is known."""
         return self.optimizer_step == "post_validated"
 
     @property
@@ -213,7 +214,6 @@ class TimelyFreezeConfig(BaseModel):
 
     @property
     def fills_memory(self) -> bool:
-        """Return whether a rank may hold as many microbatches as fit its memory."""
         return self.extra_microbatches == "auto"
 
     @property
@@ -224,17 +224,16 @@ class TimelyFreezeConfig(BaseModel):
 
     @property
     def memory_limit_bytes(self) -> float | None:
-        """Return ``memory_limit`` in bytes."""
         return None if self.memory_limit is None else self.memory_limit * 2**30
 
     @property
     def stage_limit(self) -> float:
-        """The mean freeze ratio, in [0, 1], that no stage exceeds."""
+        """Return the mean freeze ratio, in [0, 1], that no stage exceeds."""
         return _MOST_AUTO if self.max_freeze_ratio == "auto" else self.max_freeze_ratio
 
     @property
     def stability_metric(self) -> Literal["apf", "autofreeze"] | None:
-        """The metric that finds stable parameters; None if the method uses none of them."""
+        """Return the metric that finds stable parameters; None if the method has no such metric."""
         if self.method in ("apf", "timely+apf"):
             return "apf"
         return "autofreeze" if self.method in ("autofreeze", "timely+autofreeze") else None
@@ -248,7 +247,7 @@ class TimelyFreezeConfig(BaseModel):
     def monitors_with_masks(self) -> bool:
         """Return whether monitoring freezes, to measure the savings of freezing.
 
-        Unless backwards compute the weight gradients that can wait at their end, which tells it with nothing frozen.
+        Deferral without sampling needs no masks: backwards compute their weight gradients last, and this part is timed.
         """
         return self.stage_limit > 0 and not (self.defers and not self.samples_tokens)
 
@@ -264,7 +263,6 @@ class TimelyFreezeConfig(BaseModel):
 
     @property
     def freezes_blocks(self) -> bool:
-        """Return whether layers are frozen only as a whole."""
         return self.granularity == "block"
 
     @property
@@ -274,22 +272,16 @@ class TimelyFreezeConfig(BaseModel):
 
     @property
     def without_split(self) -> str:
-        """The settings with which layers compute weight gradients in the host's backward, as advice."""
-        return " and ".join(
-            advice
-            for advice, needed in (
-                ('granularity "tensor"', self.samples_tokens),
-                ('weight_gradients "in_place"', self.weight_gradients == "deferred"),
-            )
-            if needed
-        )
+        """Return advice: the settings with which layers compute weight gradients in the host's backward."""
+        advice = ['granularity "tensor"'] if self.samples_tokens else []
+        advice += ['weight_gradients "in_place"'] if self.weight_gradients == "deferred" else []
+        return " and ".join(advice)
 
     @property
     def freeze_caps(self) -> dict[str, float]:
-        """By pattern of ``freeze_limits``, how often its parameters are frozen where all others are: in [0, 1].
+        """Return each pattern's limit of ``freeze_limits`` divided by ``max_freeze_ratio``, in [0, 1].
 
-        A share of ``max_freeze_ratio`` where there is a plan, so that at a mean ratio of that the mean of what the
-        pattern matches is its limit.
+        Without a plan it is the limit itself.
         """
         full = self.stage_limit if self.plans else 1.0
         return {pattern: limit / full if full else 0.0 for pattern, limit in self.freeze_limits.items()}
@@ -299,13 +291,13 @@ class TimelyFreezeConfig(BaseModel):
         return Path(self.output_dir) / SECTION / "report.json"
 
     def reporting_in(self, folder: str | Path) -> TimelyFreezeConfig:
-        """The settings with reports in a host's own folder, unless they name one."""
+        """Return these settings with reports in ``folder``, unless they name another one."""
         if self.output_dir != TimelyFreezeConfig.model_fields["output_dir"].default:
             return self
         return self.model_copy(update={"output_dir": str(folder)})
 
     def target_ms(self, unfrozen_step_ms: float) -> float:
-        """How long a step may take, in ms; 0 where it is to be as short as can be."""
+        """Return the longest time that a step may take, in ms; 0 without ``target_speedup``."""
         return unfrozen_step_ms / self.target_speedup if self.target_speedup else 0.0
 
     @classmethod
@@ -321,24 +313,24 @@ class TimelyFreezeConfig(BaseModel):
 
 
 def _without_retired(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that there still are; each other one is a line in the log."""
+    """Return the settings without the retired ones. A line of the log names each of those."""
     kept = {name: value for name, value in settings.items() if name not in RETIRED}
     for name in settings.keys() & RETIRED.keys():
         _say_retired(name)
     if settings.get("monitoring_masks") in (False, "false"):
-        kept["max_freeze_ratio"] = 0.0  # whoever asked for a run that freezes nothing has one
+        kept["max_freeze_ratio"] = 0.0  # the run was to freeze nothing
     return kept
 
 
 @functools.cache
 def _say_retired(name: str) -> None:
-    """Say it once in a process, and on one rank: settings are read more than once, and on all."""
+    """Log it once in a process, and on one rank only. Settings are read several times, on all ranks."""
     rank = int(os.environ.get("RANK", "0"))
     announce(rank, f"{SECTION}.{name} is no setting any more and is ignored: {RETIRED[name]}", logging.WARNING)
 
 
 def read_setting(field: str, value: Any) -> Any:
-    """One setting's value, checked by itself, whatever the others are. Raises pydantic's ValidationError."""
+    """Return one setting's value, checked without the other settings. Raises pydantic's ValidationError."""
     definition = TimelyFreezeConfig.model_fields[field]
     kind: Any = Annotated[definition.annotation, definition]
     return TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(value)
@@ -357,10 +349,10 @@ def _schemas() -> Any:
 
 
 def find_section(host_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The ``timely_freeze`` section of a host's JSON config, or None.
+    """Return the ``timely_freeze`` section of a host's JSON config, or None.
 
-    Raises ConfigError for a key that is almost the section's name: hosts ignore unknown keys, so a job
-    would otherwise train without freezing and say nothing.
+    Raises ConfigError for a key that is almost the section's name. Hosts ignore unknown keys, so the job would train
+    without freezing, and no line would say so.
     """
     for key in host_config:
         squeezed = re.sub(r"[^a-z]", "", str(key).lower())
@@ -371,7 +363,7 @@ def find_section(host_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _unknown_key(key: str) -> str:
-    close = difflib.get_close_matches(str(key), TimelyFreezeConfig.model_fields, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(key, TimelyFreezeConfig.model_fields, n=1, cutoff=0.6)
     hint = f'did you mean "{close[0]}"?' if close else f"allowed are {', '.join(TimelyFreezeConfig.model_fields)}"
     return f"{SECTION} has an unknown key {_quoted(key)}: {hint}"
 
@@ -394,5 +386,5 @@ def _shown(value: object) -> str:
 
 
 def _quoted(text: object) -> str:
-    """In double quotes and on one line, whatever it holds."""
+    """Return the text in double quotes, on one line."""
     return json.dumps(str(text), ensure_ascii=False)

@@ -18,7 +18,7 @@ class ConfigError(TimelyFreezeError, ValueError):
 
 
 class ScheduleError(TimelyFreezeError, ValueError):
-    """A pipeline schedule cannot run, or differs from what really ran. ``grid`` shows it, bad cells marked."""
+    """A pipeline schedule cannot run, or differs from what really ran. ``grid`` shows it, wrong cells marked."""
 
     def __init__(self, message: str, grid: str = "") -> None:
         super().__init__(message)
@@ -30,11 +30,11 @@ class PlanInputError(TimelyFreezeError, ValueError):
 
 
 class SolverError(TimelyFreezeError, RuntimeError):
-    """The solver did not reach an optimum; the message carries its own status."""
+    """The solver did not reach an optimum; the message has its status."""
 
 
 class UnsupportedError(TimelyFreezeError, RuntimeError):
-    """The host runs in a way under which freezing cannot be right."""
+    """Freezing cannot be correct in the way in which the host runs."""
 
 
 REFUSED = "timely_freeze cannot run here: "
@@ -50,7 +50,7 @@ _WORDS = {
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first wrong field, its value and what is allowed, in one line."""
+    """Return the first wrong field, its value and what is allowed, in one line."""
     problem = error.errors(include_url=False)[0]
     first, *inside = [part for part in problem["loc"] if part != "[key]"] or ["it"]
     if problem["loc"][-1:] == ("[key]",):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from tf_adapters.errors import UnsupportedError
+from tf_adapters.errors import REFUSED, UnsupportedError
 
 __all__ = ["gloo_group"]
 
@@ -25,7 +25,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def gloo_group(group: Any = None) -> Any:
-    """Return a ``ProcessGroupGloo`` of the ranks of ``group`` (all ranks by default), which numbers them as it does.
+    """Return a ``ProcessGroupGloo`` of the ranks of ``group`` (all ranks by default), in the same order.
 
     Call it on all ranks of ``group`` at the same point; other ranks need not take part. ``torch.distributed`` does not
     know the group: use its own methods. It is freed with its last reference. Its timeout is that of ``group``, so ranks
@@ -36,12 +36,12 @@ def gloo_group(group: Any = None) -> Any:
     store = _get_default_store()
     name = "timely_freeze/" + hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
     try:
-        number = (store.add(name, 1) - 1) // len(ranks)  # of earlier groups, for which each rank has counted once
+        number = (store.add(name, 1) - 1) // len(ranks)  # of earlier groups: each rank has counted once for each
         own = PrefixStore(f"{name}/{number}", store)
         return ProcessGroupGloo(own, dist.get_rank(group), len(ranks), timeout=_timeout(group))
     except (RuntimeError, ValueError) as error:
         raise UnsupportedError(
-            "timely_freeze cannot run here: the ranks cannot reach each other over gloo, which our messages need; "
+            f"{REFUSED}the ranks cannot reach each other over gloo, which our messages need; "
             f"GLOO_SOCKET_IFNAME names the network interface ({' '.join(str(error).split())})"
         ) from error
 

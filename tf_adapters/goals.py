@@ -25,7 +25,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "freeze_limits": {},
     "gradient_scale": "skipped_as_zero",
 }
-"""Other settings with which a run chooses its own way, and their values where it does not."""
+"""Other settings that ask for freezing, and the values with which they do not."""
 
 
 def with_goal(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,9 +48,9 @@ def with_goal(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fallbacks(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield changes that a host may need, nearest first. They touch only what the goal has chosen.
+    """Yield changes of settings that a host may need, nearest first. The first one is no change.
 
-    The first one is no change. Settings that need deferral keep it.
+    They change only settings that the goal has chosen. If another setting needs deferral, it stays.
     """
     goal = GOALS.get(str(settings["goal"]), {})
     free = {name for name, value in goal.items() if settings[name] == value}

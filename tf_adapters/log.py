@@ -10,7 +10,7 @@ logger = logging.getLogger("tf_adapters")
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):
-    """Writes to what ``sys.stderr`` is when a line is logged, not to what it was when the handler was made."""
+    """Looks ``sys.stderr`` up for each line, since it may be replaced after the handler was made."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -18,7 +18,7 @@ class _CurrentStderr(logging.StreamHandler[TextIO]):
 
 
 def announce(rank: int, text: str, level: int = logging.INFO) -> None:
-    """Log ``timely_freeze: text`` on rank 0. Where the application has not configured logging, to stderr."""
+    """Log ``timely_freeze: text`` on rank 0; to stderr if the application has not configured logging."""
     if rank != 0:
         return
     if logger.level == logging.NOTSET:

@@ -1,4 +1,4 @@
-"""Attributes of a host's objects that are replaced for a while, and a way back."""
+"""Replace attributes of a host's objects for a while, and restore them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Overrides:
         self._replaced.append((owner, name, before, vars(owner).get(name, _ABSENT)))
 
     def check(self) -> None:
-        """Raise UnsupportedError where somebody else has replaced one of ours since: putting back would undo theirs."""
+        """Raise UnsupportedError if other code has replaced one of our values since: restoring would undo that."""
         newest = {(id(owner), name): (owner, ours) for owner, name, _, ours in self._replaced}
         for (_, name), (owner, ours) in newest.items():
             if vars(owner).get(name, _ABSENT) is not ours:
@@ -37,7 +37,7 @@ class Overrides:
                 )
 
     def restore(self) -> None:
-        """Take every replacement back, the last one first. Raises UnsupportedError as ``check``, with nothing done."""
+        """Take every replacement back, the last one first. Raises as ``check``; then it restores nothing."""
         self.check()
         while self._replaced:
             owner, name, before, _ = self._replaced.pop()

@@ -23,8 +23,6 @@ def in_words(schema: Mapping[str, Any]) -> list[str]:
             return ["null"]
         case {"minimum": low, "maximum": high}:
             limits = f"from {low:g} to {high:g}"
-        case {"minimum": low, "exclusiveMaximum": high}:
-            limits = f"from {low:g} to below {high:g}"
         case {"minimum": low}:
             limits = f"of at least {low:g}"
         case {"exclusiveMinimum": low, "maximum": high}:

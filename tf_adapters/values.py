@@ -20,14 +20,14 @@ class Value:
     __pydantic_config__ = ConfigDict(populate_by_name=True)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; a field that has its default is left out."""
+        """Return plain JSON values. A field that has its default is left out."""
         kind: Any = type(self)
         data: dict[str, Any] = _codec(kind).dump_python(self, mode="json", by_alias=True, exclude_defaults=True)
         return data
 
     @classmethod
     def from_json(cls: type[_V], data: Any) -> _V:
-        """The inverse of ``to_json``. Raises PlanInputError: one line that names the field and the value."""
+        """Read what ``to_json`` returns. Raises PlanInputError: one line that names the field and the value."""
         kind: Any = cls
         try:
             value: _V = _codec(kind).validate_python(data)

@@ -22,7 +22,7 @@ from torch import nn
 
 from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import result_file, use_example, write_json
-from tf_adapters.collectives import SingleProcess
+from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.selection import sampling
 from tf_adapters.selection.apf import Apf
@@ -196,7 +196,7 @@ def check_ms(model: nn.Module, method: str) -> float:
     parameters = {0: dict(model.named_parameters())}
     units = {0: tensor_units(parameters[0])}
     config = TimelyFreezeConfig(method=method)
-    checks = StabilityChecks(config, units, [0], whole_parameters(parameters), SingleProcess())
+    checks = StabilityChecks(config, units, [0], whole_parameters(parameters), Collectives())
     state = checks.run(StabilityState(), 0, 0)
     return timed(lambda: checks.run(state, config.stability_check_interval, 0), 5)
 

@@ -23,7 +23,7 @@ from benchmarks.shared.files import result_file, write_json
 from benchmarks.shared.measuring import aligned, machine
 from benchmarks.shared.trainings import HOSTS, RANKS, setup, start
 from tf_adapters.measuring.freeze_response import StageTimes, measured_times
-from tf_adapters.measuring.timer import ActionTimer, HostClock, Sample
+from tf_adapters.measuring.timer import ActionTimer, Clock, Sample
 from tf_adapters.schedule.ir import Action
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.paired import PairedSettings, in_rotation
@@ -41,7 +41,7 @@ class Window(ActionTimer):
     """A timer with the samples of some consecutive steps of every kind."""
 
     def __init__(self, timer: ActionTimer, steps: slice) -> None:
-        super().__init__(HostClock())
+        super().__init__(Clock())
         self._timer, self._steps_kept = timer, steps
 
     def samples(self, phase: str, action: Action) -> tuple[Sample, ...]:
@@ -61,7 +61,7 @@ class Fit:
     @classmethod
     def of(cls, times: StageTimes) -> Fit:
         (response,) = times.responses.values()
-        return cls(response.saved, response.error)
+        return cls(response.value, response.error)
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,14 @@ class Filled:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.timer = ActionTimer(self.clock)
+        self._in_step: set[Action] = set()
 
     def add(self, phase: Phase, action: Action, share: float, ms: float) -> None:
+        """Add a sample. An action that has one in this step begins another step."""
+        if action in self._in_step:
+            self.timer.start_step()
+            self._in_step.clear()
+        self._in_step.add(action)
         with self.timer.timed(phase, action, share):
             self.clock.now += ms
         self.timer.drain()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from clocks import FakeClock
 
-from tf_adapters.collectives import SingleProcess
+from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.report.observer import RunReporter
 from tf_adapters.schedule.ir import PipelineSchedule
@@ -25,7 +25,7 @@ def controller_of(schedule: PipelineSchedule, folder: Path, clock: Any = CLOCK, 
     parameters = {0: {f"{name}.w": torch.nn.Parameter(torch.ones(8, 8)) for name in "abcd"}}
     config = TimelyFreezeConfig(**{**LIFE, "output_dir": str(folder), **settings})
     pipeline = HostPipeline(HOST, schedule, {0: tensor_units(parameters[0])}, parameters, clock=clock)
-    collectives = SingleProcess()
+    collectives = Collectives()
     return Controller(config, pipeline, collectives, RunReporter(collectives))
 
 

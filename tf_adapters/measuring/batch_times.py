@@ -8,6 +8,7 @@ is posted late counts as overhead, and so does a send that waits for its receive
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +17,13 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
+from tf_adapters.measuring.estimates import grouped, merged
 from tf_adapters.measuring.freeze_response import Group
 from tf_adapters.measuring.timer import Trace
 from tf_adapters.measuring.transfers import NO_GAPS, Gaps, aligned
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.durations import Count, Milliseconds, Quotient
-from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.values import Value
 
 __all__ = ["BatchTimes", "CriticalPart", "EdgeTimes", "RankTimes", "Straggler", "batch_times", "with_replicas"]
@@ -133,19 +135,16 @@ def batch_times(schedule: PipelineSchedule, steps: Sequence[Trace], gaps: Gaps =
     kept = batches[len(batches) // 4 : len(batches) - len(batches) // 4]
     if not kept:
         return None
-    critical = [batch.critical_path() for batch in kept]
-    parts: defaultdict[Group, float] = defaultdict(float)
-    for path in critical:
-        for group, ms in path.compute_ms.items():
-            parts[group] += ms / len(kept)
+    paths, transfers, overheads = zip(*(batch.critical_path() for batch in kept), strict=True)
+    parts = sorted(merged(paths, operator.add).items())
     return BatchTimes(
         steps=len(kept),
         span_ms=fmean(batch.span_ms for batch in kept),
         ranks=tuple(_mean_rank([batch.ranks[row] for batch in kept]) for row in range(len(schedule.ranks))),
         edges=_mean_edges(schedule, kept),
-        critical_path=tuple(CriticalPart(stage, kind.value, ms) for (stage, kind), ms in sorted(parts.items())),
-        critical_transfer_ms=max(0.0, fmean(path.transfer_ms for path in critical)),
-        critical_overhead_ms=max(0.0, fmean(path.overhead_ms for path in critical)),
+        critical_path=tuple(CriticalPart(stage, kind.value, ms / len(kept)) for (stage, kind), ms in parts),
+        critical_transfer_ms=max(0.0, fmean(transfers)),
+        critical_overhead_ms=max(0.0, fmean(overheads)),
     )
 
 
@@ -155,14 +154,6 @@ class _Before(NamedTuple):
     waiting: float
     transfer: float
     overhead: float
-
-
-class _Path(NamedTuple):
-    """A critical path, split by kind of time, ms."""
-
-    compute_ms: Mapping[Group, float]
-    transfer_ms: float
-    overhead_ms: float
 
 
 class _Batch:
@@ -201,12 +192,16 @@ class _Batch:
         compute: defaultdict[str, float] = defaultdict(float)
         for action in actions:
             compute[action.kind.value] += self._step[action].end_ms - self._step[action].start_ms
-        transfer, overhead = (sum(getattr(self.passed[a], name) for a in actions) for name in ("transfer", "overhead"))
+        transfer = sum(self.passed[action].transfer for action in actions)
+        overhead = sum(self.passed[action].overhead for action in actions)
         # The rest is waiting: before its first action, between its actions and after its last.
         return RankTimes(dict(compute), transfer, overhead, self.span_ms - sum(compute.values()) - transfer - overhead)
 
-    def critical_path(self) -> _Path:
-        """Follow the batch backwards: from the last action to the one that it waited for, and so on."""
+    def critical_path(self) -> tuple[dict[Group, float], float, float]:
+        """Return the time on the critical path by actions' group, in transfers and in overhead, ms.
+
+        The path is followed backwards: from the last action to the action that it waited for, and so on.
+        """
         compute: defaultdict[Group, float] = defaultdict(float)
         transfer = overhead = 0.0
         action: Action | None = max(self._step, key=lambda a: self._step[a].end_ms)
@@ -220,7 +215,7 @@ class _Batch:
             else:
                 overhead += interval.start_ms - free
                 action = self._before.get(action)
-        return _Path(compute, transfer, overhead)
+        return compute, transfer, overhead
 
 
 def _mean_rank(times: Sequence[RankTimes]) -> RankTimes:
@@ -235,23 +230,15 @@ def _mean_rank(times: Sequence[RankTimes]) -> RankTimes:
 
 def _mean_edges(schedule: PipelineSchedule, batches: Sequence[_Batch]) -> tuple[EdgeTimes, ...]:
     """Mean times of the edges between ranks, by receiving stage and kind."""
-    groups: defaultdict[tuple[int, int, Kind], list[Action]] = defaultdict(list)
-    for target, source in schedule.received.items():
-        groups[source.stage, target.stage, target.kind].append(target)
+    groups = grouped(
+        ((source.stage, target.stage, target.kind), target) for target, source in schedule.received.items()
+    )
     edges = []
     for (source_stage, target_stage, kind), actions in sorted(groups.items()):
-        passed = [batch.passed[action] for batch in batches for action in actions]
-        count = len(batches)
-        edges.append(
-            EdgeTimes(
-                source_stage,
-                target_stage,
-                kind.value,
-                waiting_ms=sum(of.waiting for of in passed) / count,
-                transfer_ms=sum(of.transfer for of in passed) / count,
-                late_ms=sum(of.overhead for of in passed) / count,
-            )
-        )
+        passed = (batch.passed[action] for batch in batches for action in actions)
+        waiting, transfer, late = (sum(parts) / len(batches) for parts in zip(*passed, strict=True))
+        between = source_stage, target_stage, kind.value
+        edges.append(EdgeTimes(*between, waiting_ms=waiting, transfer_ms=transfer, late_ms=late))
     return tuple(edges)
 
 
@@ -275,38 +262,25 @@ def with_replicas(
             by_stage[stage][rank] = by_stage[stage].get(rank, 0.0) + ms
     found = []
     for stage, of_rank in by_stage.items():
-        slowest, middle = max(of_rank, key=of_rank.__getitem__), median_low(of_rank.values())
-        found.append(_Slowest(of_rank[slowest] - middle, middle, stage=stage, rank=slowest))
-    worst = [each for each in sorted(found, reverse=True) if each.share >= _SLOWER][:_MOST_STRAGGLERS]
+        rank = max(of_rank, key=of_rank.__getitem__)
+        times = {"slowest_ms": of_rank[rank], "median_ms": median_low(of_rank.values())}
+        found.append(Straggler(stage, rank, **times, cost_ms=0.0))
+    found.sort(key=lambda slow: slow.slowest_ms - slow.median_ms, reverse=True)
+    worst = [slow for slow in found if _excess(slow) >= _SLOWER][:_MOST_STRAGGLERS]
     end = dag.span_ms(upper) if worst else 0.0
 
-    def straggler(slow: _Slowest) -> Straggler:
-        rest = {action: ms / (1.0 + slow.share) for action, ms in upper.items() if action.stage == slow.stage}
-        return Straggler(
-            slow.stage,
-            slow.rank,
-            slowest_ms=slow.median + slow.above,
-            median_ms=slow.median,
-            cost_ms=max(0.0, end - dag.span_ms({**upper, **rest})),
-        )
+    def cost_ms(slow: Straggler) -> float:
+        at_median = {action: ms / (1.0 + _excess(slow)) for action, ms in upper.items() if action.stage == slow.stage}
+        return max(0.0, end - dag.span_ms({**upper, **at_median}))
 
     return replace(
         batch,
         replicas=max(map(len, by_stage.values()), default=1),
-        replica_spread=max((each.share for each in found), default=0.0),
-        stragglers=tuple(map(straggler, worst)),
+        replica_spread=max(map(_excess, found), default=0.0),
+        stragglers=tuple(replace(slow, cost_ms=cost_ms(slow)) for slow in worst),
     )
 
 
-class _Slowest(NamedTuple):
-    """The slowest rank of a stage, its excess over the median, and the median, in ms per microbatch."""
-
-    above: float
-    median: float
-    stage: int
-    rank: int
-
-    @property
-    def share(self) -> float:
-        """The excess over the median, as a share of the median."""
-        return self.above / self.median if self.median > 0.0 else 0.0
+def _excess(slow: Straggler) -> float:
+    """Return (slowest - median) / median."""
+    return (slow.slowest_ms - slow.median_ms) / slow.median_ms if slow.median_ms > 0.0 else 0.0

@@ -83,7 +83,7 @@ class PackedTraces:
         return cls(numbers, indices.tobytes(), ms=_floats(ms).tobytes(), until_next=_floats(following).tobytes())
 
     def unpack(self, schedule: PipelineSchedule) -> list[tuple[int, Trace]]:
-        """The steps with their numbers, in order."""
+        """Return the steps with their numbers, in order."""
         every = schedule.actions
         actions = [every[index] for index in np.frombuffer(self.actions, np.int32)]
         ms = np.frombuffer(self.ms, np.float32).astype(np.float64).reshape(len(self.steps), 2, len(actions))
@@ -93,11 +93,11 @@ class PackedTraces:
         ]
 
     def rank(self, schedule: PipelineSchedule) -> int:
-        """The pipeline rank that ran the actions. There is a step."""
+        """Return the pipeline rank that ran the actions. There must be a step."""
         return schedule.home[schedule.actions[int(np.frombuffer(self.actions, np.int32)[0])].stage]
 
     def unpack_until_next(self) -> dict[int, float]:
-        """By number of a step, the time in ms from its beginning to that of the next, where known."""
+        """Return the time in ms from the beginning of each step to that of the next, by number, if known."""
         following = np.frombuffer(self.until_next, np.float32).tolist()
         return {number: ms for number, ms in zip(self.steps, following, strict=True) if not math.isnan(ms)}
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
@@ -27,7 +28,7 @@ class Estimate:
 
 
 def grouped(values: Iterable[tuple[_K, _V]]) -> dict[_K, list[_V]]:
-    """The values of each key, in order."""
+    """Return the values of each key, in order."""
     groups: dict[_K, list[_V]] = {}
     for key, value in values:
         groups.setdefault(key, []).append(value)
@@ -36,22 +37,19 @@ def grouped(values: Iterable[tuple[_K, _V]]) -> dict[_K, list[_V]]:
 
 def merged(maps: Iterable[Mapping[_K, _V]], combine: Callable[[_V, _V], _V]) -> dict[_K, _V]:
     """Combine the values of all maps for each key."""
-    result: dict[_K, _V] = {}
-    for one in maps:
-        for key, value in one.items():
-            result[key] = combine(result[key], value) if key in result else value
-    return result
+    every = grouped(item for one in maps for item in one.items())
+    return {key: functools.reduce(combine, values) for key, values in every.items()}
 
 
 def median(values: Iterable[float]) -> float | None:
-    """The median; None without values."""
+    """Return the median; None without values."""
     items = list(values)
     return float(statistics.median(items)) if items else None
 
 
-def weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Return the value with half of the weight on each side; of two such values the lower one."""
-    ordered = sorted(zip(values, weights, strict=True))
+def weighted_median(weighted: Iterable[tuple[float, float]]) -> float:
+    """Return the value with half of the weight on each side, from pairs (value, weight); of two the lower one."""
+    ordered = sorted(weighted)
     passed = list(accumulate(weight for _, weight in ordered))
     return ordered[bisect_left(passed, passed[-1] / 2.0)][0]
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from tf_adapters.measuring.estimates import estimate, shrink
+from tf_adapters.measuring.estimates import Estimate, estimate, grouped, shrink
 from tf_adapters.measuring.phase import Phase
-from tf_adapters.measuring.theil_sen import FittedSaving, Point, fit
-from tf_adapters.measuring.timer import ActionTimer, Sample
+from tf_adapters.measuring.theil_sen import Point, fit
+from tf_adapters.measuring.timer import ActionTimer
 from tf_adapters.measuring.token_cost import TokenCost, measured_token_cost
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind
@@ -35,12 +34,13 @@ _SAME_WORK = 1.25
 class StageTimes:
     """This rank's measurements in monitoring: ms of each action with nothing frozen, and the responses.
 
-    The error of a response combines the error of the unfrozen time and that of the fitted saving: it is the root of the
-    sum of their squares. ``token_costs`` are by stage, if tokens are sampled.
+    A response is the saving of full freezing, as a share of the unfrozen time. Its error is the root of the sum of two
+    squares: the error of the unfrozen time and that of the fitted saving. ``token_costs`` are by stage, if tokens are
+    sampled.
     """
 
     unfrozen_ms: Mapping[Action, float]
-    responses: Mapping[Group, FittedSaving]
+    responses: Mapping[Group, Estimate]
     token_costs: Mapping[int, TokenCost] = field(default_factory=dict)
 
     @property
@@ -62,7 +62,7 @@ class StageTimes:
             alike = max(upper.values()) <= _SAME_WORK * min(upper.values())
             mean = statistics.fmean(upper.values())
             for action, ms in upper.items():
-                bounds[action] = Bounds(max(0.0, ms - response.saved * (mean if alike else ms)), ms)
+                bounds[action] = Bounds(max(0.0, ms - response.value * (mean if alike else ms)), ms)
         return bounds
 
     def means(self) -> dict[Group, Bounds]:
@@ -121,7 +121,7 @@ def _by_group(of: Mapping[Action, _T]) -> dict[Group, dict[Action, _T]]:
     return groups
 
 
-def _fit(timer: ActionTimer, upper: Mapping[Action, float], vanishes: bool) -> FittedSaving | None:
+def _fit(timer: ActionTimer, upper: Mapping[Action, float], vanishes: bool) -> Estimate | None:
     """Fit the response of one group, given its unfrozen times; None without samples.
 
     If backwards compute their deferrable weight gradients at the end, the time of that part gives the response with
@@ -133,10 +133,9 @@ def _fit(timer: ActionTimer, upper: Mapping[Action, float], vanishes: bool) -> F
     return replace(line, error=math.hypot(_unfrozen_error(timer, upper), line.error))
 
 
-def _weight_gradients_last(timer: ActionTimer, upper: Mapping[Action, float]) -> FittedSaving | None:
+def _weight_gradients_last(timer: ActionTimer, upper: Mapping[Action, float]) -> Estimate | None:
     """Return the share of backwards after their first part, the input gradients; None if that was not timed."""
-    share = estimate(1.0 - part for action in upper for part in timer.first_parts(Phase.MONITORING_UPPER, action))
-    return None if share is None else FittedSaving(share.value, share.error)
+    return estimate(1.0 - part for action in upper for part in timer.first_parts(Phase.MONITORING_UPPER, action))
 
 
 def _points(timer: ActionTimer, upper: Mapping[Action, float], vanishes: bool) -> list[list[Point]]:
@@ -144,33 +143,24 @@ def _points(timer: ActionTimer, upper: Mapping[Action, float], vanishes: bool) -
     sampled = {a: [sample for phase in _FREEZING for sample in timer.samples(phase, a)] for a in upper}
     partial = any(0.0 < sample.share < 1.0 for samples in sampled.values() for sample in samples)
     limit = 1.0 if vanishes and partial else math.inf
-    steps: dict[_Step, list[Point]] = {}
-    for action, samples in sampled.items():
-        for step, sample in _numbered(samples):
-            points = steps.setdefault(step, [])
-            if sample.share < limit and upper[action] > 0.0:
-                points.append(Point(sample.share, sample.ms / upper[action]))
-    return [steps[step] for step in sorted(steps)]
-
-
-_Step = tuple[int, int]
-"""A timed step, and the number of earlier samples of an action in it, if steps were not distinguished."""
-
-
-def _numbered(samples: Iterable[Sample]) -> Iterable[tuple[_Step, Sample]]:
-    """Pair an action's samples with their steps. Not every step has every microbatch."""
-    seen: Counter[int] = Counter()
-    for sample in samples:
-        yield (sample.step, seen[sample.step]), sample
-        seen[sample.step] += 1
+    steps = grouped(
+        (sample.step, Point(sample.share, sample.ms / upper[action]))
+        for action, samples in sampled.items()
+        if upper[action] > 0.0
+        for sample in samples
+        if sample.share < limit
+    )
+    return list(steps.values())
 
 
 def _unfrozen_error(timer: ActionTimer, upper: Mapping[Action, float]) -> float:
     """Return the relative standard error of a group's unfrozen time, from the spread over steps and over samples."""
-    steps: dict[_Step, list[float]] = {}
-    for action, ms in upper.items():
-        for step, sample in _numbered(timer.samples(Phase.MONITORING_UPPER, action)) if ms > 0.0 else ():
-            steps.setdefault(step, []).append(sample.ms / ms)
+    steps = grouped(
+        (sample.step, sample.ms / ms)
+        for action, ms in upper.items()
+        if ms > 0.0
+        for sample in timer.samples(Phase.MONITORING_UPPER, action)
+    )
     by_step = estimate(statistics.median(of_step) for of_step in steps.values())
     off = estimate(ratio for of_step in steps.values() for ratio in of_step)
     return max(by_step.error, off.error) if by_step and off else math.inf

@@ -30,7 +30,7 @@ SAMPLED_AT = 0.25
 
 
 class Probe(NamedTuple):
-    """One step's look at the gradients of single microbatches of one stage, summed over the elements looked at.
+    """Estimates from the gradients of one step's single microbatches, on one stage, summed over the elements seen.
 
     ``signal`` is the square of the gradient's mean, an unbiased estimate that may be below 0. ``noise`` is the variance
     between microbatches. ``draws`` is the variance that drawing ``SAMPLED_AT`` of the tokens would add, or 0.
@@ -70,7 +70,7 @@ class StageLearning:
     cost: CostPair = field(default_factory=TokenCost)
 
     def added_noise(self, ratios: Sequence[float]) -> float:
-        """The noise that freezing adds under the ratios of the stage's microbatches.
+        """Return the noise that freezing adds, from the freeze ratios of the stage's microbatches.
 
         The unit is ``draws`` where tokens are drawn, and the noise between microbatches where tensors are frozen whole.
         """
@@ -91,13 +91,13 @@ class StageLearning:
         noise = 1.0 + added_noise * (1.0 if self.draws is None else self.draws)
         share = 1.0 / (self.signal + (1.0 - self.signal) * noise)
         error = (noise - 1.0) * share**2 * self.error
-        return (
-            StepProgress(math.sqrt(share), error / (2.0 * math.sqrt(share))) if adaptive else StepProgress(share, error)
-        )
+        if adaptive:
+            share, error = math.sqrt(share), error / (2.0 * math.sqrt(share))
+        return StepProgress(share, error)
 
 
 def _named(stage: Any) -> Any:
-    """The fields of a stage that an earlier version wrote as a list."""
+    """Name the fields of a stage that an earlier version wrote as a list."""
     if not isinstance(stage, list):
         return stage
     named = dict(zip(("signal", "error", "draws"), stage, strict=False))
@@ -123,7 +123,6 @@ class Learning(Value):
         return StepProgress(sum(progress.share for progress in every) / len(every), errors / len(every))
 
     def of_batch(self, times: float) -> Learning:
-        """Rescale for batches with ``times`` as many microbatches."""
         return replace(self, stages={stage: of_stage.of_batch(times) for stage, of_stage in self.stages.items()})
 
     @classmethod
@@ -134,7 +133,7 @@ class Learning(Value):
         costs: Mapping[int, TokenCost],
         adaptive: bool = False,
     ) -> Learning | None:
-        """From the probes of all ranks; None where a stage has none.
+        """Estimate it from the probes of all ranks; None if a stage has no probe.
 
         ``batch`` is the number of microbatches of a step, of all replicas; ``costs`` are by stage, where tokens are
         drawn.

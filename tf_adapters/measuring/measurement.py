@@ -68,7 +68,6 @@ class Measurement(Value):
 
     @property
     def overlap(self) -> bool:
-        """Return whether steps overlap."""
         return self.steps == "overlap"
 
     @property
@@ -82,7 +81,7 @@ class Measurement(Value):
         return self.dag_of(self.schedule, self.gaps)
 
     def dag_of(self, schedule: PipelineSchedule, gaps: Gaps) -> PipelineDag:
-        """The graph of a step in another order, with the gaps in that order."""
+        """Return the graph of a step in another order, with the gaps in that order."""
         dag = PipelineDag.from_schedule(schedule, *gaps)
         return PeriodicDag.of(dag, schedule, self.between_steps) if self.overlap else dag
 
@@ -97,17 +96,17 @@ class Measurement(Value):
         return self.dag.span_ms(self.upper)
 
     def of_step(self, step_ms: float) -> Measurement:
-        """The same with the time of the whole step that the batch is a part of."""
+        """Return this measurement with the time of the whole step, in ms."""
         return replace(self, unfrozen_step_ms=step_ms, other_ms=max(0.0, step_ms - self.span_ms))
 
     def validate(self) -> Measurement:
-        """The same, checked. Raises ScheduleError for a schedule that cannot run, PlanInputError for anything else."""
+        """Return it checked. Raises ScheduleError for a schedule that cannot run, PlanInputError for anything else."""
         self.schedule.validate()
         return self.from_json(dict(vars(self)))
 
     @model_validator(mode="after")
     def _fits_the_schedule(self) -> Measurement:
-        """Every action has its times, in the schedule's order, and nothing is of an action that is not there."""
+        """Check that every action has times and that all keys exist; sort the times in the schedule's order."""
         if not self.times and not self.schedule.ranks:
             return self
         try:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from tf_adapters.measuring.timer import device_function
 from tf_adapters.schedule.deferral import first_half
 from tf_adapters.schedule.ir import Action, Kind
 
@@ -45,7 +46,7 @@ class HeldMemory:
         in_flight: by stage, memory of a microbatch from its forward to the end of its input gradient.
         waiting: by stage, memory of a microbatch from then until its weight gradients are computed.
         gradients: by stage, memory of all weight gradients from the first one on.
-        copies: memory of what post-validation keeps of overwritten values, until the first backward of a batch.
+        copies: memory of overwritten values that post-validation keeps until the first backward of a batch.
     """
 
     base: float
@@ -90,10 +91,14 @@ class MemoryMeter:
     def __init__(self, device: torch.device) -> None:
         self._device, self._held = device, _reader(device)
         self.copied_bytes = 0
-        """Bytes of copies of what the last update overwrote, while it may have to be made again."""
+        """Bytes of copies of the values that the last update overwrote, while it may have to be made again."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all measurements."""
         self._most_copied = 0
         self._peaks: dict[str, int] = {}
-        self._steps: dict[str, int] = defaultdict(int)
+        self._steps = Counter[str]()
         self._ran: list[_Sample] = []  # of the current step
         self._samples: dict[str, list[list[_Sample]]] = defaultdict(list)
 
@@ -154,32 +159,18 @@ class MemoryMeter:
         inside = max(0, _most_allocated(self._device) - max(self._peaks.values()))
         return held.most_microbatches(limit - inside)
 
-    def clear(self) -> None:
-        self._most_copied = 0
-        self._peaks.clear()
-        self._steps.clear()
-        self._ran.clear()
-        self._samples.clear()
-
 
 def _capacity_bytes(device: torch.device) -> float | None:
     """Return what tensors of this process may fill on an accelerator; None on a CPU, whose memory others share."""
-    if device.type == "cpu":
+    free_and_total, reserved = (device_function(device, name) for name in ("mem_get_info", "memory_reserved"))
+    if free_and_total is None or reserved is None:
         return None
-    import torch
-
-    module = torch.get_device_module(device)
-    if not hasattr(module, "mem_get_info"):
-        return None
-    free, _ = module.mem_get_info(device)
-    return _SHARE_OF_DEVICE * float(free + module.memory_reserved(device))
+    return _SHARE_OF_DEVICE * float(free_and_total(device)[0] + reserved(device))
 
 
 def _most_allocated(device: torch.device) -> int:
     """Return the most bytes that tensors have filled on an accelerator; 0 if nobody has counted."""
-    import torch
-
-    count = None if device.type == "cpu" else getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    count = device_function(device, "max_memory_allocated")
     return int(count(device)) if count else 0
 
 
@@ -205,12 +196,10 @@ def _holdings(row: Iterable[Action]) -> Iterator[_Holdings]:
 
 def _reader(device: torch.device) -> Callable[[], int] | None:
     """Return a reader: bytes of tensors on an accelerator; on a CPU the C library's heap, or else the process."""
-    if device.type != "cpu":
-        import torch
-
-        allocated = getattr(torch.get_device_module(device), "memory_allocated", None)
-        return None if allocated is None else lambda: int(allocated(device))
-    return _heap_reader() or _resident_reader()
+    if device.type == "cpu":
+        return _heap_reader() or _resident_reader()
+    allocated = device_function(device, "memory_allocated")
+    return None if allocated is None else lambda: int(allocated(device))
 
 
 class _MallocInfo(ctypes.Structure):

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tf_adapters.measuring.estimates import estimate, weighted_median
+from tf_adapters.measuring.estimates import Estimate, estimate, weighted_median
 
 _APART = 0.1
 """The least difference of two shares that gives a slope."""
@@ -33,27 +33,14 @@ class Point:
     share: float
     left: float
 
-    @property
-    def saved(self) -> float:
-        return 1.0 - self.left
 
-
-@dataclass(frozen=True, slots=True)
-class FittedSaving:
-    """The saving of full freezing, as a share of the unfrozen time, and its standard error."""
-
-    saved: float
-    error: float
-
-
-def fit(steps: Iterable[Sequence[Point]]) -> FittedSaving | None:
-    """Fit the line to the samples of some steps; None if no step had anything frozen."""
+def fit(steps: Iterable[Sequence[Point]]) -> Estimate | None:
+    """Estimate the saving of full freezing, as a share of the unfrozen time; None if no step had anything frozen."""
     chosen = [points for points in steps if any(point.share > 0.0 for point in points)]
     if not chosen:
         return None
     pairs = [of_step for points in chosen if (of_step := _pairs(points))]
-    saved, error = _within(chosen, pairs) if pairs else _between(chosen)
-    return FittedSaving(saved, error)
+    return _within(chosen, pairs) if pairs else _between(chosen)
 
 
 _Slope = tuple[float, float]
@@ -77,14 +64,9 @@ def _far_apart(points: Sequence[Point]) -> Iterator[tuple[Point, Point]]:
     return (pair for distance in distances for pair in zip(points, points[distance:], strict=False))
 
 
-def _median(slopes: Iterable[_Slope]) -> float:
-    values, weights = zip(*slopes, strict=True)
-    return weighted_median(values, weights)
-
-
-def _within(steps: Sequence[Sequence[Point]], pairs: Sequence[Sequence[_Slope]]) -> tuple[float, float]:
+def _within(steps: Sequence[Sequence[Point]], pairs: Sequence[Sequence[_Slope]]) -> Estimate:
     """Return the slope from pairs within steps, and its error from the spread over steps and over points."""
-    saved = _median(slope for of_step in pairs for slope in of_step)
+    saved = weighted_median(slope for of_step in pairs for slope in of_step)
     off, spread = [], []
     for points in steps:
         lines = [1.0 - saved * point.share for point in points]
@@ -94,21 +76,21 @@ def _within(steps: Sequence[Sequence[Point]], pairs: Sequence[Sequence[_Slope]])
             middle = statistics.fmean(point.share for point in points)
             off += [point.left / pace - line for point, line in zip(points, lines, strict=True)]
             spread += [(point.share - middle) ** 2 for point in points]
-    return saved, max(_error(_median(of_step) for of_step in pairs), _scaled(off, spread))
+    return Estimate(saved, max(_error(map(weighted_median, pairs)), _scaled(off, spread)))
 
 
-def _between(steps: Sequence[Sequence[Point]]) -> tuple[float, float]:
+def _between(steps: Sequence[Sequence[Point]]) -> Estimate:
     """Return the slope against unfrozen steps (least absolute deviations), and its error in the same two ways."""
     frozen = [[point for point in points if point.share > 0.0] for points in steps]
     every = [point for points in frozen for point in points]
     saved = _quotient(every)
-    off = [point.saved - saved * point.share for point in every]
-    return saved, max(_error(map(_quotient, frozen)), _scaled(off, [point.share**2 for point in every]))
+    off = [1.0 - point.left - saved * point.share for point in every]
+    return Estimate(saved, max(_error(map(_quotient, frozen)), _scaled(off, [point.share**2 for point in every])))
 
 
 def _quotient(points: Sequence[Point]) -> float:
     """Return the slope of the line through the unfrozen time: by least absolute deviations, a weighted median."""
-    return _median((point.saved / point.share, point.share) for point in points)
+    return weighted_median(((1.0 - point.left) / point.share, point.share) for point in points)
 
 
 def _error(values: Iterable[float]) -> float:

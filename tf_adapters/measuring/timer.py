@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tf_adapters.measuring.estimates import median
 from tf_adapters.schedule.ir import Action
@@ -19,38 +19,28 @@ if TYPE_CHECKING:
     import torch
 
 
-class Clock(Protocol):
-    """Marks moments and measures the time between two marks."""
+class Clock:
+    """Marks moments and measures the time between two marks.
 
-    device: str
+    This class reads the host's clock. On a CPU that is enough: the work is done when the call returns.
+    """
+
+    device = "cpu"
     """The device's name in reports."""
 
     def mark(self) -> Any:
         """Return a mark of the current moment on the device that runs the work."""
+        return time.perf_counter_ns()
 
     def elapsed_ms(self, start: Any, stop: Any) -> float | None:
-        """Milliseconds between two marks; None if the device has not yet passed ``stop``."""
+        """Return the time between two marks in ms; None if the device has not yet passed ``stop``."""
+        return (stop - start) / 1e6  # type: ignore[no-any-return]
 
     def synchronize(self) -> None:
         """Wait until every mark has been passed."""
 
 
-class HostClock:
-    """The clock for a CPU, where work is done when the call returns."""
-
-    device = "cpu"
-
-    def mark(self) -> int:
-        return time.perf_counter_ns()
-
-    def elapsed_ms(self, start: int, stop: int) -> float:
-        return (stop - start) / 1e6
-
-    def synchronize(self) -> None:
-        return None
-
-
-class DeviceClock:
+class DeviceClock(Clock):
     """Events in the current stream of one accelerator. Recording an event takes microseconds and does not wait.
 
     The process's current device may be another one if the host names the stage's device in every call.
@@ -76,8 +66,8 @@ class DeviceClock:
         self._module.synchronize(self._device)
 
 
-CLOCKS: dict[str, Callable[[], Clock]] = {"cpu": HostClock}
-"""Clocks by type of device, for devices without the streams and events that DeviceClock needs."""
+CLOCKS: dict[str, Callable[[], Clock]] = {"cpu": Clock}
+"""Clocks by type of device. A device that is not named here needs the streams and events of DeviceClock."""
 
 
 def clock_for(device: torch.device) -> Clock:
@@ -85,13 +75,18 @@ def clock_for(device: torch.device) -> Clock:
     return CLOCKS[device.type]() if device.type in CLOCKS else DeviceClock(device)
 
 
-def is_capturing(device: torch.device) -> bool:
-    """Return whether the device's current stream is capturing a graph, which fixes a step for ever."""
+def device_function(device: torch.device, name: str) -> Callable[..., Any] | None:
+    """Return a function of torch's module for an accelerator, such as ``torch.cuda``; None on a CPU or without it."""
     if device.type == "cpu":
-        return False
+        return None
     import torch
 
-    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return getattr(torch.get_device_module(device), name, None)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether the device's current stream is capturing a graph, which fixes a step for ever."""
+    ask = device_function(device, "is_current_stream_capturing")
     return ask is not None and bool(ask())
 
 
@@ -119,20 +114,11 @@ class _Step(NamedTuple):
 
 
 class _Marked(NamedTuple):
-    """Two marks around an action, around a whole step, or from the beginning of one step to that of the next.
+    """Two marks, and the function that takes the ms between them once the device has passed both."""
 
-    An action has the ``step`` that it belongs to. A whole step has a ``step`` and a ``number``, but no action. Without
-    a ``step``, the marks are the beginning of step ``number`` and the beginning of the next step.
-    """
-
-    phase: str
-    action: Action | None
-    share: float
     start: Any
     stop: Any
-    step: _Step | None
-    number: int = 0
-    inputs_done: Any = None
+    use: Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +143,22 @@ class ActionTimer:
     """
 
     def __init__(self, clock: Clock, keep: int = 256) -> None:
-        self._clock = clock
+        self._clock, self._keep = clock, keep
         self._step = _Step()
+        self._inputs_done: Any = None  # the mark, in the action that runs
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all samples. Steps are counted on."""
+        keep = self._keep
         self._pending: deque[_Marked] = deque()
         self._actions: dict[tuple[str, Action], deque[Sample]] = defaultdict(lambda: deque(maxlen=keep))
-        self._inputs_done: Any = None  # the mark, in the action that runs
         self._steps: dict[str, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=keep))
-        self._newest_step_ms: float | None = None
+        self.newest_step_ms: float | None = None
+        """Duration of the newest step that has been drained, ms."""
         self._trace: dict[Action, Interval] = {}
         self._traces: dict[tuple[str, int], deque[tuple[int, Trace]]] = defaultdict(lambda: deque(maxlen=_TRACES))
-        self._ended: _Marked | None = None  # the newest step
+        self._ended: tuple[int, Any] | None = None  # number of the newest step, and the mark of its beginning
         self._until_next: deque[tuple[int, float]] = deque(maxlen=2 * _TRACES)
 
     @property
@@ -179,8 +171,18 @@ class ActionTimer:
         """Time the block as one run of ``action``. A block that raises leaves no sample."""
         start, self._inputs_done = self._clock.mark(), None
         yield
-        stop, step = self._clock.mark(), self._step
-        self._pending.append(_Marked(phase, action, share, start, stop=stop, step=step, inputs_done=self._inputs_done))
+        stop, step, inputs_done = self._clock.mark(), self._step, self._inputs_done
+
+        def add(ms: float) -> None:
+            inputs_ms = None if inputs_done is None else self._clock.elapsed_ms(start, inputs_done)
+            first_part = inputs_ms / ms if inputs_ms is not None and ms > 0.0 else None
+            sample = Sample(share, ms, step.ordinal, step.microbatches, first_part=first_part)
+            self._actions[phase, action].append(sample)
+            if step.origin is not None:
+                begin = self._clock.elapsed_ms(step.origin, start) or 0.0
+                self._trace[action] = Interval(begin, begin + ms)
+
+        self._pending.append(_Marked(start, stop, add))
 
     def input_gradients_done(self) -> None:
         """From here to its end, the action that is being timed computes weight gradients."""
@@ -188,18 +190,25 @@ class ActionTimer:
 
     def start_step(self, microbatches: int = 0) -> Any:
         begin = self._clock.mark()
-        if (ended := self._ended) is not None:
-            self._pending.append(ended._replace(stop=begin, step=None))
+        if self._ended is not None:
+            number, start = self._ended
+            self._pending.append(_Marked(start, begin, lambda ms: self._until_next.append((number, ms))))
             self._ended = None
         self._step = _Step(begin, self._step.ordinal + 1, microbatches)
         return begin
 
     def stop_step(self, phase: str, start: Any, step: int) -> None:
         """Note that step number ``step``, the same on all ranks, has ended."""
-        self._ended = _Marked(
-            phase, None, share=0.0, start=start, stop=self._clock.mark(), step=self._step, number=step
-        )
-        self._pending.append(self._ended)
+        microbatches = self._step.microbatches
+
+        def add(ms: float) -> None:
+            self._steps[phase].append((microbatches, ms))
+            self.newest_step_ms = ms
+            self._traces[phase, microbatches].append((step, self._trace))
+            self._trace = {}
+
+        self._pending.append(_Marked(start, self._clock.mark(), add))
+        self._ended = step, start
         self._step = self._step._replace(origin=None)
 
     def drain(self, wait: bool = False) -> None:
@@ -207,28 +216,12 @@ class ActionTimer:
         if wait:
             self._clock.synchronize()
         while self._pending:
-            marked = self._pending[0]
-            elapsed = self._clock.elapsed_ms(marked.start, marked.stop)
-            if elapsed is None:
+            start, stop, use = self._pending[0]
+            elapsed_ms = self._clock.elapsed_ms(start, stop)
+            if elapsed_ms is None:
                 return
             self._pending.popleft()
-            step = marked.step
-            if step is None:
-                self._until_next.append((marked.number, elapsed))
-                continue
-            if marked.action is None:
-                self._steps[marked.phase].append((step.microbatches, elapsed))
-                self._newest_step_ms = elapsed
-                self._traces[marked.phase, step.microbatches].append((marked.number, self._trace))
-                self._trace = {}
-                continue
-            inputs = None if marked.inputs_done is None else self._clock.elapsed_ms(marked.start, marked.inputs_done)
-            first_part = inputs / elapsed if inputs is not None and elapsed > 0.0 else None
-            sample = Sample(marked.share, elapsed, step.ordinal, step.microbatches, first_part=first_part)
-            self._actions[marked.phase, marked.action].append(sample)
-            if step.origin is not None:
-                begin = self._clock.elapsed_ms(step.origin, marked.start) or 0.0
-                self._trace[marked.action] = Interval(begin, begin + elapsed)
+            use(elapsed_ms)
 
     def samples(self, phase: str, action: Action, microbatches: int | None = None) -> tuple[Sample, ...]:
         every = self._actions.get((phase, action), ())
@@ -242,11 +235,11 @@ class ActionTimer:
         return tuple(sorted(action for sampled, action in self._actions if sampled == phase))
 
     def traces(self, phase: str, microbatches: int) -> tuple[tuple[int, Trace], ...]:
-        """Newest steps of a phase with their numbers, in order. Ranks may have drained different numbers of steps."""
+        """Return the newest steps of a phase with their numbers. Ranks may have drained different numbers of steps."""
         return tuple(self._traces.get((phase, microbatches), ()))
 
     def until_next(self) -> dict[int, float]:
-        """By number of a step, the time from its beginning to that of the next step, on this rank; ms, newest steps."""
+        """Return the ms from the beginning of each of this rank's newest steps to that of the next, by number."""
         return dict(self._until_next)
 
     def step_ms(self, phase: str, microbatches: int | None = None) -> float | None:
@@ -256,18 +249,3 @@ class ActionTimer:
     def steps_ms(self, phase: str, microbatches: int | None = None) -> tuple[float, ...]:
         """Durations of this rank's newest steps in a phase, ms, in order."""
         return tuple(ms for number, ms in self._steps.get(phase, ()) if microbatches in (None, number))
-
-    @property
-    def newest_step_ms(self) -> float | None:
-        """Duration of the newest step that has been drained, ms."""
-        return self._newest_step_ms
-
-    def clear(self) -> None:
-        self._pending.clear()
-        self._actions.clear()
-        self._steps.clear()
-        self._newest_step_ms = None
-        self._trace = {}
-        self._traces.clear()
-        self._ended = None
-        self._until_next.clear()

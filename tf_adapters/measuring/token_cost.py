@@ -6,24 +6,23 @@ gradients' time that a stage saves. ``kept`` converts it to the share of the tok
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import PlainSerializer, PlainValidator
 
-from tf_adapters.measuring.estimates import median, merged, weighted_median
+from tf_adapters.measuring.estimates import median, weighted_median
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.schedule.ir import Action
 
 if TYPE_CHECKING:  # the planner imports this module, and no torch
     from tf_adapters.measuring.timer import ActionTimer
 
-__all__ = ["CostPair", "TokenCost", "measured_token_cost", "slowest_cost", "slowest_costs"]
+__all__ = ["CostPair", "TokenCost", "measured_token_cost", "slower_cost"]
 
 _LEAST_KEPT = 1 / 4
 """The least share of the tokens. A sample's noise is proportional to ``1 / kept - 1``. A plan without a target asks for
@@ -77,18 +76,8 @@ def _cost(value: Any) -> TokenCost:
 CostPair = Annotated[TokenCost, PlainValidator(_cost), PlainSerializer(lambda cost: [cost.fixed, cost.per_token])]
 
 
-def slowest_cost(costs: Iterable[TokenCost]) -> TokenCost | None:
-    """Return the larger of each figure; None without costs."""
-    every = tuple(costs)
-    return functools.reduce(_slower, every) if every else None
-
-
-def slowest_costs(ranks: Iterable[Mapping[int, TokenCost]]) -> dict[int, TokenCost]:
-    """Return, for each stage, the larger figures of its replicas."""
-    return merged(ranks, _slower)
-
-
-def _slower(a: TokenCost, b: TokenCost) -> TokenCost:
+def slower_cost(a: TokenCost, b: TokenCost) -> TokenCost:
+    """Return the larger of each figure."""
     return TokenCost(max(a.fixed, b.fixed), max(a.per_token, b.per_token))
 
 
@@ -105,7 +94,7 @@ def measured_token_cost(timer: ActionTimer, upper: Mapping[Action, float]) -> To
         for (a_kept, a_left), (b_kept, b_left) in itertools.combinations(points, 2)
         if abs(b_kept - a_kept) >= _APART
     ]
-    per_token = max(_APART, weighted_median(*zip(*slopes, strict=True))) if slopes else 1.0
+    per_token = max(_APART, weighted_median(slopes)) if slopes else 1.0
     fixed = statistics.median(left - per_token * kept for kept, left in points)
     return TokenCost(max(0.0, fixed), per_token)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tf_adapters.measuring.estimates import median
+from tf_adapters.measuring.estimates import grouped, median
 from tf_adapters.measuring.timer import ActionTimer, Interval, Trace
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule, SendWait
 
@@ -77,9 +77,7 @@ def measure_gaps(schedule: PipelineSchedule, steps: Sequence[Trace]) -> Gaps:
     before, source = schedule.before, schedule.source
     of_steps = [aligned(schedule, step) for step in steps]
     waits = [wait for wait in schedule.send_waits if _holds(wait, [on_one_clock for on_one_clock, _ in of_steps])]
-    posted: dict[Action, list[Action]] = {}
-    for wait in waits:
-        posted.setdefault(wait.blocked, []).append(wait.posted)
+    posted = grouped((wait.blocked, wait.posted) for wait in waits)
     lags: dict[tuple[int, Kind], list[_Lag]] = {}
     for on_one_clock, began in of_steps:
         for action, interval in on_one_clock.items():

@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 import reprlib
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Annotated, Any
 
 from pydantic import Field, StrictBool
 
 from tf_adapters.errors import PlanInputError
 from tf_adapters.measuring.measurement import Measurement
-from tf_adapters.measuring.token_cost import TokenCost, slowest_cost
+from tf_adapters.measuring.token_cost import TokenCost, slower_cost
 from tf_adapters.schedule.durations import Ratio, Time
 from tf_adapters.values import Value
 
@@ -79,7 +79,8 @@ class PlanProblem:
     @cached_property
     def token_cost(self) -> TokenCost | None:
         """The largest of the stages' costs; None where no tokens are sampled."""
-        return slowest_cost(self.measurement.token_costs.values())
+        costs = self.measurement.token_costs.values()
+        return reduce(slower_cost, costs) if costs else None
 
     @property
     def most_frozen(self) -> float:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tf_adapters.measuring.timer import CLOCKS, HostClock
+from tf_adapters.measuring.timer import CLOCKS, Clock
 
 __all__ = ["EmulatedClock", "emulated"]
 
 
-class EmulatedClock(HostClock):
+class EmulatedClock(Clock):
     """This machine's clock, while operations or messages last as long as on a device that is not there."""
 
     device = "emulated"

@@ -11,6 +11,7 @@ from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.measuring.batch_times import batch_times, with_replicas
 from tf_adapters.measuring.between_steps import between_steps
 from tf_adapters.measuring.compact import PackedBounds, PackedTraces
+from tf_adapters.measuring.estimates import merged
 from tf_adapters.measuring.freeze_response import Group, StageTimes, measured_times
 from tf_adapters.measuring.learning import Learning, Probe
 from tf_adapters.measuring.measurement import NOTHING_MEASURED, Measurement
@@ -18,7 +19,7 @@ from tf_adapters.measuring.memory import MemoryMeter
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.measuring.replica_bounds import merge_bounds, slowest_durations
 from tf_adapters.measuring.timer import ActionTimer
-from tf_adapters.measuring.token_cost import TokenCost, slowest_costs
+from tf_adapters.measuring.token_cost import TokenCost, slower_cost
 from tf_adapters.measuring.transfers import complete_steps, local_traces, measure_gaps
 from tf_adapters.planner.forecast import Forecast, forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
@@ -147,13 +148,13 @@ class PlanMaker:
 
         def merge(ranks: Sequence[_Local]) -> tuple[Packed, tuple[str, ...]]:
             detailed = [rank.bounds.unpack(schedule) for rank in ranks if rank.bounds]
-            merged, notes = merge_bounds(schedule, detailed, [rank.means for rank in ranks])
-            times = findings.without_overhead(merged)
+            bounds, notes = merge_bounds(schedule, detailed, [rank.means for rank in ranks])
+            times = findings.without_overhead(bounds)
             traces = [rank.traces for rank in ranks if rank.traces]
             traced_steps = complete_steps(schedule, [of_rank.unpack(schedule) for of_rank in traces])
             steps = list(traced_steps.values())
             self._steps, gaps = slowest_durations(steps, detailed, times), measure_gaps(schedule, steps)
-            costs = slowest_costs([rank.token_costs for rank in ranks])
+            costs = merged((rank.token_costs for rank in ranks), slower_cost)
             learning = self._run.learning(schedule, [rank.probes for rank in ranks], costs)
             between = between_steps(schedule, traced_steps, traces)
             known = Measurement(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from schedules import one_f_one_b
 
+from tf_adapters.collectives import Collectives
 from tf_adapters.errors import ScheduleError
 from tf_adapters.megatron.schedules import PipelinePosition, actions_of_order, local_row, translate
 from tf_adapters.megatron.send_waits import Row, send_waits
@@ -209,7 +210,7 @@ def test_the_last_rank_goes_back_as_soon_as_it_has_the_loss(chunks: int) -> None
 # --- all ranks together ----------------------------------------------------------------------------------------
 
 
-class Ranks:
+class Ranks(Collectives):
     """Collectives that answer with what the other ranks are told to have sent."""
 
     def __init__(self, rank: int, rows: Sequence[tuple[int, Row]]) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 
 import megatron_patches
 import tf_adapters.megatron
-from tf_adapters.collectives import SingleProcess
+from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError, TimelyFreezeError, UnsupportedError
 from tf_adapters.megatron import entry, support
@@ -365,7 +365,7 @@ def test_what_is_supported_is_accepted(settings: dict[str, Any]) -> None:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One rank without a process group."""
-    monkeypatch.setattr(entry, "ProcessGroupCollectives", SingleProcess)
+    monkeypatch.setattr(entry, "ProcessGroupCollectives", Collectives)
     yield
     megatron_patches.revert_all()
 

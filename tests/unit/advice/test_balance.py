@@ -16,7 +16,7 @@ from tf_adapters.cli import main
 from tf_adapters.cli.balance import say_it
 from tf_adapters.hosts.layers import layers_of
 from tf_adapters.measuring.layer_times import LayerTimer
-from tf_adapters.measuring.timer import HostClock
+from tf_adapters.measuring.timer import Clock
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.schedule.orders import one_forward_one_backward
@@ -24,7 +24,7 @@ from tf_adapters.schedule.orders import one_forward_one_backward
 STAGES, MICROBATCHES = 3, 4
 
 
-class Clock(HostClock):
+class CountedClock(Clock):
     """A millisecond passes between two marks, and as long as a layer says."""
 
     now = 0
@@ -37,7 +37,7 @@ class Clock(HostClock):
 class Wait(torch.nn.Linear):
     """A layer that takes so many ms in its forward and twice that in its backward."""
 
-    def __init__(self, clock: Clock, ms: int) -> None:
+    def __init__(self, clock: CountedClock, ms: int) -> None:
         super().__init__(4, 4)
         self._clock, self._ms = clock, ms
 
@@ -80,7 +80,7 @@ def test_layers_are_the_members_of_the_outermost_lists_and_what_stands_beside_th
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 def test_the_time_between_two_marks_is_the_first_ones_layer(recomputed):
-    clock = Clock()
+    clock = CountedClock()
     stage = torch.nn.Sequential(Wait(clock, 10), Wait(clock, 40))
     timer = LayerTimer(layers := {0: layers_of(stage)}, clock)
     timer.on(layers)
@@ -103,7 +103,7 @@ def test_the_time_between_two_marks_is_the_first_ones_layer(recomputed):
 
 
 def test_weight_gradients_that_are_computed_apart_are_spread_by_parameters():
-    clock = Clock()
+    clock = CountedClock()
     stage = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 12))
     timer = LayerTimer(layers := {0: layers_of(stage)}, clock)
     timer.on(layers)
@@ -118,7 +118,7 @@ def test_weight_gradients_that_are_computed_apart_are_spread_by_parameters():
 
 
 def test_what_fails_leaves_no_sample():
-    timer = LayerTimer({0: {}}, Clock())
+    timer = LayerTimer({0: {}}, CountedClock())
     timer.on({0: {}})
     with pytest.raises(KeyError), timer.timed(Action(0, Kind.FORWARD, 0)):
         raise KeyError

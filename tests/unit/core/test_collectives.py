@@ -13,9 +13,9 @@ import torch.distributed as dist
 from rank_pools import fork_ranks
 
 from tf_adapters.collectives import (
+    Collectives,
     ProcessGroupCollectives,
     RemoteError,
-    SingleProcess,
     decide_from_all,
     on_all_ranks,
     on_one_rank,
@@ -284,9 +284,9 @@ def _timeout(group: Any) -> timedelta:
 
 
 def test_a_single_process_needs_no_group() -> None:
-    assert on_all_ranks(SingleProcess(), lambda: 3) == [3]
-    assert on_one_rank(SingleProcess(), lambda: 3) == 3
+    assert on_all_ranks(Collectives(), lambda: 3) == [3]
+    assert on_one_rank(Collectives(), lambda: 3) == 3
     with pytest.raises(ConfigError, match=r"^x is 3$"):
-        on_all_ranks(SingleProcess(), lambda: _do(ConfigError("x is 3")))
+        on_all_ranks(Collectives(), lambda: _do(ConfigError("x is 3")))
     with pytest.raises(RemoteError, match=r"^ValueError: v$"):
-        on_one_rank(SingleProcess(), lambda: _do(ValueError("v")))
+        on_one_rank(Collectives(), lambda: _do(ValueError("v")))

@@ -117,7 +117,7 @@ def test_a_wrong_setting_is_one_line_that_names_field_value_and_what_is_allowed(
         ("report_every", 10),
     ],
 )
-def test_a_setting_of_version_2_is_ignored_and_one_line_says_what_to_do(name, value, caplog):
+def test_a_retired_setting_is_ignored_and_one_line_says_what_to_do(name, value, caplog):
     _say_retired.cache_clear()
     for _ in range(2):
         assert TimelyFreezeConfig.parse({name: value, "seed": 7}) == TimelyFreezeConfig(seed=7)

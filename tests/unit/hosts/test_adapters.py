@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatron_patches.patch import PatchError
-from tf_adapters.collectives import SingleProcess
+from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError, UnsupportedError
 from tf_adapters.hosts.adapter import HostAdapter, attach_once
@@ -38,7 +38,7 @@ class ToyAdapter(HostAdapter):
 
     def __init__(self, model: Model, config: TimelyFreezeConfig) -> None:
         self.model = model
-        super().__init__(config, SingleProcess(), self._describe)
+        super().__init__(config, Collectives(), self._describe)
 
     def _describe(self) -> HostPipeline:
         parameters = {0: dict(self.model.named_parameters())}
@@ -51,7 +51,7 @@ class ToyAdapter(HostAdapter):
 def attach(model: Model, folder: Path, **settings: Any) -> ToyAdapter:
     config = TimelyFreezeConfig(goal="paper", output_dir=str(folder), **settings)
     adapter = attach_once(
-        SingleProcess,
+        Collectives,
         HOST,
         existing=vars(model).get("timely_freeze"),
         given=config,

@@ -42,7 +42,7 @@ def test_one_of_a_kind_is_what_was_measured():
 
 
 def test_the_weighted_median_has_half_of_the_weight_on_either_side() -> None:
-    assert weighted_median([3.0, 1.0, 2.0], [1.0, 1.0, 1.0]) == 2.0
-    assert weighted_median([3.0, 1.0, 2.0], [5.0, 1.0, 1.0]) == 3.0
-    assert weighted_median([1.0, 2.0], [1.0, 1.0]) == 1.0
-    assert weighted_median([4.0], [0.5]) == 4.0
+    assert weighted_median([(3.0, 1.0), (1.0, 1.0), (2.0, 1.0)]) == 2.0
+    assert weighted_median([(3.0, 5.0), (1.0, 1.0), (2.0, 1.0)]) == 3.0
+    assert weighted_median([(1.0, 1.0), (2.0, 1.0)]) == 1.0
+    assert weighted_median([(4.0, 0.5)]) == 4.0

@@ -140,7 +140,7 @@ def test_a_step_that_something_else_held_up_moves_nothing() -> None:
 def test_what_slows_whole_steps_down_cancels() -> None:
     paces = np.random.default_rng(1).uniform(0.7, 1.4, size=10)
     busy = monitored(10, lambda share: 20 - 10 * share, 0.01, pace=lambda step: float(paces[step])).times()
-    assert busy.responses[1, Kind.BACKWARD].saved == pytest.approx(0.5, rel=0.02)
+    assert busy.responses[1, Kind.BACKWARD].value == pytest.approx(0.5, rel=0.02)
     assert busy.error > 0.05  # of the unfrozen times: monitoring goes on
 
 

@@ -16,7 +16,7 @@ import pytest
 from one_rank import HOST, train
 from schedules import gpipe
 
-from tf_adapters.collectives import SingleProcess
+from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError, UnsupportedError
 from tf_adapters.hosts.agreement import agree_on_settings
@@ -57,7 +57,7 @@ def accept(_: TimelyFreezeConfig) -> None:
 
 def test_disabled_is_in_the_report(tmp_path: Path) -> None:
     config = TimelyFreezeConfig(enabled=False, output_dir=str(tmp_path))
-    assert agree_on_settings(SingleProcess(), HOST, lambda: config, accept) is None
+    assert agree_on_settings(Collectives(), HOST, lambda: config, accept) is None
     report = report_of(tmp_path)
     assert (report.status, report.note) == ("disabled", ('"enabled" is false',))
 
@@ -67,7 +67,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Pa
     file.write_text("")
     config = TimelyFreezeConfig(output_dir=str(file))
     with pytest.raises(ConfigError, match=r"timely_freeze\.output_dir is .*file.*allowed is a folder"):
-        agree_on_settings(SingleProcess(), HOST, lambda: config, accept)
+        agree_on_settings(Collectives(), HOST, lambda: config, accept)
 
 
 def test_the_result_is_logged_once_in_stable_freezing_and_at_the_end(
@@ -215,7 +215,7 @@ def test_figures_are_of_the_step_that_ran(method: str, tmp_path: Path) -> None:
     assert len({*shares}) > 1  # something was to be seen
 
 
-class Recorded(SingleProcess):
+class Recorded(Collectives):
     """Two ranks, this the one of the given number, of which the other does the same; it records what is called."""
 
     def __init__(self, rank: int) -> None:

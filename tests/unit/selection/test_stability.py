@@ -11,7 +11,7 @@ import pytest
 import torch
 from schedules import one_f_one_b
 
-from tf_adapters.collectives import RemoteError, SingleProcess
+from tf_adapters.collectives import Collectives, RemoteError
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.report.observer import RunReporter
@@ -47,7 +47,7 @@ def controller_of(parameters: Any, output_dir: Any, **settings: Any) -> Controll
     config = TimelyFreezeConfig(**{**SETTINGS, "output_dir": str(output_dir), **settings})
     units = {stage: tensor_units(of_stage) for stage, of_stage in parameters.items()}
     pipeline = HostPipeline(HostInfo("test", "0"), one_f_one_b(2, MICROBATCHES), units, parameters)
-    return Controller(config, pipeline, SingleProcess(), RunReporter(SingleProcess()))
+    return Controller(config, pipeline, Collectives(), RunReporter(Collectives()))
 
 
 def ratio_of(controller: Controller, action: Action) -> float:
@@ -220,20 +220,20 @@ def test_a_failure_while_reading_is_the_same_on_all_ranks() -> None:
         raise RuntimeError("no such shard")
 
     with pytest.raises(RemoteError, match="no such shard"):
-        checks_of(fails, SingleProcess()).run(StabilityState(), 3, 0)
+        checks_of(fails, Collectives()).run(StabilityState(), 3, 0)
 
 
 @pytest.mark.parametrize(("step", "due"), [(9, False), (10, True), (11, False), (13, True), (14, False)])
 def test_checks_are_due_every_interval_from_where_freezing_starts(step: int, due: bool) -> None:
-    checks = checks_of(None, SingleProcess(), stability_check_interval=3)
+    checks = checks_of(None, Collectives(), stability_check_interval=3)
     assert checks.due(step, 10) is due
-    assert not checks_of(None, SingleProcess(), method="timely", stability_check_interval=3).due(step, 10)
+    assert not checks_of(None, Collectives(), method="timely", stability_check_interval=3).due(step, 10)
 
 
 def test_after_another_sharding_the_model_is_only_read_and_what_is_stable_stays() -> None:
     parameters = weights()
     part: tuple[int, ...] = ()
-    checks = checks_of(lambda stage, name: (ParameterPiece(parameters[stage][name], part),), SingleProcess())
+    checks = checks_of(lambda stage, name: (ParameterPiece(parameters[stage][name], part),), Collectives())
     state = checks.run(StabilityState(), 0, 0)
     state = replace(state, checks=3, stable={0: frozenset({1})}, memory={"trend": np.ones(8)})
     part = (5,)

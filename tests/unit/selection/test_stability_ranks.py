@@ -267,7 +267,7 @@ def test_what_was_never_read_is_never_stable(monkeypatch: pytest.MonkeyPatch) ->
     for method in ("timely+apf", "autofreeze"):
         config = TimelyFreezeConfig(**{**SETTINGS, "method": method, "autofreeze_percentile": 50.0})
         held = lambda stage, name: [ParameterPiece(values[name])]  # noqa: E731
-        checks = StabilityChecks(config, units, [0], held, messages.SingleProcess())
+        checks = StabilityChecks(config, units, [0], held, messages.Collectives())
         state = StabilityState()
         for step in range(3):
             state = checks.run(state, step, 0)

@@ -16,7 +16,7 @@ from problems import plan_problem
 from schedules import gpipe, one_f_one_b
 
 import tf_adapters.training.plan_maker as planning
-from tf_adapters.collectives import SingleProcess
+from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import SolverError
 from tf_adapters.measuring.learning import Learning, StageLearning
@@ -43,7 +43,7 @@ def controller_of(folder: Path, microbatches: int = 4, **settings: Any) -> Contr
     config = TimelyFreezeConfig(**{**lengths, "output_dir": str(folder), "replan_threshold": 0.0, **settings})
     units = {stage: tensor_units(parameters) for stage, parameters in named.items()}
     pipeline = HostPipeline(HostInfo("test", "0"), order(microbatches), units, named, clock=FakeClock())
-    return Controller(config, pipeline, SingleProcess(), RunReporter(SingleProcess()))
+    return Controller(config, pipeline, Collectives(), RunReporter(Collectives()))
 
 
 def order(microbatches: int) -> PipelineSchedule:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from schedules import gpipe
 
-from tf_adapters.collectives import SingleProcess
+from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.schedule.ir import Kind, PipelineSchedule
@@ -38,7 +38,7 @@ def steps(
     taps = {0: StageTaps(model, plain_layer)}
     taps[0].install()
     pipeline = HostPipeline(HostInfo("test", "0"), schedule, {0: tensor_units(parameters[0])}, parameters, taps=taps)
-    controller = Controller(config, pipeline, SingleProcess())
+    controller = Controller(config, pipeline, Collectives())
     inputs = torch.randn(2, 3, 4)
     seen: dict[Phase, set[tuple[int, bool]]] = {}
     for number in range(6):

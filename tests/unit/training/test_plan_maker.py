@@ -16,7 +16,7 @@ from one_rank import train
 from schedules import gpipe
 
 import tf_adapters.training.plan_maker as planning
-from tf_adapters.collectives import SingleProcess
+from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import SolverError
 from tf_adapters.measuring.phase import Phase
@@ -152,7 +152,7 @@ def planner_of(**settings: Any) -> planning.PlanMaker:
     units = {stage: [FreezeUnit(("weight",), 1.0, (1,))] for stage in range(2)}
     pipeline = HostPipeline(HostInfo("host", "1"), SCHEDULE, units={}, parameters={}, moves_forwards=True)
     return planning.PlanMaker(
-        planning.RunSetup(config, SingleProcess(), pipeline, StageMasks(units, seed=0), probes=dict)
+        planning.RunSetup(config, Collectives(), pipeline, StageMasks(units, seed=0), probes=dict)
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from clocks import Filled
 from schedules import gpipe
 
-from tf_adapters.collectives import SingleProcess
+from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.measuring.phase import Phase
@@ -44,7 +44,7 @@ def stable(factors: dict[int, float], share: float = 0.5, steps: int = 3) -> Fil
 def watch(**settings: Any) -> Replanning:
     masks = StageMasks({stage: [FreezeUnit(("weight",), 1.0, (1,))] for stage in range(2)}, seed=0)
     pipeline = HostPipeline(HostInfo("host", "1"), SCHEDULE, units={}, parameters={})
-    setup = RunSetup(TimelyFreezeConfig(goal="paper", **settings), SingleProcess(), pipeline, masks, probes=dict)
+    setup = RunSetup(TimelyFreezeConfig(goal="paper", **settings), Collectives(), pipeline, masks, probes=dict)
     return Replanning(setup)
 
 

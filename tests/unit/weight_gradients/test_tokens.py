@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
 from tf_adapters.measuring.timer import ActionTimer
-from tf_adapters.measuring.token_cost import TokenCost, measured_token_cost, slowest_costs
+from tf_adapters.measuring.token_cost import TokenCost, measured_token_cost, slower_cost
 from tf_adapters.schedule.ir import Action
 from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.selection.masks import StageMasks
@@ -206,8 +206,7 @@ def test_the_cost_is_measured_whatever_the_pace_of_the_steps(cost: TokenCost) ->
 
 
 def test_a_stage_is_as_slow_as_its_slowest_replica() -> None:
-    ranks = [{0: TokenCost(0.1, 1.0)}, {0: TokenCost(0.2, 0.9), 1: TokenCost()}]
-    assert slowest_costs(ranks) == {0: TokenCost(0.2, 1.0), 1: TokenCost()}
+    assert slower_cost(TokenCost(0.1, 1.0), TokenCost(0.2, 0.9)) == TokenCost(0.2, 1.0)
 
 
 @pytest.mark.parametrize("method", ["timely+apf", "timely+autofreeze", "apf", "autofreeze"])
