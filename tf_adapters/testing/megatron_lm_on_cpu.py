@@ -16,8 +16,10 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from tf_adapters.hosts.launcher import run_command
+import torch
+
 from tf_adapters.testing import megatron_on_cpu, transformer_engine_on_cpu
+from tf_adapters.testing.after_import import run_prepared
 
 _ENGINE = "--transformer-engine"
 
@@ -32,19 +34,10 @@ def install(engine: bool = False) -> None:
     megatron_on_cpu.spawn_without_the_script()
 
 
-def main() -> None:
-    """Run the script or ``-m module`` that the arguments name."""
+if __name__ == "__main__":
     engine = sys.argv[1:2] == [_ENGINE]
-    arguments = sys.argv[2 if engine else 1 :]
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__)
-        raise SystemExit(0 if arguments else 2)
-    run_command(arguments, partial(install, engine))
-    import torch.distributed
-
+    if engine:
+        del sys.argv[1]
+    run_prepared(partial(install, engine), __doc__)
     if torch.distributed.is_initialized():  # else gloo's threads may abort the process at its end
         torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
