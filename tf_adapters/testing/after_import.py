@@ -47,7 +47,9 @@ class AbsentTriton(Mock):
 
 
 def run_prepared(install: Callable[[], None], usage: str | None) -> None:
-    """Call ``install``, then run the script or ``-m module`` in the arguments; without one, exit with ``usage``."""
-    if sys.argv[1:] in ([], ["-m"], ["-h"], ["--help"]):
-        raise SystemExit(usage)
-    run_command(sys.argv[1:], install)
+    """Call ``install``, then run the script or ``-m module`` in the arguments. Without one, print ``usage`` and exit."""
+    arguments = sys.argv[1:]
+    if arguments in ([], ["-m"], ["-h"], ["--help"]):
+        print(usage)
+        raise SystemExit(0 if arguments in (["-h"], ["--help"]) else 2)
+    run_command(arguments, install)

@@ -207,11 +207,11 @@ def _gated(function: Activation, x: Tensor) -> Tensor:
     return function(first) * second
 
 
-def _quick_gelu(x: Tensor) -> Tensor:
+def _qgelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-def _squared_relu(x: Tensor) -> Tensor:
+def _srelu(x: Tensor) -> Tensor:
     return relu(x).square()
 
 
@@ -225,13 +225,14 @@ def _derivative(function: Activation, gradient: Tensor, x: Tensor) -> Tensor:
 
 def activations() -> dict[str, Callable[..., Any]]:
     """Return each activation and its derivative by the extension's names."""
-    plain = {"gelu": _gelu, "relu": relu, "qgelu": _quick_gelu, "srelu": _squared_relu, "silu": silu}
-    gates = {"glu": torch.sigmoid, "geglu": _gelu, "reglu": relu, "qgeglu": _quick_gelu}
-    gates |= {"sreglu": _squared_relu, "swiglu": silu}
+    plain: dict[str, Activation] = {"gelu": _gelu, "relu": relu, "qgelu": _qgelu, "srelu": _srelu, "silu": silu}
+    gates: dict[str, Activation] = {"glu": torch.sigmoid, "geglu": _gelu, "reglu": relu, "qgeglu": _qgelu}
+    gates |= {"sreglu": _srelu, "swiglu": silu}
     functions = plain | {name: functools.partial(_gated, gate) for name, gate in gates.items()}
-    forwards = {name: functools.partial(_activate, function) for name, function in functions.items()}
-    backwards = {f"d{name}": functools.partial(_differentiate, function) for name, function in functions.items()}
-    return forwards | backwards
+    return {
+        **{name: functools.partial(_activate, function) for name, function in functions.items()},
+        **{f"d{name}": functools.partial(_differentiate, function) for name, function in functions.items()},
+    }
 
 
 def _activate(function: Activation, x: Tensor, quantizer: Any = None) -> Tensor:

@@ -67,7 +67,7 @@ def install() -> None:
 
 
 def _device(device: Any) -> torch.device:
-    """The CPU for whatever names a device, such as its number; "meta" stays."""
+    """Return the CPU for a device of any name or number, except "meta"."""
     named = isinstance(device, (str, torch.device)) and torch.device(device).type == "meta"
     return torch.device("meta" if named else "cpu")
 
