@@ -47,7 +47,7 @@ class AbsentTriton(Mock):
 
 
 def run_prepared(install: Callable[[], None], usage: str | None) -> None:
-    """Call ``install``, then run the script or ``-m module`` in the arguments. Without one, print ``usage`` and exit."""
+    """Call ``install``, then run the script or ``-m module`` in the arguments; without one, print ``usage``."""
     arguments = sys.argv[1:]
     if arguments in ([], ["-m"], ["-h"], ["--help"]):
         print(usage)
