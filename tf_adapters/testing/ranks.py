@@ -157,11 +157,11 @@ def _serve(
         OMP_NUM_THREADS="1",
     )
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _answer_call(connection, _join, setup)
+    _answer_call(connection, _join, (setup,))
     with suppress(EOFError):
         while True:
             function, args = connection.recv()
-            _answer_call(connection, _call, function, args, teardown)
+            _answer_call(connection, _call, (function, args, teardown))
 
 
 def _end_with_parent() -> None:
@@ -188,7 +188,7 @@ def _join(setup: Callable[[], None] | None) -> None:
         torch.distributed.init_process_group("gloo")
 
 
-def _answer_call(connection: Connection, function: Callable[..., Any], *args: Any) -> None:
+def _answer_call(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
         answer = _packed((function(*args), None))
     except Exception:
