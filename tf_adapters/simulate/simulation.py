@@ -54,8 +54,8 @@ class SweepPoint:
 class GoalPoint:
     """The plan of a goal, with ``extra_microbatches`` more in memory than the host holds.
 
-    ``held`` is the largest number of microbatches in a rank's memory. ``mean_freeze_ratio`` in [0, 1] is the share of
-    weight gradients that is skipped, or the share of their time that sampling saves.
+    ``held`` is the largest number of microbatches in a rank's memory, each of all the rank's layers.
+    ``mean_freeze_ratio`` in [0, 1] is the share of weight gradients that is skipped, or of their time that is saved.
     """
 
     goal: str
