@@ -30,9 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "matrix"
 RESULTS = result_file("hosts/matrix.json")
 PAGE = ROOT / "docs" / "compatibility.md"
-ENGINE = SupportedHost(
-    "Transformer Engine", "transformer-engine", "", oldest="2.4.0", newest="2.20.2", on="megatron-core"
-)
+ENGINE = SupportedHost("Transformer Engine", "transformer-engine", "2.4.0", "2.20.2", on="megatron-core")
 BETWEEN = [(ENGINE.package, "2.10.0")]
 PACKAGES = {host.package: host for host in (*HOSTS, *TRAINERS, ENGINE)}
 HOST_TESTS = {

@@ -15,19 +15,18 @@ from tf_adapters.errors import SolverError, TimelyFreezeError
 __all__ = ["build_parser", "main"]
 
 _SUBCOMMANDS = tuple(f"tf_adapters.cli.{name}" for name in ("plan", "simulate", "show", "balance", "configs", "doctor"))
-"""Modules with ``add_parser(subparsers)``, which sets ``run``: from the arguments to an exit status. Errors of ours are
-one line on stderr, and status 2, or 1 where the solver failed."""
+"""Modules with ``add_parser(subparsers)``. It sets ``run``, which takes the arguments and returns the exit status."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A page of usage would hide the one line that says what is wrong."""
+    """Prints one line for a wrong argument: a page of usage would hide it."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with every subcommand; theirs end with one line for wrong arguments too."""
+    """Return the parser with every subcommand."""
     parser = _Parser(prog="tf-adapters", description="TimelyFreeze for pipeline-parallel training: plan, look, check.")
     parser.add_argument("--version", action="version", version=f"tf-adapters {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
@@ -37,13 +36,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line and return the exit status.
+
+    Our own errors become one line on stderr; the status is 2, or 1 if the solver failed.
+    """
     args = build_parser().parse_args(argv)
     try:
         status: int = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read the output has seen enough; Python's own flush at exit must not complain either.
+        # The reader of the output has closed it. Python flushes stdout again at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (TimelyFreezeError, OSError) as error:

@@ -1,4 +1,4 @@
-"""``tf-adapters balance REPORT.json``: how the layers had better be spread over the stages, and what that brings."""
+"""``tf-adapters balance REPORT.json``: the best distribution of the layers over the stages, and its gain."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def say_it(host: str, cut: Cut) -> str:
 
 
 def _megatron_layout(cut: Cut) -> str | None:
-    """Megatron's layout: E embeds, t is a decoder layer, L the norm, the output layer and the loss."""
+    """Return Megatron's layout: E for the embedding, t for a decoder layer, L for norm, output layer and loss."""
     stages = []
     for layers in cut.layers:
         tokens = ["t" if re.search(r"\.layers\.\d+$", name) else "E" if "embedding" in name else "L" for name in layers]

@@ -11,7 +11,7 @@ from tf_adapters.errors import ConfigError
 __all__ = ["add_parser", "ready_configs", "run"]
 
 _FOLDER = Path(__file__).resolve().parents[2] / "deepspeed_configs"
-"""Beside the package, in a checkout and in an installed wheel alike."""
+"""Next to the package, in a checkout and in an installed wheel."""
 _DESCRIPTION = """\
 List the ready DeepSpeed configs, each with a "timely_freeze" section; with NAME print one; with --copy write it.
 Exit status: 0, or 2 with one line for a wrong name or a file that cannot be written."""
@@ -35,7 +35,11 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("--copy: give the NAME of the config to copy")
         print("\n".join(ready_configs()))
         return 0
-    text = _text(args.name)
+    configs = ready_configs()
+    wanted = args.name.removesuffix(".json")
+    if wanted not in configs:
+        raise ConfigError(f"NAME is {args.name!r}: allowed are {', '.join(configs)}")
+    text = configs[wanted].read_text(encoding="utf-8")
     if args.copy is None:
         sys.stdout.write(text)
         return 0
@@ -45,17 +49,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def ready_configs() -> dict[str, Path]:
-    """The configs by name, in order: the file's path below the folder, without its ending."""
+    """The files by name, sorted. A name is the path below the folder, without ``.json``."""
     files = sorted(_FOLDER.rglob("*.json"))
     return {file.relative_to(_FOLDER).as_posix().removesuffix(".json"): file for file in files}
-
-
-def _text(name: str) -> str:
-    configs = ready_configs()
-    wanted = name.removesuffix(".json")
-    if wanted not in configs:
-        raise ConfigError(f"NAME is {name!r}: allowed are {', '.join(configs)}")
-    return configs[wanted].read_text(encoding="utf-8")
 
 
 def _write_new(path: Path, text: str) -> None:

@@ -17,17 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-__all__ = [
-    "HOSTS",
-    "TRAINERS",
-    "SupportedHost",
-    "add_parser",
-    "diagnose",
-    "installed_versions",
-    "interrupted_builds",
-    "render",
-    "run",
-]
+__all__ = ["HOSTS", "TRAINERS", "SupportedHost", "add_parser", "run"]
 
 _CORE = {"torch": "2.5", "numpy": "1.26", "ortools": "9.10", "pydantic": "2.6", "scipy": "1.12"}
 _EXTRAS = {"matplotlib": ("plot", "Gantt charts"), "rich": ("cli", "coloured tables")}
@@ -38,41 +28,39 @@ Versions = Mapping[str, str | None]
 
 @dataclass(frozen=True, slots=True)
 class SupportedHost:
-    """A host that has an adapter: what pip is given, the oldest and newest version that the adapter's tests pass with.
+    """A host that has an adapter, and the oldest and newest version with which the adapter's tests pass.
 
-    The README's support table says what works on it. A trainer on top of another host names that ``on``; it is
-    nothing to install for our sake.
+    ``install`` is the argument of ``pip install``. A trainer has none: nobody installs it for our sake. ``on`` is the
+    name of the host that a trainer runs on.
     """
 
     name: str
     package: str
-    install: str
     oldest: str
     newest: str
+    install: str = ""
     on: str = ""
 
 
 HOSTS = (
-    SupportedHost("deepspeed", "deepspeed", "tf-adapters[deepspeed]", oldest="0.19.3", newest="0.19.8"),
-    SupportedHost("megatron-core", "megatron-core", "tf-adapters[megatron]", oldest="0.16.1", newest="0.19.2"),
-    SupportedHost("torch.distributed.pipelining", "torch", "torch>=2.13", oldest="2.13", newest="2.15"),
-    SupportedHost("torchtitan", "torchtitan", "tf-adapters[torchtitan]", oldest="0.2.2", newest="0.3.0"),
+    SupportedHost("deepspeed", "deepspeed", "0.19.3", "0.19.8", install="tf-adapters[deepspeed]"),
+    SupportedHost("megatron-core", "megatron-core", "0.16.1", "0.19.2", install="tf-adapters[megatron]"),
+    SupportedHost("torch.distributed.pipelining", "torch", "2.13", "2.15", install="torch>=2.13"),
+    SupportedHost("torchtitan", "torchtitan", "0.2.2", "0.3.0", install="tf-adapters[torchtitan]"),
 )
 TRAINERS = (
-    SupportedHost("Megatron-Bridge", "megatron-bridge", "", oldest="0.3.1", newest="0.3.1", on="megatron-core"),
-    SupportedHost("ms-swift", "ms-swift", "", oldest="4.6.0", newest="4.6.0", on="megatron-core"),
-    SupportedHost("slime", "slime", "", oldest="0.3.1", newest="0.3.1", on="megatron-core"),
-    SupportedHost(
-        "NeMo AutoModel", "nemo-automodel", "", oldest="0.7.0", newest="0.7.0", on="torch.distributed.pipelining"
-    ),
+    SupportedHost("Megatron-Bridge", "megatron-bridge", "0.3.1", "0.3.1", on="megatron-core"),
+    SupportedHost("ms-swift", "ms-swift", "4.6.0", "4.6.0", on="megatron-core"),
+    SupportedHost("slime", "slime", "0.3.1", "0.3.1", on="megatron-core"),
+    SupportedHost("NeMo AutoModel", "nemo-automodel", "0.7.0", "0.7.0", on="torch.distributed.pipelining"),
 )
-"""Trainers that have a way in of their own."""
+"""Trainers with their own adapter or callback."""
 _PACKAGES = tuple(dict.fromkeys((*_CORE, *(host.package for host in (*HOSTS, *TRAINERS)), *_EXTRAS)))
 
 
 @dataclass(frozen=True, slots=True)
 class HostCheck:
-    """The state of one host. ``remedy`` is a command line; it is empty if the host can be used."""
+    """The state of one host. ``remedy`` is a command line, or empty."""
 
     name: str
     usable: bool
@@ -82,7 +70,7 @@ class HostCheck:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The result of ``diagnose``. ``problems`` keep every host from working, ``hints`` keep none."""
+    """The result of ``diagnose``. With ``problems`` no host works; ``hints`` are about optional packages."""
 
     versions: dict[str, str | None]
     hosts: tuple[HostCheck, ...]
@@ -92,12 +80,12 @@ class Diagnosis:
 
     @property
     def ready(self) -> tuple[str, ...]:
-        """The hosts and trainers that can be used as things are."""
+        """The hosts and trainers that can be used."""
         return () if self.problems else tuple(one.name for one in (*self.hosts, *self.trainers) if one.usable)
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Version of Python and of each package that matters here; None for what is not installed."""
+    """Versions of Python and of each package that matters here; None for one that is not installed."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("tf-adapters", *_PACKAGES):
         try:
@@ -107,22 +95,19 @@ def installed_versions() -> dict[str, str | None]:
     return versions
 
 
-def interrupted_builds(root: Path | None = None, older_than_s: float = _BUILD_S) -> tuple[Path, ...]:
-    """Locks that killed builds of torch extensions left behind: whoever needs such an extension waits forever.
-
-    ``root`` is where torch keeps what it compiles, by default as torch finds it.
-    """
-    configured = os.environ.get("TORCH_EXTENSIONS_DIR")
-    root = root or (Path(configured) if configured else Path.home() / ".cache" / "torch_extensions")
+def interrupted_builds(root: Path) -> tuple[Path, ...]:
+    """Return the locks that killed builds of torch extensions left in ``root``. Later builds wait for them forever."""
     locks = [path for path in root.rglob("lock") if path.is_file()]
-    return tuple(sorted(path for path in locks if time.time() - path.stat().st_mtime > older_than_s))
+    return tuple(sorted(path for path in locks if time.time() - path.stat().st_mtime > _BUILD_S))
+
+
+def _extensions_folder() -> Path:
+    """Return the folder in which torch keeps the extensions that it compiles."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
 
 
 def diagnose(versions: Versions, locks: Sequence[Path] = ()) -> Diagnosis:
-    """Judge ``versions``, as ``installed_versions`` gives them; a missing key counts as not installed.
-
-    ``locks`` are those of ``interrupted_builds``.
-    """
+    """Judge the result of ``installed_versions``, and of ``interrupted_builds``. A missing key is not installed."""
     hints = tuple(
         f'no {package}, so no {use}: pip install "tf-adapters[{extra}]"'
         for package, (extra, use) in _EXTRAS.items()
@@ -131,13 +116,15 @@ def diagnose(versions: Versions, locks: Sequence[Path] = ()) -> Diagnosis:
     hosts = tuple(_check_host(host, versions.get(host.package)) for host in HOSTS)
     usable = {host.name for host in hosts if host.usable}
     trainers = tuple(_check_trainer(trainer, versions.get(trainer.package), usable) for trainer in TRAINERS)
-    killed = "a build of {} was killed, and training would wait for it forever: rm {}".format
-    problems = (*_core_problems(versions), *(killed(lock.parent.name, lock) for lock in locks))
+    killed = (
+        f"a build of {lock.parent.name} was killed, and training would wait for it forever: rm {lock}" for lock in locks
+    )
+    problems = (*_core_problems(versions), *killed)
     return Diagnosis(dict(versions), hosts, trainers=trainers, problems=problems, hints=hints)
 
 
 def devices() -> str:
-    """The accelerators torch sees, in one line."""
+    """Return one line on the accelerators that torch sees."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -173,7 +160,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis; 0 when at least one host can be used, otherwise 1."""
-    diagnosis = diagnose(installed_versions(), interrupted_builds())
+    diagnosis = diagnose(installed_versions(), interrupted_builds(_extensions_folder()))
     print(render(diagnosis, devices()))
     return 0 if diagnosis.ready else 1
 
@@ -208,7 +195,7 @@ def _check_host(host: SupportedHost, version: str | None) -> HostCheck:
 
 
 def _check_trainer(trainer: SupportedHost, version: str | None, hosts: Collection[str]) -> HostCheck:
-    """As a host, but for nobody is one missing; it works where the host below it does."""
+    """Check a trainer. It needs the host below it. A missing trainer has no remedy: most users need none."""
     check = _check_host(trainer, version)
     if version is None:
         return replace(check, remedy="")

@@ -16,7 +16,7 @@ from tf_adapters.report.trace import write_trace
 __all__ = ["add_output_arguments", "asked_for", "check_outputs", "write_outputs"]
 
 _LONGEST_NAME = 255
-"""Bytes that a file's name may have on Linux."""
+"""The most bytes of a file's name on Linux."""
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,13 +29,13 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def asked_for(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
-    """(argument, file) of every picture or trace that is asked for."""
+    """Return (argument, file) of every picture or trace in the arguments."""
     files = ((f"--{name}", getattr(args, name)) for name in ("png", "svg", "trace"))
     return tuple((name, path) for name, path in files if path is not None)
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Refuse, before any work, what could not be written. Raises ConfigError, or UnsupportedError for matplotlib."""
+    """Raise ConfigError if a file cannot be written, before any work; UnsupportedError if matplotlib is missing."""
     for name, path in asked_for(args):
         if not _can_be_a_file(path):
             raise ConfigError(f"{name}: {path!r} is not a file's name")
@@ -60,11 +60,10 @@ def write_outputs(
     compared_ms: Sequence[float] | None = None,
     drawn: Sequence[Panel] | None = None,
 ) -> tuple[str, ...]:
-    """Write what is asked for, as ``draw_panels`` and ``write_trace`` do; a line about each file.
+    """Write the pictures and traces in the arguments, and return a line about each file.
 
-    ``drawn`` are the panels of a picture, by default all; ``compared_ms`` has a time for each of them.
-
-    Raises ConfigError where a file cannot be written.
+    ``drawn`` are the panels of a picture, by default all; ``compared_ms`` has a time for each of them, as in
+    ``draw_panels``. Raises ConfigError if a file cannot be written.
     """
     lines = []
     for name, path in asked_for(args):

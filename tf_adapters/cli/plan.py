@@ -85,7 +85,7 @@ def _count(text: str) -> int:
 
 
 def load_json(path: str) -> Any:
-    """The JSON in a file, or on standard input for ``-``. Raises PlanInputError, one line."""
+    """Return the JSON in a file, or on standard input for ``-``. Raises PlanInputError, one line."""
     name = "standard input" if path == "-" else path
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")

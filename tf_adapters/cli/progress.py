@@ -1,11 +1,10 @@
-"""How far a long computation has come, on standard error."""
+"""A line on standard error about the progress of a long computation."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from types import TracebackType
 
 __all__ = ["ProgressLine"]
 
@@ -22,8 +21,8 @@ _COLUMNS = 100
 class ProgressLine:
     """Shows the newest text that it is called with, and the seconds since it was entered.
 
-    A terminal has one line, rewritten and erased at the end; a file or a pipe gets a line every two seconds. A thread
-    prints, so that a solver which says nothing for a while is seen to run.
+    A terminal has one line, rewritten and erased at the end. A file or a pipe gets a line every two seconds. A thread
+    prints, so the seconds also count while a solver reports nothing.
     """
 
     def __init__(self, command: str) -> None:
@@ -33,16 +32,14 @@ class ProgressLine:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __call__(self, text: str) -> None:
-        """``text``, one line, is what happens now."""
+        """Show ``text``, one line, from now on."""
         self._text = text
 
     def __enter__(self) -> ProgressLine:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
         if self._terminal and self._printed:

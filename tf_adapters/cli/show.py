@@ -1,4 +1,4 @@
-"""``tf-adapters show REPORT.json``: the summary of a run, also while it goes on; pictures and traces on request."""
+"""``tf-adapters show REPORT.json``: the summary of a run, also while it goes on, and pictures and traces of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 from dataclasses import replace
 
+from tf_adapters.advice.levers import levers, levers_table
 from tf_adapters.cli.outputs import add_output_arguments, asked_for, check_outputs, write_outputs
 from tf_adapters.cli.progress import ProgressLine
 from tf_adapters.errors import TimelyFreezeError
@@ -41,9 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _with_levers(shown: Page, report: Report) -> Page:
-    """Return the gain of each lever for a run that only measures. A lever that cannot be planned becomes a note."""
-    from tf_adapters.advice.levers import levers, levers_table
-
+    """Add the gain of each lever to the page of a run that only measured. If planning fails, add a note instead."""
     if not report.times:
         return shown
     try:
@@ -55,7 +54,7 @@ def _with_levers(shown: Page, report: Report) -> Page:
 
 
 def _panels_if_any(report: Report) -> tuple[Panel, ...]:
-    """A run that has measured nothing, or has failed for its schedule, still has a summary."""
+    """Return no panels for a run without measured times or with a wrong schedule: its summary is shown all the same."""
     try:
         return panels_of(report)
     except TimelyFreezeError:

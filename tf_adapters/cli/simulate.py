@@ -1,17 +1,20 @@
-"""``tf-adapters simulate``: what freezing would bring, before anything is trained."""
+"""``tf-adapters simulate``: the gain of freezing in a schedule, without a training."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from tf_adapters.cli.outputs import check_outputs, write_outputs
+from tf_adapters.cli.plan import load_json
+from tf_adapters.cli.progress import ProgressLine
 from tf_adapters.cli.simulate_arguments import add_arguments, read_options
-
-if TYPE_CHECKING:
-    from tf_adapters.simulate.simulation import Simulation
-    from tf_adapters.simulate.sources import Request
+from tf_adapters.report.page import print_page, terminal_width
+from tf_adapters.simulate.goal_comparison import goal_points
+from tf_adapters.simulate.simulation import Simulation, simulate
+from tf_adapters.simulate.simulation_page import chart_panels, comparison_page, planned_panels, simulation_page
+from tf_adapters.simulate.sources import Request, read_request
 
 __all__ = ["add_parser", "run"]
 
@@ -42,13 +45,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    from tf_adapters.cli.outputs import check_outputs
-    from tf_adapters.cli.plan import load_json
-    from tf_adapters.cli.progress import ProgressLine
-    from tf_adapters.simulate.goal_comparison import goal_points
-    from tf_adapters.simulate.simulation import simulate
-    from tf_adapters.simulate.sources import read_request
-
     options = read_options(args)
     check_outputs(args)
     with ProgressLine("tf-adapters simulate") as progress:
@@ -71,31 +67,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 _DRAWN_TWICE = 3
-"""Schedules up to which a picture has each before and after."""
+"""A picture of up to this many schedules has each before and after. With more, a dotted line marks the end before."""
 
 
 def _output(args: argparse.Namespace, request: Request, simulations: list[Simulation]) -> None:
-    from tf_adapters.cli.outputs import write_outputs
-    from tf_adapters.report.page import print_page, terminal_width
-    from tf_adapters.simulate.simulation_page import chart_panels, comparison_page, planned_panels, simulation_page
-
+    source, notes = request.source, request.notes
     if len(simulations) == 1:
-        page = simulation_page(
-            simulations[0], request.source, request.notes, width=terminal_width(), step_ms=request.step_ms
-        )
+        page = simulation_page(simulations[0], source, notes, width=terminal_width(), step_ms=request.step_ms)
+        headline = f"Simulated, {simulations[0].pipeline.name}"
     else:
-        page = comparison_page(simulations, request.source, request.notes)
-    headline = "Simulated" if len(simulations) > 1 else f"Simulated, {simulations[0].pipeline.name}"
+        page, headline = comparison_page(simulations, source, notes), "Simulated"
     panels = chart_panels(simulations)
-    # Before and after of many schedules would be a picture of several pages: there the end before is the dotted line.
     many = len(simulations) > _DRAWN_TWICE
     drawn = planned_panels(simulations) if many else panels
     unfrozen = [each.unfrozen.end_ms for each in simulations for _ in ([each.planned] if many else each.panels)]
     lines = write_outputs(args, panels, headline, compared_ms=unfrozen, drawn=drawn)
     if args.json:
         data = {
-            "times": request.source,
-            "notes": list(request.notes),
+            "times": source,
+            "notes": list(notes),
             "measured_step_ms": request.step_ms,
             "simulations": [s.to_json() for s in simulations],
         }

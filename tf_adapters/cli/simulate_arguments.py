@@ -9,8 +9,9 @@ from pydantic import ValidationError
 
 from tf_adapters.cli.outputs import add_output_arguments
 from tf_adapters.errors import ConfigError
+from tf_adapters.simulate.model_costs import SHAPES
 from tf_adapters.simulate.named_schedules import SCHEDULES, SINGLE, canonical
-from tf_adapters.simulate.options import MODELS, Options
+from tf_adapters.simulate.options import Options
 
 __all__ = ["add_arguments", "read_options"]
 
@@ -22,7 +23,7 @@ _EXPECTED = {
     "steps": "meet or overlap",
     "tflops": "a finite number of TFLOP/s of at least 0.000001",
 }
-"""Checks of arguments' values; values of other arguments are whole numbers from 1 to 1000000."""
+"""Allowed values by argument, for error texts; those of other arguments are whole numbers from 1 to 1000000."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     times.add_argument("--forward-ms", metavar="MS", help="forward of a stage: one value, or one per stage: 10,12,9,11")
     times.add_argument("--backward-ms", metavar="MS", help="whole backward of a stage, likewise (with --forward-ms)")
     times.add_argument("--weight-share", metavar="W", help="share of the backward that is weight gradients [0.5]")
-    times.add_argument("--model", metavar="NAME", help=f"from a model's FLOPs: {', '.join(MODELS)}")
+    times.add_argument("--model", metavar="NAME", help=f"from a model's FLOPs: {', '.join(SHAPES)}")
     times.add_argument("--sequences", metavar="N", help="with --model: sequences in a microbatch [2]")
     times.add_argument("--length", metavar="TOKENS", help="with --model: tokens in a sequence [1024]")
     times.add_argument("--tflops", metavar="RATE", help="with --model: what a device computes, in TFLOP/s [989]")
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_options(args: argparse.Namespace) -> Options:
-    """The values of ``args``. Raises ConfigError: one line with the argument, the value and what is allowed."""
+    """Read ``args``. Raises ConfigError: one line with the argument, its value and the allowed values."""
     _check_one_source(args)
     given: dict[str, Any] = {name: value for name, value in vars(args).items() if value is not None}
     if args.sweep == "none":
@@ -84,8 +85,8 @@ def read_options(args: argparse.Namespace) -> Options:
         raise ConfigError("--backward-ms: missing: --forward-ms needs it")
     if args.model is not None:
         given["model"] = args.model.lower().replace("_", "-")
-        if given["model"] not in MODELS:
-            raise ConfigError(f"--model {args.model!r}: allowed are {', '.join(MODELS)}")
+        if given["model"] not in SHAPES:
+            raise ConfigError(f"--model {args.model!r}: allowed are {', '.join(SHAPES)}")
     try:
         return Options(**{**given, "schedules": _schedules(args)})
     except ValidationError as error:

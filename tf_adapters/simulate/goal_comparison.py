@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from tf_adapters.goals import GOALS
@@ -18,7 +18,7 @@ from tf_adapters.simulate.simulation import GoalPoint, gain_of
 __all__ = ["DRAWING", "PAPER", "goal_points"]
 
 DRAWING = TokenCost(fixed=0.1)
-"""Assumed cost of sampling tokens if it was not measured: a tenth of a weight gradient, for drawing and gathering."""
+"""Assumed cost of sampling tokens without a measurement: a tenth of a weight gradient, for drawing and gathering."""
 
 _MOST_ACTIONS = 1_024
 """Actions up to which the plans of all goals take a second or two."""
@@ -27,29 +27,24 @@ _WORTH_MEMORY = 0.01
 """More microbatches in memory are named if they shorten the batch by at least this share."""
 
 PAPER = float(GOALS["paper"]["max_freeze_ratio"])
-"""The limit that goal "paper" has, and the most that "pays" may sample."""
+"""The limit of goal "paper", and the largest share that "pays" may sample."""
 
 
 def goal_points(pipeline: Pipeline, progress: Progress | None = None) -> tuple[GoalPoint, ...]:
     """Plan each goal, and "exact" also with more microbatches in memory. Empty for pipelines of many actions.
 
-    "pays" is planned with as much sampling as it may use; a run often uses less.
-    ``progress`` is told in words how far the plans have come. Raises SolverError as the planner does.
+    "pays" is planned with the most sampling that it allows; a run often uses less. ``progress`` gets lines of text.
+    Raises SolverError as the planner does.
     """
     if len(pipeline.schedule.actions) > _MOST_ACTIONS:
         return ()
-    return tuple(_points(pipeline, progress))
-
-
-def _points(pipeline: Pipeline, progress: Progress | None) -> Iterator[GoalPoint]:
     exact = _point(pipeline, progress, "exact", 0.0)
-    yield exact
     roomy = _point(pipeline, progress, "exact", 0.0, extra=len(pipeline.schedule.ranks))
-    if roomy.batch.ms < (1.0 - _WORTH_MEMORY) * exact.batch.ms:
-        yield roomy
+    worth_it = roomy.batch.ms < (1.0 - _WORTH_MEMORY) * exact.batch.ms
     costs = pipeline.measurement.token_costs or {0: DRAWING}
-    yield _point(pipeline, progress, "pays", PAPER, costs=costs)
-    yield _point(pipeline, progress, "paper", PAPER)
+    pays = _point(pipeline, progress, "pays", PAPER, costs=costs)
+    paper = _point(pipeline, progress, "paper", PAPER)
+    return (exact, *([roomy] if worth_it else []), pays, paper)
 
 
 def _point(

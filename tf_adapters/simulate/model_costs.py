@@ -15,16 +15,7 @@ from dataclasses import dataclass
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
-__all__ = [
-    "LLAMA_1B",
-    "LLAMA_8B",
-    "LLAMA_13B",
-    "LlamaShape",
-    "StageCost",
-    "action_bounds",
-    "split_layers",
-    "stage_costs",
-]
+__all__ = ["SHAPES", "LlamaShape", "StageCost", "action_bounds", "split_layers", "stage_costs"]
 
 _ATTENTION_BACKWARD = 2.5
 
@@ -39,7 +30,6 @@ class LlamaShape:
     num_key_value_heads: int
     intermediate_size: int
     vocab_size: int
-    tie_word_embeddings: bool = False
 
     @property
     def layer_weights(self) -> int:
@@ -53,23 +43,10 @@ class LlamaShape:
         """Elements of the embedding; the head has as many."""
         return self.vocab_size * self.hidden_size
 
-    @property
-    def parameters(self) -> int:
-        """All elements, as published: a tied head counts once."""
-        norms = (2 * self.num_hidden_layers + 1) * self.hidden_size
-        ends = self.embedding_weights * (1 if self.tie_word_embeddings else 2)
-        return self.num_hidden_layers * self.layer_weights + norms + ends
-
 
 # config.json of meta-llama/Llama-3.2-1B, meta-llama/Meta-Llama-3-8B and meta-llama/Llama-2-13b-hf.
 LLAMA_1B = LlamaShape(
-    16,
-    2048,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    intermediate_size=8192,
-    vocab_size=128256,
-    tie_word_embeddings=True,
+    16, 2048, num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192, vocab_size=128256
 )
 LLAMA_8B = LlamaShape(
     32, 4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=128256
@@ -77,6 +54,8 @@ LLAMA_8B = LlamaShape(
 LLAMA_13B = LlamaShape(
     40, 5120, num_attention_heads=40, num_key_value_heads=40, intermediate_size=13824, vocab_size=32000
 )
+SHAPES = {"llama-1b": LLAMA_1B, "llama-8b": LLAMA_8B, "llama-13b": LLAMA_13B}
+"""Models by their names on the command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +74,15 @@ class StageCost:
         )
 
     def scaled(self, factor: float) -> StageCost:
-        """So many times as much."""
+        """Return the cost times ``factor``."""
         return StageCost(self.forward * factor, self.input_grad * factor, self.weight_grad * factor)
 
 
 def split_layers(layers: int, stages: int, ends: int = 1) -> tuple[int, ...]:
-    """Return the layers of each stage if embedding and head count as ``ends`` layers each. Extra layers go first.
+    """Return the number of layers of each stage if embedding and head count as ``ends`` layers each.
 
-    With ``ends=1`` this is TorchTitan's default (``generate_llm_fqn_per_model_part``), with 0 the even split.
-    Raises ValueError when an end does not fit.
+    First stages get the remainder. With ``ends=1`` this is TorchTitan's default (``generate_llm_fqn_per_model_part``),
+    with 0 the even split. Raises ValueError when an end does not fit.
     """
     base, extra = divmod(layers + 2 * ends, stages)
     counts = [base + (stage < extra) for stage in range(stages)]
@@ -133,10 +112,10 @@ def _layer(shape: LlamaShape, tokens: int, length: int) -> StageCost:
 
 
 def action_bounds(schedule: PipelineSchedule, costs: Sequence[StageCost], flops_per_ms: float) -> dict[Action, Bounds]:
-    """How long each action takes, all frozen and nothing frozen, in ms.
+    """Return each action's time in ms, with everything and with nothing frozen.
 
-    The first stage passes no input gradient on, but random masks leave it to compute down to its first trained
-    layer: that stays in its lower bound, as the controller measures it. With split backwards torch computes nothing in
+    The first stage sends no input gradient. With random masks it still computes input gradients down to its first
+    trained layer, so its lower bound contains them, as in a measurement. With split backwards torch computes nothing in
     the first stage's I and its whole backward in W (``_PipelineStageBase.backward_weight_one_chunk``, torch 2.13).
     """
 

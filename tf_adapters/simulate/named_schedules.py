@@ -1,4 +1,4 @@
-"""Schedules by the names that people use, and from torch's CSV files."""
+"""Schedules by their usual names, and from torch's CSV files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tf_adapters.schedule.orders import NAMES, named_schedule
 __all__ = ["SCHEDULES", "SINGLE", "Sizes", "canonical", "named_order", "read_csv"]
 
 SCHEDULES = {"1f1b" if name == "one_f_one_b" else name.replace("_", "-"): name for name in NAMES}
-"""Names on the command line, and those of ``schedule.orders``."""
+"""Names of ``schedule.orders`` by names on the command line."""
 
 _ALIASES = {
     "one-f-one-b": "1f1b",
@@ -33,7 +33,7 @@ _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large a pipeline is, as far as the user says: None is left to the schedule."""
+    """The sizes of a pipeline that the user gives. None leaves a size to the schedule."""
 
     microbatches: int | None = None
     ranks: int | None = None
@@ -42,7 +42,7 @@ class Sizes:
 
 
 def canonical(name: str) -> str:
-    """The name in ``SCHEDULES`` that is meant. Raises ConfigError."""
+    """Return the name in ``SCHEDULES`` for a name or an alias of it. Raises ConfigError."""
     known = name.strip().lower().replace("_", "-")
     known = _ALIASES.get(known, known)
     if known not in SCHEDULES:
@@ -51,7 +51,7 @@ def canonical(name: str) -> str:
 
 
 def named_order(name: str, sizes: Sizes) -> PipelineSchedule:
-    """The order of actions of one of ``SCHEDULES``.
+    """Return the order of actions of one of ``SCHEDULES``.
 
     Stages are counted over the whole pipeline, as in an action's text: ``stages = ranks * stages_per_rank``. Two of
     the three are enough. By default gpipe and 1f1b have one stage on each rank, and the others have two.
@@ -98,10 +98,10 @@ def _divided(stages: int, by: int, what: str) -> int:
 
 
 def read_csv(path: str) -> PipelineSchedule:
-    """A schedule from a file in torch.distributed.pipelining's CSV format: a line per rank, a cell per action.
+    """Read a schedule in torch.distributed.pipelining's CSV format: a line per rank, a cell per action.
 
-    Empty cells are idle slots; cells that move tensors, shard parameters or reduce gradients are left out; an
-    overlapped forward and backward, ``(0F1;3B0)OVERLAP_F_B``, counts as the two. Raises ConfigError.
+    Empty cells, and cells that move tensors, shard parameters or reduce gradients, are left out. An overlapped forward
+    and backward, ``(0F1;3B0)OVERLAP_F_B``, becomes two actions. Raises ConfigError.
     """
     try:
         lines = list(csv.reader(Path(path).read_text(encoding="utf-8").splitlines()))

@@ -9,9 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from tf_adapters.measuring.measurement import Steps
 from tf_adapters.simulate.named_schedules import Sizes
 
-__all__ = ["MODELS", "Options"]
-
-MODELS = ("llama-1b", "llama-8b", "llama-13b")
+__all__ = ["Options"]
 
 _Count = Annotated[int, Field(ge=1, le=1_000_000)]
 _Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -20,13 +18,10 @@ _SPLIT = BeforeValidator(lambda text: [part.strip() for part in text.split(",")]
 
 
 class Options(BaseModel):
-    """The arguments of ``tf-adapters simulate``.
+    """The arguments of ``tf-adapters simulate``. One of ``report``, ``input``, ``forward_ms`` and ``model`` is given.
 
-    Of ``report``, ``input``, ``forward_ms`` and ``model`` exactly one is there.
-
-    Times of stages are one value or one for each stage; ``sequences`` and their ``length`` are a microbatch's.
-    ``extra_microbatches`` is None where weight gradients stay in place, as far as the arguments say. ``steps`` says
-    whether ranks meet between two steps; by default they do, or as recorded.
+    Times of stages are one value, or one for each stage. A microbatch has ``sequences`` of ``length`` tokens.
+    ``extra_microbatches`` None means no deferral, or as recorded; ``steps`` None means "meet", or as recorded.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -54,5 +49,4 @@ class Options(BaseModel):
 
     @property
     def sizes(self) -> Sizes:
-        """How large the pipeline is, as far as the arguments say."""
         return Sizes(self.microbatches, self.ranks, self.stages, self.stages_per_rank)

@@ -1,4 +1,4 @@
-"""The subject of a simulation: a schedule with the times of its actions, also taken from the times of stages."""
+"""The pipeline of a simulation: a schedule, with times of its actions that may follow from the times of stages."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from statistics import fmean
 from typing import NamedTuple
 
 from tf_adapters.errors import ConfigError
+from tf_adapters.measuring.estimates import grouped
 from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.measuring.transfers import Gaps
-from tf_adapters.schedule.ir import Kind, PipelineSchedule
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.simulate.model_costs import StageCost
 
 __all__ = ["Pipeline", "between_ranks", "carried_gaps", "recut", "stage_times"]
@@ -29,37 +30,31 @@ class Pipeline(NamedTuple):
 
 
 def between_ranks(schedule: PipelineSchedule, ms: float) -> Gaps:
-    """``ms`` on every edge whose ends are on different ranks; a rank hands over to itself at once."""
+    """Return gaps of ``ms`` on every edge between different ranks. A transfer inside a rank takes no time."""
     edges = [(source, target) for target, source in schedule.received.items()]
     return Gaps(dict.fromkeys(edges, ms) if ms > 0.0 else {})
 
 
 def carried_gaps(measured: Measurement, order: PipelineSchedule) -> Gaps:
-    """The mean gaps of a measured pipeline in another order of its model.
+    """Return the mean gaps of a measured pipeline for another order of its model.
 
-    A hand-over between ranks takes what it takes on average; so does what a rank spends before a forward, and before a
-    backward. Weight gradients that are computed apart wait for nobody and count as started at once.
+    They are the mean transfer between ranks, and the mean overhead before a forward and before a backward. A separate
+    weight gradient (W) waits for no other rank, so it gets no overhead.
     """
     edges, known = between_ranks(measured.schedule, 1.0).communication, measured.communication
     communication = between_ranks(order, fmean(known.get(edge, 0.0) for edge in edges) if edges else 0.0).communication
-    spent = {forward: _mean_overhead(measured, forward) for forward in (True, False)}
-    overhead = {
-        action: spent[action.kind is Kind.FORWARD] for action in order.before if action.kind is not Kind.WEIGHT_GRAD
-    }
+    spent = grouped((a.kind is Kind.FORWARD, ms) for a, ms in measured.overhead.items() if _waits(a))
+    means = {forward: fmean(values) for forward, values in spent.items()}
+    overhead = {action: means.get(action.kind is Kind.FORWARD, 0.0) for action in order.before if _waits(action)}
     return Gaps(communication, {action: ms for action, ms in overhead.items() if ms > 0.0})
 
 
-def _mean_overhead(measured: Measurement, forward: bool) -> float:
-    values = [
-        ms
-        for action, ms in measured.overhead.items()
-        if (action.kind is Kind.FORWARD) is forward and action.kind is not Kind.WEIGHT_GRAD
-    ]
-    return fmean(values) if values else 0.0
+def _waits(action: Action) -> bool:
+    return action.kind is not Kind.WEIGHT_GRAD
 
 
 def stage_times(measured: Measurement) -> tuple[StageCost, ...]:
-    """Mean ms of each stage's parts over its microbatches: what another schedule of the same stages would take.
+    """Mean times in ms of each stage's parts over its microbatches, for another schedule of the same stages.
 
     The time of a backward with everything frozen is its input gradient's. The rest is its weight gradient's.
     """
@@ -77,7 +72,7 @@ def stage_times(measured: Measurement) -> tuple[StageCost, ...]:
 
 
 def recut(pieces: Sequence[StageCost], stages: int) -> tuple[StageCost, ...]:
-    """The same model in another number of stages: pieces are cut into equal parts, or neighbours are joined.
+    """Return the costs of the same model in another number of stages: cut into equal parts, or joined.
 
     Raises ConfigError unless one of the two numbers is a multiple of the other.
     """

@@ -22,7 +22,6 @@ from tf_adapters.simulate.simulated_pipeline import Pipeline
 
 __all__ = ["Gain", "GoalPoint", "Holder", "Simulation", "SweepPoint", "gain_of", "held_by", "simulate"]
 
-
 _EXACT = "exact: weight gradients deferred, nothing frozen"
 _TOLERANCE = 1e-9  # of the makespan: slack below it is rounding
 _AT_ONCE = 32  # ranks; bounds the memory
@@ -32,8 +31,8 @@ _AT_ONCE = 32  # ranks; bounds the memory
 class Gain:
     """A batch in ms and its gain in throughput over the batch with nothing frozen: 0.25 is a quarter more.
 
-    ``stable_ms`` and ``stable_gain`` are those of stable freezing as ``planner.forecast`` expects it: stage 0's
-    backward takes no time where all of it is frozen, which the planner's straight line does not count.
+    ``stable_ms`` and ``stable_gain`` are the forecast of ``planner.forecast`` for stable freezing: there stage 0's
+    backward takes no time if all of it is frozen. The planner's straight line ignores that.
     """
 
     ms: float
@@ -55,8 +54,8 @@ class SweepPoint:
 class GoalPoint:
     """The plan of a goal, with ``extra_microbatches`` more in memory than the host holds.
 
-    ``held`` counts microbatches of all of a rank's layers, at most, on any rank. ``mean_freeze_ratio`` in [0, 1] is the
-    share of weight gradients that is skipped, or of their time that sampling saves.
+    ``held`` is the largest number of microbatches in a rank's memory, each of all the rank's layers.
+    ``mean_freeze_ratio`` in [0, 1] is the share of weight gradients that is skipped, or of their time that is saved.
     """
 
     goal: str
@@ -68,7 +67,7 @@ class GoalPoint:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The rank that holds a batch, its stages, and the share of the batch in [0, 1] that a critical path is on it."""
+    """The bottleneck rank of a batch, its stages, and the largest share in [0, 1] of a critical path that is on it."""
 
     rank: int
     stages: tuple[int, ...]
@@ -84,8 +83,8 @@ class Holder:
 class Simulation:
     """A pipeline with nothing frozen, as planned at ``max_freeze_ratio`` and with everything frozen.
 
-    ``most`` has every weight gradient skipped, which no r_max can beat; ``holder`` is the bottleneck of that batch.
-    ``exact`` is the batch with weight gradients deferred and nothing frozen, where they may wait.
+    ``most`` is the gain with every weight gradient skipped; no r_max can beat it. ``holder`` is the bottleneck of that
+    batch. ``exact`` is the batch with weight gradients deferred and nothing frozen, or None without deferral.
     """
 
     pipeline: Pipeline
@@ -127,15 +126,12 @@ class Simulation:
             "sweep": [
                 {
                     "max_freeze_ratio": point.max_freeze_ratio,
-                    "ms": point.batch.ms,
-                    **_gain_json(point.batch),
+                    **asdict(point.batch),
                     "mean_freeze_ratio": point.mean_freeze_ratio,
                 }
                 for point in self.sweep
             ],
-            "goals": [
-                {**asdict(point), "batch": {"ms": point.batch.ms, **_gain_json(point.batch)}} for point in self.goals
-            ],
+            "goals": [asdict(point) for point in self.goals],
             "plan": self.plan.to_json(),
         }
 
@@ -149,10 +145,9 @@ def simulate(
 ) -> Simulation:
     """Plan ``pipeline`` at ``max_freeze_ratio`` and at every ratio of ``sweep``, all in [0, 1].
 
-    With ``extra_microbatches`` weight gradients may wait, and a rank may hold that many microbatches more than the
-    fullest rank of the schedule.
-    ``progress`` is told in words how far the plans have come. Raises PlanInputError, ScheduleError and SolverError as
-    ``tf_adapters.planner.plan`` does.
+    With ``extra_microbatches`` weight gradients may be deferred, and a rank may hold that many microbatches more than
+    the fullest rank of the schedule. ``progress`` gets lines of text. Raises PlanInputError, ScheduleError and
+    SolverError as ``tf_adapters.planner.plan`` does.
     """
     asked = dict.fromkeys((max_freeze_ratio, *sweep, *([] if extra_microbatches is None else [0.0])))
     solved = {ratio: _plan(pipeline, ratio, progress, extra_microbatches) for ratio in asked}
@@ -225,14 +220,14 @@ def _panel_json(panel: Panel) -> dict[str, Any]:
     }
 
 
-# --- what keeps a batch from ending earlier --------------------------------------------------------------------
+# --- the bottleneck --------------------------------------------------------------------------------------------
 
 
 def held_by(schedule: PipelineSchedule, dag: PipelineDag, durations: Mapping[Action, float]) -> Holder:
-    """Who holds the batch in which every action takes ``durations``, in ms.
+    """Return the bottleneck rank of the batch in which actions take ``durations``, in ms.
 
-    A batch usually has many critical paths, which wander between ranks that are equally busy. So each rank is asked
-    for the critical path that is longest on it; the rank with the longest answer holds the batch.
+    A batch usually has many critical paths, which change between equally busy ranks. The bottleneck is the rank on
+    which some critical path spends the most time.
     """
     if len(dag.loops.sources):
         return _held_period(schedule, dag, durations)
@@ -254,7 +249,7 @@ def held_by(schedule: PipelineSchedule, dag: PipelineDag, durations: Mapping[Act
 
 
 def _held_period(schedule: PipelineSchedule, dag: PipelineDag, durations: Mapping[Action, float]) -> Holder:
-    """Who holds the period: the rank that has most of the time of a critical cycle."""
+    """Return the bottleneck of the period: the rank on which a critical cycle spends the most time."""
     on_cycle = grouped((schedule.home[a.stage], durations[a]) for a in dag.critical_path(durations))
     of_rank = {rank: sum(values) for rank, values in sorted(on_cycle.items())}
     rank, most = max(of_rank.items(), key=lambda item: item[1])

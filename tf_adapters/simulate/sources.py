@@ -1,4 +1,4 @@
-"""From the command line's options to pipelines: what was recorded, stages' times as given, or a model's FLOPs."""
+"""Pipelines from the command line's options: from recorded times, given times of stages, or a model's FLOPs."""
 
 from __future__ import annotations
 
@@ -14,23 +14,13 @@ from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.report.schema import Report
 from tf_adapters.schedule.deferral import most_in_flight
 from tf_adapters.schedule.ir import PipelineSchedule
-from tf_adapters.simulate.model_costs import (
-    LLAMA_1B,
-    LLAMA_8B,
-    LLAMA_13B,
-    LlamaShape,
-    StageCost,
-    action_bounds,
-    split_layers,
-    stage_costs,
-)
+from tf_adapters.simulate.model_costs import SHAPES, StageCost, action_bounds, split_layers, stage_costs
 from tf_adapters.simulate.named_schedules import Sizes, named_order, read_csv
 from tf_adapters.simulate.options import Options
 from tf_adapters.simulate.simulated_pipeline import Pipeline, between_ranks, carried_gaps, recut, stage_times
 
 __all__ = ["Request", "read_request"]
 
-_SHAPES = {"llama-1b": LLAMA_1B, "llama-8b": LLAMA_8B, "llama-13b": LLAMA_13B}
 _FLOPS_PER_MS = 1e9  # of 1 TFLOP/s
 _DEFAULT_RATIO = 0.8
 _PROMISED = (
@@ -45,8 +35,8 @@ Costs = Callable[[PipelineSchedule], Sequence[StageCost]]
 class Request:
     """A request for a simulation: pipelines, r_max for all of them, the source of the times in words, and notes.
 
-    ``step_ms`` is how long a whole step of the first pipeline took with nothing frozen, where that was measured.
-    ``extra_microbatches`` is None where weight gradients stay in place.
+    ``step_ms`` is the measured time of a whole step of the first pipeline with nothing frozen.
+    ``extra_microbatches`` is None without deferral.
     """
 
     pipelines: tuple[Pipeline, ...]
@@ -58,7 +48,7 @@ class Request:
 
 
 def read_request(options: Options, load: Callable[[str], Any]) -> Request:
-    """The pipelines that ``options`` ask for; ``load`` reads a JSON file.
+    """Return the pipelines for ``options``; ``load`` reads a JSON file.
 
     Raises ConfigError, PlanInputError: one line that names the argument or the field.
     """
@@ -124,7 +114,7 @@ def _from_input(path: str, data: Any) -> Request:
 
 
 def _from_recorded(options: Options, recorded: Request) -> Request:
-    """The recorded schedule first, then others made of its stages' mean times."""
+    """Return the recorded schedule, and after it others with the mean times of its stages."""
     (original,), sizes = recorded.pipelines, options.sizes
     if sizes.stages is not None:
         raise ConfigError(
@@ -152,9 +142,8 @@ def _from_recorded(options: Options, recorded: Request) -> Request:
 
 
 def _between_steps(other: Measurement, recorded: Measurement) -> Measurement:
-    """The other pipeline's measurement, with what was recorded of the time between steps."""
-    ranks = range(len(other.schedule.ranks))
-    between = {rank: ms for rank, ms in recorded.between_steps.items() if rank in ranks}
+    """Return the measurement of another schedule with the recorded times between steps."""
+    between = {rank: ms for rank, ms in recorded.between_steps.items() if rank < len(other.schedule.ranks)}
     return replace(other, steps=recorded.steps, between_steps=between)
 
 
@@ -166,16 +155,17 @@ def _assumed(options: Options) -> tuple[str, Costs]:
         raise ConfigError("--schedule: missing: in which order actions run (or --csv)")
     if options.csv is not None and not options.schedules and replace(options.sizes, stages=None) != Sizes():
         raise ConfigError("--ranks, --microbatches, --stages-per-rank: the file of --csv says them")
-    return _stage_source(options) if options.model is None else _model_source(options, _SHAPES[options.model])
+    return _stage_source(options) if options.model is None else _model_source(options, options.model)
 
 
-def _model_source(options: Options, shape: LlamaShape) -> tuple[str, Costs]:
+def _model_source(options: Options, model: str) -> tuple[str, Costs]:
+    shape = SHAPES[model]
 
     def costs(order: PipelineSchedule) -> tuple[StageCost, ...]:
         try:
             layers = split_layers(shape.num_hidden_layers, order.num_stages)
         except ValueError as error:
-            raise ConfigError(f"--model {options.model}: {error}") from None
+            raise ConfigError(f"--model {model}: {error}") from None
         rate = options.tflops * _FLOPS_PER_MS
         return tuple(
             StageCost(cost.forward / rate, cost.input_grad / rate, cost.weight_grad / rate)
@@ -183,18 +173,18 @@ def _model_source(options: Options, shape: LlamaShape) -> tuple[str, Costs]:
         )
 
     size = f"{options.sequences} x {options.length} tokens a microbatch"
-    return f"{options.model}'s FLOPs at {options.tflops:g} TFLOP/s, {size}", costs
+    return f"{model}'s FLOPs at {options.tflops:g} TFLOP/s, {size}", costs
 
 
 def _stage_source(options: Options) -> tuple[str, Costs]:
-    given, sizes = options, options.sizes
+    sizes = options.sizes
     count = sizes.stages or sizes.ranks
 
     def costs(order: PipelineSchedule) -> tuple[StageCost, ...]:
         pieces = count or order.num_stages
-        forward = _for_each("--forward-ms", given.forward_ms or (), pieces, sizes)
-        backward = _for_each("--backward-ms", given.backward_ms, pieces, sizes)
-        weight = _for_each("--weight-share", given.weight_share, pieces, sizes)
+        forward = _for_each("--forward-ms", options.forward_ms or (), pieces, sizes)
+        backward = _for_each("--backward-ms", options.backward_ms, pieces, sizes)
+        weight = _for_each("--weight-share", options.weight_share, pieces, sizes)
         return recut(
             [StageCost(f, b * (1.0 - w), b * w) for f, b, w in zip(forward, backward, weight, strict=True)],
             order.num_stages,
@@ -218,7 +208,7 @@ def _for_each(argument: str, values: tuple[float, ...], pieces: int, sizes: Size
 def _compared(
     options: Options, sizes: Sizes, costs_for: Costs, gaps_for: Callable[[PipelineSchedule], Gaps]
 ) -> tuple[Pipeline, ...]:
-    """A pipeline for --csv, then one for each name in --schedule; --communication-ms takes the place of their gaps."""
+    """Return a pipeline for --csv, then one for each name in --schedule. --communication-ms replaces their gaps."""
     orders: list[tuple[str, PipelineSchedule]] = []
     if options.csv is not None:
         orders.append((options.csv, read_csv(options.csv)))

@@ -1,14 +1,18 @@
-"""Change modules of a host when they are imported, so that they run on a machine without what they need."""
+"""Parts that all stand-ins for a host share: changes of its modules at their import, and the command line."""
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
-__all__ = ["Change", "ChangedImports", "Run"]
+from tf_adapters.hosts.launcher import run_command
+
+__all__ = ["AbsentTriton", "Change", "ChangedImports", "Run", "run_prepared"]
 
 Run = Callable[[types.ModuleType], None]
 """Runs a module's own code."""
@@ -30,3 +34,22 @@ class ChangedImports(importlib.abc.MetaPathFinder):
             run = spec.loader.exec_module
             vars(spec.loader)["exec_module"] = lambda module: change(run, module)
         return spec
+
+
+class AbsentTriton(Mock):
+    """Triton, or any name in it: it works in decorators and annotations. A kernel raises when it is launched."""
+
+    __path__: list[str] = []  # noqa: RUF012 (a package)
+    __version__ = "3.4.0"
+
+    def __getitem__(self, grid: Any) -> Any:
+        raise NotImplementedError(f"{self}: a Triton kernel needs Triton and a GPU")
+
+
+def run_prepared(install: Callable[[], None], usage: str | None) -> None:
+    """Call ``install``, then run the script or ``-m module`` in the arguments; without one, print ``usage``."""
+    arguments = sys.argv[1:]
+    if arguments in ([], ["-m"], ["-h"], ["--help"]):
+        print(usage)
+        raise SystemExit(0 if arguments in (["-h"], ["--help"]) else 2)
+    run_command(arguments, install)

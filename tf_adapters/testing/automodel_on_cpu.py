@@ -15,11 +15,7 @@ from typing import Any
 
 import torch
 
-from tf_adapters.hosts.launcher import run_command
-from tf_adapters.testing.after_import import ChangedImports, Run
-
-_USAGE = "usage: torchrun [...] -m tf_adapters.testing.automodel_on_cpu -m MODULE [its arguments]"
-
+from tf_adapters.testing.after_import import ChangedImports, Run, run_prepared
 
 _ON_CUDA = re.compile(
     r"nemo_automodel\.(_transformers\.auto_model|recipes\.llm\.train_ft|components\.models\.\w+\.model)"
@@ -58,12 +54,5 @@ def _on_cpu(run: Run, module: types.ModuleType) -> None:
     vars(module)["torch"] = _OnCpu()
 
 
-def main() -> None:
-    """Run the module in the arguments as ``__main__``."""
-    if sys.argv[1:2] != ["-m"] or len(sys.argv) < 3:
-        raise SystemExit(_USAGE)
-    run_command(sys.argv[1:], install)
-
-
 if __name__ == "__main__":
-    main()
+    run_prepared(install, __doc__)

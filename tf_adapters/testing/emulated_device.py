@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,8 +33,8 @@ from torch.utils.flop_counter import flop_registry
 from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.launcher import run_command
 from tf_adapters.log import announce
-from tf_adapters.testing.emulated_clock import emulated
-from tf_adapters.testing.emulated_link import EmulatedLinks, Link
+from tf_adapters.measuring.timer import CLOCKS
+from tf_adapters.testing.emulated_link import EmulatedClock, EmulatedLinks, Link
 
 __all__ = ["EmulatedDevice", "main", "real_time"]
 
@@ -95,7 +96,7 @@ class EmulatedDevice(TorchDispatchMode):
         self._active = ExitStack()
 
     def __enter__(self) -> EmulatedDevice:
-        self._active.enter_context(emulated())
+        self._active.enter_context(patch.dict(CLOCKS, cpu=EmulatedClock))
         if self._real_time:
             self._active.enter_context(real_time())
         self._busy_until = self._busy()
@@ -195,7 +196,7 @@ def _schedule(policy: str, priority: int) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a script or module, unmodified, on an emulated device."""
-    options, command = parse(sys.argv[1:] if arguments is None else list(arguments))
+    options = parse(sys.argv[1:] if arguments is None else list(arguments))
     rank = int(os.environ.get("RANK", "0"))
     rates = options.rate
     device = EmulatedDevice(
@@ -210,15 +211,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     links = EmulatedLinks(default, edges) if options.link else None
     try:
         with device, links or nullcontext():
-            run_command(command)
+            run_command(options.command)
     finally:
         announce(rank, device.summary())
         if links is not None:
             announce(rank, links.summary())
 
 
-def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the options, and return them with the command. Exits with status 2 for wrong options."""
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Parse the options and the command. Exits with status 2 for wrong options."""
     parser = argparse.ArgumentParser(
         prog="python -m tf_adapters.testing.emulated_device",
         usage="%(prog)s --rate FLOPS [--jitter SHARE] [--jitter-ms MS] [--seed N] [--link LINK ...] [--real-time] "
@@ -251,7 +252,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         EmulatedDevice(options.rate[0], jitter=options.jitter, jitter_ms=options.jitter_ms)
     except ConfigError as error:
         parser.error(str(error))
-    return options, options.command
+    return options
 
 
 def _rates(text: str) -> tuple[float, ...]:

@@ -18,20 +18,26 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from tf_adapters.errors import ConfigError
-from tf_adapters.testing.emulated_clock import emulated
+from tf_adapters.measuring.timer import CLOCKS, Clock
 
-__all__ = ["EmulatedLinks", "Link"]
+__all__ = ["EmulatedClock", "EmulatedLinks", "Link"]
 
 _HEADER = 16
 """Bytes of the header: time of sending and of arrival. 16 bytes keep data of any type aligned."""
+
+
+class EmulatedClock(Clock):
+    """This machine's clock, while operations or messages last as long as on a device that is not there."""
+
+    device = "emulated"
 
 
 @dataclass(frozen=True)
@@ -82,17 +88,17 @@ class EmulatedLinks:
         self.asked_s = self.late_s = 0.0
 
     def __enter__(self) -> EmulatedLinks:
-        self._active.enter_context(emulated())
-        host = {name: getattr(c10d, name) for name in ("isend", "irecv", "send", "recv")}
-        isend, irecv = self._isend(host["isend"]), self._irecv(host["irecv"])
-        ours = {"isend": isend, "irecv": irecv, "send": _send(isend), "recv": _recv(irecv)}
+        self._active.enter_context(patch.dict(CLOCKS, cpu=EmulatedClock))
+        self._host = {name: getattr(c10d, name) for name in ("isend", "irecv", "send", "recv")}
+        self._signatures = {name: inspect.signature(function) for name, function in self._host.items()}
+        ours = {"isend": self._isend, "irecv": self._irecv, "send": self._send, "recv": self._recv}
         for module in (c10d, dist):
             for name, function in ours.items():
-                self._active.callback(_put_back, module, name, {function: getattr(module, name)})
+                self._active.callback(_put_back, module, name, ours=function, before=getattr(module, name))
                 setattr(module, name, function)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._active.close()
 
     def between(self, rank: int, peer: int) -> Link | None:
@@ -128,36 +134,38 @@ class EmulatedLinks:
             f"{asked:.3f} ms under way on average and {late:.3f} ms late"
         )
 
-    def _isend(self, host: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(host)
-
-        def isend(*args: Any, **kwargs: Any) -> Any:
-            call = signature.bind(*args, **kwargs)
-            peer, link = self._link_of(call.arguments, "dst")
-            if link is None:
-                return host(*args, **kwargs)
+    def _isend(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._signatures["isend"].bind(*args, **kwargs)
+        peer, link = self._link_of(call.arguments, "dst")
+        if link is not None:
             data = call.arguments["tensor"].detach().contiguous().reshape(-1).view(torch.uint8)
             times = torch.tensor(self.arrival(peer, link, data.numel()), dtype=torch.float64)
             call.arguments["tensor"] = torch.cat([times.view(torch.uint8), data])
-            return host(*call.args, **call.kwargs)
+        return self._host["isend"](*call.args, **call.kwargs)
 
-        return isend
+    def _irecv(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._signatures["irecv"].bind(*args, **kwargs)
+        _, link = self._link_of(call.arguments, "src")
+        if link is None:
+            return self._host["irecv"](*args, **kwargs)
+        tensor = call.arguments["tensor"]
+        message = torch.empty(_HEADER + tensor.numel() * tensor.element_size(), dtype=torch.uint8)
+        call.arguments["tensor"] = message
+        work = self._host["irecv"](*call.args, **call.kwargs)
+        return None if work is None else _Arriving(self, work, message, tensor)
 
-    def _irecv(self, host: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(host)
+    def _send(self, *args: Any, **kwargs: Any) -> None:
+        work = self._isend(*args, **kwargs)
+        if work is not None:
+            work.wait()
 
-        def irecv(*args: Any, **kwargs: Any) -> Any:
-            call = signature.bind(*args, **kwargs)
-            _, link = self._link_of(call.arguments, "src")
-            if link is None:
-                return host(*args, **kwargs)
-            tensor = call.arguments["tensor"]
-            message = torch.empty(_HEADER + tensor.numel() * tensor.element_size(), dtype=torch.uint8)
-            call.arguments["tensor"] = message
-            work = host(*call.args, **call.kwargs)
-            return None if work is None else _Arriving(self, work, message, tensor)
-
-        return irecv
+    def _recv(self, *args: Any, **kwargs: Any) -> int:
+        peer, _ = self._link_of(self._signatures["recv"].bind(*args, **kwargs).arguments, "src")
+        work = self._irecv(*args, **kwargs)
+        if work is None:
+            return -1
+        work.wait()
+        return peer
 
     def _link_of(self, arguments: Mapping[str, Any], end: str) -> tuple[int, Link | None]:
         """Return the other rank of a call and the emulated link to it, or None. Raises ConfigError."""
@@ -190,45 +198,16 @@ class _Arriving:
         if message is not None:
             waiting_since = self._links._clock()
             self._work.wait(*args, **kwargs)
-            self._deliver(message, waiting_since)
+            sent_at, arrives_at = message[:_HEADER].view(torch.float64).tolist()
+            data = message[_HEADER:]
+            self._links.await_arrival(sent_at, arrives_at, waiting_since, data.numel())
+            target = self._tensor.detach()
+            with torch.no_grad():
+                target.copy_(data.view(target.dtype).view(target.shape))
         return True
 
-    def _deliver(self, message: torch.Tensor, waiting_since: float) -> None:
-        sent_at, arrives_at = message[:_HEADER].view(torch.float64).tolist()
-        data = message[_HEADER:]
-        self._links.await_arrival(sent_at, arrives_at, waiting_since, data.numel())
-        target = self._tensor.detach()
-        with torch.no_grad():
-            target.copy_(data.view(target.dtype).view(target.shape))
 
-
-def _send(isend: Callable[..., Any]) -> Callable[..., None]:
-    def send(*args: Any, **kwargs: Any) -> None:
-        work = isend(*args, **kwargs)
-        if work is not None:
-            work.wait()
-
-    return send
-
-
-def _recv(irecv: Callable[..., Any]) -> Callable[..., int]:
-    def recv(
-        tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
-    ) -> int:
-        more = {} if group_src is None else {"group_src": group_src}  # not before torch 2.6
-        work = irecv(tensor, src, group, tag, **more)
-        if work is None:
-            return -1
-        work.wait()
-        if src is not None:
-            return src
-        source = work._source_rank() if group_src is None else group_src
-        return int(dist.get_global_rank(group or c10d._get_default_group(), source))
-
-    return recv
-
-
-def _put_back(module: Any, name: str, before: Mapping[Any, Any]) -> None:
+def _put_back(module: Any, name: str, ours: Any, before: Any) -> None:
     """Restore a function, unless other code has replaced ours since: that code still calls ours."""
-    ours = getattr(module, name)
-    setattr(module, name, before.get(ours, ours))
+    if getattr(module, name) is ours:
+        setattr(module, name, before)

@@ -11,16 +11,14 @@ Run with Megatron-Bridge 0.3.1 (Megatron-Core 0.16.1).
 from __future__ import annotations
 
 import builtins
-import sys
 import types
 from typing import Any
 
 import torch
 
-from tf_adapters.hosts.launcher import run_command
 from tf_adapters.testing import megatron_on_cpu
+from tf_adapters.testing.after_import import run_prepared
 
-_USAGE = "usage: torchrun [...] -m tf_adapters.testing.megatron_bridge_on_cpu SCRIPT [its arguments]"
 _ABSENT = {
     "megatron.bridge": ("modelopt", "nvidia_resiliency_ext", "transformer_engine", "triton"),
     "megatron.core.inference": ("triton",),
@@ -78,12 +76,5 @@ def _show_absent_packages() -> None:
     vars(builtins)["__import__"] = import_or_show
 
 
-def main() -> None:
-    """Run the script in the arguments."""
-    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        raise SystemExit(_USAGE)
-    run_command(sys.argv[1:], install)
-
-
 if __name__ == "__main__":
-    main()
+    run_prepared(install, __doc__)

@@ -1,14 +1,14 @@
-"""Run an unedited Megatron-LM script where there is no GPU, to try a command line out before it costs anything::
+"""Run an unedited Megatron-LM script without a GPU, to try a command line before a real run::
 
     torchrun --nproc-per-node 2 -m tf_adapters.testing.megatron_lm_on_cpu -m tf_adapters.megatron pretrain_gpt.py ...
     torchrun --nproc-per-node 2 -m tf_adapters.testing.megatron_lm_on_cpu pretrain_gpt.py ...
 
-``megatron_on_cpu`` is for Megatron-Core; here is what Megatron-LM compiles at its start whether it is used or not.
+``megatron_on_cpu`` prepares Megatron-Core. This module replaces the extensions that Megatron-LM compiles at its start.
 Give the script ``--transformer-impl local --distributed-backend gloo`` and no fused kernels
-(``--no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm``). Where
-``--transformer-engine`` comes before the script, Transformer Engine's own Python runs (``transformer_engine_on_cpu``):
-leave ``--transformer-impl`` at its default then, and add ``--attention-backend unfused``.
-Seen to run: Megatron-LM 0.16.1 (pretrain_gpt.py, pretrain_bert.py).
+(``--no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm``). With
+``--transformer-engine`` before the script, Transformer Engine's own Python runs (``transformer_engine_on_cpu``).
+Then leave ``--transformer-impl`` at its default, and add ``--attention-backend unfused``.
+Run with Megatron-LM 0.16.1 (pretrain_gpt.py, pretrain_bert.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from tf_adapters.hosts.launcher import run_command
+import torch
+
 from tf_adapters.testing import megatron_on_cpu, transformer_engine_on_cpu
+from tf_adapters.testing.after_import import run_prepared
 
 _ENGINE = "--transformer-engine"
 
@@ -32,19 +34,10 @@ def install(engine: bool = False) -> None:
     megatron_on_cpu.spawn_without_the_script()
 
 
-def main() -> None:
-    """Run the script or ``-m module`` that the arguments name."""
+if __name__ == "__main__":
     engine = sys.argv[1:2] == [_ENGINE]
-    arguments = sys.argv[2 if engine else 1 :]
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__)
-        raise SystemExit(0 if arguments else 2)
-    run_command(arguments, partial(install, engine))
-    import torch.distributed
-
+    if engine:
+        del sys.argv[1]
+    run_prepared(partial(install, engine), __doc__)
     if torch.distributed.is_initialized():  # else gloo's threads may abort the process at its end
         torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

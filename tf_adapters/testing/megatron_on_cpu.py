@@ -15,6 +15,7 @@ import sys
 import types
 import typing
 from typing import Any
+from unittest.mock import Mock
 
 from tf_adapters.testing import cuda_stand_in
 from tf_adapters.testing.after_import import Change, ChangedImports, Run
@@ -32,6 +33,13 @@ _NEED_TRITON = (
 
 _HELPERS = "megatron.core.datasets.helpers_cpp"
 _FUSED_KERNEL = "fused_weight_gradient_mlp_cuda"
+
+
+class _AnswersFalse(Mock):
+    """A module of functions that all return False."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> bool:
+        return False
 
 
 def _change_of(name: str) -> Change | None:
@@ -60,7 +68,7 @@ def install() -> None:
         vars(typing)["override"] = lambda function: function
     if importlib.util.find_spec("triton") is None:
         for name in _NEED_TRITON:
-            sys.modules[name] = _module_of_functions_that_answer_false(name)
+            sys.modules[name] = _AnswersFalse(name=name)
 
 
 def use_built_helpers() -> None:
@@ -113,14 +121,3 @@ def stand_in_for_apex() -> None:
     module = types.ModuleType(_FUSED_KERNEL)
     vars(module).update(wgrad_gemm_accum_fp32=add_product, wgrad_gemm_accum_fp16=add_product)
     sys.modules[_FUSED_KERNEL] = module
-
-
-def _module_of_functions_that_answer_false(name: str) -> types.ModuleType:
-    def attribute(wanted: str) -> Any:
-        if wanted.startswith("__"):
-            raise AttributeError(wanted)
-        return lambda *args, **kwargs: False
-
-    module = types.ModuleType(name)
-    module.__getattr__ = attribute  # type: ignore[method-assign]
-    return module

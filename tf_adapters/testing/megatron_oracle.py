@@ -1,6 +1,6 @@
-"""Layers of a Megatron-Core model whose weight gradients count tokens as given samples say.
+"""Weight the tokens in the weight gradients of a Megatron-Core model by given samples, without changing outputs.
 
-Megatron's own linear layers, and Transformer Engine's in their places. The outputs of the layers stay as they are.
+It covers Megatron's own linear layers and those of Transformer Engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["sampled_layers"]
 
 @contextmanager
 def sampled_layers(model: torch.nn.Module, samples: Samples) -> Iterator[None]:
-    """In the block, count tokens as ``samples`` says in the gradients of these weights of ``model``."""
+    """Weight tokens by ``samples`` in the gradients of these weights of ``model``, inside the block."""
     by_layer: dict[str, dict[str, Sampled]] = {}
     for name, sampled in samples.items():
         prefix, _, own = name.rpartition(".")
@@ -38,7 +38,7 @@ def sampled_layers(model: torch.nn.Module, samples: Samples) -> Iterator[None]:
 
 
 def _product(run: Callable[..., Any], sampled: Sampled, *, input: Any, weight: Any, bias: Any, **more: Any) -> Any:
-    """The product of one of Megatron's own layers."""
+    """Compute the product of one of Megatron's own layers."""
     whole = _all_tokens(input, more["tp_group"]) if more["sequence_parallel"] else input
     counted = run(input=sampled.counted(whole), weight=weight, bias=None, **{**more, "sequence_parallel": False})
     output = of_other_gradient(run(input=input, weight=weight.detach(), bias=None, **more), counted)
@@ -46,14 +46,14 @@ def _product(run: Callable[..., Any], sampled: Sampled, *, input: Any, weight: A
 
 
 def _all_tokens(inputs: torch.Tensor, group: Any) -> torch.Tensor:
-    """The tokens of all ranks: under sequence parallelism a rank has a part of them, and draws from all."""
+    """Gather the tokens of all ranks: under sequence parallelism a rank has some of them, and draws from all."""
     whole = inputs.new_empty((inputs.shape[0] * group.size(), *inputs.shape[1:]))
     torch.distributed.all_gather_into_tensor(whole, inputs.detach().contiguous(), group=group)
     return whole
 
 
 def _of_engine(layer: Any, samples: Mapping[str, Sampled], inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A layer of Transformer Engine. To its own gradient comes the difference that the sample makes."""
+    """Run a layer of Transformer Engine, and add the difference that the sample makes to its gradient."""
     result = type(layer).forward(layer, inputs, *args, **kwargs)
     output, *rest = result if isinstance(result, tuple) else (result,)
     of_product = _normalized(layer, inputs.detach())

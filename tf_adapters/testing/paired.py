@@ -102,13 +102,9 @@ def in_rotation(steps: Mapping[_K, Step], number: int) -> dict[_K, float]:
 
 
 def in_turn(alone: Step, attached: Step, phase_of: Callable[[], str], steps: int) -> Pairs:
-    """Run ``steps`` pairs of steps of two trainings. The first of a pair alternates.
+    """Run ``steps`` pairs of steps of two trainings: of the host alone, and of one that freezes. The first alternates.
 
-    Args:
-        alone: a step of the host alone.
-        attached: a step of a training that freezes.
-        phase_of: returns the phase of the next step, such as ``lambda: controller.phase.value``.
-        steps: pairs of steps to run.
+    ``phase_of`` returns the phase of the next step, such as ``controller.phase.value``.
     """
     pairs = Pairs()
     for number in range(steps):
@@ -121,14 +117,9 @@ def in_turn(alone: Step, attached: Step, phase_of: Callable[[], str], steps: int
 def compare(
     alone: Step, attached: Step, adapter: Any, steps: int, held_out: Callable[[], tuple[float, float]]
 ) -> Outcome:
-    """Run pairs of steps of two trainings, then detach freezing from the second one.
+    """Run pairs of steps as ``in_turn`` does, enough to get a plan. Then detach ``adapter`` from the second training.
 
-    Args:
-        alone: a step of the host alone.
-        attached: a step of a training that freezes.
-        adapter: the adapter of the second training.
-        steps: pairs of steps to run, enough to get a plan.
-        held_out: returns the held-out losses of both, the host's alone first. It is called after the detach.
+    ``held_out`` returns the held-out losses of both, the host's alone first. It is called after the detach.
     """
     controller = adapter.controller
     pairs = in_turn(alone, attached, lambda: controller.phase.value, steps)
@@ -141,14 +132,8 @@ def compare(
 def on_and_off(step: Step, attach: Step, detach: Step, phase: str, pairs: int) -> Pairs:
     """Run pairs of steps of one training, with and without its adapter. It is attached before and after.
 
-    This measures the cost of an adapter that does not freeze (yet), on the same model in the same memory.
-
-    Args:
-        step: a training step.
-        attach: attaches the training's adapter.
-        detach: detaches it, and removes anything else that the host alone does not have.
-        phase: name of the pairs.
-        pairs: number of pairs to run.
+    This measures the cost of an adapter that does not freeze (yet), on the same model in the same memory. ``detach``
+    also removes anything else that the host alone does not have. ``phase`` is the name of the pairs.
     """
     result = Pairs()
     for number in range(pairs):

@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
 _GRACE_S = 6.0  # for other ranks after one has failed
 _STARTUP_S = 300.0  # a host may compile an extension at its first import
 
@@ -109,7 +111,8 @@ class RankPool:
 
     def _answer(self, rank: int) -> tuple[Any, str | None]:
         try:
-            return _unpacked(self._connections[rank].recv_bytes())
+            answer = io.BytesIO(self._connections[rank].recv_bytes())
+            return torch.load(answer, weights_only=False)  # type: ignore[no-any-return]
         except (EOFError, ConnectionError):
             self._processes[rank].join(_GRACE_S)
             return None, f"died with exit code {self._processes[rank].exitcode}"
@@ -177,8 +180,6 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], teardown: Callabl
 
 
 def _join(setup: Callable[[], None] | None) -> None:
-    import torch
-
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # denormal numbers make toy models' times meaningless
     if setup is not None:
@@ -197,14 +198,6 @@ def _answer_call(connection: Connection, function: Callable[..., Any], args: tup
 
 def _packed(answer: tuple[Any, str | None]) -> bytes:
     """Pickle with tensors by value: multiprocessing would share each tensor's memory, which takes milliseconds."""
-    import torch
-
     buffer = io.BytesIO()
     torch.save(answer, buffer)
     return buffer.getvalue()
-
-
-def _unpacked(answer: bytes) -> tuple[Any, str | None]:
-    import torch
-
-    return torch.load(io.BytesIO(answer), weights_only=False)  # type: ignore[no-any-return]

@@ -10,7 +10,6 @@ Run with TorchTitan 0.2.2 (torch 2.13), 0.3.0 (torch 2.15).
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import sys
@@ -20,10 +19,7 @@ from typing import Any
 import torch
 import torch._utils
 
-from tf_adapters.hosts.launcher import run_command
-from tf_adapters.testing.after_import import Change, ChangedImports, Run
-
-_USAGE = "usage: torchrun [...] -m tf_adapters.testing.torchtitan_on_cpu -m MODULE [its arguments]"
+from tf_adapters.testing.after_import import AbsentTriton, Change, ChangedImports, Run, run_prepared
 
 
 def install() -> None:
@@ -49,11 +45,8 @@ def _with_triton(run: Run, module: types.ModuleType) -> None:
     if importlib.util.find_spec("triton") is not None:
         run(module)
         return
-    language = types.ModuleType("triton.language")
-    vars(language)["constexpr"] = int
-    triton = types.ModuleType("triton")
-    vars(triton).update(jit=lambda function: function, language=language)
-    sys.modules.update({"triton": triton, "triton.language": language})
+    triton: Any = AbsentTriton()
+    sys.modules.update({"triton": triton, "triton.language": triton.language})
     try:
         run(module)
     finally:
@@ -62,14 +55,14 @@ def _with_triton(run: Run, module: types.ModuleType) -> None:
 
 def _with_plain_attention(run: Run, module: types.ModuleType) -> None:
     """Replace FlexAttention, which has no backward on a CPU and would compile its masks with a C++ compiler."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
     run(module)
     flex = vars(module)["FlexAttention"]
     if hasattr(flex, "_compiled_flex_attn"):
         flex._compiled_flex_attn = staticmethod(_attention)
     if hasattr(module, "_compiled_create_block_mask"):
-        vars(module)["_compiled_create_block_mask"] = importlib.import_module(
-            "torch.nn.attention.flex_attention"
-        ).create_block_mask
+        vars(module)["_compiled_create_block_mask"] = create_block_mask
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
@@ -97,11 +90,5 @@ _CHANGED: dict[str, Change] = {
 """Modules of TorchTitan that a CPU cannot run as they are."""
 
 
-def main() -> None:
-    if sys.argv[1:2] != ["-m"] or len(sys.argv) < 3:
-        raise SystemExit(_USAGE)
-    run_command(sys.argv[1:], install)
-
-
 if __name__ == "__main__":
-    main()
+    run_prepared(install, __doc__)

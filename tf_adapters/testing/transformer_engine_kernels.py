@@ -18,6 +18,8 @@ Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
 Activation = Callable[[Tensor], Tensor]
 
+_gelu = functools.partial(gelu, approximate="tanh")
+
 _NUMBERS = {2: torch.int32, 4: torch.float32, 5: torch.float16, 6: torch.bfloat16}
 
 
@@ -90,9 +92,9 @@ def generic_gemm(
         product = product + bias
     if with_gelu and grad:
         assert gelu_in is not None
-        product = _derivative(functools.partial(gelu, approximate="tanh"), product, gelu_in)
+        product = _derivative(_gelu, product, gelu_in)
     elif with_gelu:
-        gelu_in, product = product, gelu(product, approximate="tanh")
+        gelu_in, product = product, _gelu(product)
     return _into(out, product, accumulate), bias_gradient, gelu_in, None
 
 
@@ -129,7 +131,7 @@ def te_general_grouped_gemm(
                 product = product + of_bias
         if gelu_in and gelu_in[number].numel():
             gelu_in[number].copy_(product)
-            product = gelu(product, approximate="tanh")
+            product = _gelu(product)
         _into(to, product, accumulate)
     return bias
 
@@ -205,11 +207,11 @@ def _gated(function: Activation, x: Tensor) -> Tensor:
     return function(first) * second
 
 
-def _quick_gelu(x: Tensor) -> Tensor:
+def _qgelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-def _squared_relu(x: Tensor) -> Tensor:
+def _srelu(x: Tensor) -> Tensor:
     return relu(x).square()
 
 
@@ -223,22 +225,14 @@ def _derivative(function: Activation, gradient: Tensor, x: Tensor) -> Tensor:
 
 def activations() -> dict[str, Callable[..., Any]]:
     """Return each activation and its derivative by the extension's names."""
-    tanh_gelu = functools.partial(gelu, approximate="tanh")
-    plain: dict[str, Activation] = {
-        "gelu": tanh_gelu,
-        "relu": relu,
-        "qgelu": _quick_gelu,
-        "srelu": _squared_relu,
-        "silu": silu,
-    }
-    gates: dict[str, Activation] = {"glu": torch.sigmoid, "geglu": tanh_gelu, "reglu": relu, "qgeglu": _quick_gelu}
-    gates |= {"sreglu": _squared_relu, "swiglu": silu}
+    plain: dict[str, Activation] = {"gelu": _gelu, "relu": relu, "qgelu": _qgelu, "srelu": _srelu, "silu": silu}
+    gates: dict[str, Activation] = {"glu": torch.sigmoid, "geglu": _gelu, "reglu": relu, "qgeglu": _qgelu}
+    gates |= {"sreglu": _srelu, "swiglu": silu}
     functions = plain | {name: functools.partial(_gated, gate) for name, gate in gates.items()}
-    answers: dict[str, Callable[..., Any]] = {}
-    for name, function in functions.items():
-        answers[name] = functools.partial(_activate, function)
-        answers[f"d{name}"] = functools.partial(_differentiate, function)
-    return answers
+    return {
+        **{name: functools.partial(_activate, function) for name, function in functions.items()},
+        **{f"d{name}": functools.partial(_differentiate, function) for name, function in functions.items()},
+    }
 
 
 def _activate(function: Activation, x: Tensor, quantizer: Any = None) -> Tensor:
@@ -265,10 +259,6 @@ _LOW = -10000.0
 def _softmax(scores: Tensor, scale: float, hidden: Tensor | None = None) -> Tensor:
     scaled = scores.float() * scale
     return torch.softmax(scaled if hidden is None else scaled.masked_fill(hidden, _LOW), dim=-1).to(scores.dtype)
-
-
-def scaled_softmax_forward(scores: Tensor, scale: float) -> Tensor:
-    return _softmax(scores, scale)
 
 
 def scaled_masked_softmax_forward(scores: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -304,13 +294,6 @@ def multi_tensor_l2norm(
     norms = [torch.linalg.vector_norm(tensor.float()) for tensor in lists[0]]
     of_each = torch.stack(norms) if norms else torch.zeros(0)
     return torch.linalg.vector_norm(of_each).reshape(1), of_each if each else of_each.new_empty(0)
-
-
-def multi_tensor_unscale_l2norm(
-    chunk: int, overflow: Tensor, lists: Sequence[Tensors], inverse_scale: Tensor, each: bool = False
-) -> tuple[Tensor, Tensor]:
-    norm, of_each = multi_tensor_l2norm(chunk, overflow, lists, each)
-    return norm * inverse_scale, of_each * inverse_scale
 
 
 def multi_tensor_adam(
@@ -350,9 +333,8 @@ def multi_tensor_adam(
 
 _OWN_NAMES: tuple[Callable[..., Any], ...] = (
     *(generic_gemm, te_general_grouped_gemm, layernorm_fwd, layernorm_bwd, rmsnorm_fwd, rmsnorm_bwd, quantize),
-    *(scaled_softmax_forward, scaled_softmax_backward, scaled_masked_softmax_forward),
-    *(scaled_upper_triang_masked_softmax_forward, multi_tensor_scale, multi_tensor_l2norm),
-    *(multi_tensor_unscale_l2norm, multi_tensor_adam),
+    *(scaled_softmax_backward, scaled_masked_softmax_forward),
+    *(scaled_upper_triang_masked_softmax_forward, multi_tensor_scale, multi_tensor_l2norm, multi_tensor_adam),
 )
 
 
@@ -361,6 +343,7 @@ def answers() -> dict[str, Callable[..., Any]]:
     return {
         **{function.__name__: function for function in _OWN_NAMES},
         **activations(),
+        "scaled_softmax_forward": _softmax,
         "scaled_aligned_causal_masked_softmax_forward": scaled_upper_triang_masked_softmax_forward,
         "scaled_aligned_causal_masked_softmax_backward": scaled_softmax_backward,
         "scaled_masked_softmax_backward": scaled_softmax_backward,

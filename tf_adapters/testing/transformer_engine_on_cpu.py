@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from tf_adapters.testing import cuda_stand_in, megatron_on_cpu, transformer_engine_kernels
+from tf_adapters.testing.after_import import AbsentTriton
 
 __all__ = ["FOLDER", "available", "install"]
 
@@ -66,7 +67,7 @@ def install() -> None:
 
 
 def _device(device: Any) -> torch.device:
-    """The CPU for whatever names a device, such as its number; "meta" stays."""
+    """Return the CPU for a device of any name or number, except "meta"."""
     named = isinstance(device, (str, torch.device)) and torch.device(device).type == "meta"
     return torch.device("meta" if named else "cpu")
 
@@ -79,38 +80,10 @@ def _replace_device() -> None:
     torch.version.cuda = torch.version.cuda or "12.8"
     if importlib.util.find_spec("triton") is None:
         torch.utils._triton.has_triton_package()  # torch caches the result, so it will not see the stand-in for Triton
-        for name in ("triton", "triton.language", "triton.language.core", "triton.language.standard"):
-            sys.modules[name] = _AbsentModule(name)
-
-
-class _AbsentModule(types.ModuleType):
-    """A module in which every name exists, for decorators and annotations, and does nothing."""
-
-    __path__: list[str] = []  # noqa: RUF012 (a package)
-    __version__ = "3.4.0"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Nothing(f"{self.__name__}.{name}")
-
-
-class _Nothing:
-    """Works as a decorator or decorator factory. A kernel raises when it is launched."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Nothing(f"{self._name}.{name}")
-
-    def __getitem__(self, grid: Any) -> Any:
-        raise NotImplementedError(f"{self._name}: a Triton kernel needs Triton and a GPU")
+        triton: Any = AbsentTriton(name="triton")
+        sys.modules.update({"triton": triton, "triton.language": triton.language})
+        for name in ("core", "standard"):
+            sys.modules[f"triton.language.{name}"] = getattr(triton.language, name)
 
 
 def _extension() -> types.ModuleType:
