@@ -105,30 +105,24 @@ class HeldParameters:
     BF16_Optimizer) its step skips their slices of the partition. If the optimizer does not update each element
     independently, slices and their state are saved before the step and restored after it. The step counter of a
     partition belongs to the whole partition and advances.
+
+    Attributes:
+        held: the parameters that the next steps leave unchanged.
     """
 
     def __init__(self, engine: Any) -> None:
         self._outer = engine.optimizer
         self._inner: torch.optim.Optimizer = engine.basic_optimizer
-        self._held: tuple[torch.nn.Parameter, ...] = ()
+        self.held: tuple[torch.nn.Parameter, ...] = ()
         self._fragments = {} if self._outer is self._inner else fragments(self._outer)
         self._kept = Kept()
         self._partial = PartialSteps(self._inner)
-
-    @property
-    def held(self) -> tuple[torch.nn.Parameter, ...]:
-        """Return the parameters that the next step holds."""
-        return self._held
-
-    def hold(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Hold these parameters in all steps from now on, instead of earlier ones."""
-        self._held = tuple(parameters)
 
     def before_step(self, *_: Any) -> None:
         """Exclude the held parameters from the inner optimizer's next step."""
         self.after_step()  # after a step that was cut off
         if self._outer is self._inner:
-            for parameter in self._held:
+            for parameter in self.held:
                 parameter.grad = None
             return
         for flat, parts in self._held_parts():
@@ -150,7 +144,7 @@ class HeldParameters:
         """
         stepped = {id(p) for group in self._inner.param_groups for p in group["params"]}
         flats, parts = flat_partitions(self._outer), defaultdict[int, list[Part]](list)
-        for parameter in self._held:
+        for parameter in self.held:
             fragment = self._fragments.get(id(parameter))
             if fragment is not None and id(flats[fragment.group]) in stepped:
                 parts[fragment.group].append((fragment.start, fragment.start + fragment.numel))

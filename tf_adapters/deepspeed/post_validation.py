@@ -11,24 +11,21 @@ from __future__ import annotations
 import copy
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from deepspeed.runtime import utils as host
-from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.deepspeed.optimizers import HeldParameters
 from tf_adapters.hosts.adapter import HostAdapter
-from tf_adapters.hosts.forwards_again import ForwardsAgain
 from tf_adapters.hosts.late import LateSums, LateTensor
 from tf_adapters.hosts.post_validation import PostValidation, Settles, settled
 from tf_adapters.hosts.support import Problem, first_problem, missing_name
 from tf_adapters.overrides import Overrides
-from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.training.controller import Controller
 
 __all__ = [
@@ -76,9 +73,8 @@ class DeepSpeedPostValidation(PostValidation):
         @functools.wraps(run)
         def step(*args: Any, **kwargs: Any) -> Any:
             # The first step of an optimizer makes the state that the host refers to afterwards.
-            if not (self._has_stepped and adapter.repeatable) or self.paused:
+            if not self.speculates(self._has_stepped and adapter.repeatable):
                 self._has_stepped = True
-                self.waits()
                 return run(*args, **kwargs)
             self._held, self._scheduler = holder.held, _state_of(engine.lr_scheduler)
             with self._without_meeting():
@@ -96,34 +92,14 @@ class DeepSpeedPostValidation(PostValidation):
             for owner in (engine.module, self._inner):
                 adapter.on_detach(getattr(owner, register)(alone).remove)
 
-    def forwards_again(
-        self, order: PipelineSchedule, before: Mapping[Action, Sequence[Action]], begin_again: Callable[[], None]
-    ) -> ForwardsAgain | None:
-        """Return how a batch's first forwards run again; None if the last update is final.
-
-        ``before`` maps each action to the actions whose inputs a rank begins to receive just before it.
-        """
-        engine = self._engine
-        return ForwardsAgain.of(
-            self,
-            begin_again=begin_again,
-            modules=[engine.module],
-            device=torch.device(engine.device),
-            tracker=checkpointing.get_cuda_rng_tracker(),
-            order=order,
-            before=before,
-            rank=engine.stage_id,
-        )
-
     def settle(self) -> bool:
         if not self.pending:
             return False
-        self._holder.hold(self._held)
+        self._holder.held = self._held
         try:
             made_again = super().settle()
         finally:
-            self._holder.hold(())
-            self._held = ()
+            self._holder.held = self._held = ()
         if made_again:  # on all replicas
             self._outer.update_lp_params()
         return made_again

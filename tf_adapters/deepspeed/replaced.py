@@ -76,9 +76,6 @@ def _stream(schedule: Any, microbatches: int, stages: int, stage: int) -> list[l
 @lru_cache(1)
 def _fresh_module() -> ModuleType:
     """Load DeepSpeed's schedules from their file again."""
-    spec = importlib.util.spec_from_file_location(host.__name__, host.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = importlib.util.module_from_spec(host.__spec__)
+    host.__spec__.loader.exec_module(module)
     return module
