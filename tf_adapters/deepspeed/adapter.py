@@ -67,7 +67,6 @@ HOST = HostInfo("deepspeed", deepspeed.__version__)
 ATTRIBUTE = "timely_freeze"  # of the engine: its adapter
 _LOST_STEPS = 3
 """Steps in a row that could not run in a plan's order, after which a warning is logged."""
-_RECEIVES = (host.RecvActivation, host.RecvGrad)
 _WARMUP_ATTRIBUTES = ("warmup_num_steps", "num_warmup_steps", "warmup_steps")
 
 
@@ -308,7 +307,7 @@ class DeepSpeedAdapter(HostAdapter):
     def _transfer(self, kind: type, engine: Any, *args: Any, **kwargs: Any) -> None:
         """Run an instruction that sends or receives. In a rewritten order it does not block the rank."""
         if self._transfers is None:
-            if kind in _RECEIVES:
+            if kind in (host.RecvActivation, host.RecvGrad):
                 self._compute_waiting()
             self._host_instructions[kind](engine, *args, **kwargs)
             if kind is host.RecvGrad and self._waiting is not None:

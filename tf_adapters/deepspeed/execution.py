@@ -1,6 +1,6 @@
 """Run a batch in a plan's order, as an instruction stream for DeepSpeed's engine.
 
-The engine's sends wait for their receiver, so some orders would stop for ever where both neighbours send. Here a send
+The engine's sends wait for their receiver, so some orders would deadlock where both neighbours send. Here a send
 begins after its action, and the rank waits for it at the end of the batch. Receives begin when ``schedule.messages``
 says, because NCCL runs the transfers between two ranks one after the other, in the order in which each began them.
 Source: deepspeed/runtime/pipe/engine.py, schedule.py and p2p.py.

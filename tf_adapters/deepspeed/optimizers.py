@@ -28,12 +28,7 @@ _BY_ELEMENT = {
     *(f"torch.optim.{name}" for name in ("adamax.Adamax", "nadam.NAdam", "radam.RAdam", "adadelta.Adadelta")),
     "deepspeed.ops.adam.fused_adam.FusedAdam",
 }
-
-
-def works_by_element(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer is known to update each element independently of the others."""
-    kind = type(optimizer)
-    return f"{kind.__module__}.{kind.__name__}" in _BY_ELEMENT
+"""Optimizers that are known to update each element independently of the others."""
 
 
 class PartialSteps:
@@ -115,6 +110,8 @@ class HeldParameters:
         self._inner: torch.optim.Optimizer = engine.basic_optimizer
         self.held: tuple[torch.nn.Parameter, ...] = ()
         self._fragments = {} if self._outer is self._inner else fragments(self._outer)
+        kind = type(self._inner)
+        self._works_by_element = f"{kind.__module__}.{kind.__name__}" in _BY_ELEMENT
         self._kept = Kept()
         self._partial = PartialSteps(self._inner)
 
@@ -126,7 +123,7 @@ class HeldParameters:
                 parameter.grad = None
             return
         for flat, parts in self._held_parts():
-            if works_by_element(self._inner) and self._inner.state.get(flat):
+            if self._works_by_element and self._inner.state.get(flat):
                 self._partial.skip(flat, parts)
             else:
                 state = self._inner.state.get(flat, {}).values()

@@ -194,9 +194,6 @@ class _Zero(DeepSpeedPostValidation):
         outer, own = self._outer, list[torch.Tensor]()
         host_check, host_norm = outer.check_overflow, outer.scaled_global_norm
 
-        def keep(tensor: torch.Tensor, op: Any) -> None:
-            own.append(tensor.clone())
-
         def check_overflow(*args: Any, **kwargs: Any) -> None:
             host_check(*args, **kwargs)
             outer.overflow = False  # that of the other ranks is not known yet
@@ -207,7 +204,7 @@ class _Zero(DeepSpeedPostValidation):
             return torch.zeros((), device=outer.device)
 
         with Overrides() as overrides:
-            overrides.set(outer, "_model_parallel_all_reduce", keep)
+            overrides.set(outer, "_model_parallel_all_reduce", lambda tensor, op: own.append(tensor.clone()))
             overrides.set(outer, "check_overflow", check_overflow)
             overrides.set(outer, "scaled_global_norm", scaled_global_norm)
             yield
@@ -234,11 +231,11 @@ class _BF16(DeepSpeedPostValidation):
 
         def get_grads_for_norm() -> tuple[list[torch.Tensor], dict[str, Any]]:
             gradients, of_experts = host_gradients()
-            sums = _Sums(host.dist)
+            own: list[torch.Tensor] = []
             with Overrides() as inside:
-                inside.set(host, "dist", sums)
+                inside.set(host.dist, "all_reduce", lambda tensor, *_, **__: own.append(tensor.clone()))
                 host.get_global_norm_of_tensors(input_tensors=gradients, mpu=mpu, norm_type=outer.norm_type)
-            self._expect_squares(sums.own)
+            self._expect_squares(own)
             return [torch.zeros(1, device=self._engine.device)], of_experts
 
         with Overrides() as overrides:
@@ -246,19 +243,6 @@ class _BF16(DeepSpeedPostValidation):
             overrides.set(outer, "mpu", None)  # no rank is asked for its share
             overrides.set(outer, "clip_grad", 0.0)
             yield
-
-
-class _Sums:
-    """Stands for the host's ``deepspeed.comm``: keeps what this rank would add to a sum."""
-
-    def __init__(self, comm: Any) -> None:
-        self._comm, self.own = comm, list[torch.Tensor]()
-
-    def all_reduce(self, tensor: torch.Tensor, *_: Any, **__: Any) -> None:
-        self.own.append(tensor.clone())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
 
 
 def _computes_norm(engine: Any) -> bool:
@@ -275,10 +259,7 @@ def waits_for_norm(engine: Any, settings: TimelyFreezeConfig) -> bool:
 def post_validation_of(
     engine: Any, settings: TimelyFreezeConfig, controller: Controller
 ) -> DeepSpeedPostValidation | None:
-    """Return the validation of an engine that ``post_validation_problem`` finds no problem with.
-
-    None if the settings do not ask for it, or no norm is computed.
-    """
+    """Return the validation of an engine; None if the settings do not ask for it, or no norm is computed."""
     if not (settings.post_validates and _computes_norm(engine)):
         return None
     return (_BF16 if isinstance(engine.optimizer, BF16_Optimizer) else _Zero)(engine, controller)

@@ -1,7 +1,7 @@
 """Find schedules and transfers of other projects that an order of ours would replace.
 
-A project may give DeepSpeed's engine other instructions, or another order of them. For example, data is loaded before
-transfers because the loader communicates. An order of ours would leave that out.
+A project may give DeepSpeed's engine other instructions, or another order of them. For example, it may load data before
+transfers, because its loader communicates. An order of ours would drop such changes.
 Source: deepspeed/runtime/pipe/schedule.py, engine.py and p2p.py.
 """
 

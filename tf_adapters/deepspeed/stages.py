@@ -22,7 +22,7 @@ def is_dualpipev(engine: Any) -> bool:
 
 
 def stage_of(rank: int, ranks: int, phase: int) -> int:
-    """Stage of a pipeline rank's phase: activations flow out through phase 0 and come back through phase 1."""
+    """Return the stage of a pipeline rank's phase. Activations flow out through phase 0 and back through phase 1."""
     return rank if phase == 0 else 2 * ranks - 1 - rank
 
 

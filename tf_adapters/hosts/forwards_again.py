@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from tf_adapters.hosts.post_validation import PostValidation
@@ -49,21 +49,15 @@ class RandomState:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._cpu, self._python = torch.get_rng_state(), random.getstate()
-        self._of_device = None if device.type == "cpu" else self._module.get_rng_state(device)
-        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self._cpu, self._python, self._numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        self._of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
     def put_back(self) -> None:
         torch.set_rng_state(self._cpu)
         random.setstate(self._python)
+        np.random.set_state(self._numpy)
         if self._of_device is not None:
-            self._module.set_rng_state(self._of_device, self._device)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-
-    @property
-    def _module(self) -> Any:
-        return torch.get_device_module(self._device)
+            torch.get_device_module(self._device).set_rng_state(self._of_device, self._device)
 
 
 class BeforeForwards:
@@ -165,5 +159,5 @@ class Rewindable:
         self._given = []
 
     def go_on(self) -> None:
-        """Stop keeping items. They cannot be given again then."""
+        """Stop keeping items: they can no longer be given again."""
         self._given = None

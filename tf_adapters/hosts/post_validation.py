@@ -51,7 +51,8 @@ class PostValidation(ABC):
     def is_due(self, square: torch.Tensor) -> bool:
         """Return whether the host would have changed gradients or skipped the update.
 
-        ``square`` is the square of the norm, or what the host adds up for it. It may be infinite or not a number.
+        ``square`` is the square of the norm, or the sums from which the host computes the norm. It may be infinite or
+        not a number.
         """
 
     @abstractmethod
@@ -157,9 +158,6 @@ class Settles:
 
     def __call__(self, *_: Any) -> None:
         self._settle()
-
-    def __deepcopy__(self, memo: Any) -> Settles:
-        return Settles(_do_nothing)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Settles, (_do_nothing,)
