@@ -6,7 +6,7 @@ Source: deepspeed/runtime/pipe/engine.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
@@ -15,6 +15,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as host_checkpointing
 from deepspeed.runtime.pipe import schedule as host
+from torch.utils._pytree import tree_map_only
 
 from tf_adapters.collectives import Collectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
@@ -31,7 +32,6 @@ from tf_adapters.deepspeed.execution import (
     apart,
 )
 from tf_adapters.deepspeed.late_loss import LateLoss, loss_can_be_late, meetings
-from tf_adapters.deepspeed.metrics import also_to_monitor
 from tf_adapters.deepspeed.optimizers import (
     HeldParameters,
     accumulating,
@@ -55,8 +55,7 @@ from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.waiting import WaitingWeights
 from tf_adapters.measuring.timer import clock_for
 from tf_adapters.report.observer import MetricSink
-from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.schedule.messages import Receives
+from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.selection.freeze_units import Tie, same_names
 from tf_adapters.training.batches import MOST_NUMBERS
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
@@ -68,7 +67,6 @@ HOST = HostInfo("deepspeed", deepspeed.__version__)
 ATTRIBUTE = "timely_freeze"  # of the engine: its adapter
 _LOST_STEPS = 3
 """Steps in a row that could not run in a plan's order, after which a warning is logged."""
-_RECEIVES = (host.RecvActivation, host.RecvGrad)
 _WARMUP_ATTRIBUTES = ("warmup_num_steps", "num_warmup_steps", "warmup_steps")
 
 
@@ -134,12 +132,26 @@ class DeepSpeedAdapter(HostAdapter):
         return tuple(tie for tie in same_names(pipeline.units) if tie[0][1] in tied)
 
     def _warmup_steps(self) -> int:
-        return _warmup_steps(self.engine) if self._given_warmup is None else self._given_warmup
+        """Return the remaining learning-rate warm-up in steps; a few steps if the scheduler has no warm-up."""
+        if self._given_warmup is not None:
+            return self._given_warmup
+        lengths = (getattr(self.engine.lr_scheduler, name, None) for name in _WARMUP_ATTRIBUTES)
+        length = next((length for length in lengths if isinstance(length, int)), None)
+        return DEFAULT_WARMUP_STEPS if length is None else max(0, length - int(self.engine.global_steps))
 
     def metrics(self) -> MetricSink | None:
         """Send figures to the user's function, and on rank 0 to the engine's monitor."""
-        monitored = self.engine.monitor.enabled and torch.distributed.get_rank() == 0
-        return also_to_monitor(self.engine, self._given_metrics) if monitored else self._given_metrics
+        engine, given = self.engine, self._given_metrics
+        if not engine.monitor.enabled or torch.distributed.get_rank() > 0:
+            return given
+
+        def write(figures: Mapping[str, float]) -> None:
+            samples = engine.global_samples
+            engine.monitor.write_events([(f"TimelyFreeze/{name}", value, samples) for name, value in figures.items()])
+            if given is not None:
+                given(figures)
+
+        return write
 
     # --- on and off ------------------------------------------------------------------------------------------
 
@@ -225,17 +237,21 @@ class DeepSpeedAdapter(HostAdapter):
         if runs_ours and self._shapes_known and controller.pipeline.moves_forwards:
             receives = self.receives(order)
             self._transfers = Transfers(engine, receives.taken)
-            repeated = self._repeated(order, receives)
+            repeated = None
+            if self.validation is not None and self.validation.pending:
+                repeated = RepeatedForwards(
+                    engine,
+                    self._transfers,
+                    validation=self.validation,
+                    begin_again=self._begin_again,
+                    order=order,
+                    before=receives.before,
+                )
             return OrderedSchedule(row, **size, receives=receives.before, repeated=repeated)
         self.settle()
         if rewritten:
             self._waiting = WaitingWeights(row, lambda a, _: controller.compute_weight_gradients(a.stage, a.microbatch))
         return self._schedule_type(**size)
-
-    def _repeated(self, order: PipelineSchedule, receives: Receives) -> RepeatedForwards | None:
-        assert self._transfers is not None
-        again = self.validation and self.validation.forwards_again(order, receives.before, self._begin_again)
-        return RepeatedForwards(self.engine, again, self._transfers) if again else None
 
     def _begin_again(self) -> None:
         self._forget_forwards()
@@ -269,18 +285,11 @@ class DeepSpeedAdapter(HostAdapter):
             run(engine, buffer_id, **kwargs)
         mask = self.controller.mask(stage, microbatch)
         if mask.names and not (stage == 0 and mask.complete):
-            self._keep_graph(stage, buffer_id)
+            # The engine runs a backward of each output.
+            outputs, graphs = engine.pipe_buffers["outputs"], self.controller.graphs[stage]
+            outputs[buffer_id] = tree_map_only(torch.Tensor, graphs.required, outputs[buffer_id])
         if self._keeps_losses:
             self._losses[buffer_id] = engine.loss
-
-    def _keep_graph(self, stage: int, buffer_id: int) -> None:
-        """Make every floating-point output of a stage require gradients, because the engine runs a backward of each."""
-        outputs, graphs = self.engine.pipe_buffers["outputs"], self.controller.graphs[stage]
-        output = outputs[buffer_id]
-        if isinstance(output, tuple):
-            outputs[buffer_id] = tuple(graphs.required(t) if torch.is_tensor(t) else t for t in output)
-        elif torch.is_tensor(output):
-            outputs[buffer_id] = graphs.required(output)
 
     def _backward(self, kind: Kind, engine: Any, buffer_id: int, **kwargs: Any) -> None:
         stage, microbatch = self._stages[kwargs.get("phase", 0)], self._tracker.backward(buffer_id)
@@ -298,7 +307,7 @@ class DeepSpeedAdapter(HostAdapter):
     def _transfer(self, kind: type, engine: Any, *args: Any, **kwargs: Any) -> None:
         """Run an instruction that sends or receives. In a rewritten order it does not block the rank."""
         if self._transfers is None:
-            if kind in _RECEIVES:
+            if kind in (host.RecvActivation, host.RecvGrad):
                 self._compute_waiting()
             self._host_instructions[kind](engine, *args, **kwargs)
             if kind is host.RecvGrad and self._waiting is not None:
@@ -356,12 +365,12 @@ class DeepSpeedAdapter(HostAdapter):
         self._compute_waiting()
         held = self.controller.held_parameters()
         fill_missing_gradients(engine.optimizer, held)
-        self._holder.hold(held)
+        self._holder.held = held
         self._host_instructions[host.ReduceGrads](engine, **kwargs)
 
     def _optimizer_step(self, engine: Any, **kwargs: Any) -> None:
         self._host_instructions[host.OptimizerStep](engine, **kwargs)
-        self._holder.hold(())
+        self._holder.held = ()
         self.controller.end_step()
 
     def _trains(self) -> bool:
@@ -385,12 +394,3 @@ class DeepSpeedAdapter(HostAdapter):
             return checkpoint(function, *inputs)
 
         return checkpoint_with_gradients
-
-
-def _warmup_steps(engine: Any) -> int:
-    """Return the remaining learning-rate warm-up in steps; a few steps if the scheduler has no warm-up."""
-    for name in _WARMUP_ATTRIBUTES:
-        length = getattr(engine.lr_scheduler, name, None)
-        if isinstance(length, int):
-            return max(0, length - int(engine.global_steps))
-    return DEFAULT_WARMUP_STEPS

@@ -7,11 +7,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from tf_adapters.config import SECTION
 from tf_adapters.hosts.adapter import HostAdapter
 
-CHECKPOINT_KEY = "timely_freeze"
-
-__all__ = ["CHECKPOINT_KEY", "loading", "saving"]
+__all__ = ["loading", "saving"]
 
 
 def saving(adapter: HostAdapter, save: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,7 +22,7 @@ def saving(adapter: HostAdapter, save: Callable[..., Any]) -> Callable[..., Any]
         adapter.settle()
         bound = signature.bind(*args, **kwargs)
         client_state = bound.arguments.get("client_state") or {}
-        bound.arguments["client_state"] = {**client_state, CHECKPOINT_KEY: adapter.controller.state_dict()}
+        bound.arguments["client_state"] = {**client_state, SECTION: adapter.controller.state_dict()}
         return save(*bound.args, **bound.kwargs)
 
     return save_checkpoint
@@ -39,7 +38,7 @@ def loading(adapter: HostAdapter, load: Callable[..., Any], warmup_steps: Callab
         path, client_state = load(*args, **kwargs)
         weights_only = signature.bind(*args, **kwargs).arguments.get("load_module_only", False)
         if path is not None:
-            state = (client_state or {}).pop(CHECKPOINT_KEY, None)
+            state = (client_state or {}).pop(SECTION, None)
             adapter.controller.load_state_dict(None if weights_only else state, warmup_steps())
         return path, client_state
 

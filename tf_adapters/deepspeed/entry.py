@@ -10,14 +10,11 @@ from typing import Any
 import deepspeed
 
 from tf_adapters.collectives import ProcessGroupCollectives
-from tf_adapters.config import TimelyFreezeConfig, find_section
+from tf_adapters.config import find_section
 from tf_adapters.deepspeed.adapter import ATTRIBUTE, HOST, DeepSpeedAdapter
-from tf_adapters.deepspeed.post_validation import post_validation_problem
-from tf_adapters.deepspeed.stages import is_dualpipev
 from tf_adapters.deepspeed.support import check, warnings
 from tf_adapters.hosts.adapter import attach_once
-from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules
-from tf_adapters.hosts.support import refuse
+from tf_adapters.hosts.agreement import GivenConfig
 from tf_adapters.log import announce
 from tf_adapters.report.observer import MetricSink
 
@@ -54,7 +51,7 @@ def attach(
         existing=existing,
         given=config,
         section=lambda: find_section(engine._config._param_dict),
-        check=lambda settings: _check(engine, settings),
+        check=lambda settings: check(engine, settings),
         make=lambda collectives, settings: DeepSpeedAdapter(
             engine, settings, collectives, metrics=metrics, warmup_steps=warmup_steps
         ),
@@ -80,13 +77,3 @@ def attaching(initialize: Callable[..., Any]) -> Callable[..., Any]:
 def initialize(*args: Any, **kwargs: Any) -> Any:
     """``deepspeed.initialize`` with the same arguments and result, followed by ``attach``."""
     return attaching(deepspeed.initialize)(*args, **kwargs)
-
-
-def _check(engine: Any, settings: TimelyFreezeConfig) -> None:
-    check(engine, settings)
-    if settings.post_validates:
-        refuse(post_validation_problem(engine))
-    if is_dualpipev(engine):
-        if settings.splits_backwards:
-            refuse(f"DualPipeV overlaps two stages of a rank; use {settings.without_split} with it")
-        refuse_other_schedules(settings, "DeepSpeed's DualPipeV engine runs its own")

@@ -1,6 +1,6 @@
 """Run a batch in a plan's order, as an instruction stream for DeepSpeed's engine.
 
-The engine's sends wait for their receiver, so some orders would stop for ever where both neighbours send. Here a send
+The engine's sends wait for their receiver, so some orders would deadlock where both neighbours send. Here a send
 begins after its action, and the rank waits for it at the end of the batch. Receives begin when ``schedule.messages``
 says, because NCCL runs the transfers between two ranks one after the other, in the order in which each began them.
 Source: deepspeed/runtime/pipe/engine.py, schedule.py and p2p.py.
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe import schedule as host
 
@@ -84,7 +85,7 @@ class OrderedSchedule(host.PipeSchedule):  # type: ignore[misc]
         """Yield the instructions of each action, then the instructions that end the batch."""
         row, repeated = self._row, self._repeated
         if repeated is not None:
-            first, row = row[: repeated.number], row[repeated.number :]
+            first, row = row[: len(repeated.forwards)], row[len(repeated.forwards) :]
             with repeated.rewindable():
                 yield from self._of(first)
                 if repeated.settle():
@@ -216,21 +217,30 @@ class Transfers:
             sent.finish()
 
 
-class RepeatedForwards:
-    """The first forwards of a batch, which run again if the last update has to be made again."""
+class RepeatedForwards(ForwardsAgain):
+    """The first forwards of a batch, which run again if the last update has to be made again.
 
-    def __init__(self, engine: Any, again: ForwardsAgain, transfers: Transfers) -> None:
-        self._engine, self._again, self._transfers = engine, again, transfers
+    ``settings`` are those arguments of ``ForwardsAgain`` that do not follow from the engine.
+    """
+
+    def __init__(self, engine: Any, transfers: Transfers, **settings: Any) -> None:
+        super().__init__(
+            modules=[engine.module],
+            device=torch.device(engine.device),
+            tracker=checkpointing.get_cuda_rng_tracker(),
+            rank=engine.stage_id,
+            **settings,
+        )
+        self._engine, self._transfers = engine, transfers
         self._data: Rewindable | None = None
-        self.number = len(again.forwards)
 
     @contextmanager
     def rewindable(self) -> Iterator[None]:
         """Let the forwards inside run again with the same data."""
         iterator, self._offset = self._engine.data_iterator, self._engine.module.micro_offset
-        self._again.remember()
+        self.remember()
         if iterator is not None:
-            self._data = self._engine.data_iterator = Rewindable(iterator, self._again.device)
+            self._data = self._engine.data_iterator = Rewindable(iterator, self.device)
         try:
             yield
         finally:
@@ -238,14 +248,14 @@ class RepeatedForwards:
 
     def settle(self) -> bool:
         """Make sure that the last update is final. Return whether the forwards have to run again."""
-        if not self._again.validation.settle():
+        if not self.validation.settle():
             return False
         engine = self._engine
-        self._transfers.discard_activations(self._again.unreceived)
+        self._transfers.discard_activations(self.unreceived)
         engine.total_loss = engine.total_additional_losses = None
         engine.fwd_outputs = []
         engine.module.micro_offset = self._offset  # the seed of a layer's next forward depends on it
         if self._data is not None:
             self._data.rewind()
-        self._again.put_back()
+        self.put_back()
         return True

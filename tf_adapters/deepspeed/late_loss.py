@@ -51,7 +51,7 @@ def meetings(engine: Any, loss_is_late: bool, norm_is_late: bool) -> tuple[str, 
     return tuple(reason for reason, holds in found.items() if holds)
 
 
-class LateLoss:
+class LateLoss(LateValues):
     """Stands for one engine's ``_aggregate_total_loss``. Made on all ranks of the pipeline at the same point."""
 
     def __init__(self, engine: Any) -> None:
@@ -59,22 +59,18 @@ class LateLoss:
         self._host: Callable[[], torch.Tensor] = engine._aggregate_total_loss
         group = engine.grid.get_pipe_parallel_group()
         source = dist.get_group_rank(group, engine._loss_stage_global_rank())
-        self._values = LateValues(group, source, torch.device(engine.device))
+        super().__init__(group, source, torch.device(engine.device))
 
     def aggregate(self) -> torch.Tensor:
         """Return the batch's mean loss over all replicas. The replicas' last stages still reduce it together."""
         engine = self._engine
         if not engine.is_last_stage():
-            engine.dp_group_loss, late = self._values.receive(2)
+            engine.dp_group_loss, late = self.receive(2)
             return late
         engine.is_pipe_parallel = False  # so that the host sends nothing
         try:
             loss = self._host()
         finally:
             engine.is_pipe_parallel = True
-        self._values.send(torch.stack([engine.dp_group_loss, loss]).float())
+        self.send(torch.stack([engine.dp_group_loss, loss]).float())
         return loss
-
-    def close(self) -> None:
-        """Wait until every loss has arrived. Called on all ranks of the pipeline at the same point."""
-        self._values.close()

@@ -28,12 +28,7 @@ _BY_ELEMENT = {
     *(f"torch.optim.{name}" for name in ("adamax.Adamax", "nadam.NAdam", "radam.RAdam", "adadelta.Adadelta")),
     "deepspeed.ops.adam.fused_adam.FusedAdam",
 }
-
-
-def works_by_element(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer is known to update each element independently of the others."""
-    kind = type(optimizer)
-    return f"{kind.__module__}.{kind.__name__}" in _BY_ELEMENT
+"""Optimizers that are known to update each element independently of the others."""
 
 
 class PartialSteps:
@@ -105,34 +100,30 @@ class HeldParameters:
     BF16_Optimizer) its step skips their slices of the partition. If the optimizer does not update each element
     independently, slices and their state are saved before the step and restored after it. The step counter of a
     partition belongs to the whole partition and advances.
+
+    Attributes:
+        held: the parameters that the next steps leave unchanged.
     """
 
     def __init__(self, engine: Any) -> None:
         self._outer = engine.optimizer
         self._inner: torch.optim.Optimizer = engine.basic_optimizer
-        self._held: tuple[torch.nn.Parameter, ...] = ()
+        self.held: tuple[torch.nn.Parameter, ...] = ()
         self._fragments = {} if self._outer is self._inner else fragments(self._outer)
+        kind = type(self._inner)
+        self._works_by_element = f"{kind.__module__}.{kind.__name__}" in _BY_ELEMENT
         self._kept = Kept()
         self._partial = PartialSteps(self._inner)
-
-    @property
-    def held(self) -> tuple[torch.nn.Parameter, ...]:
-        """Return the parameters that the next step holds."""
-        return self._held
-
-    def hold(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Hold these parameters in all steps from now on, instead of earlier ones."""
-        self._held = tuple(parameters)
 
     def before_step(self, *_: Any) -> None:
         """Exclude the held parameters from the inner optimizer's next step."""
         self.after_step()  # after a step that was cut off
         if self._outer is self._inner:
-            for parameter in self._held:
+            for parameter in self.held:
                 parameter.grad = None
             return
         for flat, parts in self._held_parts():
-            if works_by_element(self._inner) and self._inner.state.get(flat):
+            if self._works_by_element and self._inner.state.get(flat):
                 self._partial.skip(flat, parts)
             else:
                 state = self._inner.state.get(flat, {}).values()
@@ -150,7 +141,7 @@ class HeldParameters:
         """
         stepped = {id(p) for group in self._inner.param_groups for p in group["params"]}
         flats, parts = flat_partitions(self._outer), defaultdict[int, list[Part]](list)
-        for parameter in self._held:
+        for parameter in self.held:
             fragment = self._fragments.get(id(parameter))
             if fragment is not None and id(flats[fragment.group]) in stepped:
                 parts[fragment.group].append((fragment.start, fragment.start + fragment.numel))

@@ -11,24 +11,21 @@ from __future__ import annotations
 import copy
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from deepspeed.runtime import utils as host
-from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.deepspeed.optimizers import HeldParameters
 from tf_adapters.hosts.adapter import HostAdapter
-from tf_adapters.hosts.forwards_again import ForwardsAgain
 from tf_adapters.hosts.late import LateSums, LateTensor
 from tf_adapters.hosts.post_validation import PostValidation, Settles, settled
 from tf_adapters.hosts.support import Problem, first_problem, missing_name
 from tf_adapters.overrides import Overrides
-from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.training.controller import Controller
 
 __all__ = [
@@ -76,9 +73,8 @@ class DeepSpeedPostValidation(PostValidation):
         @functools.wraps(run)
         def step(*args: Any, **kwargs: Any) -> Any:
             # The first step of an optimizer makes the state that the host refers to afterwards.
-            if not (self._has_stepped and adapter.repeatable) or self.paused:
+            if not self.speculates(self._has_stepped and adapter.repeatable):
                 self._has_stepped = True
-                self.waits()
                 return run(*args, **kwargs)
             self._held, self._scheduler = holder.held, _state_of(engine.lr_scheduler)
             with self._without_meeting():
@@ -96,34 +92,14 @@ class DeepSpeedPostValidation(PostValidation):
             for owner in (engine.module, self._inner):
                 adapter.on_detach(getattr(owner, register)(alone).remove)
 
-    def forwards_again(
-        self, order: PipelineSchedule, before: Mapping[Action, Sequence[Action]], begin_again: Callable[[], None]
-    ) -> ForwardsAgain | None:
-        """Return how a batch's first forwards run again; None if the last update is final.
-
-        ``before`` maps each action to the actions whose inputs a rank begins to receive just before it.
-        """
-        engine = self._engine
-        return ForwardsAgain.of(
-            self,
-            begin_again=begin_again,
-            modules=[engine.module],
-            device=torch.device(engine.device),
-            tracker=checkpointing.get_cuda_rng_tracker(),
-            order=order,
-            before=before,
-            rank=engine.stage_id,
-        )
-
     def settle(self) -> bool:
         if not self.pending:
             return False
-        self._holder.hold(self._held)
+        self._holder.held = self._held
         try:
             made_again = super().settle()
         finally:
-            self._holder.hold(())
-            self._held = ()
+            self._holder.held = self._held = ()
         if made_again:  # on all replicas
             self._outer.update_lp_params()
         return made_again
@@ -218,9 +194,6 @@ class _Zero(DeepSpeedPostValidation):
         outer, own = self._outer, list[torch.Tensor]()
         host_check, host_norm = outer.check_overflow, outer.scaled_global_norm
 
-        def keep(tensor: torch.Tensor, op: Any) -> None:
-            own.append(tensor.clone())
-
         def check_overflow(*args: Any, **kwargs: Any) -> None:
             host_check(*args, **kwargs)
             outer.overflow = False  # that of the other ranks is not known yet
@@ -231,7 +204,7 @@ class _Zero(DeepSpeedPostValidation):
             return torch.zeros((), device=outer.device)
 
         with Overrides() as overrides:
-            overrides.set(outer, "_model_parallel_all_reduce", keep)
+            overrides.set(outer, "_model_parallel_all_reduce", lambda tensor, op: own.append(tensor.clone()))
             overrides.set(outer, "check_overflow", check_overflow)
             overrides.set(outer, "scaled_global_norm", scaled_global_norm)
             yield
@@ -258,11 +231,11 @@ class _BF16(DeepSpeedPostValidation):
 
         def get_grads_for_norm() -> tuple[list[torch.Tensor], dict[str, Any]]:
             gradients, of_experts = host_gradients()
-            sums = _Sums(host.dist)
+            own: list[torch.Tensor] = []
             with Overrides() as inside:
-                inside.set(host, "dist", sums)
+                inside.set(host.dist, "all_reduce", lambda tensor, *_, **__: own.append(tensor.clone()))
                 host.get_global_norm_of_tensors(input_tensors=gradients, mpu=mpu, norm_type=outer.norm_type)
-            self._expect_squares(sums.own)
+            self._expect_squares(own)
             return [torch.zeros(1, device=self._engine.device)], of_experts
 
         with Overrides() as overrides:
@@ -270,19 +243,6 @@ class _BF16(DeepSpeedPostValidation):
             overrides.set(outer, "mpu", None)  # no rank is asked for its share
             overrides.set(outer, "clip_grad", 0.0)
             yield
-
-
-class _Sums:
-    """Stands for the host's ``deepspeed.comm``: keeps what this rank would add to a sum."""
-
-    def __init__(self, comm: Any) -> None:
-        self._comm, self.own = comm, list[torch.Tensor]()
-
-    def all_reduce(self, tensor: torch.Tensor, *_: Any, **__: Any) -> None:
-        self.own.append(tensor.clone())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
 
 
 def _computes_norm(engine: Any) -> bool:
@@ -299,10 +259,7 @@ def waits_for_norm(engine: Any, settings: TimelyFreezeConfig) -> bool:
 def post_validation_of(
     engine: Any, settings: TimelyFreezeConfig, controller: Controller
 ) -> DeepSpeedPostValidation | None:
-    """Return the validation of an engine that ``post_validation_problem`` finds no problem with.
-
-    None if the settings do not ask for it, or no norm is computed.
-    """
+    """Return the validation of an engine; None if the settings do not ask for it, or no norm is computed."""
     if not (settings.post_validates and _computes_norm(engine)):
         return None
     return (_BF16 if isinstance(engine.optimizer, BF16_Optimizer) else _Zero)(engine, controller)

@@ -1,7 +1,7 @@
 """Find schedules and transfers of other projects that an order of ours would replace.
 
-A project may give DeepSpeed's engine other instructions, or another order of them. For example, data is loaded before
-transfers because the loader communicates. An order of ours would leave that out.
+A project may give DeepSpeed's engine other instructions, or another order of them. For example, it may load data before
+transfers, because its loader communicates. An order of ours would drop such changes.
 Source: deepspeed/runtime/pipe/schedule.py, engine.py and p2p.py.
 """
 
@@ -76,9 +76,6 @@ def _stream(schedule: Any, microbatches: int, stages: int, stage: int) -> list[l
 @lru_cache(1)
 def _fresh_module() -> ModuleType:
     """Load DeepSpeed's schedules from their file again."""
-    spec = importlib.util.spec_from_file_location(host.__name__, host.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = importlib.util.module_from_spec(host.__spec__)
+    host.__spec__.loader.exec_module(module)
     return module

@@ -22,7 +22,7 @@ def is_dualpipev(engine: Any) -> bool:
 
 
 def stage_of(rank: int, ranks: int, phase: int) -> int:
-    """Stage of a pipeline rank's phase: activations flow out through phase 0 and come back through phase 1."""
+    """Return the stage of a pipeline rank's phase. Activations flow out through phase 0 and back through phase 1."""
     return rank if phase == 0 else 2 * ranks - 1 - rank
 
 
@@ -40,10 +40,11 @@ def parameters_by_stage(engine: Any) -> dict[int, dict[str, torch.nn.Parameter]]
     named = dict(engine.module.named_parameters())
     if not is_dualpipev(engine):
         return {engine.stage_id: named}
-    return {
-        stage: {name: p for name, p in named.items() if _belongs(name, _layers(engine.module, phase))}
-        for phase, stage in stages_of(engine).items()
+    own = {
+        stage: {id(p) for layer in layers.values() for p in layer.parameters()}
+        for stage, layers in layers_by_stage(engine).items()
     }
+    return {stage: {name: p for name, p in named.items() if id(p) in held} for stage, held in own.items()}
 
 
 def tied_names(engine: Any, parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> set[str]:
@@ -64,15 +65,11 @@ def tied_names(engine: Any, parameters: Mapping[int, Mapping[str, torch.nn.Param
 
 def layers_by_stage(engine: Any) -> dict[int, dict[str, torch.nn.Module]]:
     """Return this rank's layers by stage and by their number in the whole model."""
-    module = engine.module
-    return {
-        stage: {
-            str(index): layer
-            for index in range(*_bounds(engine, phase))
-            if (layer := _layer(module, index)) is not None
-        }
-        for phase, stage in stages_of(engine).items()
-    }
+    layers: dict[int, dict[str, torch.nn.Module]] = {}
+    for phase, stage in stages_of(engine).items():
+        modules = {str(index): _layer(engine.module, index) for index in _indices(engine, phase)}
+        layers[stage] = {index: layer for index, layer in modules.items() if layer is not None}
+    return layers
 
 
 def _layer(module: Any, index: int) -> torch.nn.Module | None:
@@ -82,11 +79,10 @@ def _layer(module: Any, index: int) -> torch.nn.Module | None:
     return layer
 
 
-def _bounds(engine: Any, phase: int) -> tuple[int, int]:
-    """Return the index of the first layer of this rank's phase, and the index after its last."""
+def _indices(engine: Any, phase: int) -> range:
+    """Return the numbers of the layers of this rank's phase."""
     module = engine.module
-    start, stop = module.phase_bounds[phase] if is_dualpipev(engine) else (module._local_start, module._local_stop)
-    return start, stop
+    return range(*(module.phase_bounds[phase] if is_dualpipev(engine) else (module._local_start, module._local_stop)))
 
 
 def units_by_stage(
@@ -106,20 +102,6 @@ def units_by_stage(
 def _multiplies(engine: Any, phase: int) -> Callable[[str, torch.nn.Parameter], bool]:
     """Return a test for tied weights that a user's function multiplies by, as an output layer does."""
     module = engine.module
-    start, stop = _bounds(engine, phase)
-    specs = [spec for spec in module._layer_specs[start:stop] if isinstance(spec, TiedLayerSpec)]
-    keys = {spec.key for spec in specs if spec.forward_fn is not None}
+    specs = [module._layer_specs[index] for index in _indices(engine, phase)]
+    keys = {spec.key for spec in specs if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None}
     return lambda name, parameter: name.startswith("tied_modules.") and name.split(".")[1] in keys
-
-
-def _layers(module: Any, phase: int) -> set[str]:
-    """Return the name prefixes of a phase's parameters: a layer's index, or a tied layer's key."""
-    start, stop = module.phase_bounds[phase]
-    indices = range(start, stop)
-    tied = {f"tied_modules.{key}" for index in indices if (key := getattr(module._layer_specs[index], "key", None))}
-    return {str(index) for index in indices} | tied
-
-
-def _belongs(name: str, layers: set[str]) -> bool:
-    parts = name.split(".")
-    return parts[0] in layers or ".".join(parts[:2]) in layers

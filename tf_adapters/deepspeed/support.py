@@ -13,8 +13,10 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.deepspeed.partitions import misplaced
+from tf_adapters.deepspeed.post_validation import post_validation_problem
 from tf_adapters.deepspeed.replaced import replaced_problem
 from tf_adapters.deepspeed.stages import is_dualpipev, layers_by_stage
+from tf_adapters.hosts.agreement import refuse_other_schedules
 from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, missing_name, refuse
 from tf_adapters.weight_gradients.parameters import COMPILED
 
@@ -39,8 +41,11 @@ _SCALED = ("8bit", "4bit", "fp8")
 _UNTESTED_OPTIMIZERS = ("onebit", "zerooneadam", "muon")
 
 
-def check(engine: Any, settings: TimelyFreezeConfig | None = None) -> None:
-    """Raise UnsupportedError, one line, if freezing this engine's parameters could be wrong."""
+def check(engine: Any, settings: TimelyFreezeConfig) -> None:
+    """Raise UnsupportedError, one line, if freezing this engine's parameters could be wrong.
+
+    Raises ConfigError if the settings choose a schedule for DualPipeV's engine.
+    """
     if not isinstance(engine, PipelineEngine):
         refuse(
             f"the engine is a {type(engine).__name__}; it needs a PipelineEngine, "
@@ -53,8 +58,13 @@ def check(engine: Any, settings: TimelyFreezeConfig | None = None) -> None:
     refuse_compiled(engine)
     layers = {name: layer for of_stage in layers_by_stage(engine).values() for name, layer in of_stage.items()}
     refuse(compiled_problem(engine.module, engine.module, layers, settings))
-    refuse(None if settings is None else replaced_problem(engine, settings))
+    refuse(replaced_problem(engine, settings))
     refuse(_setting_problem(engine) or _optimizer_problem(engine) or _partition_problem(engine))
+    refuse(post_validation_problem(engine) if settings.post_validates else None)
+    if is_dualpipev(engine):
+        if settings.splits_backwards:
+            refuse(f"DualPipeV overlaps two stages of a rank; use {settings.without_split} with it")
+        refuse_other_schedules(settings, "DeepSpeed's DualPipeV engine runs its own")
 
 
 def refuse_compiled(engine: Any) -> None:

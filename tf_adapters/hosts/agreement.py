@@ -90,7 +90,7 @@ def _nearest(
 def _say_nearest(rank: int, asked: TimelyFreezeConfig, nearest: TimelyFreezeConfig, reason: object) -> None:
     """Log which settings replace those of the goal, and why."""
     changes = " and ".join(f'{name} "{value}"' for name, value in nearest if value != getattr(asked, name))
-    first = str(reason).replace(REFUSED, "").split("; rank ")[0]  # of the ranks that cannot
+    first = str(reason).replace(REFUSED, "").split("; rank ")[0]  # the reason of the first rank
     announce(rank, f"goal {asked.goal} takes {changes} here: {first}")
 
 

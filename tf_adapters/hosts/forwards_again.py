@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from tf_adapters.hosts.post_validation import PostValidation
@@ -50,21 +49,15 @@ class RandomState:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._cpu, self._python = torch.get_rng_state(), random.getstate()
-        self._of_device = None if device.type == "cpu" else self._module.get_rng_state(device)
-        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self._cpu, self._python, self._numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        self._of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
     def put_back(self) -> None:
         torch.set_rng_state(self._cpu)
         random.setstate(self._python)
+        np.random.set_state(self._numpy)
         if self._of_device is not None:
-            self._module.set_rng_state(self._of_device, self._device)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-
-    @property
-    def _module(self) -> Any:
-        return torch.get_device_module(self._device)
+            torch.get_device_module(self._device).set_rng_state(self._of_device, self._device)
 
 
 class BeforeForwards:
@@ -81,33 +74,29 @@ class BeforeForwards:
             buffer.copy_(value)
 
 
-@dataclass
 class ForwardsAgain:
-    """All that a rank needs to run the first forwards of a batch again.
+    """The state that a rank needs to run the first forwards of a batch again.
 
-    Attributes:
-        validation: the update.
+    Args:
+        validation: the update before the batch.
         begin_again: begins our step again.
         modules: the modules of this rank's stage, or the model chunks.
         device: their device.
         tracker: the host's tracker of random numbers, with ``get_states`` and ``set_states``.
+        order: the actions of all ranks in the batch.
+        before: maps each action to the actions whose inputs its rank begins to receive just before it.
+        rank: this rank's row in the order.
+
+    Attributes:
         forwards: the forwards before anything of a backward begins.
         unreceived: number of activations that the previous rank has sent and for which this rank has not begun a
             receive. They must be received and dropped. It is not negative, since a receive begins after its send
             (``schedule.messages``).
     """
 
-    validation: PostValidation
-    begin_again: Callable[[], None]
-    modules: Sequence[torch.nn.Module]
-    device: torch.device
-    tracker: Any
-    forwards: list[Action]
-    unreceived: int
-
-    @staticmethod
-    def of(
-        validation: PostValidation | None,
+    def __init__(
+        self,
+        validation: PostValidation,
         begin_again: Callable[[], None],
         modules: Sequence[torch.nn.Module],
         device: torch.device,
@@ -115,30 +104,22 @@ class ForwardsAgain:
         order: PipelineSchedule,
         before: Mapping[Action, Sequence[Action]],
         rank: int,
-    ) -> ForwardsAgain | None:
-        """Return how the first forwards of an ``order`` run again; None if the last update is final."""
-        if validation is None or not validation.pending:
-            return None
-        (sent, _), (own, received) = (forwards_in_prefix(order, before, of) for of in (rank - 1, rank))
-        return ForwardsAgain(
-            validation=validation,
-            begin_again=begin_again,
-            modules=modules,
-            device=device,
-            tracker=tracker,
-            forwards=own,
-            unreceived=len(sent) - received,
-        )
+    ) -> None:
+        self.validation, self.device = validation, device
+        self._begin_again, self._modules, self._tracker = begin_again, modules, tracker
+        sent, _ = forwards_in_prefix(order, before, rank - 1)
+        self.forwards, received = forwards_in_prefix(order, before, rank)
+        self.unreceived = len(sent) - received
 
     def remember(self) -> None:
-        """Called before the first forward of the batch."""
-        self._before = BeforeForwards(self.modules, self.device)
-        self._tracked = self.tracker.get_states()
+        """Keep the state. Call it before the first forward of the batch."""
+        self._before = BeforeForwards(self._modules, self.device)
+        self._tracked = self._tracker.get_states()
 
     def put_back(self) -> None:
         self._before.put_back()
-        self.tracker.set_states(self._tracked)
-        self.begin_again()
+        self._tracker.set_states(self._tracked)
+        self._begin_again()
 
 
 class Rewindable:
@@ -178,5 +159,5 @@ class Rewindable:
         self._given = []
 
     def go_on(self) -> None:
-        """Stop keeping items. They cannot be given again then."""
+        """Stop keeping items: they can no longer be given again."""
         self._given = None

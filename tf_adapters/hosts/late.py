@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ __all__ = ["LateNorms", "LateSums", "LateTensor", "LateValues"]
 class _Message:
     """Values that are on their way, as a CPU tensor.
 
-    ``work`` is what sends them, or a Future of it while a device still computes the values.
+    ``work`` is the transfer, or a Future of the transfer while a device still computes the values.
     """
 
     def __init__(self, values: torch.Tensor, work: Any) -> None:
@@ -30,20 +31,18 @@ class _Message:
 
     @property
     def arrived(self) -> bool:
-        work = self._work
-        if isinstance(work, Future):
-            if not work.done():
+        if isinstance(self._work, Future):
+            if not self._work.done():
                 return False
-            work = work.result()
-        return work is None or bool(work.is_completed())
+            self._work = self._work.result()
+        return self._work is None or bool(self._work.is_completed())
 
     def wait(self) -> None:
         """Wait for the message. Raises RuntimeError if a rank that it comes from is gone."""
-        work = self._work
-        if isinstance(work, Future):
-            work = work.result()
-        if work is not None:
-            work.wait()
+        if isinstance(self._work, Future):
+            self._work = self._work.result()
+        if self._work is not None:
+            self._work.wait()
         self._work = None
 
 
@@ -66,16 +65,13 @@ class LateTensor(torch.Tensor):
 
     @staticmethod
     def of(
-        message: _Message | LateSums,
-        place: int | slice,
-        device: torch.device,
-        function: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+        message: _Message | LateSums, device: torch.device, read: Callable[[torch.Tensor], torch.Tensor]
     ) -> LateTensor:
-        """Return ``function`` of the entries ``place`` of the message as a scalar tensor on ``device``."""
+        """Return a scalar tensor on ``device``, whose value is ``read(message.values)`` once they have arrived."""
         plain = torch.zeros((), dtype=message.values.dtype, device=device)
         late: LateTensor = torch.Tensor._make_subclass(LateTensor, plain)
         late.plain, late._message = plain, message
-        late._read = lambda values: function(values[place])
+        late._read = read
         return late
 
     def arrive(self) -> torch.Tensor:
@@ -128,15 +124,15 @@ class LateSums:
 
     def late(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LateTensor:
         """Return ``function`` of the sums, a scalar, as a tensor that waits for them."""
-        return LateTensor.of(self, slice(None), self._device, lambda sums: function(sums.to(self._device)))
+        return LateTensor.of(self, self._device, lambda sums: function(sums.to(self._device)))
 
 
 class _OwnGroup:
-    """Messages between the ranks of a process group, which keeps each until it has arrived.
+    """Sends messages between the ranks of a process group, and keeps each message until it has arrived.
 
     Args:
         group: the host's process group of these ranks.
-        device: where the tensors of the ranks are.
+        device: the device of the ranks' tensors.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -196,7 +192,7 @@ class LateValues(_OwnGroup):
     def receive(self, count: int, dtype: torch.dtype = torch.float32) -> Sequence[LateTensor]:
         """Return the next message's ``count`` values on another rank, at once."""
         message = self._begin(torch.zeros(count, dtype=dtype), self._broadcast)
-        return [LateTensor.of(message, place, self._device) for place in range(count)]
+        return [LateTensor.of(message, self._device, itemgetter(place)) for place in range(count)]
 
     def _broadcast(self, values: torch.Tensor) -> Any:
         return self._group.broadcast(values, self._source)
@@ -212,7 +208,8 @@ class LateNorms(_OwnGroup):
     def square_and_norm(self, own: torch.Tensor) -> tuple[LateTensor, LateTensor]:
         """Return the square of the norm, too."""
         message = self._send(own.detach().float().square())
-        return LateTensor.of(message, 0, self._device), LateTensor.of(message, 0, self._device, torch.sqrt)
+        square = LateTensor.of(message, self._device, itemgetter(0))
+        return square, LateTensor.of(message, self._device, lambda values: values[0].sqrt())
 
     def sums(self, own: Sequence[torch.Tensor]) -> LateSums:
         """Return the sums of scalars over all ranks. Called on all ranks in the same order.

@@ -43,10 +43,8 @@ def run_command(command: list[str], prepare: Callable[[], object] = lambda: None
         prepare()
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0], sys.argv = (
-            str(Path(command[0]).resolve().parent),
-            command,
-        )  # the script may import modules from its folder
+        folder = Path(command[0]).resolve().parent  # the script may import modules from it
+        sys.path[0], sys.argv = str(folder), command
         prepare()
         runpy.run_path(command[0], run_name="__main__")
 

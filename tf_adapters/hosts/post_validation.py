@@ -13,29 +13,22 @@ import functools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from tf_adapters.hosts.late import LateNorms, LateTensor
+from tf_adapters.hosts.late import LateNorms, LateSums, LateTensor
 from tf_adapters.hosts.update_copies import UpdateCopies
 from tf_adapters.training.controller import Controller
 
-__all__ = ["Arriving", "PostValidation", "Settles", "settled"]
+__all__ = ["PostValidation", "Settles", "settled"]
 
 _LOOKED_AT = 20
 _MOST_MADE_AGAIN = 0.2
 """Largest share of the last ``_LOOKED_AT`` updates that were made again; above it updates wait for the norm."""
 
 _PAUSE = 50
-"""Updates that then wait."""
-
-
-class Arriving(Protocol):
-    """Numbers of all ranks that may still be on their way."""
-
-    def arrive(self) -> torch.Tensor:
-        """Wait for them, and return them."""
+"""Number of updates that then wait."""
 
 
 class PostValidation(ABC):
@@ -47,7 +40,7 @@ class PostValidation(ABC):
 
     def __init__(self, group: Any, device: torch.device, controller: Controller) -> None:
         self._norms, self._controller = LateNorms(group, device), controller
-        self._square: Arriving | None = None
+        self._square: LateTensor | LateSums | None = None
         self._copies: dict[tuple[int, ...], tuple[UpdateCopies, Callable[[], Any]]] = {}  # by parameter groups
         self._outcomes = deque[bool](maxlen=_LOOKED_AT)
         self._paused = 0
@@ -58,7 +51,8 @@ class PostValidation(ABC):
     def is_due(self, square: torch.Tensor) -> bool:
         """Return whether the host would have changed gradients or skipped the update.
 
-        ``square`` is the square of the norm, or what the host adds up for it. It may be infinite or not a number.
+        ``square`` is the square of the norm, or the sums from which the host computes the norm. It may be infinite or
+        not a number.
         """
 
     @abstractmethod
@@ -77,11 +71,6 @@ class PostValidation(ABC):
         """Return whether the newest update may still have to be made again."""
         return self._square is not None
 
-    @property
-    def paused(self) -> bool:
-        """Return whether updates wait for the norm, since many had to be made again."""
-        return self._paused > 0
-
     def expect(self, own_norm: torch.Tensor) -> LateTensor:
         """Announce an update that does not wait for the norm. Return the norm as a tensor that waits for its value.
 
@@ -90,9 +79,15 @@ class PostValidation(ABC):
         self._square, norm = self._norms.square_and_norm(own_norm)
         return norm
 
-    def waits(self) -> None:
-        """Count an update that waits for the norm."""
+    def speculates(self, allowed: bool) -> bool:
+        """Return whether the next update may be made before the norm is known. Call it once before each update.
+
+        ``allowed`` says whether the batch could run again. During a pause, updates wait for the norm.
+        """
+        if allowed and not self._paused:
+            return True
         self._paused = max(0, self._paused - 1)
+        return False
 
     def before_update(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any] | None = None) -> None:
         """Keep copies if the next update may have to be made again.
@@ -163,9 +158,6 @@ class Settles:
 
     def __call__(self, *_: Any) -> None:
         self._settle()
-
-    def __deepcopy__(self, memo: Any) -> Settles:
-        return Settles(_do_nothing)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Settles, (_do_nothing,)

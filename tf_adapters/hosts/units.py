@@ -20,7 +20,7 @@ _PAIRS = (("weight", "bias"), ("fc1_weight", "fc1_bias"), ("fc2_weight", "fc2_bi
 def weights_with_biases(module: torch.nn.Module, own: Own) -> list[tuple[str, ...]]:
     """Group each weight with its bias, and all parameters of a grouped linear layer of Transformer Engine.
 
-    That is how layers have to be frozen that compute no bias gradient for a frozen weight. A grouped layer checks only
+    Layers that compute no bias gradient for a frozen weight must be frozen in this way. A grouped layer checks only
     whether its first weight trains.
     Source: transformer_engine/pytorch/module/linear.py and grouped_linear.py; megatron/core/tensor_parallel/layers.py.
     """
@@ -32,7 +32,7 @@ def weights_with_biases(module: torch.nn.Module, own: Own) -> list[tuple[str, ..
 
 
 def _alone(module: torch.nn.Module, own: Own) -> list[tuple[str, ...]]:
-    """Each parameter alone, but for layers of Transformer Engine."""
+    """Leave each parameter alone, except in layers of Transformer Engine."""
     of_engine = any(kind.__module__.startswith("transformer_engine.") for kind in type(module).__mro__)
     return weights_with_biases(module, own) if of_engine else [(name,) for name in own]
 

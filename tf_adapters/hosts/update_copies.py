@@ -37,8 +37,8 @@ class UpdateCopies:
     def make_again(self, change: Callable[[list[torch.nn.Parameter]], None], step: Callable[[], Any]) -> None:
         """Take the step back, and make it again with ``step`` after ``change`` of the parameters' gradients.
 
-        The optimizer's settings, which a learning-rate schedule may have changed since, are those of the first time.
-        Settings and gradients from after the first step are put back at the end.
+        The step uses the settings of the first step, even if a learning-rate schedule has changed them since. At the
+        end, the optimizer gets the settings and gradients back that it had before this call.
         """
         groups = self._groups
         settings = [_settings_of(group) for group in groups]

@@ -43,10 +43,8 @@ class WaitingWeights:
     def finish(self, stage: int | None = None) -> None:
         """Compute all weight gradients whose input gradient has run, of one stage or of all."""
         for action in self._weights:
-            if (
-                stage in (None, action.stage)
-                and Action(action.stage, Kind.INPUT_GRAD, action.microbatch) in self._passed
-            ):
+            is_due = Action(action.stage, Kind.INPUT_GRAD, action.microbatch) in self._passed
+            if is_due and stage in (None, action.stage):
                 self._run_once(action)
 
     def _run_once(self, action: Action) -> None:

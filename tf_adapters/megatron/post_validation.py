@@ -60,7 +60,9 @@ class MegatronPostValidation(PostValidation):
 
         ``before`` are the actions whose inputs a rank begins to receive before an action.
         """
-        return ForwardsAgain.of(
+        if not self.pending:
+            return None
+        return ForwardsAgain(
             self,
             begin_again=begin_again,
             modules=self._modules,
@@ -94,10 +96,7 @@ def install(
     host_norm = optimizer.get_grad_norm
 
     def get_grad_norm() -> Any:
-        if speculates() and not validation.paused:
-            return validation.expected_norm()
-        validation.waits()
-        return host_norm()
+        return validation.expected_norm() if validation.speculates(speculates()) else host_norm()
 
     overrides.set(optimizer, "get_grad_norm", get_grad_norm)
     for leaf in leaves(optimizer):

@@ -32,10 +32,9 @@ class TorchPostValidation(PostValidation):
         Returns the norm before clipping. Called on all ranks, after the batch and before the optimizers' steps.
         """
         own = list(parameters)
-        if speculate and not self.paused:
+        if self.speculates(speculate):
             self._max_norm, self._clipped = max_norm, frozenset(map(id, own))
             return self.expect(own_norm(own))
-        self.waits()
         total = self._norms.norm(own_norm(own)).arrive()
         torch.nn.utils.clip_grads_with_norm_(own, max_norm, total)
         return total
