@@ -21,21 +21,12 @@ from tf_adapters.report.gantt_marks import (
     paint_blocks,
     rank_label,
 )
-from tf_adapters.report.layout import Panel, panels_of
-from tf_adapters.report.schema import Report
+from tf_adapters.report.layout import Panel
 
-__all__ = ["draw", "draw_panels"]
+__all__ = ["draw_panels"]
 
 _NARROW = 9.0  # points: the middle block's width below which a frame around it leaves too little of its colour
 _FRAMED_END = 1.1  # inches right of the longest batch for the text at its end
-
-
-def draw(report: Report, path: str | os.PathLike[str], fmt: Literal["png", "svg"] | None = None) -> None:
-    """Draw the report's batch into ``path``: with nothing frozen, as planned, and as measured as far as it was.
-
-    Raises what ``draw_panels`` raises, and ConfigError when the report has nothing to draw.
-    """
-    draw_panels(panels_of(report), f"One batch on {report.host.name}", path, fmt)
 
 
 def draw_panels(
@@ -45,10 +36,10 @@ def draw_panels(
     fmt: Literal["png", "svg"] | None = None,
     compared_ms: Sequence[float] | None = None,
 ) -> None:
-    """Draw batches below each other on one time axis into ``path``, as ``fmt`` or what the file's ending says.
+    """Draw batches below each other on one time axis into ``path``. ``fmt`` is by default the file's ending.
 
-    Each panel's end is compared with its batch in ``compared_ms``, or with the first panel's. Raises UnsupportedError
-    without matplotlib, ConfigError for another ending, OSError where ``path`` cannot be written.
+    The end of each panel is compared with its time in ``compared_ms``, by default with the end of the first panel.
+    Raises UnsupportedError without matplotlib, ConfigError for another ending, OSError if ``path`` cannot be written.
     """
     kind = _kind(path, fmt)
     agg, figures = matplotlib_module("backends.backend_agg"), matplotlib_module("figure")
@@ -61,7 +52,7 @@ def draw_panels(
 
 
 def _save(figure: Any, path: str | os.PathLike[str], kind: Literal["png", "svg"]) -> None:
-    """The same bytes for the same chart; in SVG text stays text, which is smaller and can be searched."""
+    """Write the same bytes for the same chart. Text in SVG stays text, which is smaller and can be searched."""
     if kind == "png":
         figure.savefig(path, format="png", pil_kwargs={"optimize": True})
         return

@@ -110,9 +110,16 @@ def after(report: Report) -> Panel | None:
         if missing is not None:
             raise ConfigError(f"plan.{name} has no entry for {missing}")
     title = f"after: planned, {plan.mean_freeze_ratio:.0%} of the weight gradients skipped"
-    path, span = plan.critical_path, plan.span_ms.planned
-    blocks = _blocks(schedule, plan.start_ms, duration=plan.duration_ms, frozen=plan.freeze_ratio, path=path)
-    return _panel(title, schedule, blocks=blocks, span_ms=span, path=path, overlap=plan.period_ms is not None)
+    return _panel(
+        title,
+        schedule,
+        plan.start_ms,
+        duration=plan.duration_ms,
+        frozen=plan.freeze_ratio,
+        path=plan.critical_path,
+        span_ms=plan.span_ms.planned,
+        overlap=plan.period_ms is not None,
+    )
 
 
 def measured(report: Report) -> Panel | None:
@@ -183,56 +190,48 @@ def timeline(
 
     ``frozen`` holds the freeze ratios to show, 0 where absent.
     """
-    path, span = dag.critical_path(durations), dag.span_ms(durations)
-    blocks = _blocks(schedule, dag.start_times(durations), duration=durations, frozen=frozen or {}, path=path)
-    return _panel(title, schedule, blocks=blocks, span_ms=span, path=path, overlap=len(dag.loops.sources) > 0)
+    return _panel(
+        title,
+        schedule,
+        dag.start_times(durations),
+        duration=durations,
+        frozen=frozen or {},
+        path=dag.critical_path(durations),
+        span_ms=dag.span_ms(durations),
+        overlap=len(dag.loops.sources) > 0,
+    )
 
 
 def _panel(
     title: str,
     schedule: PipelineSchedule,
-    *,
-    blocks: tuple[Block, ...],
-    span_ms: float,
-    path: tuple[Action, ...],
-    overlap: bool,
-) -> Panel:
-    """One batch, or two steps in a row where they overlap."""
-    if overlap:
-        again = (
-            replace(b, start_ms=b.start_ms + span_ms, end_ms=b.end_ms + span_ms, critical=False, step=1) for b in blocks
-        )
-        blocks, title = (*blocks, *again), f"{title}; two steps"
-    return Panel(title, _stages(schedule), blocks=blocks, end_ms=span_ms, critical_path=path)
-
-
-def _stages(schedule: PipelineSchedule) -> tuple[tuple[int, ...], ...]:
-    return tuple(schedule.stages_of(rank) for rank in range(len(schedule.ranks)))
-
-
-def _blocks(
-    schedule: PipelineSchedule,
     start: Mapping[Action, float],
+    *,
     duration: Mapping[Action, float],
     frozen: Mapping[Action, float],
     path: tuple[Action, ...],
-) -> tuple[Block, ...]:
+    span_ms: float,
+    overlap: bool,
+) -> Panel:
+    """One batch, or two steps in a row where they overlap."""
+    stages = tuple(schedule.stages_of(rank) for rank in range(len(schedule.ranks)))
     critical = set(path)
-    blocks = []
-    for row, actions in enumerate(schedule.ranks):
-        lanes = {stage: lane for lane, stage in enumerate(schedule.stages_of(row))}
-        for action in actions:
-            begin = start[action]
-            share, on_path = frozen.get(action, 0.0), action in critical
-            blocks.append(
-                Block(
-                    action,
-                    row,
-                    lane=lanes[action.stage],
-                    start_ms=begin,
-                    end_ms=begin + duration[action],
-                    frozen=share,
-                    critical=on_path,
-                )
-            )
-    return tuple(blocks)
+    blocks = [
+        Block(
+            action,
+            row,
+            lane=stages[row].index(action.stage),
+            start_ms=start[action],
+            end_ms=start[action] + duration[action],
+            frozen=frozen.get(action, 0.0),
+            critical=action in critical,
+        )
+        for row, actions in enumerate(schedule.ranks)
+        for action in actions
+    ]
+    if overlap:
+        blocks += [
+            replace(b, start_ms=b.start_ms + span_ms, end_ms=b.end_ms + span_ms, critical=False, step=1) for b in blocks
+        ]
+        title = f"{title}; two steps"
+    return Panel(title, stages, blocks=tuple(blocks), end_ms=span_ms, critical_path=path)
