@@ -62,7 +62,7 @@ class Balance:
 def balance(report: Report) -> Balance:
     """Find the best cut of the model of a measured run. Raises ConfigError if its layers were not timed."""
     known = report.measurement
-    stages = [_stage_times(report, known, stage) for stage in range(known.schedule.num_stages)]
+    stages = [_stage_times(report, stage) for stage in range(known.schedule.num_stages)]
     of_stages, rest, halves = zip(*stages, strict=True)
     pieces = [piece for of_stage in of_stages for piece in of_stage]
     pipeline = CutPipeline(known.dag, pieces=pieces, rest=rest, halves=halves)
@@ -74,7 +74,7 @@ def balance(report: Report) -> Balance:
     return Balance(known.schedule, now, then, report.measured.step_ms_unfrozen)
 
 
-def _stage_times(report: Report, known: Measurement, stage: int) -> tuple[tuple[Piece, ...], Piece, float]:
+def _stage_times(report: Report, stage: int) -> tuple[tuple[Piece, ...], Piece, float]:
     """A stage's pieces, the rest of its time, and the share of its backward that is the input gradient.
 
     The times are scaled so that they add up to the stage's times in monitoring.
@@ -85,7 +85,7 @@ def _stage_times(report: Report, known: Measurement, stage: int) -> tuple[tuple[
             f"layers: none of stage {stage} was timed: that takes a warm-up of at least one step "
             "(timely_freeze.warmup_steps) and layers that are not compiled"
         )
-    means = {kind: _mean(known, stage, kind) for kind in Kind}
+    means = {kind: _mean(report.measurement, stage, kind) for kind in Kind}
     backward = means[Kind.BACKWARD] + means[Kind.INPUT_GRAD] + means[Kind.WEIGHT_GRAD]
     forward_ms = sum([*(layer.forward_ms for layer in layers.layers), layers.rest_forward_ms])
     backward_ms = sum([*(layer.backward_ms for layer in layers.layers), layers.rest_backward_ms])

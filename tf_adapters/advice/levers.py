@@ -29,8 +29,6 @@ from tf_adapters.simulate.simulation_page import GRADIENTS, held_text
 
 __all__ = ["Lever", "Levers", "levers", "levers_table"]
 
-_NO_COSTS: Mapping[int, TokenCost] = {}
-
 _MOST_DEFERRED, _MOST_FROZEN = 4_096, 1_024
 """Actions up to which an order with deferral, and a plan that freezes, take a second or two."""
 
@@ -62,9 +60,6 @@ class Levers:
     now: Lever
     others: tuple[Lever, ...]
     notes: tuple[str, ...]
-
-    def speedup(self, lever: Lever) -> float:
-        return self.now.step_ms / lever.step_ms if lever.step_ms > 0.0 else 1.0
 
 
 def levers(report: Report, progress: Callable[[str], None] | None = None) -> Levers:
@@ -149,12 +144,12 @@ class _Run:
         *,
         defer: bool = True,
         extra: int = 0,
-        costs: Mapping[int, TokenCost] = _NO_COSTS,
+        costs: Mapping[int, TokenCost] | None = None,
     ) -> Lever:
         self._progress(name)
         moves = self._report.host.name != _MOVES_NO_FORWARDS
         limits = Limits.of_training(ratio, defer=defer, extra_microbatches=extra, moves_forwards=moves)
-        plan = solve(PlanProblem(replace(self._known, token_costs=costs), limits))
+        plan = solve(PlanProblem(replace(self._known, token_costs=costs or {}), limits))
         promised = forecast(self._known, plan, stage_0_vanishes=not self._report.config.get("freeze_exclude"))
         held = whole_microbatches_held(plan.schedule or self.schedule)
         return Lever(name, promised.planned_ms, held, gradients.format(plan.mean_freeze_ratio))
@@ -227,7 +222,7 @@ def levers_table(found: Levers) -> Table:
         (
             lever.name,
             f"{lever.step_ms:,.1f}",
-            f"{found.speedup(lever):.2f}x",
+            f"{found.now.step_ms / lever.step_ms if lever.step_ms > 0.0 else 1.0:.2f}x",
             held_text(lever.held),
             lever.gradients,
         )

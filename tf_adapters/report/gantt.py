@@ -51,7 +51,7 @@ def draw_panels(
     _save(figure, path, kind)
 
 
-def _save(figure: Any, path: str | os.PathLike[str], kind: Literal["png", "svg"]) -> None:
+def _save(figure: Any, path: str | os.PathLike[str], kind: str) -> None:
     """Write the same bytes for the same chart. Text in SVG stays text, which is smaller and can be searched."""
     if kind == "png":
         figure.savefig(path, format="png", pil_kwargs={"optimize": True})
@@ -62,7 +62,7 @@ def _save(figure: Any, path: str | os.PathLike[str], kind: Literal["png", "svg"]
 
 
 def _paint(figure: Any, panels: Sequence[Panel], compared_ms: Sequence[float], frame: Frame) -> None:
-    # Numbers in all panels or in none: what the planned blocks have no room for would look left out.
+    # All panels have numbers, or none has: otherwise numbers that do not fit planned blocks would look forgotten.
     labels = [labelled_actions(panel, frame.points_per_ms) for panel in panels]
     for number, (panel, labelled) in enumerate(zip(panels, labels, strict=True)):
         axes = figure.add_axes(frame.box(number))
@@ -98,7 +98,7 @@ def _height(panel: Panel) -> float:
 
 
 def _sizes(panels: Sequence[Panel]) -> str:
-    """Describe the size that all panels share, and how several stages of one rank are drawn."""
+    """The numbers of ranks and microbatches that all panels share, and a note if ranks have several stages."""
     ranks = {len(panel.stages) for panel in panels}
     microbatches = {max(block.action.microbatch for block in panel.blocks) + 1 for panel in panels}
     words = [(ranks, "pipeline ranks"), (microbatches, "microbatches")]
@@ -107,10 +107,8 @@ def _sizes(panels: Sequence[Panel]) -> str:
     return (": " if known else "") + ", ".join(known) + (" (stages of one rank staggered)" if shared else "")
 
 
-def _kind(path: str | os.PathLike[str], fmt: Literal["png", "svg"] | None) -> Literal["png", "svg"]:
+def _kind(path: str | os.PathLike[str], fmt: Literal["png", "svg"] | None) -> str:
     chosen = fmt or Path(path).suffix.lower().lstrip(".")
-    if chosen == "png":
-        return "png"
-    if chosen == "svg":
-        return "svg"
-    raise ConfigError(f"cannot draw into {path}: the file must end in .png or .svg")
+    if chosen not in ("png", "svg"):
+        raise ConfigError(f"cannot draw into {path}: the file must end in .png or .svg")
+    return chosen

@@ -1,4 +1,4 @@
-"""Where each action of a batch lies in time and on which rank: what tables, pictures and traces are made from."""
+"""Panels: the time and the rank of each action of a batch. Tables, pictures and traces are made from them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["Block", "Panel", "after", "before", "exact", "measured", "panels_of"
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One action on the chart: pipeline rank ``row``, the rank's ``lane``-th stage, from and to in ms.
+    """One action on the chart, on pipeline rank ``row``; its stage is the rank's ``lane``-th.
 
-    ``step`` is 1 in the second one of two steps that overlap, else 0.
+    ``step`` is 1 in the second of two steps that overlap, else 0.
     """
 
     action: Action
@@ -60,12 +60,12 @@ class Panel:
 
     @cached_property
     def overlap(self) -> bool:
-        """Return whether it shows two steps that overlap."""
+        """Return whether the panel shows two steps that overlap."""
         return any(block.step for block in self.blocks)
 
     @cached_property
     def drawn_ms(self) -> float:
-        """The end of what is shown."""
+        """The end of the last block that is shown, in ms."""
         return max((block.end_ms for block in self.blocks), default=0.0) if self.overlap else self.end_ms
 
     @property
@@ -123,9 +123,9 @@ def after(report: Report) -> Panel | None:
 
 
 def measured(report: Report) -> Panel | None:
-    """The batch that follows from what stable freezing measured, or None as long as a backward was not measured.
+    """The batch in stable freezing, or None as long as a backward was not measured.
 
-    A report holds medians of durations, no starts: these are the durations put through the schedule's graph.
+    A report holds medians of durations and no starts: the starts follow from the schedule's graph.
     Actions that freezing does not change keep the time that they had with nothing frozen.
     """
     samples = stable_samples(report)
@@ -143,9 +143,9 @@ def measured(report: Report) -> Panel | None:
 
 
 def stable_samples(report: Report) -> dict[str, BackwardSample]:
-    """By action, what stable freezing measured; empty before the stable phase.
+    """The sample of each action from stable freezing; empty before the stable phase.
 
-    A report that does not say which sample is of which phase gives the one nearest to the planned ratio.
+    An old report does not name the phases of samples: there the sample nearest to the planned ratio counts.
     """
     if report.status != "stable":
         return {}
@@ -168,7 +168,7 @@ def planned_order(report: Report) -> PipelineSchedule:
 
 
 def _changes(action: Action, times: Mapping[str, tuple[float, float]]) -> bool:
-    """Return whether an action takes another time under a plan than in monitoring."""
+    """Return whether a plan changes the action's duration."""
     return action.freezable or str(action) not in times
 
 
