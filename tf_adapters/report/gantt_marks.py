@@ -73,7 +73,7 @@ def matplotlib_module(name: str) -> Any:
 
 
 def rank_label(of_rank: Sequence[int], row: int, most: int = 3) -> str:
-    """A row's name: the rank and its stages. Of more than ``most`` stages it has the first two and the last."""
+    """A row's name: the rank and its stages, or the first two and the last of more than ``most`` stages."""
     stages = [str(stage) for stage in of_rank]
     if len(stages) > most:
         stages = [stages[0], stages[1], "…", stages[-1]]

@@ -130,11 +130,12 @@ def measured(report: Report) -> Panel | None:
     """
     samples = stable_samples(report)
     schedule, times = planned_order(report), report.times
-    if not samples or any(str(action) not in samples for action in schedule.actions if _changes(action, times)):
+    # Halves of a backward that the plan splits have no times from monitoring.
+    changed = {action for action in schedule.actions if action.freezable or str(action) not in times}
+    if not samples or any(str(action) not in samples for action in changed):
         return None
     durations = {
-        action: samples[str(action)].ms if _changes(action, times) else times[str(action)][1]
-        for action in schedule.actions
+        action: samples[str(action)].ms if action in changed else times[str(action)][1] for action in schedule.actions
     }
     ratios = {action: samples[str(action)].afr for action in schedule.actions if action.freezable}
     mean = sum(ratios.values()) / len(ratios)
@@ -153,13 +154,9 @@ def stable_samples(report: Report) -> dict[str, BackwardSample]:
     if named:
         return {sample.action: sample for sample in named if sample.phase == "stable"}
     ratios = {str(action): ratio for action, ratio in report.plan.freeze_ratio.items()} if report.plan else {}
-    nearest: dict[str, tuple[float, BackwardSample]] = {}
-    for sample in report.measured.backward_ms:
-        away = abs(sample.afr - ratios.get(sample.action, 1.0))
-        # The last of equally near samples counts: a report lists the stable phase after the monitoring.
-        if sample.action not in nearest or away <= nearest[sample.action][0]:
-            nearest[sample.action] = (away, sample)
-    return {action: sample for action, (_, sample) in nearest.items()}
+    # The last of equally near samples counts: a report lists the stable phase after the monitoring.
+    farthest_first = sorted(report.measured.backward_ms, key=lambda of: -abs(of.afr - ratios.get(of.action, 1.0)))
+    return {sample.action: sample for sample in farthest_first}
 
 
 def planned_order(report: Report) -> PipelineSchedule:
@@ -167,13 +164,8 @@ def planned_order(report: Report) -> PipelineSchedule:
     return (report.plan.schedule if report.plan else None) or report.schedule
 
 
-def _changes(action: Action, times: Mapping[str, tuple[float, float]]) -> bool:
-    """Return whether a plan changes the action's duration."""
-    return action.freezable or str(action) not in times
-
-
 def panels_of(report: Report) -> tuple[Panel, ...]:
-    """Return those of the panels above that the report has, in order. Raises ConfigError, ScheduleError as they do."""
+    """Return before, exact, after and measured, as far as the report has them. Raises ConfigError and ScheduleError."""
     made = (before(report), exact(report), after(report), measured(report))
     where = "emulated devices; " if report.host.emulated else ""
     return tuple(replace(panel, title=where + panel.title) for panel in made if panel is not None)

@@ -26,7 +26,7 @@ _HEADER = (
 _STATUS = {
     "warmup": "warming up: nothing is measured and nothing is frozen yet",
     "monitoring": "monitoring: timing the steps, with nothing frozen and with every weight gradient skipped",
-    "planning": "planning: everything is measured, the plan is being made beside training",
+    "planning": "planning: all times are measured; the plan is being made while training goes on",
     "planned": "planned: freezing starts with the next steps",
     "progressive": "progressive freezing: the shares rise step by step to the plan's",
     "stable": "stable freezing: the plan is in force",
@@ -124,7 +124,7 @@ def _batches(batches: Mapping[str, Batches]) -> str:
         for number, of in batches.items()
         if of.planned_step_ms > 0.0
     )
-    return f"planned by number: {planned}; all else here is of the one that most steps had"
+    return f"planned speedup: {planned}; all other lines are for the number that most steps had"
 
 
 def _tokens(stages: Collection[SampledTokens]) -> str:
