@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import paired
 
-from tf_adapters.report.gantt import draw
+from tf_adapters.report.gantt import draw_panels
+from tf_adapters.report.layout import panels_of
 from tf_adapters.report.schema import Report
 from tf_adapters.testing import RankPool
 
@@ -40,7 +41,7 @@ def main() -> None:
         rows = ranks.run(paired.side_by_side, options, WAYS, timeout_s=1800)[0]
     picture = Path(options.output_dir) / "schedule.png"
     shown = rows[2].report
-    draw(Report.read(shown), picture)
+    draw_panels(panels_of(Report.read(shown)), "One batch on deepspeed", picture)
     print(table(rows))
     print(f"\nreport   {shown}   (tf-adapters show {shown})\npicture  {picture}")
 

@@ -1,27 +1,27 @@
-"""A run's report as layers with their times, and where they had better be cut into stages."""
+"""The layers of a measured run with their times, and a better cut of them into stages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
 
 from tf_adapters.advice.partition import CutPipeline, Cuts, Piece
 from tf_adapters.errors import ConfigError
-from tf_adapters.measuring.layer_times import StageLayers
+from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.report.schema import Report
-from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.ir import Kind, PipelineSchedule
 
 __all__ = ["Balance", "Cut", "balance"]
 
 _GAIN = 0.005
-"""A shorter step than this share is no reason to move a layer: the times are measured no better."""
+"""Least share by which the batch must become shorter to move a layer: the times are not known more exactly."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One way to cut the model. By stage: its layers, their parameters' elements, ms of a microbatch there."""
+    """One cut of the model. By stage: its layers, the elements of their parameters, and ms of (forward, backward)."""
 
     layers: tuple[tuple[str, ...], ...]
     parameters: tuple[int, ...]
@@ -31,9 +31,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class Balance:
-    """The model as it is cut and as it had better be, which is the same where moving layers brings next to nothing.
+    """The present cut of the model and the best one. They are the same if moving layers would gain too little.
 
-    ``step_ms`` is the measured step, nothing frozen; None where it was not measured.
+    ``step_ms`` is the measured step with nothing frozen; None if it was not measured.
     """
 
     schedule: PipelineSchedule
@@ -48,7 +48,7 @@ class Balance:
 
     @property
     def best_step_ms(self) -> float | None:
-        """The predicted step: what is no pipeline computation stays."""
+        """The predicted step. Its part that is no pipeline computation stays as measured."""
         return None if self.step_ms is None else self.step_ms + self.best.makespan_ms - self.now.makespan_ms
 
     @property
@@ -60,84 +60,63 @@ class Balance:
 
 
 def balance(report: Report) -> Balance:
-    """Cut the model that a run has measured anew. Raises ConfigError where its layers were not timed."""
+    """Find the best cut of the model of a measured run. Raises ConfigError if its layers were not timed."""
     known = report.measurement
-    schedule, upper = known.schedule, known.upper
-    stages = [
-        _StageTimes.of(report.layers.get(str(stage)), schedule, upper, stage) for stage in range(schedule.num_stages)
-    ]
-    pieces = [piece for stage in stages for piece in _together(stage.pieces, report.host.name)]
-    sizes = [len(_together(stage.pieces, report.host.name)) for stage in stages]
-    pipeline = CutPipeline(
-        known.dag, pieces=pieces, rest=[stage.rest for stage in stages], halves=[s.half for s in stages]
-    )
-    present: Cuts = tuple(accumulate(sizes[:-1]))
+    stages = [_stage_times(report, stage) for stage in range(known.schedule.num_stages)]
+    of_stages, rest, halves = zip(*stages, strict=True)
+    pieces = [piece for of_stage in of_stages for piece in of_stage]
+    pipeline = CutPipeline(known.dag, pieces=pieces, rest=rest, halves=halves)
+    present: Cuts = tuple(accumulate(map(len, of_stages[:-1])))
     best = pipeline.best_cuts(present)
     if pipeline.span_ms(best) > (1.0 - _GAIN) * pipeline.span_ms(present):
         best = present
     now, then = (_cut(pipeline, pieces, cuts) for cuts in (present, best))
-    return Balance(schedule, now, then, report.measured.step_ms_unfrozen)
+    return Balance(known.schedule, now, then, report.measured.step_ms_unfrozen)
 
 
-@dataclass(frozen=True)
-class _StageTimes:
-    """A stage's layers as long as monitoring says that the stage takes; ``half``: its backward's input gradient."""
+def _stage_times(report: Report, stage: int) -> tuple[tuple[Piece, ...], Piece, float]:
+    """A stage's pieces, the rest of its time, and the share of its backward that is the input gradient.
 
-    pieces: tuple[Piece, ...]
-    rest: Piece
-    half: float
-
-    @classmethod
-    def of(
-        cls, layers: StageLayers | None, schedule: PipelineSchedule, upper: Mapping[Action, float], stage: int
-    ) -> _StageTimes:
-        if layers is None or not layers.layers:
-            raise ConfigError(
-                f"layers: none of stage {stage} was timed: that takes a warm-up of at least one step "
-                "(timely_freeze.warmup_steps) and layers that are not compiled"
-            )
-        means = {kind: _mean(upper, schedule, stage, kind) for kind in Kind}
-        backward = means[Kind.BACKWARD] + means[Kind.INPUT_GRAD] + means[Kind.WEIGHT_GRAD]
-        forwards = [layer.forward_ms for layer in layers.layers]
-        backwards = [layer.backward_ms for layer in layers.layers]
-        forward_scale = _scale(means[Kind.FORWARD], [*forwards, layers.rest_forward_ms])
-        backward_scale = _scale(backward, [*backwards, layers.rest_backward_ms])
-        return cls(
-            tuple(
-                Piece((of.name,), of.forward_ms * forward_scale, of.backward_ms * backward_scale, of.parameters)
-                for of in layers.layers
-            ),
-            Piece((), layers.rest_forward_ms * forward_scale, layers.rest_backward_ms * backward_scale),
-            means[Kind.INPUT_GRAD] / backward if backward else 0.0,
+    The times are scaled so that they add up to the stage's times in monitoring.
+    """
+    layers = report.layers.get(str(stage))
+    if layers is None or not layers.layers:
+        raise ConfigError(
+            f"layers: none of stage {stage} was timed: that takes a warm-up of at least one step "
+            "(timely_freeze.warmup_steps) and layers that are not compiled"
         )
+    means = {kind: _mean(report.measurement, stage, kind) for kind in Kind}
+    backward = means[Kind.BACKWARD] + means[Kind.INPUT_GRAD] + means[Kind.WEIGHT_GRAD]
+    forward_ms = sum([*(layer.forward_ms for layer in layers.layers), layers.rest_forward_ms])
+    backward_ms = sum([*(layer.backward_ms for layer in layers.layers), layers.rest_backward_ms])
+    forward_scale = means[Kind.FORWARD] / forward_ms if forward_ms else 0.0
+    backward_scale = backward / backward_ms if backward_ms else 0.0
+    pieces = [
+        Piece((of.name,), of.forward_ms * forward_scale, of.backward_ms * backward_scale, of.parameters)
+        for of in layers.layers
+    ]
+    rest = Piece((), layers.rest_forward_ms * forward_scale, layers.rest_backward_ms * backward_scale)
+    return _together(pieces, report.host.name), rest, means[Kind.INPUT_GRAD] / backward if backward else 0.0
 
 
-def _mean(upper: Mapping[Action, float], schedule: PipelineSchedule, stage: int, kind: Kind) -> float:
-    values = [upper[a] for a in schedule.actions if a.stage == stage and a.kind is kind and a in upper]
+def _mean(known: Measurement, stage: int, kind: Kind) -> float:
+    values = [ms for action, ms in known.upper.items() if action.stage == stage and action.kind is kind]
     return fmean(values) if values else 0.0
 
 
-def _scale(whole: float, parts: Sequence[float]) -> float:
-    """The factor by which parts of another moment are multiplied, so that they add up to the whole."""
-    return whole / sum(parts) if sum(parts) else 0.0
-
-
 def _together(pieces: Sequence[Piece], host: str) -> tuple[Piece, ...]:
-    """Layers that the host keeps together: what follows Megatron's last decoder layer, its norm and its output."""
-    if host != "megatron-core":
+    """Join the layers that the host keeps together: Megatron's norm and output follow its last decoder layer."""
+    decoders = [place for place, piece in enumerate(pieces) if ".layers." in piece.names[0]]
+    if host != "megatron-core" or not decoders or decoders[-1] + 1 == len(pieces):
         return tuple(pieces)
-    last = max((place for place, piece in enumerate(pieces) if ".layers." in piece.names[0]), default=len(pieces))
-    return (*pieces[: last + 1], *_joined(pieces[last + 1 :]))
-
-
-def _joined(pieces: Sequence[Piece]) -> Iterable[Piece]:
-    if pieces:
-        yield Piece(
-            names=tuple(name for piece in pieces for name in piece.names),
-            forward_ms=sum(piece.forward_ms for piece in pieces),
-            backward_ms=sum(piece.backward_ms for piece in pieces),
-            parameters=sum(piece.parameters for piece in pieces),
-        )
+    after = pieces[decoders[-1] + 1 :]
+    joined = Piece(
+        names=tuple(name for piece in after for name in piece.names),
+        forward_ms=sum(piece.forward_ms for piece in after),
+        backward_ms=sum(piece.backward_ms for piece in after),
+        parameters=sum(piece.parameters for piece in after),
+    )
+    return (*pieces[: -len(after)], joined)
 
 
 def _cut(pipeline: CutPipeline, pieces: Sequence[Piece], cuts: Cuts) -> Cut:

@@ -1,7 +1,7 @@
 """Predict the gain of each lever for a measured run: deferral, freezing, sampled tokens, another order, a new cut.
 
-All of them from the same times, and each as ``planner.forecast`` promises a step: the measured one less what the
-pipeline gets shorter.
+All predictions use the same measured times. Each is a step as ``planner.forecast`` computes it: the measured step less
+the time by which the pipeline's part becomes shorter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from tf_adapters.errors import ConfigError, TimelyFreezeError
 from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.measuring.token_cost import TokenCost
 from tf_adapters.planner.forecast import forecast
-from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import Limits, PlanProblem
 from tf_adapters.planner.solve import solve
 from tf_adapters.report.page import Table
@@ -26,10 +25,9 @@ from tf_adapters.simulate.goal_comparison import DRAWING, PAPER
 from tf_adapters.simulate.model_costs import action_bounds
 from tf_adapters.simulate.named_schedules import Sizes, named_order
 from tf_adapters.simulate.simulated_pipeline import carried_gaps, recut, stage_times
+from tf_adapters.simulate.simulation_page import GRADIENTS, held_text
 
 __all__ = ["Lever", "Levers", "levers", "levers_table"]
-
-_NO_COSTS: Mapping[int, TokenCost] = {}
 
 _MOST_DEFERRED, _MOST_FROZEN = 4_096, 1_024
 """Actions up to which an order with deferral, and a plan that freezes, take a second or two."""
@@ -39,14 +37,14 @@ _WORTH_MEMORY = 0.01
 
 _ORDERS = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv")
 _MOVES_NO_FORWARDS = "megatron-core"
-"""Its schedules run forwards and input gradients in their own order."""
+"""The host whose schedules keep their own order of forwards and input gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lever:
-    """One way to another step. ``held`` counts microbatches of all of a rank's layers, at most, on any rank.
+    """A lever and the predicted step in ms. ``gradients`` says in words what becomes of the weight gradients.
 
-    ``gradients`` says what becomes of the weight gradients.
+    ``held`` is the most that any rank keeps in memory, in microbatches of all of its layers.
     """
 
     name: str
@@ -57,18 +55,15 @@ class Lever:
 
 @dataclass(frozen=True)
 class Levers:
-    """The step as it is, nothing frozen, and what others would take; all in ms. ``notes`` say what is assumed."""
+    """The measured step with nothing frozen, and the steps with each lever. ``notes`` name the assumptions."""
 
     now: Lever
     others: tuple[Lever, ...]
     notes: tuple[str, ...]
 
-    def speedup(self, lever: Lever) -> float:
-        return self.now.step_ms / lever.step_ms if lever.step_ms > 0.0 else 1.0
-
 
 def levers(report: Report, progress: Callable[[str], None] | None = None) -> Levers:
-    """Plan every lever that fits. ``progress`` is told in words what is being planned.
+    """Plan every lever that fits the run. ``progress`` is called with the name of each plan before it is made.
 
     Raises ConfigError where nothing was measured, and TimelyFreezeError as the planner does.
     """
@@ -87,7 +82,7 @@ def levers(report: Report, progress: Callable[[str], None] | None = None) -> Lev
 
 
 class _Run:
-    """A run's times, and steps that follow from them."""
+    """A run's times, and the predicted steps."""
 
     def __init__(self, report: Report, progress: Callable[[str], None]) -> None:
         self._report, self._progress, known = report, progress, report.measurement
@@ -119,47 +114,45 @@ class _Run:
     # --- plans of the host's order -----------------------------------------------------------------------------
 
     def deferral(self) -> Iterator[Lever]:
-        """Weight gradients wait, nothing is frozen; with more memory where that helps."""
-        exact = self._deferred("goal exact", 0)
+        """Defer weight gradients and freeze nothing; also with more memory if that helps."""
+        exact = self._planned("goal exact", 0.0, GRADIENTS["exact"])
         yield exact
         more = len(self.schedule.ranks)
-        roomy = self._deferred(f"goal exact, extra_microbatches {more}", more)
+        roomy = self._planned(f"goal exact, extra_microbatches {more}", 0.0, GRADIENTS["exact"], extra=more)
         if roomy.step_ms < exact.step_ms - _WORTH_MEMORY * self._step_ms:
             yield roomy
 
     def freezing(self) -> Iterator[Lever]:
-        """The goals that freeze, then the same apart: sampled tokens in place, and frozen tensors with deferral."""
-        yield self._sampled("goal pays, at most", PAPER, defer=True)
-        yield self._frozen("goal paper", PAPER, defer=False)
+        """The goals that freeze, then each of their parts: sampled tokens without deferral, frozen tensors with it."""
+        yield self._sampled("goal pays, at most", PAPER)
+        yield self._planned("goal paper", PAPER, GRADIENTS["paper"], defer=False)
         limit = f", limit {self._ratio:g}"
         if self._ratio != PAPER:
-            yield self._sampled(f"sampled tokens, deferred{limit}", self._ratio, defer=True)
-            yield self._frozen(f"freezing{limit}", self._ratio, defer=False)
+            yield self._sampled(f"sampled tokens, deferred{limit}", self._ratio)
+            yield self._planned(f"freezing{limit}", self._ratio, GRADIENTS["paper"], defer=False)
         yield self._sampled(f"sampled tokens{limit}", self._ratio, defer=False)
-        yield self._frozen(f"freezing, deferred{limit}", self._ratio, defer=True)
+        yield self._planned(f"freezing, deferred{limit}", self._ratio, GRADIENTS["paper"])
 
-    def _sampled(self, name: str, ratio: float, defer: bool) -> Lever:
-        plan = self._plan(name, ratio, defer=defer, costs=self._costs or {0: DRAWING})
-        return self._lever(name, plan, f"{plan.mean_freeze_ratio:.0%} of their time saved, unbiased")
+    def _sampled(self, name: str, ratio: float, defer: bool = True) -> Lever:
+        return self._planned(name, ratio, GRADIENTS["pays"], defer=defer, costs=self._costs or {0: DRAWING})
 
-    def _frozen(self, name: str, ratio: float, defer: bool) -> Lever:
-        plan = self._plan(name, ratio, defer=defer)
-        return self._lever(name, plan, f"{plan.mean_freeze_ratio:.0%} skipped")
-
-    def _deferred(self, name: str, extra: int) -> Lever:
-        return self._lever(name, self._plan(name, 0.0, defer=True, extra=extra), "all, the same bits")
-
-    def _lever(self, name: str, plan: FreezePlan, gradients: str) -> Lever:
-        promised = forecast(self._known, plan, stage_0_vanishes=not self._report.config.get("freeze_exclude"))
-        return Lever(name, promised.planned_ms, whole_microbatches_held(plan.schedule or self.schedule), gradients)
-
-    def _plan(
-        self, name: str, ratio: float, defer: bool, extra: int = 0, costs: Mapping[int, TokenCost] = _NO_COSTS
-    ) -> FreezePlan:
+    def _planned(
+        self,
+        name: str,
+        ratio: float,
+        gradients: str,
+        *,
+        defer: bool = True,
+        extra: int = 0,
+        costs: Mapping[int, TokenCost] | None = None,
+    ) -> Lever:
         self._progress(name)
         moves = self._report.host.name != _MOVES_NO_FORWARDS
         limits = Limits.of_training(ratio, defer=defer, extra_microbatches=extra, moves_forwards=moves)
-        return solve(PlanProblem(replace(self._known, token_costs=costs), limits))
+        plan = solve(PlanProblem(replace(self._known, token_costs=costs or {}), limits))
+        promised = forecast(self._known, plan, stage_0_vanishes=not self._report.config.get("freeze_exclude"))
+        held = whole_microbatches_held(plan.schedule or self.schedule)
+        return Lever(name, promised.planned_ms, held, gradients.format(plan.mean_freeze_ratio))
 
     # --- other orders and other cuts -----------------------------------------------------------------------------
 
@@ -186,7 +179,7 @@ class _Run:
             )
 
     def cut(self) -> Iterator[Lever]:
-        """The layers on other stages, where that gains."""
+        """Move layers to other stages, if that shortens the step."""
         try:
             result = balance(self._report)
         except TimelyFreezeError:
@@ -196,7 +189,7 @@ class _Run:
             yield Lever("layers moved (tf-adapters balance)", step, whole_microbatches_held(self.schedule), "all")
 
     def _with_batch(self, longer: float) -> float:
-        """The measured step with a batch that is so many ms longer."""
+        """The measured step with a batch that is ``longer`` ms longer."""
         return max(0.0, self._step_ms + longer)
 
 
@@ -224,13 +217,13 @@ _HEADER = ("", "step ms, planned", "speedup", "microbatches held", "weight gradi
 
 
 def levers_table(found: Levers) -> Table:
-    """A line for the step as it is, then one for each lever, in the order of what they cost."""
+    """A row for the measured step, then one for each lever."""
     rows = tuple(
         (
             lever.name,
             f"{lever.step_ms:,.1f}",
-            f"{found.speedup(lever):.2f}x",
-            f"{lever.held:.1f}".removesuffix(".0"),
+            f"{found.now.step_ms / lever.step_ms if lever.step_ms > 0.0 else 1.0:.2f}x",
+            held_text(lever.held),
             lever.gradients,
         )
         for lever in (found.now, *found.others)

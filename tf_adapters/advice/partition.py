@@ -1,4 +1,4 @@
-"""Where to cut a model into stages so that the batch ends earliest: the search behind ``tf-adapters balance``."""
+"""Search for the cut of a model into stages with the shortest batch, for ``tf-adapters balance``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tf_adapters.schedule.ir import Kind
 
 __all__ = ["CutPipeline", "Cuts", "Piece"]
 
-_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)  # the columns of span_ms
 
 Cuts = tuple[int, ...]
 """The first piece of each stage but the first; ascending."""
@@ -34,9 +34,9 @@ class CutPipeline:
     """A batch of a schedule as a function of where the model is cut.
 
     Args:
-        dag: of one batch; its backwards are whole or in halves.
-        pieces: of all stages, in order.
-        rest: by stage, what a microbatch takes outside of its layers: it stays where it is.
+        dag: the graph of one batch, with whole backwards or halves.
+        pieces: the layers of all stages, in order.
+        rest: by stage, the time of a microbatch outside of layers, which no cut moves.
         halves: by stage, the share of a backward that is its input gradient, in [0, 1].
     """
 
@@ -77,7 +77,7 @@ class CutPipeline:
         return self._dag.span(by_stage[self._stages, self._kinds])
 
     def even_cuts(self) -> Cuts:
-        """The cuts whose longest stage is shortest: what a microbatch takes on it, forward and backward."""
+        """The cuts whose longest stage, forward plus backward of a microbatch, is shortest."""
         stages = len(self._rest)
         best: dict[int, tuple[float, Cuts]] = {0: (0.0, ())}  # by the piece at which the next stage begins
         for stage in range(stages):
@@ -91,9 +91,9 @@ class CutPipeline:
         return best[self._last][1][:-1]
 
     def best_cuts(self, cuts: Cuts) -> Cuts:
-        """The cuts of the shortest batch that moving neighbouring cuts together, one piece at a time, leads to.
+        """The best cuts that a descent finds from ``cuts`` and from ``even_cuts``.
 
-        From the present ``cuts`` and from ``even_cuts``.
+        Each of its steps moves one or several neighbouring cuts by one piece.
         """
         return min((self._descend(start) for start in (cuts, self.even_cuts())), key=self.span_ms)
 
@@ -107,7 +107,7 @@ class CutPipeline:
 
 
 def _moves(cuts: Cuts, pieces: int) -> Iterator[Cuts]:
-    """A run of neighbouring cuts, moved by one piece; every stage keeps one."""
+    """All ways to move neighbouring cuts by one piece that leave each stage a piece."""
     for first in range(len(cuts)):
         for last in range(first, len(cuts)):
             for by in (-1, 1):

@@ -1,7 +1,7 @@
 """A batch as a Gantt chart of characters: one line per rank, every batch on the same time axis.
 
-A block starts with its microbatch where there is room for it. Forwards and input gradients are half as high as
-what freezing can shorten; that is the lighter the more of it is frozen.
+A block starts with its microbatch's number where there is room for it. Forwards and input gradients are half as high
+as blocks that freezing can shorten. Those are the lighter the more of them is frozen.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TextIO
 
 from tf_adapters.report.layout import Block, Panel
@@ -19,7 +20,7 @@ __all__ = ["ASCII", "BLOCKS", "ChartLine", "Glyphs", "bars", "glyphs_for", "lege
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """The characters: ``frozen`` from nothing frozen to everything, for backwards and weight gradients."""
+    """The characters of a chart. ``frozen`` has those of backwards and weight gradients, from nothing frozen to all."""
 
     forward: str
     input_grad: str
@@ -94,7 +95,7 @@ def _label(rank: int) -> str:
 def _cells(
     row: Sequence[Block], end_ms: float, ms_per_column: float, columns: int, glyphs: Glyphs
 ) -> Iterator[tuple[str, Block | None]]:
-    """Return the block at the middle of each column, if any."""
+    """Return the character of each column, and the block at the middle of the column, if any."""
     visible = [block for block in row if block.end_ms > block.start_ms]
     starts = [block.start_ms for block in visible]
     shown: list[Block | None] = []
@@ -102,16 +103,13 @@ def _cells(
         time = (column + 0.5) * ms_per_column
         position = bisect_right(starts, time) - 1
         shown.append(visible[position] if position >= 0 and time < visible[position].end_ms else None)
-    column = 0
-    while column < columns:
-        block, first = shown[column], column
-        while column < columns and shown[column] is block:
-            column += 1
+    for block, run in groupby(range(columns), key=shown.__getitem__):
+        places = list(run)
         if block is None:
-            for idle in range(first, column):
+            for idle in places:
                 yield (glyphs.idle if (idle + 0.5) * ms_per_column < end_ms else " "), None
             continue
         number = str(block.action.microbatch)
-        text = number if len(number) < column - first else ""
-        for character in text.ljust(column - first, glyphs.of(block)):
+        text = number if len(number) < len(places) else ""
+        for character in text.ljust(len(places), glyphs.of(block)):
             yield character, block

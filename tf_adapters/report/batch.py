@@ -1,4 +1,4 @@
-"""Where the ranks' time in a run's batch goes: bubble, what holds the batch, waits, late receives, stragglers."""
+"""Facts about a run's batch for its page: bubble, critical path, waits, late receives, stragglers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["batch_facts", "batch_of", "bubble_headline"]
 
 
 def batch_of(report: Report) -> BatchTimes | None:
-    """Return the measured times of the batch, or else those of the graph of median times, if there are any."""
+    """Return the measured times of the batch, or those that follow from each action's median, if there are any."""
     if report.batch_times is not None:
         return report.batch_times
     try:
@@ -28,7 +28,7 @@ def batch_of(report: Report) -> BatchTimes | None:
 
 
 def bubble_headline(report: Report) -> str | None:
-    """The first line for a run that only measures; None before it has measured."""
+    """The headline for a run that only measures; None before it has measured."""
     batch, step_ms = batch_of(report), report.measured.step_ms_unfrozen
     if batch is None:
         return None

@@ -21,21 +21,12 @@ from tf_adapters.report.gantt_marks import (
     paint_blocks,
     rank_label,
 )
-from tf_adapters.report.layout import Panel, panels_of
-from tf_adapters.report.schema import Report
+from tf_adapters.report.layout import Panel
 
-__all__ = ["draw", "draw_panels"]
+__all__ = ["draw_panels"]
 
 _NARROW = 9.0  # points: the middle block's width below which a frame around it leaves too little of its colour
 _FRAMED_END = 1.1  # inches right of the longest batch for the text at its end
-
-
-def draw(report: Report, path: str | os.PathLike[str], fmt: Literal["png", "svg"] | None = None) -> None:
-    """Draw the report's batch into ``path``: with nothing frozen, as planned, and as measured as far as it was.
-
-    Raises what ``draw_panels`` raises, and ConfigError when the report has nothing to draw.
-    """
-    draw_panels(panels_of(report), f"One batch on {report.host.name}", path, fmt)
 
 
 def draw_panels(
@@ -45,10 +36,10 @@ def draw_panels(
     fmt: Literal["png", "svg"] | None = None,
     compared_ms: Sequence[float] | None = None,
 ) -> None:
-    """Draw batches below each other on one time axis into ``path``, as ``fmt`` or what the file's ending says.
+    """Draw batches below each other on one time axis into ``path``. ``fmt`` is by default the file's ending.
 
-    Each panel's end is compared with its batch in ``compared_ms``, or with the first panel's. Raises UnsupportedError
-    without matplotlib, ConfigError for another ending, OSError where ``path`` cannot be written.
+    The end of each panel is compared with its time in ``compared_ms``, by default with the end of the first panel.
+    Raises UnsupportedError without matplotlib, ConfigError for another ending, OSError if ``path`` cannot be written.
     """
     kind = _kind(path, fmt)
     agg, figures = matplotlib_module("backends.backend_agg"), matplotlib_module("figure")
@@ -60,8 +51,8 @@ def draw_panels(
     _save(figure, path, kind)
 
 
-def _save(figure: Any, path: str | os.PathLike[str], kind: Literal["png", "svg"]) -> None:
-    """The same bytes for the same chart; in SVG text stays text, which is smaller and can be searched."""
+def _save(figure: Any, path: str | os.PathLike[str], kind: str) -> None:
+    """Write the same bytes for the same chart. Text in SVG stays text, which is smaller and can be searched."""
     if kind == "png":
         figure.savefig(path, format="png", pil_kwargs={"optimize": True})
         return
@@ -71,7 +62,7 @@ def _save(figure: Any, path: str | os.PathLike[str], kind: Literal["png", "svg"]
 
 
 def _paint(figure: Any, panels: Sequence[Panel], compared_ms: Sequence[float], frame: Frame) -> None:
-    # Numbers in all panels or in none: what the planned blocks have no room for would look left out.
+    # All panels have numbers, or none has: otherwise numbers that do not fit planned blocks would look forgotten.
     labels = [labelled_actions(panel, frame.points_per_ms) for panel in panels]
     for number, (panel, labelled) in enumerate(zip(panels, labels, strict=True)):
         axes = figure.add_axes(frame.box(number))
@@ -107,7 +98,7 @@ def _height(panel: Panel) -> float:
 
 
 def _sizes(panels: Sequence[Panel]) -> str:
-    """Describe the size that all panels share, and how several stages of one rank are drawn."""
+    """The numbers of ranks and microbatches that all panels share, and a note if ranks have several stages."""
     ranks = {len(panel.stages) for panel in panels}
     microbatches = {max(block.action.microbatch for block in panel.blocks) + 1 for panel in panels}
     words = [(ranks, "pipeline ranks"), (microbatches, "microbatches")]
@@ -116,10 +107,8 @@ def _sizes(panels: Sequence[Panel]) -> str:
     return (": " if known else "") + ", ".join(known) + (" (stages of one rank staggered)" if shared else "")
 
 
-def _kind(path: str | os.PathLike[str], fmt: Literal["png", "svg"] | None) -> Literal["png", "svg"]:
+def _kind(path: str | os.PathLike[str], fmt: Literal["png", "svg"] | None) -> str:
     chosen = fmt or Path(path).suffix.lower().lstrip(".")
-    if chosen == "png":
-        return "png"
-    if chosen == "svg":
-        return "svg"
-    raise ConfigError(f"cannot draw into {path}: the file must end in .png or .svg")
+    if chosen not in ("png", "svg"):
+        raise ConfigError(f"cannot draw into {path}: the file must end in .png or .svg")
+    return chosen

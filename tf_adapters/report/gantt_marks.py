@@ -32,9 +32,9 @@ _LABEL = 8.0  # points
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Sizes in inches: the figure's width, what is left of the panels, each panel's height; the time axis in ms.
+    """Sizes in inches: the figure's width, the margin left of the panels, and each panel's height.
 
-    ``narrow``: most blocks are too narrow for a frame around them.
+    ``limit_ms`` is the end of the time axis. ``narrow``: most blocks are too narrow for a frame around them.
     """
 
     RIGHT: ClassVar[float] = 0.25
@@ -54,7 +54,7 @@ class Frame:
 
     @property
     def points_per_ms(self) -> float:
-        """How long a millisecond is drawn, in points."""
+        """The width of a millisecond, in points."""
         return (self.width - self.left - self.RIGHT) * 72 / self.limit_ms
 
     def box(self, number: int) -> tuple[float, float, float, float]:
@@ -72,10 +72,10 @@ def matplotlib_module(name: str) -> Any:
         raise UnsupportedError('pictures need matplotlib: pip install "tf-adapters[plot]"') from None
 
 
-def rank_label(of_rank: Sequence[int], row: int) -> str:
-    """A row's name: the rank and its stages, at most three of them."""
+def rank_label(of_rank: Sequence[int], row: int, most: int = 3) -> str:
+    """A row's name: the rank and its stages, or the first two and the last of more than ``most`` stages."""
     stages = [str(stage) for stage in of_rank]
-    if len(stages) > 3:
+    if len(stages) > most:
         stages = [stages[0], stages[1], "…", stages[-1]]
     return f"rank {row}: stage{'s' if len(stages) > 1 else ''} {', '.join(stages)}" if stages else f"rank {row}"
 
@@ -91,7 +91,7 @@ def labelled_actions(panel: Panel, points_per_ms: float) -> set[Action]:
 
 
 def paint_blocks(axes: Any, panel: Panel, labelled: set[Action], narrow: bool) -> None:
-    """Idle ranks, blocks in their colours, microbatches on those in ``labelled``, the critical path."""
+    """Paint idle ranks, blocks, the critical path, and microbatch numbers on the actions in ``labelled``."""
     rectangle = matplotlib_module("patches").Rectangle
     idle = [rectangle((0, row - _ROW / 2), panel.drawn_ms, _ROW) for row in range(len(panel.stages))]
     shapes, colours, path = [], [], []
@@ -133,7 +133,7 @@ def _critical_style(narrow: bool) -> dict[str, Any]:
 
 
 def _add(axes: Any, shapes: list[Any], **style: Any) -> None:
-    """As one collection: thousands of single patches would take minutes."""
+    """Add the shapes as one collection: thousands of single patches would take minutes."""
     axes.add_collection(matplotlib_module("collections").PatchCollection(shapes, **style))
 
 
@@ -146,7 +146,7 @@ def _label(axes: Any, block: Block, middle: float) -> None:
 
 
 def paint_axes(axes: Any, panel: Panel, limit_ms: float, time_label: str) -> None:
-    """Title, ranks and time; numbers on the time axis only where it has a label."""
+    """Paint the title, the ranks and the time axis. The time axis has numbers only if it has a label."""
     rows = range(len(panel.stages))
     axes.set(xlim=(0, limit_ms), ylim=(len(rows) - 0.5, -0.5))
     axes.set_title(f"{panel.title}; bubble {panel.bubble:.0%}", loc="left", fontsize=10.5, color=_INK, pad=5)
@@ -159,7 +159,7 @@ def paint_axes(axes: Any, panel: Panel, limit_ms: float, time_label: str) -> Non
 
 
 def mark_end(axes: Any, panel: Panel, unfrozen_ms: float) -> None:
-    """A line where the batch or the period ends, how long it took, and what that is beside ``unfrozen_ms``, dotted."""
+    """Mark the end of the batch or period with its time, compared with ``unfrozen_ms``, which is a dotted line."""
     if panel.end_ms != unfrozen_ms:
         axes.axvline(unfrozen_ms, color=_FAINT, linewidth=0.9, linestyle=":", zorder=0)
     axes.axvline(panel.end_ms, color=_INK, linewidth=1.2, linestyle="--", zorder=5)
@@ -167,9 +167,8 @@ def mark_end(axes: Any, panel: Panel, unfrozen_ms: float) -> None:
     if panel.end_ms != unfrozen_ms and unfrozen_ms > 0:
         change = 1 - panel.end_ms / unfrozen_ms
         text += f"\n{abs(change):.1%} {'saved' if change >= 0 else 'longer'}"
-        text += (
-            f"\n{'step' if panel.overlap else 'batch'} {unfrozen_ms / panel.end_ms:.2f}x" if panel.end_ms > 0 else ""
-        )
+        if panel.end_ms > 0:
+            text += f"\n{'step' if panel.overlap else 'batch'} {unfrozen_ms / panel.end_ms:.2f}x"
     note = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"}
     place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
     middle = sum(axes.get_ylim()) / 2
@@ -177,7 +176,7 @@ def mark_end(axes: Any, panel: Panel, unfrozen_ms: float) -> None:
 
 
 def explain(figure: Any, panels: Sequence[Panel], headline: str, frame: Frame) -> None:
-    """The headline above; the legend and the bar of freeze ratios in the strip below."""
+    """Add the headline above; below the panels the legend and the bar of freeze ratios."""
     left = frame.left / frame.width
     figure.text(left, 1 - 0.16 / frame.total, headline, va="top", fontsize=12, color=_INK)
     present = {block.action.kind for panel in panels for block in panel.blocks}

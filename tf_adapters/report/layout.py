@@ -1,4 +1,4 @@
-"""Where each action of a batch lies in time and on which rank: what tables, pictures and traces are made from."""
+"""Panels: the time and the rank of each action of a batch. Tables, pictures and traces are made from them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["Block", "Panel", "after", "before", "exact", "measured", "panels_of"
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One action on the chart: pipeline rank ``row``, the rank's ``lane``-th stage, from and to in ms.
+    """One action on the chart, on pipeline rank ``row``; its stage is the rank's ``lane``-th.
 
-    ``step`` is 1 in the second one of two steps that overlap, else 0.
+    ``step`` is 1 in the second of two steps that overlap, else 0.
     """
 
     action: Action
@@ -60,12 +60,12 @@ class Panel:
 
     @cached_property
     def overlap(self) -> bool:
-        """Return whether it shows two steps that overlap."""
+        """Return whether the panel shows two steps that overlap."""
         return any(block.step for block in self.blocks)
 
     @cached_property
     def drawn_ms(self) -> float:
-        """The end of what is shown."""
+        """The end of the last block that is shown, in ms."""
         return max((block.end_ms for block in self.blocks), default=0.0) if self.overlap else self.end_ms
 
     @property
@@ -110,24 +110,32 @@ def after(report: Report) -> Panel | None:
         if missing is not None:
             raise ConfigError(f"plan.{name} has no entry for {missing}")
     title = f"after: planned, {plan.mean_freeze_ratio:.0%} of the weight gradients skipped"
-    path, span = plan.critical_path, plan.span_ms.planned
-    blocks = _blocks(schedule, plan.start_ms, duration=plan.duration_ms, frozen=plan.freeze_ratio, path=path)
-    return _panel(title, schedule, blocks=blocks, span_ms=span, path=path, overlap=plan.period_ms is not None)
+    return _panel(
+        title,
+        schedule,
+        plan.start_ms,
+        duration=plan.duration_ms,
+        frozen=plan.freeze_ratio,
+        path=plan.critical_path,
+        span_ms=plan.span_ms.planned,
+        overlap=plan.period_ms is not None,
+    )
 
 
 def measured(report: Report) -> Panel | None:
-    """The batch that follows from what stable freezing measured, or None as long as a backward was not measured.
+    """The batch in stable freezing, or None as long as a backward was not measured.
 
-    A report holds medians of durations, no starts: these are the durations put through the schedule's graph.
+    A report holds medians of durations and no starts: the starts follow from the schedule's graph.
     Actions that freezing does not change keep the time that they had with nothing frozen.
     """
     samples = stable_samples(report)
     schedule, times = planned_order(report), report.times
-    if not samples or any(str(action) not in samples for action in schedule.actions if _changes(action, times)):
+    # Halves of a backward that the plan splits have no times from monitoring.
+    changed = {action for action in schedule.actions if action.freezable or str(action) not in times}
+    if not samples or any(str(action) not in samples for action in changed):
         return None
     durations = {
-        action: samples[str(action)].ms if _changes(action, times) else times[str(action)][1]
-        for action in schedule.actions
+        action: samples[str(action)].ms if action in changed else times[str(action)][1] for action in schedule.actions
     }
     ratios = {action: samples[str(action)].afr for action in schedule.actions if action.freezable}
     mean = sum(ratios.values()) / len(ratios)
@@ -136,9 +144,9 @@ def measured(report: Report) -> Panel | None:
 
 
 def stable_samples(report: Report) -> dict[str, BackwardSample]:
-    """By action, what stable freezing measured; empty before the stable phase.
+    """The sample of each action from stable freezing; empty before the stable phase.
 
-    A report that does not say which sample is of which phase gives the one nearest to the planned ratio.
+    An old report does not name the phases of samples: there the sample nearest to the planned ratio counts.
     """
     if report.status != "stable":
         return {}
@@ -146,13 +154,9 @@ def stable_samples(report: Report) -> dict[str, BackwardSample]:
     if named:
         return {sample.action: sample for sample in named if sample.phase == "stable"}
     ratios = {str(action): ratio for action, ratio in report.plan.freeze_ratio.items()} if report.plan else {}
-    nearest: dict[str, tuple[float, BackwardSample]] = {}
-    for sample in report.measured.backward_ms:
-        away = abs(sample.afr - ratios.get(sample.action, 1.0))
-        # The last of equally near samples counts: a report lists the stable phase after the monitoring.
-        if sample.action not in nearest or away <= nearest[sample.action][0]:
-            nearest[sample.action] = (away, sample)
-    return {action: sample for action, (_, sample) in nearest.items()}
+    # The last of equally near samples counts: a report lists the stable phase after the monitoring.
+    farthest_first = sorted(report.measured.backward_ms, key=lambda of: -abs(of.afr - ratios.get(of.action, 1.0)))
+    return {sample.action: sample for sample in farthest_first}
 
 
 def planned_order(report: Report) -> PipelineSchedule:
@@ -160,13 +164,8 @@ def planned_order(report: Report) -> PipelineSchedule:
     return (report.plan.schedule if report.plan else None) or report.schedule
 
 
-def _changes(action: Action, times: Mapping[str, tuple[float, float]]) -> bool:
-    """Return whether an action takes another time under a plan than in monitoring."""
-    return action.freezable or str(action) not in times
-
-
 def panels_of(report: Report) -> tuple[Panel, ...]:
-    """Return those of the panels above that the report has, in order. Raises ConfigError, ScheduleError as they do."""
+    """Return before, exact, after and measured, as far as the report has them. Raises ConfigError and ScheduleError."""
     made = (before(report), exact(report), after(report), measured(report))
     where = "emulated devices; " if report.host.emulated else ""
     return tuple(replace(panel, title=where + panel.title) for panel in made if panel is not None)
@@ -183,56 +182,48 @@ def timeline(
 
     ``frozen`` holds the freeze ratios to show, 0 where absent.
     """
-    path, span = dag.critical_path(durations), dag.span_ms(durations)
-    blocks = _blocks(schedule, dag.start_times(durations), duration=durations, frozen=frozen or {}, path=path)
-    return _panel(title, schedule, blocks=blocks, span_ms=span, path=path, overlap=len(dag.loops.sources) > 0)
+    return _panel(
+        title,
+        schedule,
+        dag.start_times(durations),
+        duration=durations,
+        frozen=frozen or {},
+        path=dag.critical_path(durations),
+        span_ms=dag.span_ms(durations),
+        overlap=len(dag.loops.sources) > 0,
+    )
 
 
 def _panel(
     title: str,
     schedule: PipelineSchedule,
-    *,
-    blocks: tuple[Block, ...],
-    span_ms: float,
-    path: tuple[Action, ...],
-    overlap: bool,
-) -> Panel:
-    """One batch, or two steps in a row where they overlap."""
-    if overlap:
-        again = (
-            replace(b, start_ms=b.start_ms + span_ms, end_ms=b.end_ms + span_ms, critical=False, step=1) for b in blocks
-        )
-        blocks, title = (*blocks, *again), f"{title}; two steps"
-    return Panel(title, _stages(schedule), blocks=blocks, end_ms=span_ms, critical_path=path)
-
-
-def _stages(schedule: PipelineSchedule) -> tuple[tuple[int, ...], ...]:
-    return tuple(schedule.stages_of(rank) for rank in range(len(schedule.ranks)))
-
-
-def _blocks(
-    schedule: PipelineSchedule,
     start: Mapping[Action, float],
+    *,
     duration: Mapping[Action, float],
     frozen: Mapping[Action, float],
     path: tuple[Action, ...],
-) -> tuple[Block, ...]:
+    span_ms: float,
+    overlap: bool,
+) -> Panel:
+    """One batch, or two steps in a row where they overlap."""
+    stages = tuple(schedule.stages_of(rank) for rank in range(len(schedule.ranks)))
     critical = set(path)
-    blocks = []
-    for row, actions in enumerate(schedule.ranks):
-        lanes = {stage: lane for lane, stage in enumerate(schedule.stages_of(row))}
-        for action in actions:
-            begin = start[action]
-            share, on_path = frozen.get(action, 0.0), action in critical
-            blocks.append(
-                Block(
-                    action,
-                    row,
-                    lane=lanes[action.stage],
-                    start_ms=begin,
-                    end_ms=begin + duration[action],
-                    frozen=share,
-                    critical=on_path,
-                )
-            )
-    return tuple(blocks)
+    blocks = [
+        Block(
+            action,
+            row,
+            lane=stages[row].index(action.stage),
+            start_ms=start[action],
+            end_ms=start[action] + duration[action],
+            frozen=frozen.get(action, 0.0),
+            critical=action in critical,
+        )
+        for row, actions in enumerate(schedule.ranks)
+        for action in actions
+    ]
+    if overlap:
+        blocks += [
+            replace(b, start_ms=b.start_ms + span_ms, end_ms=b.end_ms + span_ms, critical=False, step=1) for b in blocks
+        ]
+        title = f"{title}; two steps"
+    return Panel(title, stages, blocks=tuple(blocks), end_ms=span_ms, critical_path=path)

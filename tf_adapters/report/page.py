@@ -1,6 +1,6 @@
 """A page for the terminal: a headline, facts, tables, a chart, notes.
 
-The words are the same with and without rich; rich, where installed, only draws tables better and adds colours.
+The words are the same with and without rich. If it is installed, it frames tables and adds colours.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tf_adapters.report.layout import Block, Panel
 
 __all__ = ["Page", "Table", "as_text", "print_page", "terminal_width"]
 
-_WIDTH = 100  # of a file or a pipe, which have none
+_WIDTH = 100  # characters on a line of a file or a pipe
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text under a header; all of them have as many cells."""
+    """Rows of text under a header. All rows have as many cells as the header."""
 
     title: str
     header: tuple[str, ...]
@@ -56,12 +56,12 @@ def print_page(page: Page, stream: TextIO | None = None) -> None:
     if not (out.isatty() and _print_rich(page, out)):
         text = as_text(page, terminal_width(), glyphs_for(out))
         encoding = out.encoding or "utf-8"
-        # A report may name what the terminal cannot show.
+        # A report may hold characters that the terminal cannot show.
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=out)
 
 
 def terminal_width() -> int:
-    """Characters on a line: COLUMNS, the terminal's, or 100; within what a chart can be read in."""
+    """Characters on a line, from 40 to 200: COLUMNS, the terminal's width, or 100."""
     return min(max(shutil.get_terminal_size((_WIDTH, 24)).columns, 40), 200)
 
 
@@ -95,9 +95,8 @@ def _print_rich(page: Page, out: TextIO) -> bool:
     if page.panels:
         glyphs = glyphs_for(out)
         chart = [_rich_line(line) for line in bars(page.panels, min(console.width, 200), glyphs)]
-        console.print(
-            "", *chart, Text(f"{legend(page.panels, glyphs)}   underlined: critical path"), sep="\n", soft_wrap=True
-        )
+        meanings = Text(f"{legend(page.panels, glyphs)}   underlined: critical path")
+        console.print("", *chart, meanings, sep="\n", soft_wrap=True)
     if page.notes:
         console.print(Text("\n" + _notes(page)))
     return True

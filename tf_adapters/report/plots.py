@@ -1,5 +1,4 @@
-"""Pictures of one run from its report: backward time against freeze ratio, freeze ratio over steps and by parameter,
-where the ranks' time goes.
+"""Pictures of one run, drawn from its report: backward times, freeze ratios, the frontier, the time of each rank.
 
 Only drawing imports matplotlib. A picture is left out if the report lacks its data.
 """
@@ -9,9 +8,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import correlation, linear_regression, pvariance
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from tf_adapters.errors import ConfigError
 from tf_adapters.measuring.batch_times import RankTimes
@@ -40,8 +41,7 @@ Part = tuple[str, Rgb, list[float]]
 _TRANSFER, _OVERHEAD, _WAITING = (0.70, 0.23, 0.28), (0.85, 0.60, 0.62), (0.87, 0.87, 0.87)
 
 
-@dataclass(frozen=True, slots=True)
-class FittedLine:
+class FittedLine(NamedTuple):
     """``intercept`` + ``slope`` * x by least squares, and the share ``r2`` of the variance that it explains."""
 
     intercept: float
@@ -53,15 +53,11 @@ def fitted(points: Points) -> FittedLine | None:
     """The line through (x, y); None where all x are the same, or nearly."""
     if not points:
         return None
-    mean_x, mean_y = (math.fsum(values) / len(points) for values in zip(*points, strict=True))
-    spread_x = math.fsum((x - mean_x) ** 2 for x, _ in points)
-    if spread_x <= _LEAST_SPREAD:
+    x, y = zip(*points, strict=True)
+    if len(x) * pvariance(x) <= _LEAST_SPREAD:
         return None
-    slope = math.fsum((x - mean_x) * (y - mean_y) for x, y in points) / spread_x
-    intercept = mean_y - slope * mean_x
-    missed = math.fsum((y - intercept - slope * x) ** 2 for x, y in points)
-    spread_y = math.fsum((y - mean_y) ** 2 for _, y in points)
-    return FittedLine(intercept, slope, 1 - missed / spread_y if spread_y > 0 else 1.0)
+    slope, intercept = linear_regression(x, y)
+    return FittedLine(intercept, slope, correlation(x, y) ** 2 if pvariance(y) > 0.0 else 1.0)
 
 
 def backward_points(report: Report) -> dict[int, list[tuple[float, float]]]:
@@ -71,7 +67,7 @@ def backward_points(report: Report) -> dict[int, list[tuple[float, float]]]:
 
 
 def on_the_line(stage: int, points: Points) -> list[tuple[float, float]]:
-    """The points that a line can be fitted to: a first stage that is frozen whole has no backward at all."""
+    """Return the points to fit a line to. They leave out the backwards of stage 0 that were frozen whole: none ran."""
     return [(afr, ms) for afr, ms in points if stage or afr < _WHOLE]
 
 
@@ -89,7 +85,7 @@ def planned_ratio_by_step(report: Report) -> dict[str, list[float]]:
 
 
 def plots_of(report: Report) -> dict[str, Draw]:
-    """The pictures that this report has something for: what draws each, by the name of its file."""
+    """The pictures that the report has data for: the function that draws each, by the name of its file."""
     figures: dict[str, Draw] = {}
     if any(fitted(on_the_line(*of_stage)) for of_stage in backward_points(report).items()):
         figures["backward_time"] = _draw_backward_time
@@ -133,7 +129,7 @@ def draw_plots(report: Report, folder: str | os.PathLike[str]) -> tuple[Path, ..
 
 
 def _draw_backward_time(figure: Any, report: Report) -> None:
-    """For each stage its backwards, and the line fitted to ``on_the_line`` (paper: backward time against AFR)."""
+    """Draw each stage's backward times against AFR, and the line fitted to ``on_the_line`` (as in the paper)."""
     points = backward_points(report)
     for (stage, of_stage), axes in zip(points.items(), _axes(figure, len(points)), strict=True):
         axes.scatter(*zip(*of_stage, strict=True), s=14, alpha=0.7, color=_colour(stage), linewidths=0)
@@ -143,10 +139,7 @@ def _draw_backward_time(figure: Any, report: Report) -> None:
             axes.plot([0, 1], [line.intercept, line.intercept + line.slope], color="black", linewidth=1)
             title += f": {line.intercept:.3g} ms {line.slope:+.3g} ms x AFR, R² {line.r2:.3f}"
         axes.set_title(title, fontsize=9)
-        axes.set_xlabel("actual freeze ratio (AFR)")
-        axes.set_ylabel("backward, ms")
-        axes.set_xlim(-0.03, 1.03)
-        axes.set_ylim(bottom=0)
+        axes.set(xlabel="actual freeze ratio (AFR)", ylabel="backward, ms", xlim=(-0.03, 1.03), ylim=(0, None))
 
 
 def _draw_freeze_ratio(figure: Any, report: Report) -> None:
@@ -161,20 +154,17 @@ def _draw_freeze_ratio(figure: Any, report: Report) -> None:
         steps, label = range(1, len(shares) + 1), f"stage {stage}, frozen by its masks"
         axes.scatter(steps, shares, s=6, label=label, color=_colour(int(stage)), linewidths=0)
     axes.set_title("share of each stage's weight gradients skipped, mean over microbatches", fontsize=9)
-    ends = (report.phases.warmup_end, report.phases.monitoring_end, report.phases.progressive_end)
-    for name, end in zip(("warm-up", "monitoring", "progressive"), ends, strict=True):
+    for name, end in report.phases.named():
         if end is not None and 0 < end <= report.step:
             axes.axvline(end, color="0.6", linewidth=0.8, linestyle=":")
             axes.annotate(f"{name} ends", (end, 1.0), (2, -2), textcoords="offset points", rotation=90,
                           va="top", fontsize=7, color="0.4")  # fmt: skip
-    axes.set_xlabel("step")
-    axes.set_ylabel("freeze ratio")
-    axes.set_ylim(0, 1.02)
+    axes.set(xlabel="step", ylabel="freeze ratio", ylim=(0, 1.02))
     axes.legend(fontsize=8)
 
 
 def _draw_parameters(figure: Any, report: Report) -> None:
-    """For each stage how many tensors are frozen how often (paper: histogram of the freeze ratio per parameter)."""
+    """Draw for each stage a histogram of its tensors' freeze ratios (as in the paper)."""
     by_stage = report.parameter_freeze_ratio
     edges = [number / _BINS for number in range(_BINS + 1)]
     for (stage, ratios), axes in zip(by_stage.items(), _axes(figure, len(by_stage)), strict=True):
@@ -182,9 +172,7 @@ def _draw_parameters(figure: Any, report: Report) -> None:
         mean = math.fsum(ratios.values()) / len(ratios) if ratios else 0.0
         axes.axvline(mean, color="black", linewidth=1, linestyle="--")
         axes.set_title(f"stage {stage}: {len(ratios)} tensors, mean {mean:.2f}", fontsize=9)
-        axes.set_xlabel("share of microbatches in which a tensor is frozen")
-        axes.set_ylabel("tensors")
-        axes.set_xlim(0, 1)
+        axes.set(xlabel="share of microbatches in which a tensor is frozen", ylabel="tensors", xlim=(0, 1))
 
 
 def _draw_frontier(figure: Any, report: Report) -> None:
@@ -203,13 +191,12 @@ def _draw_frontier(figure: Any, report: Report) -> None:
     axes.axvline(chosen.mean_freeze_ratio, color="0.5", linewidth=1, linestyle="--", label="the plan")
     axes.axhline(1.0, color="0.8", linewidth=0.8)
     axes.set_title("what freezing brings, the host alone = 1 (standard errors)", fontsize=9)
-    axes.set_xlabel("mean freeze ratio")
-    axes.set_ylim(bottom=0)
+    axes.set(xlabel="mean freeze ratio", ylim=(0, None))
     axes.legend(fontsize=8)
 
 
 def _draw_rank_times(figure: Any, report: Report) -> None:
-    """Draw the bars; the report has times. The time that freezing saves of a backward is its weight gradient's."""
+    """Draw each rank's time as a bar. The time that freezing saves of a backward counts as its weight gradient's."""
     batch = batch_of(report)
     assert batch is not None
     ranks = range(len(batch.ranks))
@@ -225,8 +212,7 @@ def _draw_rank_times(figure: Any, report: Report) -> None:
     axes.set_title(f"a rank's batch of {batch.span_ms:,.1f} ms with nothing frozen; right: its bubble", fontsize=9)
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     axes.invert_yaxis()
-    axes.set_xlabel("ms")
-    axes.set_xlim(0, 1.08 * batch.span_ms)
+    axes.set(xlabel="ms", xlim=(0, 1.08 * batch.span_ms))
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
 
@@ -234,24 +220,16 @@ def _draw_rank_times(figure: Any, report: Report) -> None:
 def rank_parts(report: Report, ranks: Sequence[RankTimes]) -> list[Part]:
     """Return the parts of the bars, from the left. Those of a rank add up to the batch."""
     shares = _input_shares(report, len(ranks))
-    forward = [rank.compute_ms.get("F", 0.0) for rank in ranks]
-    whole = [rank.compute_ms.get("B", 0.0) for rank in ranks]
+    compute = {kind: np.array([rank.compute_ms.get(kind.value, 0.0) for rank in ranks]) for kind in Kind}
     # Where freezing was not measured a backward stays in one piece.
-    known = [0.0 if share is None else ms for ms, share in zip(whole, shares, strict=True)]
-    inputs = [ms * (share or 0.0) for ms, share in zip(known, shares, strict=True)]
+    split = np.array([0.0 if share is None else 1.0 for share in shares]) * compute[Kind.BACKWARD]
+    inputs = np.array([share or 0.0 for share in shares]) * split
+    compute[Kind.BACKWARD] -= split
+    compute[Kind.INPUT_GRAD] += inputs
+    compute[Kind.WEIGHT_GRAD] += split - inputs
+    names = ("forward", "backward", "input gradient", "weight gradient")
     return [
-        ("forward", BASE[Kind.FORWARD], forward),
-        ("backward", BASE[Kind.BACKWARD], [ms - of for ms, of in zip(whole, known, strict=True)]),
-        (
-            "input gradient",
-            BASE[Kind.INPUT_GRAD],
-            [rank.compute_ms.get("I", 0.0) + ms for rank, ms in zip(ranks, inputs, strict=True)],
-        ),
-        (
-            "weight gradient",
-            BASE[Kind.WEIGHT_GRAD],
-            [rank.compute_ms.get("W", 0.0) + of - ms for rank, of, ms in zip(ranks, known, inputs, strict=True)],
-        ),
+        *((name, BASE[kind], compute[kind].tolist()) for name, kind in zip(names, Kind, strict=True)),
         ("transfers", _TRANSFER, [rank.transfer_ms for rank in ranks]),
         ("overhead, late receives", _OVERHEAD, [rank.overhead_ms for rank in ranks]),
         ("waiting for other ranks", _WAITING, [rank.waiting_ms for rank in ranks]),
@@ -259,7 +237,7 @@ def rank_parts(report: Report, ranks: Sequence[RankTimes]) -> list[Part]:
 
 
 def _input_shares(report: Report, ranks: int) -> list[float | None]:
-    """By rank, the share of its whole backwards that is left with everything frozen; None where none saves anything."""
+    """The share of each rank's whole backwards that is left with everything frozen; None if freezing saves nothing."""
     schedule = report.schedule
     shares: list[float | None] = []
     for row in schedule.ranks[:ranks]:
@@ -282,7 +260,7 @@ def _colour(stage: int) -> str:
 
 
 def _phases(report: Report) -> PhaseSchedule | None:
-    """The report's phases; progressive freezing counts from the end of monitoring, as where the plan came at once."""
+    """The report's phases. Progressive freezing is taken to start at the end of monitoring."""
     ends = report.phases
     if ends.warmup_end is None or ends.monitoring_end is None or ends.progressive_end is None:
         return None

@@ -69,6 +69,10 @@ class Phases(_Model):
     monitoring_end: int | None = None
     progressive_end: int | None = None
 
+    def named(self) -> tuple[tuple[str, int | None], ...]:
+        """Return each phase's name and last step, in order."""
+        return ("warm-up", self.warmup_end), ("monitoring", self.monitoring_end), ("progressive", self.progressive_end)
+
 
 class BackwardSample(_Model):
     """Time ``ms`` of one backward ``action``, the share ``afr`` of its freezable weight gradients skipped.

@@ -1,4 +1,4 @@
-"""A report as a page: what freezing brought, per stage, in words that need no manual."""
+"""A report as a page: the gain from freezing, overall and for each stage."""
 
 from __future__ import annotations
 
@@ -11,26 +11,22 @@ from tf_adapters.report.layout import Panel, stable_samples
 from tf_adapters.report.page import Page, Table, as_text
 from tf_adapters.report.schema import Batches, Report, SampledTokens
 from tf_adapters.schedule.deferral import backward_of
-from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.training.batch_words import milliseconds as _ms
 
 __all__ = ["page", "summary"]
 
 _NOTHING = "-"
 _SAME_PACE = 0.03
-"""A change of pace up to which nothing is said."""
+"""A smaller change of pace is not mentioned."""
 _HEADER = (
-    "stage",
-    "rank",
-    "planned to skip",
-    "really skipped",
-    "backward ms, nothing skipped",
-    "backward ms, stable",
+    *("stage", "rank", "planned to skip", "really skipped"),
+    *("backward ms, nothing skipped", "backward ms, stable"),
 )
 _STATUS = {
     "warmup": "warming up: nothing is measured and nothing is frozen yet",
     "monitoring": "monitoring: timing the steps, with nothing frozen and with every weight gradient skipped",
-    "planning": "planning: everything is measured, the plan is being made beside training",
+    "planning": "planning: all times are measured; the plan is being made while training goes on",
     "planned": "planned: freezing starts with the next steps",
     "progressive": "progressive freezing: the shares rise step by step to the plan's",
     "stable": "stable freezing: the plan is in force",
@@ -41,16 +37,9 @@ _TABLE_TITLE = "Share of each stage's weight gradients that is skipped (backward
 
 
 def page(report: Report, panels: Sequence[Panel] = ()) -> Page:
-    schedule = report.schedule
-    rows = () if _only_measures(report) else _rows(report, schedule)
+    rows = () if _only_measures(report) else _rows(report)
     tables = (Table(_TABLE_TITLE, _HEADER, rows),) if rows else ()
-    return Page(
-        _headline(report),
-        tuple(_fact_lines(report, schedule)),
-        tables=tables,
-        panels=tuple(panels),
-        notes=_remarks(report),
-    )
+    return Page(_headline(report), tuple(_facts(report)), tables=tables, panels=tuple(panels), notes=_remarks(report))
 
 
 def summary(report: Report) -> str:
@@ -70,37 +59,24 @@ def _headline(report: Report) -> str:
         promise = f"{planned}, " if planned else ""
         return f"step {_ms(unfrozen)} with nothing frozen; {promise}stable freezing {wait}"
     ratio = measured.step_ratio or (stable / unfrozen if unfrozen else 0.0)
-    factors = [f"{1 / ratio:.2f}x measured"] if ratio else []
-    return f"step {_ms(unfrozen)} -> {_ms(stable)}: {', '.join([*factors, *([planned] if planned else [])])}"
+    factors = [f"{1 / ratio:.2f}x measured" if ratio else "", planned]
+    return f"step {_ms(unfrozen)} -> {_ms(stable)}: {', '.join(filter(None, factors))}"
 
 
-def _fact_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[str, str]]:
+def _facts(report: Report) -> Iterable[tuple[str, str]]:
     yield "status", f"{_status(report)} (step {report.step}{_phase_ends(report)})"
-    ranks, microbatches = len(schedule.ranks), schedule.num_microbatches
-    device = " on emulated devices" if report.host.emulated else ""
-    yield (
-        "pipeline",
-        (
-            f"{report.host.name} {report.host.version}{device}: {schedule.num_stages} stages on {ranks} ranks,"
-            f" {microbatches} microbatches"
-        ),
-    )
+    host, schedule = report.host, report.schedule
+    size = f"{schedule.num_stages} stages on {len(schedule.ranks)} ranks, {schedule.num_microbatches} microbatches"
+    yield "pipeline", f"{host.name} {host.version}{' on emulated devices' if host.emulated else ''}: {size}"
     yield from batch_facts(report)
     if not _only_measures(report):
-        yield from _plan_lines(report, schedule)
-    pace, ratio = report.measured.forward_pace, report.measured.step_ratio
-    if pace and ratio and abs(pace - 1.0) >= _SAME_PACE and not _only_measures(report):
-        forwards = f"forwards, which do not freeze, take {pace:.2f}x what they took while monitoring"
-        yield "pace", f"{forwards}: {pace / ratio:.2f}x measured at the same pace"
+        yield from _plan_facts(report)
     memory = report.measured.peak_memory_bytes
     if memory.unfrozen:
-        peaks = [memory.unfrozen, *([memory.stable] if memory.stable else [])]
-        counted = "of the process" if report.host.emulated or report.host.device == "cpu" else "of tensors"
+        peaks = " -> ".join(_gib(max(of_ranks)) for of_ranks in (memory.unfrozen, memory.stable) if of_ranks)
+        counted = "of the process" if host.emulated or host.device == "cpu" else "of tensors"
         planned = f", at most {_gib(max(memory.planned))} planned" if memory.planned else ""
-        yield (
-            "memory",
-            f"peak {counted} on the fullest rank {' -> '.join(_gib(max(ranks_)) for ranks_ in peaks)}{planned}",
-        )
+        yield "memory", f"peak {counted} on the fullest rank {peaks}{planned}"
 
 
 def _status(report: Report) -> str:
@@ -111,23 +87,17 @@ def _status(report: Report) -> str:
     return _STATUS[report.status]
 
 
-def _plan_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[str, str]]:
-    plan = report.plan
+def _plan_facts(report: Report) -> Iterable[tuple[str, str]]:
+    plan, schedule = report.plan, report.schedule
     if plan is None:
         yield "plan", "none yet" if report.status in ("warmup", "monitoring") else "none"
     else:
         spans = plan.span_ms
-        rewritten = spans.host is not None and plan.schedule != schedule
         unfrozen = f"{_ms(spans.unfrozen)} nothing frozen"
-        if rewritten and spans.host:
+        if spans.host and plan.schedule != schedule:
             unfrozen = f"{_ms(spans.host)} in the host's order, {_ms(spans.unfrozen)} with weight gradients deferred"
-        yield (
-            "batch" if plan.period_ms is None else "period",
-            (
-                f"{'pipeline computation' if plan.period_ms is None else 'steps overlap:'} {unfrozen},"
-                f" {_ms(spans.planned)} planned, {_ms(spans.fully_frozen)} everything frozen"
-            ),
-        )
+        name, what = ("batch", "pipeline computation") if plan.period_ms is None else ("period", "steps overlap:")
+        yield name, f"{what} {unfrozen}, {_ms(spans.planned)} planned, {_ms(spans.fully_frozen)} everything frozen"
         if plan.deferrable_share:
             yield "deferral", describe_deferral(plan, schedule)
         limit = report.max_freeze_ratio
@@ -142,6 +112,10 @@ def _plan_lines(report: Report, schedule: PipelineSchedule) -> Iterable[tuple[st
         yield "solver", f"{solver.name}, {solver.status.value.lower()} in {solver.seconds:.2f} s: {gap}"
     if report.batches:
         yield "batches", _batches(report.batches)
+    pace, ratio = report.measured.forward_pace, report.measured.step_ratio
+    if pace and ratio and abs(pace - 1.0) >= _SAME_PACE:
+        forwards = f"forwards, which do not freeze, take {pace:.2f}x what they took while monitoring"
+        yield "pace", f"{forwards}: {pace / ratio:.2f}x measured at the same pace"
 
 
 def _batches(batches: Mapping[str, Batches]) -> str:
@@ -150,7 +124,7 @@ def _batches(batches: Mapping[str, Batches]) -> str:
         for number, of in batches.items()
         if of.planned_step_ms > 0.0
     )
-    return f"planned by number: {planned}; all else here is of the one that most steps had"
+    return f"planned speedup: {planned}; all other lines are for the number that most steps had"
 
 
 def _tokens(stages: Collection[SampledTokens]) -> str:
@@ -162,20 +136,14 @@ def _tokens(stages: Collection[SampledTokens]) -> str:
 
 
 def _phase_ends(report: Report) -> str:
-    phases = report.phases
-    ends = (
-        ("warm-up", phases.warmup_end),
-        ("monitoring", phases.monitoring_end),
-        ("progressive", phases.progressive_end),
-    )
-    known = [f"{name} {step}" for name, step in ends if step is not None]
+    known = [f"{name} {step}" for name, step in report.phases.named() if step is not None]
     return f"; last step of {', '.join(known)}" if known else ""
 
 
-def _rows(report: Report, schedule: PipelineSchedule) -> tuple[tuple[str, ...], ...]:
+def _rows(report: Report) -> tuple[tuple[str, ...], ...]:
     if not report.times and report.plan is None:
         return ()
-    stable = _whole_backwards(report)
+    schedule, stable = report.schedule, _whole_backwards(report)
     upper = {action: bounds[1] for action, bounds in report.times.items()}
     planned = {str(stage): ratio for stage, ratio in report.plan.stage_freeze_ratio.items()} if report.plan else {}
     rows = []
@@ -200,7 +168,7 @@ def _rows(report: Report, schedule: PipelineSchedule) -> tuple[tuple[str, ...], 
 
 
 def _whole_backwards(report: Report) -> dict[str, float]:
-    """Measured ms of the backwards that the report has times of: both halves together where they are deferred."""
+    """Measured ms of each backward that the report has times of. A deferred backward is the sum of its halves."""
     measured: dict[str, float] = {}
     for text, sample in stable_samples(report).items():
         action = Action.parse(text)
@@ -217,10 +185,9 @@ def _per_microbatch(actions: list[str], times: dict[str, float], microbatches: i
 
 def _remarks(report: Report) -> tuple[str, ...]:
     ratio, pace = report.measured.step_ratio, report.measured.forward_pace or 1.0
-    if _only_measures(report):
-        ratio = None
-    own = ["freezing has not made the step faster"] if ratio is not None and ratio >= 0.995 * pace else []
-    return (*own, *report.note)
+    if ratio is None or ratio < 0.995 * pace or _only_measures(report):
+        return report.note
+    return ("freezing has not made the step faster", *report.note)
 
 
 def _only_measures(report: Report) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tf_adapters.report.colours import NAMES
+from tf_adapters.report.gantt_marks import rank_label
 from tf_adapters.report.layout import Block, Panel
 
 __all__ = ["trace_events", "write_trace"]
@@ -32,9 +33,7 @@ def trace_events(panels: Sequence[Panel]) -> Iterator[Event]:
         yield _name("process_name", process, 0, name=panel.title)
         yield _name("process_sort_index", process, 0, sort_index=process)
         for rank, stages in enumerate(panel.stages):
-            plural = "stages" if len(stages) > 1 else "stage"
-            name = f"rank {rank}: {plural} {', '.join(map(str, stages))}" if stages else f"rank {rank}"
-            yield from _thread(process, rank + 1, name, panel.rows[rank])
+            yield from _thread(process, rank + 1, rank_label(stages, rank, most=len(stages)), panel.rows[rank])
         by_action = {block.action: block for block in panel.blocks if block.step == 0}
         path = [by_action[action] for action in panel.critical_path]
         yield from _thread(process, len(panel.stages) + 1, "critical path", path)

@@ -10,31 +10,42 @@ from tf_adapters.report.page import Page, Table
 from tf_adapters.schedule.ir import Action
 from tf_adapters.simulate.simulation import Gain, GoalPoint, Simulation
 
-__all__ = ["chart_panels", "comparison_page", "planned_panels", "simulation_page"]
+__all__ = ["GRADIENTS", "chart_panels", "comparison_page", "held_text", "planned_panels", "simulation_page"]
+
+GRADIENTS = {
+    "exact": "all, the same bits",
+    "pays": "{:.0%} of their time saved, unbiased",
+    "paper": "{:.0%} skipped",
+}
+"""Words for what becomes of the weight gradients, by goal; the number is the plan's mean freeze ratio."""
 
 _STEPS = 8
-"""Parts of a critical path that are printed."""
+"""Most parts of a critical path that are printed."""
 
 
 def simulation_page(
     simulation: Simulation, source: str, notes: Sequence[str], width: int, step_ms: float | None = None
 ) -> Page:
-    """One simulation in detail; ``width`` is how many characters a line has, ``step_ms`` a measured whole step."""
+    """One simulation in detail. ``width`` is a line's length in characters, ``step_ms`` a measured whole step."""
     schedule = simulation.pipeline.schedule
     stages, ranks = _count(schedule.num_stages, "stage"), _count(len(schedule.ranks), "rank")
     size = f"{stages} on {ranks}, {_count(schedule.num_microbatches, 'microbatch')}"
-    tables = [_goals_table(simulation)] if simulation.goals else []
+    tables = []
+    if simulation.goals:
+        tables.append(Table("What each goal would bring", _GOALS, tuple(map(_goal_row, simulation.goals))))
     tables += [_rank_table(simulation), _ratio_table(simulation, width)]
     if simulation.sweep:
         tables.append(_sweep_table(simulation))
-    step = []
-    if step_ms is not None:  # as planner.forecast.forecast: what is no pipeline computation stays as it was measured
+    facts = [("times", source), *_facts(simulation)]
+    if step_ms is not None:  # as planner.forecast.forecast: the part that is no pipeline computation stays as measured
         expected = step_ms - (simulation.unfrozen.end_ms - simulation.gain.stable_ms)
-        step = [("step", f"{_ms(step_ms)} measured with nothing frozen, {_ms(expected)} expected in stable freezing")]
+        facts.append(
+            ("step", f"{_ms(step_ms)} measured with nothing frozen, {_ms(expected)} expected in stable freezing")
+        )
     return Page(
         headline=f"{simulation.pipeline.name}: {size}: {_span(simulation)} {_ms(simulation.unfrozen.end_ms)}"
         f" -> {_ms(simulation.gain.ms)} at r_max {simulation.max_freeze_ratio:g}, {_percent(simulation.gain.gain)}",
-        facts=(("times", source), *_facts(simulation), *step),
+        facts=tuple(facts),
         tables=tuple(tables),
         panels=simulation.panels,
         notes=tuple(notes),
@@ -44,13 +55,8 @@ def simulation_page(
 def comparison_page(simulations: Sequence[Simulation], source: str, notes: Sequence[str]) -> Page:
     ratio = simulations[0].max_freeze_ratio
     best = min(simulations, key=lambda simulation: simulation.gain.ms)
-    tables = [
-        Table(
-            f"{_span(simulations[0]).capitalize()} at r_max {ratio:g}",
-            _COMPARED,
-            tuple(_compared(each) for each in simulations),
-        )
-    ]
+    title = f"{_span(simulations[0]).capitalize()} at r_max {ratio:g}"
+    tables = [Table(title, _COMPARED, tuple(map(_compared, simulations)))]
     if simulations[0].sweep:
         tables.append(_sweeps_table(simulations))
     return Page(
@@ -69,14 +75,14 @@ def _span(simulation: Simulation) -> str:
 
 
 def chart_panels(simulations: Sequence[Simulation]) -> tuple[Panel, ...]:
-    """Before and after of each; under its name where there are several."""
+    """Each simulation's panels before and after; their titles have its name if there are several."""
     if len(simulations) == 1:
         return simulations[0].panels
     return tuple(replace(p, title=f"{each.pipeline.name}, {p.title}") for each in simulations for p in each.panels)
 
 
 def planned_panels(simulations: Sequence[Simulation]) -> tuple[Panel, ...]:
-    """The planned batch of each, under its name."""
+    """The planned batch of each simulation; the title has its name."""
     return tuple(replace(each.planned, title=f"{each.pipeline.name}, {each.planned.title}") for each in simulations)
 
 
@@ -84,7 +90,6 @@ _GAIN = "in throughput, over the same schedule with nothing frozen"
 _EXACT = "weight gradients deferred, nothing frozen, the same bits"
 _MOST = "with everything frozen, which no r_max can beat"
 _STABLE = "where all of stage 0 is frozen its backward is gone, also where the plan does not count on it"
-_GOALS_TITLE = "What each goal would bring"
 _GOALS = ("goal", "planned", "gain", "microbatches held", "weight gradients")
 _COMPARED = (
     *("schedule", "ranks", "stages", "nothing frozen", "planned", "gain"),
@@ -157,23 +162,13 @@ def _digit(ratio: float) -> str:
     return "." if tenths == 0 else "#" if tenths == 10 else str(tenths)
 
 
-def _goals_table(simulation: Simulation) -> Table:
-    return Table(_GOALS_TITLE, _GOALS, tuple(map(_goal_row, simulation.goals)))
-
-
 def _goal_row(point: GoalPoint) -> tuple[str, ...]:
     extra = f", extra_microbatches {point.extra_microbatches}" if point.extra_microbatches else ""
-    share = f"{point.mean_freeze_ratio:.0%}"
-    gradients = {
-        "exact": "all, the same bits",
-        "pays": f"{share} of their time saved, unbiased",
-        "paper": f"{share} skipped",
-    }
     return (
         f"{point.goal}{', at most' if point.goal == 'pays' else extra}",
         *(_ms(point.batch.ms), _percent(point.batch.gain)),
-        f"{point.held:.1f}".removesuffix(".0"),
-        gradients[point.goal],
+        held_text(point.held),
+        GRADIENTS[point.goal].format(point.mean_freeze_ratio),
     )
 
 
@@ -201,7 +196,7 @@ def _sweeps_table(simulations: Sequence[Simulation]) -> Table:
 
 
 def _path(panel: Panel) -> str:
-    """A critical path; what stays on a stage, or passes a microbatch from stage to stage, is drawn together."""
+    """A critical path. Neighbours on one stage, or that pass one microbatch from stage to stage, are one part."""
     parts: list[list[Action]] = []
     passing = False
     for action in panel.critical_path:
@@ -230,6 +225,11 @@ def _differs(gain: Gain) -> bool:
 
 def _stable(gain: Gain) -> str:
     return f"{_ms(gain.stable_ms)}, {_percent(gain.stable_gain)}"
+
+
+def held_text(microbatches: float) -> str:
+    """Microbatches in memory, with a decimal only where a rank holds some of its layers alone."""
+    return f"{microbatches:.1f}".removesuffix(".0")
 
 
 def _count(number: int, noun: str) -> str:
