@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,6 @@ class Mask:
     complete: bool = False
 
 
-_Selection = UniformSelection | HybridSelection
 _Drawn = tuple[int, tuple[float, ...], frozenset[int]]
 NOTHING_FROZEN = Mask()
 NONE_PREFERRED: frozenset[int] = frozenset()
@@ -52,8 +51,8 @@ class StageMasks:
         self.units = limited(units, exclude, caps)  # freezable units by stage
         self._tokens = tokens
         self._excludes = {stage: len(self.units[stage]) < len(of_stage) for stage, of_stage in units.items()}
-        self._uniform = {stage: _selection(of_stage) for stage, of_stage in self.units.items()}
-        self._hybrid: dict[int, tuple[frozenset[int], _Selection]] = {}  # the newest of each stage
+        self._uniform = {stage: UniformSelection(of_stage) for stage, of_stage in self.units.items()}
+        self._hybrid: dict[int, tuple[frozenset[int], HybridSelection]] = {}  # the newest of each stage
         self._drawn: dict[int, tuple[_Drawn, tuple[Mask, ...]]] = {}  # the newest of each stage
         self._names = {s: tuple(n for unit in of_stage for n in unit.names) for s, of_stage in self.units.items()}
         self._seed = seed
@@ -94,17 +93,14 @@ class StageMasks:
         """
         wanted = (step, tuple(ratios), preferred)
         if stage not in self._drawn or self._drawn[stage][0] != wanted:
-            self._drawn[stage] = wanted, tuple(self._masks(step, stage, ratios, preferred))
+            self._drawn[stage] = wanted, self._masks(step, stage, ratios, preferred)
         return self._drawn[stage][1]
 
-    def _masks(self, step: int, stage: int, ratios: Sequence[float], preferred: frozenset[int]) -> Iterator[Mask]:
-        units = self.units[stage]
+    def _masks(self, step: int, stage: int, ratios: Sequence[float], preferred: frozenset[int]) -> tuple[Mask, ...]:
         if self._tokens:
-            yield from (Mask(share=ratio if units else 0.0) for ratio in ratios)
-            return
+            return tuple(Mask(share=ratio if self.units[stage] else 0.0) for ratio in ratios)
         rng = np.random.default_rng([self._seed, step, stage])
-        for frozen in self._selection_of(stage, preferred).draw(ratios, rng):
-            yield self.of_units(stage, frozen)
+        return tuple(self.of_units(stage, frozen) for frozen in self._selection(stage, preferred).draw(ratios, rng))
 
     def of_units(self, stage: int, frozen: frozenset[int]) -> Mask:
         """Return the mask that freezes exactly the stage's units at indices ``frozen``."""
@@ -121,16 +117,12 @@ class StageMasks:
         return {name: unit.cap for unit in self.units[stage] for name in unit.names}
 
     def share(self, stage: int, chosen: frozenset[int]) -> float:
-        """Return the ratio, in [0, 1], at which a mask that prefers the units at ``chosen`` freezes exactly these."""
+        """Return the ratio, in [0, 1], at which a mask that prefers the units at ``chosen`` freezes only these."""
         return preferred_share(self.units[stage], chosen)
 
-    def _selection_of(self, stage: int, preferred: frozenset[int]) -> _Selection:
+    def _selection(self, stage: int, preferred: frozenset[int]) -> UniformSelection | HybridSelection:
         if not preferred:
             return self._uniform[stage]
         if stage not in self._hybrid or self._hybrid[stage][0] != preferred:
-            self._hybrid[stage] = preferred, _selection(self.units[stage], preferred)
+            self._hybrid[stage] = preferred, HybridSelection(self.units[stage], preferred)
         return self._hybrid[stage][1]
-
-
-def _selection(units: Sequence[FreezeUnit], preferred: frozenset[int] = NONE_PREFERRED) -> _Selection:
-    return HybridSelection(units, preferred) if preferred else UniformSelection(units)

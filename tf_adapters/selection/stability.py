@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +20,6 @@ from tf_adapters.selection.sampling import HeldValues, PieceKey, read
 from tf_adapters.selection.updates import Memory, Snapshot, Updates, by_stage, unit_places
 
 Units = Mapping[int, Sequence[FreezeUnit]]
-
-
-class StabilityMetric(Protocol):
-    """APF or AutoFreeze: finds the stable units from the distances that units have moved since the last check."""
-
-    def check(self, memory: Memory, updates: Updates) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Return the memory for the next check, and the stable units as bools ``[units]``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,8 +190,8 @@ class StabilityChecks:
                             yield (stage, name, piece.part), piece.values
 
 
-def metric_of(config: TimelyFreezeConfig, units: Units) -> StabilityMetric | None:
-    """Return the metric that the settings name, for a model of these units; None if they name none."""
+def metric_of(config: TimelyFreezeConfig, units: Units) -> Apf | AutoFreeze | None:
+    """Return the metric of the settings, for a model of these units; None without one."""
     if config.stability_metric == "autofreeze":
         return AutoFreeze(layers_of(units), config.autofreeze_percentile)
     if config.stability_metric == "apf":
