@@ -41,19 +41,13 @@ def freezable_work(units: Iterable[FreezeUnit]) -> float:
 
 
 def frozen_share(units: Sequence[FreezeUnit], frozen: frozenset[int]) -> float:
-    """Work of the units at indices ``frozen``, as a share of the stage's freezable work.
+    """Return the work of the units at indices ``frozen``, as a share of the stage's freezable work.
 
     Its mean over draws is the requested ratio. One draw may exceed 1 if units have caps below 1.
     """
     total = freezable_work(units)
     work = sum(units[index].work for index in frozen)
     return work / total if total else 0.0
-
-
-def preferred_share(units: Sequence[FreezeUnit], chosen: frozenset[int]) -> float:
-    """The freeze ratio at which the units at ``chosen`` alone are frozen, each as often as its cap allows."""
-    total = freezable_work(units)
-    return freezable_work(units[index] for index in chosen) / total if total else 0.0
 
 
 def limited(

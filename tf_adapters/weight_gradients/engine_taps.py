@@ -25,7 +25,7 @@ from tf_adapters.weight_gradients.tap_check import (
     TapCheck,
     accumulates,
 )
-from tf_adapters.weight_gradients.taps import Choose, StageTaps, TappedLayer, plain_layer, transforms_run
+from tf_adapters.weight_gradients.taps import Choose, Parameters, StageTaps, TappedLayer, plain_layer, transforms_run
 
 __all__ = ["EngineTap", "engine_layer", "linear_layer"]
 
@@ -86,7 +86,7 @@ class EngineTap(TappedLayer):
     def gradients(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         raise NotImplementedError  # the module's own functions compute them
 
-    def training(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.nn.Parameter, ...]:
+    def training(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Parameters:
         trained = self._trained()
         return tuple(trained.values()) if not trained.keys().isdisjoint(self._weights) else ()
 
@@ -94,9 +94,7 @@ class EngineTap(TappedLayer):
         own = self.module._parameters
         return {name: p for name in self.names if (p := own.get(name)) is not None and p.requires_grad}
 
-    def watched(
-        self, check: TapCheck, call: partial[Any], output: Any, parameters: tuple[torch.nn.Parameter, ...]
-    ) -> None:
+    def watched(self, check: TapCheck, call: partial[Any], output: Any, parameters: Parameters) -> None:
         check.trust(self, parameters)
 
     def reason_against(self, call: partial[Any], parameters: Sequence[torch.nn.Parameter]) -> str | None:
@@ -121,7 +119,7 @@ class EngineTap(TappedLayer):
         first = call.keywords.get("is_first_microbatch", getattr(module, "is_first_microbatch", None))
         return module.fuse_wgrad_accumulation and (bool(first) or any(value is True for value in call.args[1:]))
 
-    def tapped(self, taps: StageTaps, call: partial[Any], parameters: tuple[torch.nn.Parameter, ...]) -> Any:
+    def tapped(self, taps: StageTaps, call: partial[Any], parameters: Parameters) -> Any:
         """Run ``call`` with a store of ours, unless it overwrites the accumulated gradient."""
         if self._overwrites(call):
             return call()
@@ -240,9 +238,7 @@ def engine_layer(
     if any(value is True for name, value in vars(module).items() if name.startswith("ub_")):
         return None
     weights = [own._parameters.get(product[0]) for product in products]
-    if not all(type(w) is kind and w.requires_grad for w in weights):
-        return None
-    if any("shared_embedding" in vars(weight) for weight in weights):
+    if not all(type(w) is kind and w.requires_grad and "shared_embedding" not in vars(w) for w in weights):
         return None
     fused = getattr(module, "fuse_wgrad_accumulation", False)
     if fused and not all(hasattr(weight, "grad_added_to_main_grad") for weight in weights):

@@ -28,7 +28,16 @@ from tf_adapters.weight_gradients.tap_check import NOT_PLAIN, TapCheck, accumula
 from tf_adapters.weight_gradients.tapped_classes import Run, intercept, release
 from tf_adapters.weight_gradients.tokens import Rows
 
-__all__ = ["Choose", "LinearTap", "StageTaps", "TappedLayer", "linear_gradient", "plain_layer", "transforms_run"]
+__all__ = [
+    "Choose",
+    "LinearTap",
+    "Parameters",
+    "StageTaps",
+    "TappedLayer",
+    "linear_gradient",
+    "plain_layer",
+    "transforms_run",
+]
 
 Choose = Callable[[str, torch.Tensor, torch.Tensor], Rows]
 """Chooses rows of inputs ``[tokens, inputs]`` and output gradients ``[tokens, outputs]``, for a weight of a layer.
@@ -36,6 +45,7 @@ Choose = Callable[[str, torch.Tensor, torch.Tensor], Rows]
 The first argument is the layer's own name of the weight.
 """
 
+Parameters = tuple[torch.nn.Parameter, ...]
 _Gradients = dict[torch.nn.Parameter, torch.Tensor]
 
 
@@ -88,7 +98,7 @@ class _Pending(NamedTuple):
     """One call of a layer. ``make`` computes the gradients of its parameters."""
 
     layer: TappedLayer
-    parameters: tuple[torch.nn.Parameter, ...]
+    parameters: Parameters
     make: Callable[[Choose | None], tuple[torch.Tensor, ...]]
 
 
@@ -115,11 +125,7 @@ class TappedLayer(ABC):
 
     @abstractmethod
     def gradients(
-        self,
-        parameters: tuple[torch.nn.Parameter, ...],
-        inputs: torch.Tensor,
-        gradient: torch.Tensor,
-        choose: Choose | None = None,
+        self, parameters: Parameters, inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose | None = None
     ) -> tuple[torch.Tensor, ...]:
         """Return the gradients of these parameters, in their shapes and types.
 
@@ -136,7 +142,7 @@ class TappedLayer(ABC):
         if module is not None:
             release(module)
 
-    def training(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.nn.Parameter, ...]:
+    def training(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Parameters:
         """Return the parameters that this call trains, the weight first if it trains.
 
         They are looked up in each call, because FSDP replaces them while the module computes.
@@ -166,13 +172,11 @@ class TappedLayer(ABC):
         """Return the reason why a tap cannot compute this call's gradients; None if it can."""
         return None if _is_plain(self._input_of(call), parameters) else NOT_PLAIN
 
-    def watched(
-        self, check: TapCheck, call: partial[Any], output: Any, parameters: tuple[torch.nn.Parameter, ...]
-    ) -> None:
+    def watched(self, check: TapCheck, call: partial[Any], output: Any, parameters: Parameters) -> None:
         """Let the step that is checked compare the tap's gradients of this call with the host's."""
         check.watch(self, self._input_of(call), output, parameters)
 
-    def tapped(self, taps: StageTaps, call: partial[Any], parameters: tuple[torch.nn.Parameter, ...]) -> Any:
+    def tapped(self, taps: StageTaps, call: partial[Any], parameters: Parameters) -> Any:
         """Return the output of ``call``, without a copy. In its backward its gradient is saved with the input."""
         microbatch = taps.microbatch
         assert microbatch is not None
@@ -218,11 +222,7 @@ class LinearTap(TappedLayer):
     """``torch.nn.Linear``. The host's backward computes the gradient of the bias, a sum that takes little time."""
 
     def gradients(
-        self,
-        parameters: tuple[torch.nn.Parameter, ...],
-        inputs: torch.Tensor,
-        gradient: torch.Tensor,
-        choose: Choose | None = None,
+        self, parameters: Parameters, inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose | None = None
     ) -> tuple[torch.Tensor, ...]:
         return (linear_gradient(parameters[0], inputs, gradient, choose),)
 
@@ -352,7 +352,7 @@ class StageTaps:
         self,
         microbatch: int,
         layer: TappedLayer,
-        parameters: tuple[torch.nn.Parameter, ...],
+        parameters: Parameters,
         make: Callable[[Choose | None], tuple[torch.Tensor, ...]],
     ) -> None:
         """Note that a backward has reached a call of ``layer``. ``make`` computes its weight gradients later."""
