@@ -49,7 +49,7 @@ class StageMasks:
     ) -> None:
         self.units = limited(units, exclude, caps or {})  # freezable units by stage
         self._tokens = tokens
-        # Whether a stage trains parameters that no mask freezes.
+        # By stage, true if the stage trains parameters that no mask freezes.
         self.excludes = {stage: len(self.units[stage]) < len(of_stage) for stage, of_stage in units.items()}
         self._uniform = {stage: UniformSelection(of_stage) for stage, of_stage in self.units.items()}
         self._hybrid: dict[int, tuple[frozenset[int], HybridSelection]] = {}  # the newest of each stage

@@ -119,10 +119,15 @@ class StabilityChecks:
         judged: list[tuple[Memory, Snapshot]] = []
 
         def judge(readings: Sequence[bytes | None]) -> bytes | None:
-            """Return one bit per unit, set if it is stable; no bits if the model was only read."""
-            snapshot = self._snapshot(readings)
-            if snapshot is None:
+            """Return one bit per unit, set if it is stable; no bits if the model was only read.
+
+            Return None if the pieces of one rank have changed.
+            """
+            read = [reading for reading in readings if reading is not None]
+            if len(read) < len(readings):
                 return None
+            assert self._readers is not None
+            snapshot = self._readers.snapshot(read, self._seed)
             before, memory, stable = state.snapshot, state.memory, np.zeros(0, bool)
             if before is not None and before.matches(snapshot) and step != start:
                 memory, stable = metric.check(memory, Updates.between(before, snapshot, self._places))
@@ -167,12 +172,6 @@ class StabilityChecks:
             return None
         sized = zip(pieces, self._sizes, strict=True)
         return read(self._seed, ((key, values, size) for (key, values), size in sized if size))
-
-    def _snapshot(self, readings: Sequence[bytes | None]) -> Snapshot | None:
-        """Join the readings of all ranks; return None if the pieces of one have changed."""
-        read = [reading for reading in readings if reading is not None]
-        assert self._readers is not None
-        return self._readers.snapshot(read, self._seed) if len(read) == len(readings) else None
 
     def _held_now(self, pieces: Iterable[tuple[PieceKey, torch.Tensor]]) -> Held:
         """Describe this rank's pieces to other ranks."""
