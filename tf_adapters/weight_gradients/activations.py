@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tf_adapters.weight_gradients.parameters import any_compiled
 from tf_adapters.weight_gradients.taps import transforms_run
 
-__all__ = ["ActivationGraphs"]
-
 
 class _Requiring(torch.autograd.Function):
     """The same values, which require gradients. The backward discards their gradient."""

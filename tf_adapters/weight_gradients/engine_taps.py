@@ -27,8 +27,6 @@ from tf_adapters.weight_gradients.tap_check import (
 )
 from tf_adapters.weight_gradients.taps import Choose, Parameters, StageTaps, TappedLayer, plain_layer, transforms_run
 
-__all__ = ["EngineTap", "engine_layer", "linear_layer"]
-
 _ENGINE = "transformer_engine.pytorch"
 _OWN = ("transformer_engine.", "megatron.core.extensions.transformer_engine")
 """The modules whose classes can have a tap; a user's subclass may do anything with its weight."""

@@ -16,8 +16,6 @@ import torch
 from tf_adapters.measuring.learning import SAMPLED_AT, Probe
 from tf_adapters.weight_gradients.tokens import Rows, common_input, inclusion_chances
 
-__all__ = ["GradientNoise", "chosen_weights"]
-
 _WEIGHTS = 8
 """The most weights of a stage that are observed. They are spread evenly over it."""
 

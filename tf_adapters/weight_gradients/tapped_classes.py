@@ -15,8 +15,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-__all__ = ["Interceptor", "intercept", "release"]
-
 Run = Callable[..., Any]
 Interceptor = Callable[[Run, tuple[Any, ...], dict[str, Any]], Any]
 """Calls a layer's method with its arguments and keywords, and may do more."""

@@ -28,17 +28,6 @@ from tf_adapters.weight_gradients.tap_check import NOT_PLAIN, TapCheck, accumula
 from tf_adapters.weight_gradients.tapped_classes import Run, intercept, release
 from tf_adapters.weight_gradients.tokens import Rows
 
-__all__ = [
-    "Choose",
-    "LinearTap",
-    "Parameters",
-    "StageTaps",
-    "TappedLayer",
-    "linear_gradient",
-    "plain_layer",
-    "transforms_run",
-]
-
 Choose = Callable[[str, torch.Tensor, torch.Tensor], Rows]
 """Chooses rows of inputs ``[tokens, inputs]`` and output gradients ``[tokens, outputs]``, for a weight of a layer.
 
