@@ -70,9 +70,7 @@ class Controller:
             tokens=config.samples_tokens,
         )
         clock = pipeline.clock or clock_for(pipeline.device)
-        self._timed = {
-            stage: {} if any_compiled(layers.values()) else layers for stage, layers in pipeline.layers.items()
-        }
+        self._timed = {s: {} if any_compiled(layers.values()) else layers for s, layers in pipeline.layers.items()}
         self.timer, self._layers = ActionTimer(clock), LayerTimer(self._timed, clock)
         self.memory = MemoryMeter(pipeline.device)
         self.state = RunState.fresh(config, pipeline.warmup_steps)
