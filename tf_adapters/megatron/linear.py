@@ -15,7 +15,7 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from tf_adapters.weight_gradients.engine_taps import linear_layer
-from tf_adapters.weight_gradients.taps import Choose, TappedLayer, linear_gradient
+from tf_adapters.weight_gradients.taps import Choose, Parameters, TappedLayer, linear_gradient
 
 __all__ = ["ParallelLinearTap", "tapped_layer"]
 
@@ -48,7 +48,7 @@ class ParallelLinearTap(TappedLayer):
 
     attribute = "_forward_impl"
 
-    def training(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.nn.Parameter, ...]:
+    def training(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Parameters:
         """Return the weight and bias of this product if the weight belongs to the layer and trains."""
         weight, bias = kwargs.get("weight"), kwargs.get("bias")
         own: Any = self.module
@@ -57,11 +57,7 @@ class ParallelLinearTap(TappedLayer):
         return tuple(p for p in (weight, bias) if p is not None and p.requires_grad)
 
     def gradients(
-        self,
-        parameters: tuple[torch.nn.Parameter, ...],
-        inputs: torch.Tensor,
-        gradient: torch.Tensor,
-        choose: Choose | None = None,
+        self, parameters: Parameters, inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose | None = None
     ) -> tuple[torch.Tensor, ...]:
         weight, *biases = parameters
         # With gradient_accumulation_fusion, a kernel of the host adds up this weight's gradients, and this flag tells

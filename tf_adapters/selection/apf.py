@@ -38,8 +38,7 @@ class Apf:
 
     def check(self, memory: Memory, updates: Updates) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Return the memory for the next check, and the stable units as bools ``[units]``."""
-        period = _kept(memory, "period", updates.units).astype(np.int64)
-        waiting = _kept(memory, "waiting", updates.units).astype(np.int64)
+        period, waiting = (_remembered(memory, name, updates.units).astype(np.int64) for name in ("period", "waiting"))
         trained = waiting == 0
         trend, size = self.averages(memory, updates, trained)
         scores = self.scores(trend, size, updates)
@@ -52,8 +51,8 @@ class Apf:
         return {**averages, "period": period, "waiting": waiting}, waiting > 0
 
     def averages(self, memory: Memory, updates: Updates, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """E_K and E_K^abs, ``[units]``. Units that did not train keep their averages."""
-        trend, size = (_kept(memory, name, updates.units) for name in ("trend", "size"))
+        """Return E_K and E_K^abs, ``[units]``. They stay the same for units that did not train."""
+        trend, size = (_remembered(memory, name, updates.units) for name in ("trend", "size"))
         rest = 1.0 - self.alpha
         return (
             np.where(trained, self.alpha * trend + rest * updates.mean, trend),
@@ -72,7 +71,7 @@ class Apf:
         return np.where(updates.numel > 0, np.minimum(1.0, scores), np.nan)
 
 
-def _kept(memory: Memory, name: str, length: int) -> np.ndarray:
+def _remembered(memory: Memory, name: str, length: int) -> np.ndarray:
     """Return the remembered array, or zeros if it is absent or of another length, as version 2 may have saved it."""
     found = memory.get(name)
     return found if found is not None and len(found) == length else np.zeros(length)

@@ -12,7 +12,7 @@ from tf_adapters.selection.updates import Memory, Updates
 
 
 def layers_of(units: Mapping[int, Sequence[FreezeUnit]]) -> np.ndarray:
-    """The layer of every unit of all stages, in order (int64 ``[units]``), counted from the model's first.
+    """Return the layer number of every unit of all stages, in order (int64 ``[units]``), from 0.
 
     A layer's name is the part of a parameter's name that ends with its first number: "layers.3" of
     "layers.3.attention.wq.weight". Without a number it is the name without its last part: "norm" of "norm.weight".
@@ -51,14 +51,14 @@ class AutoFreeze:
         return {"norms": norms, "prefix": np.array([prefix]), "scores": scores}, self.layers < prefix
 
     def norms(self, updates: Updates) -> np.ndarray:
-        """Estimated |Delta_K| of each layer, an L2 norm. It is NaN, so never stable, if nothing was read."""
+        """Estimate |Delta_K| of each layer, an L2 norm. It is NaN, so never stable, if nothing was read."""
         count = 1 + int(self.layers.max(initial=-1))
         squares, read = (np.bincount(self.layers, of, count) for of in (updates.sums(updates.delta**2), updates.numel))
         norms: np.ndarray = np.where(read > 0, np.sqrt(squares), np.nan)
         return norms
 
     def _extended(self, prefix: int, changes: np.ndarray) -> int:
-        """The stable prefix, in layers, after a check with these scores."""
+        """Return the number of stable layers after a check with these scores."""
         lowest = int(len(changes) * self.percentile / 100.0 + 1e-9)
         settled = set(np.argsort(changes, kind="stable")[:lowest].tolist())
         while prefix in settled:

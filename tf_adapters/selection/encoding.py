@@ -10,7 +10,7 @@ import numpy as np
 
 
 def encode(array: np.ndarray) -> dict[str, Any]:
-    """A one-dimensional array as its type and its bytes; the inverse of ``decode``."""
+    """Return the type and the bytes of a one-dimensional array."""
     little = array.astype(array.dtype.newbyteorder("<"))
     return {"dtype": array.dtype.name, "base64": base64.b64encode(little.tobytes()).decode("ascii")}
 

@@ -27,14 +27,9 @@ class FreezeUnit:
     shape: tuple[int, ...]
     cap: float = 1.0
 
-    @property
-    def freezable_work(self) -> float:
-        """Expected frozen work of the unit at a freeze ratio of 1."""
-        return self.work * self.cap
-
 
 def joined(units: Sequence[FreezeUnit]) -> FreezeUnit:
-    """Join units to one, with the smallest of their caps."""
+    """Join units into one, with the smallest of their caps."""
     names = tuple(name for unit in units for name in unit.names)
     work, cap = sum(unit.work for unit in units), min(unit.cap for unit in units)
     return FreezeUnit(names, work, units[0].shape, cap)
@@ -42,23 +37,17 @@ def joined(units: Sequence[FreezeUnit]) -> FreezeUnit:
 
 def freezable_work(units: Iterable[FreezeUnit]) -> float:
     """Expected frozen work of the units at a freeze ratio of 1. Freeze ratios are shares of it."""
-    return sum(unit.freezable_work for unit in units)
+    return sum(unit.work * unit.cap for unit in units)
 
 
 def frozen_share(units: Sequence[FreezeUnit], frozen: frozenset[int]) -> float:
-    """Work of the units at indices ``frozen``, as a share of the stage's freezable work.
+    """Return the work of the units at indices ``frozen``, as a share of the stage's freezable work.
 
     Its mean over draws is the requested ratio. One draw may exceed 1 if units have caps below 1.
     """
     total = freezable_work(units)
     work = sum(units[index].work for index in frozen)
     return work / total if total else 0.0
-
-
-def preferred_share(units: Sequence[FreezeUnit], chosen: frozenset[int]) -> float:
-    """The freeze ratio at which the units at ``chosen`` alone are frozen, each as often as its cap allows."""
-    total = freezable_work(units)
-    return freezable_work(units[index] for index in chosen) / total if total else 0.0
 
 
 def limited(
@@ -91,6 +80,6 @@ def _must_match(field: str, patterns: Iterable[str], names: Sequence[str]) -> No
 
 
 def same_names(units: Mapping[int, Iterable[FreezeUnit]]) -> tuple[Tie, ...]:
-    """Find tied weights in a host that gives a weight the same name on every stage that holds it."""
+    """Return the tied weights of a host that gives a weight the same name on every stage that holds it."""
     stages = grouped((name, stage) for stage in sorted(units) for unit in units[stage] for name in unit.names)
     return tuple(tuple((stage, name) for stage in held) for name, held in stages.items() if len(held) > 1)

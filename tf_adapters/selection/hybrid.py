@@ -1,6 +1,6 @@
-"""Selection of the hybrid methods (paper Algorithm 2): the base method's units, thinned or filled up to the budget.
+"""Selection of the hybrid methods (paper Algorithm 2): units that the base method prefers, fewer or more of them.
 
-The budget is AFR times the stage's freezable work. The paper counts parameters instead.
+The frozen work must equal the budget, AFR times the stage's freezable work. The paper counts parameters instead.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ class HybridSelection:
         self._others = tuple(sorted(set(range(len(units))) - set(self._preferred)))
         self._thinned = UniformSelection([units[index] for index in self._preferred])
         self._filled = UniformSelection([units[index] for index in self._others])
-        self._preferred_work = freezable_work(self._thinned.units)
-        self._other_work = freezable_work(self._filled.units)
+        self._work = freezable_work(self._thinned.units), freezable_work(self._filled.units)
 
     def draw(self, ratios: Sequence[float], rng: np.random.Generator) -> list[frozenset[int]]:
         """Return the indices of the frozen units of each microbatch, for these actual freeze ratios in [0, 1]."""
-        both = [shares(ratio, self._preferred_work, self._other_work) for ratio in ratios]
+        both = [shares(ratio, *self._work) for ratio in ratios]
         thinned = self._thinned.draw([first for first, _ in both], rng)
         filled = self._filled.draw([second for _, second in both], rng)
         return [

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from tf_adapters.selection.freeze_units import FreezeUnit, frozen_share, limited, preferred_share
+from tf_adapters.selection.freeze_units import FreezeUnit, freezable_work, frozen_share, limited
 from tf_adapters.selection.hybrid import HybridSelection
 from tf_adapters.selection.uniform import UniformSelection
 
@@ -25,11 +25,9 @@ class Mask:
     complete: bool = False
 
 
-_Selection = UniformSelection | HybridSelection
 _Drawn = tuple[int, tuple[float, ...], frozenset[int]]
 NOTHING_FROZEN = Mask()
 NONE_PREFERRED: frozenset[int] = frozenset()
-NO_CAPS: Mapping[str, float] = {}
 
 
 class StageMasks:
@@ -46,26 +44,25 @@ class StageMasks:
         units: Mapping[int, Sequence[FreezeUnit]],
         seed: int,
         exclude: Sequence[str] = (),
-        caps: Mapping[str, float] = NO_CAPS,
+        caps: Mapping[str, float] | None = None,
         tokens: bool = False,
     ) -> None:
-        self.units = limited(units, exclude, caps)  # freezable units by stage
+        self.units = limited(units, exclude, caps or {})  # freezable units by stage
         self._tokens = tokens
-        self._excludes = {stage: len(self.units[stage]) < len(of_stage) for stage, of_stage in units.items()}
-        self._uniform = {stage: _selection(of_stage) for stage, of_stage in self.units.items()}
-        self._hybrid: dict[int, tuple[frozenset[int], _Selection]] = {}  # the newest of each stage
+        # By stage, true if the stage trains parameters that no mask freezes.
+        self.excludes = {stage: len(self.units[stage]) < len(of_stage) for stage, of_stage in units.items()}
+        self._uniform = {stage: UniformSelection(of_stage) for stage, of_stage in self.units.items()}
+        self._hybrid: dict[int, tuple[frozenset[int], HybridSelection]] = {}  # the newest of each stage
         self._drawn: dict[int, tuple[_Drawn, tuple[Mask, ...]]] = {}  # the newest of each stage
-        self._names = {s: tuple(n for unit in of_stage for n in unit.names) for s, of_stage in self.units.items()}
         self._seed = seed
 
     def leave_unsampled(self, stage: int, names: Iterable[str]) -> None:
         """With tokens: from now on treat these parameters as excluded, so that their gradients use all tokens."""
         left = frozenset(names)
-        if not self._tokens or left.isdisjoint(self._names[stage]):
+        if not self._tokens or left.isdisjoint(self.names(stage)):
             return
-        self.units[stage] = units = tuple(unit for unit in self.units[stage] if left.isdisjoint(unit.names))
-        self._names[stage] = tuple(name for unit in units for name in unit.names)
-        self._excludes[stage] = True
+        self.units[stage] = tuple(unit for unit in self.units[stage] if left.isdisjoint(unit.names))
+        self.excludes[stage] = True
         self._drawn.pop(stage, None)
 
     @property
@@ -75,15 +72,11 @@ class StageMasks:
     @property
     def first_training_stage(self) -> int | None:
         """The first stage that trains any parameter."""
-        return next((stage for stage in self.stages if self.units[stage] or self._excludes[stage]), None)
+        return next((stage for stage in self.stages if self.units[stage] or self.excludes[stage]), None)
 
     def can_freeze_all(self, stage: int) -> bool:
         """Return whether a ratio of 1 freezes all parameters that the stage trains."""
-        return not self._excludes[stage] and all(unit.cap == 1.0 for unit in self.units[stage])
-
-    def excludes(self, stage: int) -> bool:
-        """Return whether the stage trains parameters that no mask freezes."""
-        return self._excludes[stage]
+        return not self.excludes[stage] and all(unit.cap == 1.0 for unit in self.units[stage])
 
     def draw(
         self, step: int, stage: int, ratios: Sequence[float], preferred: frozenset[int] = NONE_PREFERRED
@@ -94,43 +87,38 @@ class StageMasks:
         """
         wanted = (step, tuple(ratios), preferred)
         if stage not in self._drawn or self._drawn[stage][0] != wanted:
-            self._drawn[stage] = wanted, tuple(self._masks(step, stage, ratios, preferred))
+            self._drawn[stage] = wanted, self._masks(step, stage, ratios, preferred)
         return self._drawn[stage][1]
 
-    def _masks(self, step: int, stage: int, ratios: Sequence[float], preferred: frozenset[int]) -> Iterator[Mask]:
-        units = self.units[stage]
+    def _masks(self, step: int, stage: int, ratios: Sequence[float], preferred: frozenset[int]) -> tuple[Mask, ...]:
         if self._tokens:
-            yield from (Mask(share=ratio if units else 0.0) for ratio in ratios)
-            return
+            return tuple(Mask(share=ratio if self.units[stage] else 0.0) for ratio in ratios)
         rng = np.random.default_rng([self._seed, step, stage])
-        for frozen in self._selection_of(stage, preferred).draw(ratios, rng):
-            yield self.of_units(stage, frozen)
+        return tuple(self.of_units(stage, frozen) for frozen in self._selection(stage, preferred).draw(ratios, rng))
 
     def of_units(self, stage: int, frozen: frozenset[int]) -> Mask:
         """Return the mask that freezes exactly the stage's units at indices ``frozen``."""
         units = self.units[stage]
-        complete = len(frozen) == len(units) and not self._excludes[stage]
+        complete = len(frozen) == len(units) and not self.excludes[stage]
         names = tuple(name for index in sorted(frozen) for name in units[index].names)
         return Mask(names, frozen_share(units, frozen), complete)
 
     def names(self, stage: int) -> tuple[str, ...]:
-        return self._names[stage]
+        return tuple(name for unit in self.units[stage] for name in unit.names)
 
     def caps(self, stage: int) -> Mapping[str, float]:
         """Cap of each freezable parameter: its probability to be frozen at a ratio of 1, in (0, 1]."""
         return {name: unit.cap for unit in self.units[stage] for name in unit.names}
 
     def share(self, stage: int, chosen: frozenset[int]) -> float:
-        """Return the ratio, in [0, 1], at which a mask that prefers the units at ``chosen`` freezes exactly these."""
-        return preferred_share(self.units[stage], chosen)
+        """Return the ratio, in [0, 1], at which a mask that prefers the units at ``chosen`` freezes only these."""
+        units = self.units[stage]
+        total = freezable_work(units)
+        return freezable_work(units[index] for index in chosen) / total if total else 0.0
 
-    def _selection_of(self, stage: int, preferred: frozenset[int]) -> _Selection:
+    def _selection(self, stage: int, preferred: frozenset[int]) -> UniformSelection | HybridSelection:
         if not preferred:
             return self._uniform[stage]
         if stage not in self._hybrid or self._hybrid[stage][0] != preferred:
-            self._hybrid[stage] = preferred, _selection(self.units[stage], preferred)
+            self._hybrid[stage] = preferred, HybridSelection(self.units[stage], preferred)
         return self._hybrid[stage][1]
-
-
-def _selection(units: Sequence[FreezeUnit], preferred: frozenset[int] = NONE_PREFERRED) -> _Selection:
-    return HybridSelection(units, preferred) if preferred else UniformSelection(units)

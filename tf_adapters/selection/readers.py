@@ -1,6 +1,6 @@
 """Choose the rank that reads each part of the model, and the size of its sample.
 
-The choice stands until the ranks hold other parts.
+The choice remains until the ranks hold other parts.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ class Readers:
         sizes = sample_sizes(np.array([stage for stage, _, _ in found], np.int64), readers, numels)
         read = [key for key, size in zip(found, sizes, strict=True) if size]
         arrival = np.array(sorted(range(len(read)), key=read.__getitem__), np.int64)
-        of_key = dict(zip(found, zip(readers.tolist(), sizes.tolist(), strict=True), strict=True))
-        told = [_told(rank, [of_key[key] for key in of_rank]) for rank, of_rank in enumerate(keys)]
+        size_of = dict(zip(found, sizes.tolist(), strict=True))
+        told = []
+        for rank, of_rank in enumerate(keys):
+            own = [size_of[key] if found[key][0] == rank else 0 for key in of_rank]
+            told.append(np.array(own, _SIZE).tobytes() if any(own) else b"")
         chosen = cls(
             keys=tuple(read[place] for place in arrival),
             numel=numels[sizes > 0][arrival],
@@ -75,12 +78,6 @@ class Readers:
             totals=np.concatenate(totals)[self.arrival],
             samples=np.concatenate([np.zeros(0, np.float32), *(each[place] for place in self.arrival)]),
         )
-
-
-def _told(rank: int, pieces: Sequence[tuple[int, int]]) -> bytes:
-    """Encode the sample sizes of ``rank``, given each piece's reader and size."""
-    sizes = [size if reader == rank else 0 for reader, size in pieces]
-    return np.array(sizes, _SIZE).tobytes() if any(sizes) else b""
 
 
 def sizes_of(told: bytes, pieces: int) -> list[int]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 READING_BYTES = 62 * 1024
-"""The limit of one rank's message in a check, and of the samples of one stage: 64 KB with headers."""
+"""The most bytes of one rank's message in a check, and of the samples of one stage: 64 KB with headers."""
 
 _SAMPLE = 4096  # most elements of one piece
 _SMALLEST = 256  # least elements: a few elements of a bias or norm are a poor estimate
@@ -71,7 +71,7 @@ def sample_sizes(stages: np.ndarray, readers: np.ndarray, numel: np.ndarray) -> 
 
 
 def _alike(values: np.ndarray) -> list[np.ndarray]:
-    """The indices of each value, ascending."""
+    """Return the indices of each value, ascending."""
     order = np.argsort(values, kind="stable")
     groups: list[np.ndarray] = np.split(order, np.flatnonzero(np.diff(values[order])) + 1)
     return groups
@@ -114,7 +114,8 @@ def read(seed: int, pieces: Iterable[tuple[PieceKey, torch.Tensor, int]]) -> byt
         flat = values.detach().reshape(-1)
         indices = torch.from_numpy(sample_indices(seed, key, flat.numel(), size)).to(flat.device)
         samples.append(flat[indices].float())
-        totals.append(_sum(flat))
+        # In parts, since on a CPU one sum would make a float64 copy of the whole tensor.
+        totals.append(torch.stack([part.sum(dtype=torch.float64) for part in torch.split(flat, _CHUNK)]).sum())
     if not totals:
         return b""
     # One copy carries the sums and the samples, because float64 holds every float32 value exactly.
@@ -126,8 +127,3 @@ def unpacked(reading: bytes, pieces: int) -> tuple[np.ndarray, np.ndarray]:
     """Decode the result of ``read`` for this number of pieces: sums (float64 ``[pieces]``) and samples (float32)."""
     totals = np.frombuffer(reading, _TOTAL, pieces)
     return totals.astype(np.float64), np.frombuffer(reading, _ELEMENT, offset=totals.nbytes).astype(np.float32)
-
-
-def _sum(flat: torch.Tensor) -> torch.Tensor:
-    """Sum in float64, a part at a time: on a CPU one sum would make a float64 copy of the whole tensor."""
-    return torch.stack([part.sum(dtype=torch.float64) for part in torch.split(flat, _CHUNK)]).sum()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +20,6 @@ from tf_adapters.selection.sampling import HeldValues, PieceKey, read
 from tf_adapters.selection.updates import Memory, Snapshot, Updates, by_stage, unit_places
 
 Units = Mapping[int, Sequence[FreezeUnit]]
-
-
-class StabilityMetric(Protocol):
-    """APF or AutoFreeze: finds the stable units from the distances that units have moved since the last check."""
-
-    def check(self, memory: Memory, updates: Updates) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Return the memory for the next check, and the stable units as bools ``[units]``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,10 +119,15 @@ class StabilityChecks:
         judged: list[tuple[Memory, Snapshot]] = []
 
         def judge(readings: Sequence[bytes | None]) -> bytes | None:
-            """Return one bit per unit, set if it is stable; no bits if the model was only read."""
-            snapshot = self._snapshot(readings)
-            if snapshot is None:
+            """Return one bit per unit, set if it is stable; no bits if the model was only read.
+
+            Return None if the pieces of one rank have changed.
+            """
+            read = [reading for reading in readings if reading is not None]
+            if len(read) < len(readings):
                 return None
+            assert self._readers is not None
+            snapshot = self._readers.snapshot(read, self._seed)
             before, memory, stable = state.snapshot, state.memory, np.zeros(0, bool)
             if before is not None and before.matches(snapshot) and step != start:
                 memory, stable = metric.check(memory, Updates.between(before, snapshot, self._places))
@@ -175,12 +173,6 @@ class StabilityChecks:
         sized = zip(pieces, self._sizes, strict=True)
         return read(self._seed, ((key, values, size) for (key, values), size in sized if size))
 
-    def _snapshot(self, readings: Sequence[bytes | None]) -> Snapshot | None:
-        """Join the readings of all ranks; return None if the pieces of one have changed."""
-        read = [reading for reading in readings if reading is not None]
-        assert self._readers is not None
-        return self._readers.snapshot(read, self._seed) if len(read) == len(readings) else None
-
     def _held_now(self, pieces: Iterable[tuple[PieceKey, torch.Tensor]]) -> Held:
         """Describe this rank's pieces to other ranks."""
         lines = [(self._order[stage, name], part, values.numel()) for (stage, name, part), values in pieces]
@@ -197,8 +189,8 @@ class StabilityChecks:
                             yield (stage, name, piece.part), piece.values
 
 
-def metric_of(config: TimelyFreezeConfig, units: Units) -> StabilityMetric | None:
-    """Return the metric that the settings name, for a model of these units; None if they name none."""
+def metric_of(config: TimelyFreezeConfig, units: Units) -> Apf | AutoFreeze | None:
+    """Return the metric of the settings, for a model of these units; None without one."""
     if config.stability_metric == "autofreeze":
         return AutoFreeze(layers_of(units), config.autofreeze_percentile)
     if config.stability_metric == "apf":

@@ -54,9 +54,9 @@ class UniformSelection:
 
 @dataclass(frozen=True, slots=True)
 class _Stratum:
-    """Units of equal work and cap: their indices, by shape.
+    """Units of equal work and cap. ``shapes`` has a list of their indices for each shape.
 
-    ``smaller`` is the freezable work of all strata of smaller work, and ``caps`` are the caps of those.
+    ``smaller`` is the freezable work of all strata of smaller work, and ``caps`` are the caps of these strata.
     """
 
     shapes: list[list[int]]
@@ -130,11 +130,10 @@ class _Counts:
     def rounded(self, rng: np.random.Generator) -> tuple[list[int], list[float]]:
         """Return the integer counts, and the chances that are left for smaller units."""
         places = list(range(len(self._parts)))
+        parted = places
         if self._price:
             parted = self._settled(places, places, rng)
             parted = self._settled(parted, [place if self._is_free(place) else places[-1] for place in places], rng)
-        else:
-            parted = places
         self._settled(parted, None, rng)
         return [whole + round(part) for whole, part in zip(self._whole, self._parts, strict=False)], self._chances[:-1]
 
@@ -162,10 +161,8 @@ class _Counts:
 
     def _pass(self, giver: int, taker: int, payers: tuple[int, int] | None, rng: np.random.Generator) -> None:
         """Move a part of a unit from one place to the other, in a random direction."""
-        there, back = (
-            min(self._parts[giver], 1.0 - self._parts[taker]),
-            min(self._parts[taker], 1.0 - self._parts[giver]),
-        )
+        there = min(self._parts[giver], 1.0 - self._parts[taker])
+        back = min(self._parts[taker], 1.0 - self._parts[giver])
         if payers is not None:
             gains, loses = payers
             there = min(there, self._room(gains, loses))

@@ -13,7 +13,7 @@ from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.selection.sampling import PieceKey
 
 Memory = Mapping[str, np.ndarray]
-"""Arrays that a stability metric keeps between checks, by name. ``scores`` are those of the last check."""
+"""Arrays that a stability metric needs for its next check, by name. ``scores`` are those of the last check."""
 UnitPlaces = Mapping[tuple[int, str], int]
 """For each (stage, parameter name), the position of its unit among the units of all stages, in order."""
 
@@ -60,8 +60,8 @@ class Updates:
     """Delta_K of every unit.
 
     ``mean`` and ``numel`` are ``[units]``; ``unit_of``, ``weight`` and ``delta`` are ``[samples]``. ``mean`` is exact,
-    over all elements. Figures that come from samples are estimates: each sampled element stands for ``weight`` elements
-    of unit ``unit_of``.
+    over all elements. Results from samples are estimates: each sampled element represents ``weight`` elements of unit
+    ``unit_of``.
     """
 
     units: int

@@ -39,9 +39,9 @@ from tf_adapters.training.snapshot import Observer, RunSnapshot
 from tf_adapters.training.state import RunState, compatible_state, for_other_ranks, saved_taps
 from tf_adapters.training.step_masks import MaskTally, Scale, StepMasks
 from tf_adapters.weight_gradients.activations import ActivationGraphs
-from tf_adapters.weight_gradients.gradient_noise import GradientNoise, RowObserver
+from tf_adapters.weight_gradients.gradient_noise import GradientNoise
 from tf_adapters.weight_gradients.parameters import ParameterMask, any_compiled
-from tf_adapters.weight_gradients.taps import StageTaps
+from tf_adapters.weight_gradients.taps import RowSampler, StageTaps
 from tf_adapters.weight_gradients.tokens import TokenSampler
 
 __all__ = ["Controller"]
@@ -70,7 +70,7 @@ class Controller:
             tokens=config.samples_tokens,
         )
         clock = pipeline.clock or clock_for(pipeline.device)
-        self._timed = {stage: {} if any_compiled(layers) else layers for stage, layers in pipeline.layers.items()}
+        self._timed = {s: {} if any_compiled(layers.values()) else layers for s, layers in pipeline.layers.items()}
         self.timer, self._layers = ActionTimer(clock), LayerTimer(self._timed, clock)
         self.memory = MemoryMeter(pipeline.device)
         self.state = RunState.fresh(config, pipeline.warmup_steps)
@@ -379,7 +379,7 @@ class Controller:
         with self.pipeline.accumulating():
             taps.compute(microbatch, self._token_sampler(stage, microbatch))
 
-    def _token_sampler(self, stage: int, microbatch: int) -> TokenSampler | RowObserver | None:
+    def _token_sampler(self, stage: int, microbatch: int) -> RowSampler | None:
         ratio = self.mask(stage, microbatch).share
         if not self.config.samples_tokens:
             return None

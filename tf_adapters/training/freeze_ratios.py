@@ -121,7 +121,7 @@ class FreezeRatios:
         """
         if state.phases.phase(step) is Phase.MONITORING_UPPER:
             return 0.0
-        vanishes = action.stage == self._masks.first_training_stage and not self._masks.excludes(action.stage)
+        vanishes = action.stage == self._masks.first_training_stage and not self._masks.excludes[action.stage]
         most = _FIRST_STAGE_MONITORING_RATIO if vanishes else 1.0
         if not state.phases.mixed:
             return most

@@ -1,28 +1,26 @@
-"""Activations require gradients under a mask where they do in the host.
+"""Make activations require gradients under a mask if they require them without one.
 
 A module's output has no autograd graph if the module's parameters are all frozen and its input needs no gradient. This
 happens to an embedding, the first layer or a learned bias. The host's model may rely on the graph that the output has
-without a mask: for hooks on activations, branches with a gradient of their own, or reentrant checkpointing. Such an
-output therefore gets a graph that ends at once.
+without a mask: for hooks on activations, branches with their own gradient, or reentrant checkpointing. Such an output
+therefore gets a graph of one node, which passes no gradient on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tf_adapters.weight_gradients.parameters import is_compiled
+from tf_adapters.weight_gradients.parameters import any_compiled
 from tf_adapters.weight_gradients.taps import transforms_run
-
-__all__ = ["ActivationGraphs"]
 
 
 class _Requiring(torch.autograd.Function):
-    """The same values, which require gradients; their gradient goes nowhere."""
+    """The same values, which require gradients. The backward discards their gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
@@ -34,36 +32,31 @@ class _Requiring(torch.autograd.Function):
 
 
 class ActivationGraphs:
-    """Keeps the graph of one stage's activations while parameters of it are frozen. It sets nothing on a module.
+    """Keeps the graphs of activations of one stage, ``model``, while parameters of it are frozen.
 
-    Args:
-        model: the stage's module.
+    It sets nothing on a module.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._anchor = torch.zeros(0, requires_grad=True)
         self._owners = _owners(model)
-        self._is_compiled = any(map(is_compiled, model.modules()))  # a hook would compile its layers once more
+        self._is_compiled = any_compiled([model])  # a hook would compile its layers again
         self._known: dict[torch.nn.Module, tuple[bool, ...]] = {}  # which of several outputs require gradients
 
-    @contextmanager
-    def learned(self) -> Iterator[None]:
-        """Around a forward that freezes nothing: see which of a module's outputs require gradients in the host."""
-        with self._looking(self._learn):
-            yield
+    def learned(self) -> AbstractContextManager[None]:
+        """Run a forward that freezes nothing, and see which of a module's outputs require gradients in the host."""
+        return self._looking(self._learn)
 
-    @contextmanager
-    def kept(self, ends: bool) -> Iterator[None]:
-        """Run a forward or a backward under a mask inside. With ``ends``, the stage's output requires no gradient.
+    def kept(self, ends: bool) -> AbstractContextManager[None]:
+        """Run a forward or a backward under a mask. With ``ends``, the stage's output requires no gradient.
 
         ``ends`` is true if the mask freezes all of the first stage: its backward then has nothing to compute.
         """
-        with self._looking(self._end if ends else self._keep):
-            yield
+        return self._looking(self._end if ends else self._keep)
 
     def required(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values, which require gradients where they can."""
+        """Return the same values, which require gradients if they are floating-point or complex."""
         if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
         return _Requiring.apply(tensor, self._anchor)  # type: ignore[no-any-return, no-untyped-call]
@@ -113,7 +106,7 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 
 
 def _owners(model: torch.nn.Module) -> dict[torch.nn.Module, list[tuple[torch.nn.Module, str]]]:
-    """The modules that own trainable parameters themselves, with these parameters' holders and names.
+    """Return the modules that own trainable parameters themselves, with these parameters' holders and names.
 
     The parameters of a parametrization belong to the module whose weight it computes: that weight is no activation.
     """

@@ -1,40 +1,44 @@
-"""Taps on Transformer Engine's layers: their own functions compute the weight gradients, later.
+"""Taps on Transformer Engine's layers: their own functions compute the weight gradients later.
 
-In the backward, each module asks its ``wgrad_store`` whether the weight gradient is to wait. If so, it hands the store
-the tensors and the function that computes the gradient. A call that is recorded gets a store of its own. It also gets
-aliases of the parameters, through which no gradient reaches the parameters themselves. They are needed because a module
-whose gradients wait returns no real ones: it returns none, a dummy, or (GroupedLinear) tensors that nothing was written
-into. The parameter's hooks see the real gradient once it is computed.
+In the backward, each module asks its ``wgrad_store`` whether the weight gradient is deferred. If so, the module gives
+the store the tensors and the function that computes the gradient. Each recorded call gets its own store. It also gets
+aliases of the parameters, so that the backward passes no gradient to the parameters themselves: for a deferred gradient
+a module returns None, a dummy, or (GroupedLinear) tensors without values. The parameter's hooks see the real gradient
+once it is computed.
 Source: transformer_engine/pytorch/module/ (2.3 and newer).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from tf_adapters.weight_gradients.tap_check import NO_ROWS, NOT_PLAIN, QUANTIZED, SPECIAL_WEIGHT, accumulates
-from tf_adapters.weight_gradients.tapped_classes import Run
-from tf_adapters.weight_gradients.taps import Choose, StageTaps, TappedLayer, plain_layer, transforms_run
-
-__all__ = ["EngineTap", "engine_layer", "linear_layer"]
+from tf_adapters.weight_gradients.tap_check import (
+    NO_ROWS,
+    NOT_PLAIN,
+    QUANTIZED,
+    SPECIAL_WEIGHT,
+    TapCheck,
+    accumulates,
+)
+from tf_adapters.weight_gradients.taps import Choose, Parameters, StageTaps, TappedLayer, plain_layer, transforms_run
 
 _ENGINE = "transformer_engine.pytorch"
 _OWN = ("transformer_engine.", "megatron.core.extensions.transformer_engine")
-"""Where the classes are written whose forward is understood; a user's subclass may do anything with its weight."""
+"""The modules whose classes can have a tap; a user's subclass may do anything with its weight."""
 
 _RECIPES = ("delayed", "float8_current_scaling", "float8_block_scaling")
-"""Methods of an FP8 recipe. With a recipe for which one of them is true, deferral gave the host's bits on a GPU."""
+"""Methods of an FP8 recipe. If one of them is true, deferral gave the host's bits on a GPU with this recipe."""
 
 Finish = Callable[[Sequence[Any]], None]
 
 
 class _Aliases(torch.autograd.Function):
-    """Parameters' values again. Their gradients are passed to ``finish``, None for a missing one."""
+    """The parameters' values, unchanged. The backward passes their gradients to ``finish``, None for a missing one."""
 
     @staticmethod
     def forward(ctx: Any, finish: Finish, anchor: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -50,11 +54,11 @@ class _Aliases(torch.autograd.Function):
 
 
 class _Store:
-    """The place of a module's ``wgrad_store`` in one call."""
+    """Replaces a module's ``wgrad_store`` in one call."""
 
     def __init__(self) -> None:
         self.tasks: list[tuple[Sequence[Any], Callable[..., Any]]] = []
-        self.aliases: dict[str, Any] = {}  # the module knows them by weak references
+        self.aliases: dict[str, Any] = {}  # the module has only weak references to them
 
     def delay_wgrad_compute(self) -> bool:
         return True
@@ -64,9 +68,10 @@ class _Store:
 
 
 class EngineTap(TappedLayer):
-    """A layer of Transformer Engine. ``products`` are names of weights and biases, in the order of the backward.
+    """A layer of Transformer Engine.
 
-    A GroupedLinear has one function for all of its products.
+    ``products`` are the names of the weight and the bias of each product, in the order of the backward. A ``grouped``
+    layer has one function for all of its products. If tokens are ``sampled``, the host computes calls in FP8 or FP4.
     """
 
     def __init__(
@@ -77,32 +82,20 @@ class EngineTap(TappedLayer):
         self._weights = [product[0] for product in products]
 
     def gradients(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        raise NotImplementedError  # the module's own functions compute them: see forward
+        raise NotImplementedError  # the module's own functions compute them
 
-    def forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's ``run``, with a store of ours while a microbatch is recorded."""
-        taps = self._taps
-        if taps is None or taps.microbatch is None or not torch.is_grad_enabled() or not taps.takes(self):
-            return run(*args, **kwargs)
+    def training(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Parameters:
+        trained = self._trained()
+        return tuple(trained.values()) if not trained.keys().isdisjoint(self._weights) else ()
+
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
         own = self.module._parameters
-        trained = {name: p for name in self.names if (p := own.get(name)) is not None and p.requires_grad}
-        if not any(name in trained for name in self._weights):
-            return run(*args, **kwargs)
-        if taps.check is not None:
-            with taps.check.inside(self):
-                output = run(*args, **kwargs)
-            reason = self._not_understood(trained.values())
-            if reason is None:
-                taps.check.trust(self, tuple(trained.values()))
-            else:
-                taps.check.not_plain(self, reason)
-            return output
-        if self._overwrites(args, kwargs) or self._not_understood(trained.values()) is not None:
-            return run(*args, **kwargs)
-        return self._delayed(partial(run, *args, **kwargs), taps, trained)
+        return {name: p for name in self.names if (p := own.get(name)) is not None and p.requires_grad}
 
-    def _not_understood(self, parameters: Iterable[torch.nn.Parameter]) -> str | None:
-        """Why a call now is left to the host; None where it is understood."""
+    def watched(self, check: TapCheck, call: partial[Any], output: Any, parameters: Parameters) -> None:
+        check.trust(self, parameters)
+
+    def reason_against(self, call: partial[Any], parameters: Sequence[torch.nn.Parameter]) -> str | None:
         if transforms_run():
             return NOT_PLAIN
         if not all(type(parameter) is torch.nn.Parameter and parameter.is_leaf for parameter in parameters):
@@ -114,35 +107,38 @@ class EngineTap(TappedLayer):
             return NO_ROWS
         return None if any(getattr(recipe, name, bool)() for name in _RECIPES) else QUANTIZED
 
-    def _overwrites(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _overwrites(self, call: partial[Any]) -> bool:
         """Return whether this call's weight-gradient function overwrites the accumulated gradient.
 
         It may do so in a step's first microbatch. The host then runs it in the backward, before the functions of all
         other microbatches.
         """
         module: Any = self.module
-        first = kwargs.get("is_first_microbatch", getattr(module, "is_first_microbatch", None))
-        return module.fuse_wgrad_accumulation and (bool(first) or any(value is True for value in args[1:]))
+        first = call.keywords.get("is_first_microbatch", getattr(module, "is_first_microbatch", None))
+        return module.fuse_wgrad_accumulation and (bool(first) or any(value is True for value in call.args[1:]))
 
-    def _delayed(self, run: Callable[[], Any], taps: StageTaps, trained: dict[str, torch.nn.Parameter]) -> Any:
+    def tapped(self, taps: StageTaps, call: partial[Any], parameters: Parameters) -> Any:
+        """Run ``call`` with a store of ours, unless it overwrites the accumulated gradient."""
+        if self._overwrites(call):
+            return call()
         module: Any = self.module
         store, theirs, own, microbatch = _Store(), module.wgrad_store, module._parameters, taps.microbatch
+        trained = self._trained()
         assert microbatch is not None
 
         def finish(received: Sequence[Any]) -> None:
-            parameters = tuple(trained.values())
             make = partial(self._make, store, trained, dict(zip(trained, received, strict=True)))
             taps.keep(microbatch, self, parameters, make)
 
         values = [parameter.detach() for parameter in trained.values()]
         aliases: Any = _Aliases.apply(finish, taps.anchor, *values)  # type: ignore[no-untyped-call]
         for name, alias in zip(trained, aliases, strict=True):
-            vars(alias).update(vars(trained[name]))  # where to accumulate, for one
+            vars(alias).update(vars(trained[name]))  # such as where to accumulate
             store.aliases[name] = alias
         try:
             own.update(store.aliases)
             module.wgrad_store = store
-            return run()
+            return call()
         finally:
             own.update(trained)
             module.wgrad_store = theirs
@@ -150,7 +146,7 @@ class EngineTap(TappedLayer):
     def _make(
         self, store: _Store, trained: dict[str, Any], received: dict[str, Any], choose: Choose | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """Gradients of the trained parameters; ``received`` came in the backward, as a bias's may."""
+        """Return the gradients of the trained parameters. ``received`` are those that the backward has computed."""
         fused = bool(getattr(self.module, "fuse_wgrad_accumulation", False))
         waited = bool(store.tasks)
         found = self._run(store, trained, choose)
@@ -160,7 +156,7 @@ class EngineTap(TappedLayer):
             if weight and hasattr(parameter, "grad_added_to_main_grad"):
                 parameter.grad_added_to_main_grad = fused
             if weight and fused:
-                gradients.append(parameter.new_zeros(()).expand_as(parameter))  # a dummy: it has been accumulated
+                gradients.append(parameter.new_zeros(()).expand_as(parameter))  # a dummy: it is already accumulated
                 continue
             of_backward = None if weight and waited else received[name]
             gradient = found.get(name) if of_backward is None else of_backward
@@ -168,7 +164,7 @@ class EngineTap(TappedLayer):
         return tuple(gradients)
 
     def _run(self, store: _Store, trained: dict[str, Any], choose: Choose | None) -> dict[str, Any]:
-        """Run the functions that the module has put off, for all tokens or some. Return gradients by name."""
+        """Run the module's deferred functions, for all tokens or some. Return gradients by name."""
         found: dict[str, Any] = {}
         products = self._products if self._grouped else [p for p in self._products if p[0] in trained]
         for number, (tensors, function) in enumerate(store.tasks):
@@ -190,9 +186,9 @@ class EngineTap(TappedLayer):
 def _some_rows(
     tensors: Sequence[Any], products: Sequence[tuple[str, ...]], choose: Choose
 ) -> tuple[Sequence[Any], dict[str, torch.Tensor]]:
-    """The arguments of a module's function with chosen rows only, and the bias gradients, which are of all rows.
+    """Return the arguments of a module's function with only the chosen rows, and the bias gradients from all rows.
 
-    ``tensors`` are inputs and output gradients, of a GroupedLinear a list of each by expert. Others stay as they are.
+    The first two of ``tensors`` are the inputs and the output gradients. A GroupedLinear has a list of each, by expert.
     """
     inputs, gradients, *rest = tensors
     grouped = isinstance(inputs, (list, tuple))
@@ -202,7 +198,7 @@ def _some_rows(
     rows, biases = [], {}
     for (x, gradient), (weight, *bias) in zip(pairs, products, strict=True):
         x, gradient = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        rows.append(choose(x, gradient, weight))
+        rows.append(choose(weight, x, gradient))
         if len(rows[-1][1]) < len(gradient):
             biases.update(dict.fromkeys(bias, gradient.sum(dim=0)))
     if not grouped:
@@ -215,7 +211,7 @@ def _has_rows(tensor: Any) -> bool:
 
 
 def _recipe() -> Any:
-    """The recipe of FP8 or FP4 that is on; None where none is."""
+    """Return the active recipe of FP8 or FP4; None without one."""
     base: Any = sys.modules[f"{_ENGINE}.module.base"]
     state = base.FP8GlobalStateManager
     return state.get_fp8_recipe() if state.is_fp8_enabled() else None
@@ -226,9 +222,8 @@ def engine_layer(
 ) -> TappedLayer | None:
     """Return the tap of a layer of Transformer Engine with weights of this ``kind``; None if the layer gets no tap.
 
-    A layer gets no tap if a store does not work with it. This holds if its products overlap with communication, if it
-    puts off weight gradients or shards weights by itself, or if its weight is in parts. If tokens are ``sampled``, the
-    tap leaves calls in FP8 or FP4 to the host.
+    A layer gets no tap if its products overlap with communication, if it defers weight gradients or shards weights
+    itself, or if its weight is in parts. A store does not work with such layers.
     """
     engine: Any = sys.modules.get(_ENGINE)
     if engine is None or not type(module).__module__.startswith(_OWN):
@@ -241,9 +236,7 @@ def engine_layer(
     if any(value is True for name, value in vars(module).items() if name.startswith("ub_")):
         return None
     weights = [own._parameters.get(product[0]) for product in products]
-    if not all(type(w) is kind and w.requires_grad for w in weights):
-        return None
-    if any("shared_embedding" in vars(weight) for weight in weights):
+    if not all(type(w) is kind and w.requires_grad and "shared_embedding" not in vars(w) for w in weights):
         return None
     fused = getattr(module, "fuse_wgrad_accumulation", False)
     if fused and not all(hasattr(weight, "grad_added_to_main_grad") for weight in weights):
@@ -254,15 +247,12 @@ def engine_layer(
 def linear_layer(
     module: torch.nn.Module, sampled: bool = False, kind: type[torch.Tensor] = torch.nn.Parameter
 ) -> TappedLayer | None:
-    """The tap of torch's own linear layer, or of a layer of Transformer Engine, with a weight of this ``kind``.
-
-    None for others. ``sampled`` says that tokens are sampled.
-    """
+    """Return the tap of torch's linear layer or of a layer of Transformer Engine; None for others."""
     return plain_layer(module, kind) or engine_layer(module, sampled, kind)
 
 
 def _products(engine: Any, module: Any) -> list[tuple[str, ...]]:
-    """The names of each product's weight, and of its bias where that is added inside of it."""
+    """Return the names of each product's weight, and of its bias if the product adds it."""
     if isinstance(module, engine.LayerNormMLP):
         names = [("fc2_weight", "fc2_bias"), ("fc1_weight", "fc1_bias")]  # in the order of the backward
         inside = bool(module.use_bias) and not getattr(module, "gemm_bias_unfused_add", False)
@@ -271,8 +261,8 @@ def _products(engine: Any, module: Any) -> list[tuple[str, ...]]:
         inside = bool(module.use_bias) and bool(module.apply_bias)
     elif isinstance(module, (engine.Linear, engine.LayerNormLinear)) and module.weight_names == ["weight"]:
         names = [("weight", "bias")]
-        inside = bool(module.use_bias) and bool(module.apply_bias)
-        inside = inside and not getattr(module, "gemm_bias_unfused_add", False)
+        unfused = getattr(module, "gemm_bias_unfused_add", False)
+        inside = bool(module.use_bias) and bool(module.apply_bias) and not unfused
     else:
         return []
     return list(names) if inside else [product[:1] for product in names]

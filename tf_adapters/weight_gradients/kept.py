@@ -1,4 +1,4 @@
-"""Values that an optimizer's step must leave as they are: kept before it and put back after it."""
+"""Values that an optimizer's step must leave as they are: saved before it and restored after it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 
 
 class Kept:
-    """Values as they were when they were kept."""
+    """Copies of values, and the tensors that they belong to."""
 
     def __init__(self) -> None:
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Remember the values of these tensors or views."""
+        """Save the values of these tensors or views."""
         self._values += [(tensor.detach(), tensor.detach().clone()) for tensor in tensors]
 
     def put_back(self) -> None:
-        """Give all that was kept its values back, and forget them."""
+        """Restore the saved values, and drop them."""
         for tensor, value in self._values:
             tensor.copy_(value)  # both are detached
         self._values.clear()

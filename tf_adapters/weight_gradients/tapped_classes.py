@@ -1,8 +1,8 @@
-"""Puts a tap into a layer's forward in such a way that copies of the layer do not have it.
+"""Put a tap into a layer's forward, without a trace of it in copies and saved files of the layer.
 
 A tapped layer's class is replaced by a subclass of it, as torch's parametrizations and FSDP do. The subclass looks up
-the tap by the layer object. A copy, a pickle or a saved file of the layer has the original class again. It therefore
-knows no tap, and can be read where this package is not installed.
+the tap by the layer object. A copy, a pickle or a saved file of the layer has the original class. It therefore has no
+tap, and can be read where this package is not installed.
 """
 
 from __future__ import annotations
@@ -10,34 +10,27 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-__all__ = ["Interceptor", "intercept", "release"]
-
 Run = Callable[..., Any]
-
-
-class Interceptor(Protocol):
-    """Runs a layer's method ``run``, and may do more."""
-
-    def forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
+Interceptor = Callable[[Run, tuple[Any, ...], dict[str, Any]], Any]
+"""Calls a layer's method with its arguments and keywords, and may do more."""
 
 _interceptors: WeakKeyDictionary[torch.nn.Module, Interceptor] = WeakKeyDictionary()
 
 
 def intercept(module: torch.nn.Module, method: str, interceptor: Interceptor) -> None:
-    """Replace this object's ``method`` by a call of ``interceptor.forward`` with that method."""
+    """Replace this object's ``method`` by a call of ``interceptor`` with that method."""
     _interceptors[module] = interceptor
     original: Any = type(module)
     module.__class__ = _subclass(original, method)
 
 
 def release(module: torch.nn.Module) -> None:
-    """Give the object its own class back. Where other code has set a class on top, ours only passes calls on."""
+    """Restore the object's own class. If other code has subclassed ours since, ours only passes calls on."""
     _interceptors.pop(module, None)
     original = vars(type(module)).get("_intercepted_class")
     if original is not None:
@@ -47,14 +40,14 @@ def release(module: torch.nn.Module) -> None:
 @cache
 def _subclass(original: Any, method: str) -> type[torch.nn.Module]:
     def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = getattr(original, method).__get__(self)  # also of an object that has its own class back
+        call = getattr(original, method).__get__(self)  # the object may have its own class again
         interceptor = _interceptors.get(self)
-        return call(*args, **kwargs) if interceptor is None else interceptor.forward(call, args, kwargs)
+        return call(*args, **kwargs) if interceptor is None else interceptor(call, args, kwargs)
 
     def reduce(self: torch.nn.Module, protocol: Any) -> Any:
         reduced: Any = original.__reduce_ex__(self, protocol)
         rebuild, arguments, *state = reduced
-        if rebuild is vars(copyreg)["__newobj__"]:  # pickle takes no class there but the object's
+        if rebuild is vars(copyreg)["__newobj__"]:  # there pickle accepts only the object's own class
             rebuild, arguments = vars(copyreg)["_reconstructor"], (subclass, object, None)
         return rebuild, tuple(original if value is subclass else value for value in arguments), *state
 

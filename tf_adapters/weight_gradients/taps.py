@@ -1,12 +1,13 @@
-"""Weight gradients apart from the backward: a tap on a layer's output keeps what they are made from.
+"""Weight gradients apart from the backward: a tap on a layer's output saves the tensors that they are computed from.
 
 A tapped layer's weight does not require gradients while the layer computes its output. The host's backward therefore
-computes only input gradients there. The tap's backward passes the output's gradient on unchanged, and keeps it with the
-layer's input. ``compute`` makes the weight gradients later, from all tokens or a sample, in the order in which a host
-would have accumulated them (Qi et al. 2024, "Zero Bubble Pipeline Parallelism": backwards split into B and W).
+computes only input gradients there. The tap's backward passes the output's gradient on unchanged, and saves it with the
+layer's input. ``StageTaps.compute`` computes the weight gradients later, from all tokens or a sample, in the order in
+which a host would have accumulated them. Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", which splits
+backwards into B and W.
 
-A tap takes only the uses of a layer that it understands (``_is_plain``); every other call is the host's own. Before any
-layer is tapped, one step finds out which layers' gradients a tap computes as the host does (``tap_check``).
+A tap takes only the calls of a layer that it understands; the host computes all others. Before any layer is tapped, one
+step finds the layers whose gradients a tap computes bit for bit as the host does (``tap_check``).
 """
 
 from __future__ import annotations
@@ -23,35 +24,28 @@ from weakref import ref
 import torch
 
 from tf_adapters.weight_gradients.parameters import without_gradients
-from tf_adapters.weight_gradients.tap_check import TapCheck, accumulates
+from tf_adapters.weight_gradients.tap_check import NOT_PLAIN, TapCheck, accumulates
 from tf_adapters.weight_gradients.tapped_classes import Run, intercept, release
 from tf_adapters.weight_gradients.tokens import Rows
 
-__all__ = ["Choose", "LinearTap", "StageTaps", "TappedLayer", "linear_gradient", "plain_layer", "transforms_run"]
+Choose = Callable[[str, torch.Tensor, torch.Tensor], Rows]
+"""Chooses rows of inputs ``[tokens, inputs]`` and output gradients ``[tokens, outputs]``, for a weight of a layer.
 
+The first argument is the layer's own name of the weight.
+"""
 
-class Choose(Protocol):
-    """Chooses the rows that a gradient is made from."""
-
-    def __call__(self, inputs: torch.Tensor, gradient: torch.Tensor, weight: str | None = None) -> Rows:
-        """Rows of inputs ``[tokens, inputs]`` and output gradients ``[tokens, outputs]``.
-
-        ``weight`` is the layer's own name of the weight, by default that of its first one.
-        """
-        ...
-
-
-Gradients = dict[torch.nn.Parameter, torch.Tensor]
+Parameters = tuple[torch.nn.Parameter, ...]
+_Gradients = dict[torch.nn.Parameter, torch.Tensor]
 
 
 class RowSampler(Protocol):
-    """Chooses the rows that the gradient of a ``weight`` is made from."""
+    """Chooses the rows from which the gradient of a ``weight``, given by the stage's name, is computed."""
 
     def rows(self, weight: str, inputs: torch.Tensor, gradient: torch.Tensor) -> Rows: ...
 
 
 class _Tap(torch.autograd.Function):
-    """A layer's output again. Its gradient is handed down, and kept with the layer's input for ``StageTaps.compute``.
+    """The layer's output, unchanged. The backward passes its gradient on, and to ``keep`` with the layer's input.
 
     ``anchor`` requires gradients, so that the backward runs whether or not the layer's input does.
     """
@@ -62,12 +56,12 @@ class _Tap(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(inputs)
         ctx.keep = keep
-        return output.detach()  # no view of it: the host may change its layers' outputs in place
+        return output.detach()  # no view of it: the host may change the outputs of its layers in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor, None]:
         (inputs,) = ctx.saved_tensors
-        if accumulates(ctx.next_functions[-1][0]):  # torch.autograd.grad, inside a stage's forward say, does not
+        if accumulates(ctx.next_functions[-1][0]):  # torch.autograd.grad does not, such as inside a stage's forward
             ctx.keep(inputs, gradient)
         return None, None, gradient, None
 
@@ -75,8 +69,8 @@ class _Tap(torch.autograd.Function):
 class _HandOver(torch.autograd.Function):
     """Gives a parameter its first gradient in a backward, through all hooks.
 
-    Nothing else holds the gradient's tensor. The parameter therefore keeps that tensor, as in a host's own backward. It
-    would keep a copy of a tensor that is passed to ``torch.autograd.backward``.
+    No other reference to the gradient exists. The parameter therefore takes the tensor itself, as in a host's own
+    backward. It would copy a tensor that is passed to ``torch.autograd.backward``.
     """
 
     @staticmethod
@@ -90,18 +84,18 @@ class _HandOver(torch.autograd.Function):
 
 
 class _Pending(NamedTuple):
-    """One call of a layer whose weight gradients ``make`` computes."""
+    """One call of a layer. ``make`` computes the gradients of its parameters."""
 
     layer: TappedLayer
-    parameters: tuple[torch.nn.Parameter, ...]
+    parameters: Parameters
     make: Callable[[Choose | None], tuple[torch.Tensor, ...]]
 
 
 class TappedLayer(ABC):
-    """One layer whose weight gradients are computed apart. A subclass says how.
+    """One layer whose weight gradients are computed apart from its backward.
 
-    ``names`` are the module's own names of the parameters whose gradients pass the tap, its weight first. The module's
-    forward takes the input first.
+    ``names`` are the module's own names of the parameters whose gradients pass the tap, the weight first. The first
+    argument of the module's forward is the input.
     """
 
     attribute = "forward"
@@ -120,20 +114,16 @@ class TappedLayer(ABC):
 
     @abstractmethod
     def gradients(
-        self,
-        parameters: tuple[torch.nn.Parameter, ...],
-        inputs: torch.Tensor,
-        gradient: torch.Tensor,
-        choose: Choose | None = None,
+        self, parameters: Parameters, inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """Gradients of these parameters, in their shapes and types.
+        """Return the gradients of these parameters, in their shapes and types.
 
-        The weight's is computed from the rows that ``choose`` takes, by default from all.
+        The weight's gradient is computed from the rows that ``choose`` returns, by default from all.
         """
 
     def install(self, taps: StageTaps) -> None:
         self._taps = taps
-        intercept(self.module, self.attribute, self)
+        intercept(self.module, self.attribute, self.forward)
 
     def remove(self) -> None:
         self._taps = None
@@ -141,48 +131,65 @@ class TappedLayer(ABC):
         if module is not None:
             release(module)
 
-    def training(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.nn.Parameter, ...]:
-        """The parameters that this call trains, its weight first if it trains that.
+    def training(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Parameters:
+        """Return the parameters that this call trains, the weight first if it trains.
 
-        Looked up now: FSDP puts others into the parameters' place while the module computes.
+        They are looked up in each call, because FSDP replaces them while the module computes.
         """
         return tuple(p for name in self.names if (p := getattr(self.module, name)).requires_grad)
 
     def forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's ``run``, with the tap on its output while a microbatch is recorded."""
-        taps = self._taps
-        if taps is None or taps.microbatch is None or not torch.is_grad_enabled():
-            return run(*args, **kwargs)
-        inputs: Any = args[0] if args else kwargs.get(self._input)
-        parameters = self.training(args, kwargs) if taps.takes(self) else ()
+        """Call the module's ``run``, with the tap on its output while a microbatch is recorded."""
+        taps, call = self._taps, partial(run, *args, **kwargs)
+        if taps is None or taps.microbatch is None or not torch.is_grad_enabled() or self in taps.left:
+            return call()
+        parameters = self.training(args, kwargs)
         if not parameters:
-            return run(*args, **kwargs)
-        plain = _is_plain(inputs, parameters)
-        if taps.check is not None:
-            with taps.check.inside(self):
-                output = run(*args, **kwargs)
-                if plain:
-                    taps.check.watch(self, inputs, output, parameters)
-                else:
-                    taps.check.not_plain(self)
-            return output
-        if not plain:
-            return run(*args, **kwargs)
+            return call()
+        reason = self.reason_against(call, parameters)
+        if taps.check is None:
+            return call() if reason is not None else self.tapped(taps, call, parameters)
+        with taps.check.inside(self):
+            output = call()
+            if reason is None:
+                self.watched(taps.check, call, output, parameters)
+            else:
+                taps.check.not_understood(self, reason)
+        return output
+
+    def reason_against(self, call: partial[Any], parameters: Sequence[torch.nn.Parameter]) -> str | None:
+        """Return the reason why a tap cannot compute this call's gradients; None if it can."""
+        return None if _is_plain(self._input_of(call), parameters) else NOT_PLAIN
+
+    def watched(self, check: TapCheck, call: partial[Any], output: Any, parameters: Parameters) -> None:
+        """Let the step that is checked compare the tap's gradients of this call with the host's."""
+        check.watch(self, self._input_of(call), output, parameters)
+
+    def tapped(self, taps: StageTaps, call: partial[Any], parameters: Parameters) -> Any:
+        """Return the output of ``call``, without a copy. In its backward its gradient is saved with the input."""
+        microbatch = taps.microbatch
+        assert microbatch is not None
+
+        def keep(inputs: torch.Tensor, gradient: torch.Tensor) -> None:
+            taps.keep(microbatch, self, parameters, make=partial(self.gradients, parameters, inputs, gradient))
+
         with without_gradients(parameters):
-            output = run(*args, **kwargs)
-        return taps.tap(self, output, inputs=inputs, parameters=parameters)
+            output = call()
+        return _Tap.apply(keep, self._input_of(call).detach(), output, taps.anchor)  # type: ignore[no-untyped-call]
+
+    def _input_of(self, call: partial[Any]) -> Any:
+        return call.args[0] if call.args else call.keywords.get(self._input)
 
 
 Make = Callable[[torch.nn.Module], TappedLayer | None]
 
 
 def _is_plain(inputs: Any, parameters: Sequence[torch.nn.Parameter]) -> bool:
-    """Return whether a tap can compute the gradient of a layer's call: an ordinary product of real numbers.
+    """Return whether a layer's call is an ordinary product of real numbers, whose gradient a tap can compute.
 
-    A tap cannot under a transform of ``torch.func`` or forward-mode differentiation. It cannot if the weight is
-    computed itself, or for complex numbers and tensors with rules of their own (DTensors, nested and sparse ones). Nor
-    can it if an input of three or more dimensions is not contiguous: torch's product then has other bits if its weight
-    needs no gradient.
+    It is not under a transform of ``torch.func`` or forward-mode differentiation, nor if the weight is itself computed,
+    nor for complex, nested, sparse or distributed tensors. An input of three or more dimensions has to be contiguous:
+    torch's product otherwise has other bits if its weight needs no gradient.
     """
     return (
         type(inputs) in (torch.Tensor, torch.nn.Parameter)
@@ -201,14 +208,10 @@ def transforms_run() -> bool:
 
 
 class LinearTap(TappedLayer):
-    """``torch.nn.Linear``. Its bias gets its gradient with the input gradient: a sum, next to nothing."""
+    """``torch.nn.Linear``. The host's backward computes the gradient of the bias, a sum that takes little time."""
 
     def gradients(
-        self,
-        parameters: tuple[torch.nn.Parameter, ...],
-        inputs: torch.Tensor,
-        gradient: torch.Tensor,
-        choose: Choose | None = None,
+        self, parameters: Parameters, inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose | None = None
     ) -> tuple[torch.Tensor, ...]:
         return (linear_gradient(parameters[0], inputs, gradient, choose),)
 
@@ -219,13 +222,13 @@ def linear_gradient(
     """Gradient of a weight ``[outputs, inputs]``, by the product that torch's own backward runs."""
     inputs, gradient = inputs.reshape(-1, inputs.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
     if choose is not None:
-        inputs, gradient = choose(inputs, gradient)
-    inputs = inputs.to(gradient.dtype)  # under autocast the layer computed in another type
+        inputs, gradient = choose("weight", inputs, gradient)
+    inputs = inputs.to(gradient.dtype)  # under autocast the layer computes in another type
     return torch.mm(gradient.t(), inputs).to(weight.dtype)
 
 
 def _hand_over(gradient: list[torch.Tensor], parameter: torch.nn.Parameter) -> None:
-    """Accumulate the one gradient in the list, through the hooks on its parameter."""
+    """Accumulate the gradient, the only entry of the list, through the hooks on its parameter."""
     if parameter.grad is None:
         with torch.enable_grad():
             node: torch.Tensor = _HandOver.apply(gradient, parameter)  # type: ignore[no-untyped-call]
@@ -239,16 +242,14 @@ class StageTaps:
 
     Args:
         model: the stage's module.
-        make: the tap of a layer; None for one that it does not know.
+        make: returns the tap of a layer; None for a layer without one.
         accumulated: called whenever a microbatch's weight gradients have been accumulated apart from a backward.
     """
 
     def __init__(self, model: torch.nn.Module, make: Make, accumulated: Callable[[], None] = lambda: None) -> None:
         self._layers, self._accumulated = _layers(model, make), accumulated
-        self._names: dict[TappedLayer, dict[str, str]] = {}  # by layer and its own name of a parameter
-        for name, layer in self._layers.items():
-            self._names.setdefault(layer, {})[name.rpartition(".")[2]] = name
-        self._left: set[TappedLayer] = set()
+        self._prefixes = {layer: name[: name.rfind(".") + 1] for name, layer in self._layers.items()}
+        self.left: set[TappedLayer] = set()  # layers that are left to the host
         self.microbatch: int | None = None  # whose forward or backward runs
         self.check: TapCheck | None = None  # in the step that is checked
         self._pending: dict[int, deque[_Pending]] = {}
@@ -256,39 +257,36 @@ class StageTaps:
 
     @property
     def names(self) -> frozenset[str]:
-        """The parameters whose gradients can be computed apart."""
-        return frozenset(name for name, layer in self._layers.items() if layer not in self._left)
+        """Names of the parameters whose gradients can be computed apart."""
+        return frozenset(name for name, layer in self._layers.items() if layer not in self.left)
 
     def install(self) -> None:
-        for layer in dict.fromkeys(self._layers.values()):
+        for layer in self._prefixes:
             layer.install(self)
 
     def remove(self) -> None:
-        for layer in dict.fromkeys(self._layers.values()):
+        for layer in self._prefixes:
             layer.remove()
-
-    def takes(self, layer: TappedLayer) -> bool:
-        return layer not in self._left
 
     def leave(self, names: Iterable[str]) -> None:
         """Leave the layers of these parameters to the host from now on."""
-        self._left.update(self._layers[name] for name in names if name in self._layers)
+        self.left.update(self._layers[name] for name in names if name in self._layers)
 
     @contextmanager
     def checking(self, microbatch: int) -> Iterator[None]:
-        """Around a forward or a backward of the step that is checked: compute as the host does, and compare."""
+        """Run a forward or a backward of the step that is checked: the host computes all, and the tap compares."""
         self.check = self.check or TapCheck(self._layers)
         with self.recording(microbatch), self.check.looking(microbatch):
             yield
 
     def end_check(self) -> dict[str, str]:
-        """The step has ended: parameters whose layers are to be left to the host, by name, and why."""
+        """End the step that is checked. Return why layers must be left to the host, by name of their parameters."""
         check, self.check = self.check, None
         return {} if check is None else check.end()
 
     @contextmanager
     def recording(self, microbatch: int) -> Iterator[None]:
-        """Around a forward, or a backward, which may repeat forwards: keep what weight gradients are made from."""
+        """Run a forward, or a backward, which may repeat forwards, and save what weight gradients need."""
         self.microbatch = microbatch
         try:
             yield
@@ -296,7 +294,7 @@ class StageTaps:
             self.microbatch = None
 
     def clear(self) -> None:
-        """Forget what an earlier step has left."""
+        """Drop the pending gradients and the check of an earlier step."""
         self._pending.clear()
         self.end_check()
 
@@ -308,11 +306,11 @@ class StageTaps:
     def compute(self, microbatch: int, sampler: RowSampler | None = None) -> None:
         """Compute and accumulate the weight gradients of a microbatch, through the hooks on their parameters.
 
-        With a ``sampler`` from the tokens that it draws.
+        They are computed from the rows that ``sampler`` returns, by default from all tokens.
         """
         pending = self._pending.pop(microbatch, deque())
         calls = Counter(parameter for call in pending for parameter in call.parameters)
-        sums: Gradients = {}
+        sums: _Gradients = {}
         while pending:
             complete = self._add_up(pending.popleft(), sampler, calls, sums)
             for parameter in tuple(complete):
@@ -320,13 +318,13 @@ class StageTaps:
         self._accumulated()
 
     def _add_up(
-        self, call: _Pending, sampler: RowSampler | None, calls: Counter[torch.nn.Parameter], sums: Gradients
-    ) -> Gradients:
+        self, call: _Pending, sampler: RowSampler | None, calls: Counter[torch.nn.Parameter], sums: _Gradients
+    ) -> _Gradients:
         """Return gradients of the parameters that no later call uses. Those of the others wait in ``sums``.
 
-        The host, too, first adds up the gradients of several calls in one backward.
+        A host's backward also adds up the gradients of several calls before it accumulates them.
         """
-        complete: Gradients = {}
+        complete: _Gradients = {}
         for parameter, gradient in zip(call.parameters, self._gradients(call, sampler), strict=True):
             calls[parameter] -= 1
             total = sums.pop(parameter) + gradient if parameter in sums else gradient
@@ -336,46 +334,25 @@ class StageTaps:
     def _gradients(self, call: _Pending, sampler: RowSampler | None) -> tuple[torch.Tensor, ...]:
         if sampler is None:
             return call.make(None)
-        names, first = self._names[call.layer], call.layer.names[0]
-
-        def choose(inputs: torch.Tensor, gradient: torch.Tensor, weight: str | None = None) -> Rows:
-            return sampler.rows(names[weight or first], inputs, gradient)
-
-        return call.make(choose)
+        prefix = self._prefixes[call.layer]
+        return call.make(lambda weight, inputs, gradient: sampler.rows(prefix + weight, inputs, gradient))
 
     def keep(
         self,
         microbatch: int,
         layer: TappedLayer,
-        parameters: tuple[torch.nn.Parameter, ...],
+        parameters: Parameters,
         make: Callable[[Choose | None], tuple[torch.Tensor, ...]],
     ) -> None:
-        """A backward has reached a call of ``layer``: ``make`` computes the gradients of its parameters later."""
+        """Note that a backward has reached a call of ``layer``. ``make`` computes its weight gradients later."""
         self._pending.setdefault(microbatch, deque()).append(_Pending(layer, parameters, make))
-
-    def tap(
-        self,
-        layer: TappedLayer,
-        output: torch.Tensor,
-        inputs: torch.Tensor,
-        parameters: tuple[torch.nn.Parameter, ...],
-    ) -> torch.Tensor:
-        """``output`` without a copy; in its backward its gradient is kept with ``inputs``."""
-        microbatch = self.microbatch
-        assert microbatch is not None
-
-        def keep(inputs: torch.Tensor, gradient: torch.Tensor) -> None:
-            self.keep(microbatch, layer, parameters, make=partial(layer.gradients, parameters, inputs, gradient))
-
-        tapped: torch.Tensor = _Tap.apply(keep, inputs.detach(), output, self.anchor)  # type: ignore[no-untyped-call]
-        return tapped
 
 
 def _layers(model: torch.nn.Module, make: Make) -> dict[str, TappedLayer]:
-    """The layers of a model that ``make`` knows, by the model's names of their parameters.
+    """Return the layers of a model that have a tap, by the model's names of their parameters.
 
-    Layers that share a parameter with another one stay out: a tap sees only what passes its own layer. So do those
-    with a forward of somebody else's, which may compute anything.
+    A layer that shares a parameter has none, since a tap sees only the gradients that pass its own layer. Nor has a
+    layer whose forward was replaced, since that may compute anything.
     """
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     layers: dict[str, TappedLayer] = {}
@@ -388,13 +365,11 @@ def _layers(model: torch.nn.Module, make: Make) -> dict[str, TappedLayer]:
 
 
 def plain_layer(module: torch.nn.Module, kind: type[torch.Tensor] = torch.nn.Parameter) -> TappedLayer | None:
-    """The tap of torch's own linear layer, if its weight is of this ``kind``; None for others.
+    """Return the tap of torch's own linear layer, if its weight is of this ``kind``; None for others.
 
-    Not of a DTensor, for one, with which the layer computes: a rank has its shard only.
+    A layer that computes with a DTensor has no tap, for example: a rank holds only a shard of the weight.
     """
     weight = vars(module)["_parameters"].get("weight")
-    if type(module) is not torch.nn.Linear or type(weight) is not kind or not weight.requires_grad:
+    if type(module) is not torch.nn.Linear or type(weight) is not kind:
         return None
-    if not weight.is_floating_point():
-        return None
-    return LinearTap(module)
+    return LinearTap(module) if weight.requires_grad and weight.is_floating_point() else None

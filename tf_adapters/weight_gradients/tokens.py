@@ -1,9 +1,9 @@
 """Weight gradients from a sample of the tokens. They are unbiased, and every token left out saves its work.
 
 The weight gradient of a linear layer is a sum over tokens, ``dW = sum_i g_i x_i^T``. The part ``c`` that all inputs
-have in common adds up without a draw: ``(sum_i g_i) c^T``. The rest, ``sum_i g_i (x_i - c)^T``, is sampled. A token's
-chance is in proportion to the size of its summand, ``|g_i| |x_i - c|``, and at most 1. A drawn summand is divided by
-its chance. Sources: Adelman et al. 2021, "Faster Neural Network Training with Approximate Tensor Operations"; Liu et
+have in common is computed exactly: ``(sum_i g_i) c^T``. The rest, ``sum_i g_i (x_i - c)^T``, is sampled. A token's
+chance is proportional to the size of its summand, ``|g_i| |x_i - c|``, and at most 1. A drawn summand is divided by its
+chance. Sources: Adelman et al. 2021, "Faster Neural Network Training with Approximate Tensor Operations"; Liu et
 al. 2023, "WTA-CRS"; for ``c`` Saerndal et al. 1992, "Model Assisted Survey Sampling" (the difference estimator).
 """
 
@@ -16,25 +16,23 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["Chosen", "Rows", "TokenSample", "TokenSampler", "common_input", "draw", "inclusion_chances"]
-
 Rows = tuple[torch.Tensor, torch.Tensor]
 """Inputs ``[tokens, inputs]`` and gradients of the output ``[tokens, outputs]`` of a layer."""
 
 Chosen = tuple[torch.Tensor, torch.Tensor]
-"""Positions of tokens, and what each is multiplied by: the inverse of its chance."""
+"""Positions of tokens, and the scale of each: the inverse of its chance."""
 
 _NO_SIZE = 1e-200
 _NO_NORM = 1e-30
 
 _ROUNDING = 1e-6
-"""How far the sum of chances may be from a whole number by rounding."""
+"""The largest rounding error of a sum of chances."""
 
 _IN_THE_MEAN = 256
-"""Most tokens that give the direction of the common input. They are as good as thousands."""
+"""The most tokens from which the direction of the common input is computed."""
 
 _LEAST_OWN = 0.1
-"""Least norm of an input's own part, as a share of the input's norm. Below it, rounding is too large a part."""
+"""Least norm of an input's own part, as a share of the input's norm. Below it, rounding errors dominate."""
 
 
 class TokenSample(NamedTuple):
@@ -49,8 +47,8 @@ class TokenSampler:
     """Draws the tokens of one microbatch on one stage, layer by layer, always in the same order.
 
     Args:
-        key: what the draw is a function of, besides the tokens: (seed, step, stage, microbatch).
-        kept: the share of the tokens to keep of the weight of this name, in (0, 1].
+        key: (seed, step, stage, microbatch). The draw is a function of this key and the tokens.
+        kept: returns the share of the tokens, in (0, 1], that the gradient of the weight of this name uses.
     """
 
     def __init__(self, key: Sequence[int], kept: Callable[[str], float]) -> None:
@@ -58,16 +56,16 @@ class TokenSampler:
         self._rng, self._kept = np.random.default_rng(key), kept
 
     def rows(self, weight: str, inputs: torch.Tensor, gradient: torch.Tensor) -> Rows:
-        """The rows that the gradient of ``weight`` is made from, as many as tokens are kept.
+        """Return the rows from which the gradient of ``weight`` is computed, as many as tokens are kept.
 
-        They are those of the drawn tokens, and one for the common input. Over many draws, the mean of their product is
-        the whole gradient.
+        They are the rows of the drawn tokens, and one for the common input. Over many draws, the mean of their product
+        is the whole gradient.
         """
         sample = self.sample(weight, inputs, gradient)
         return (inputs, gradient) if sample is None else _rows(sample, inputs, gradient)
 
     def sample(self, weight: str, inputs: torch.Tensor, gradient: torch.Tensor) -> TokenSample | None:
-        """None where all tokens are kept."""
+        """Return the sample for the gradient of ``weight``; None if all tokens are kept."""
         tokens = gradient.shape[0]
         count = max(2, round(self._kept(weight) * tokens))
         if count >= tokens:
@@ -76,7 +74,7 @@ class TokenSampler:
         return TokenSample(common, *self.choose(weight, sizes, count - 1))
 
     def choose(self, weight: str, sizes: torch.Tensor, count: int) -> Chosen:
-        """``count`` of the tokens of these ``sizes`` ``[tokens]``, for the gradient of ``weight``."""
+        """Draw ``count`` of the tokens of these ``sizes`` ``[tokens]``, for the gradient of ``weight``."""
         return draw(inclusion_chances(sizes, count), count, float(self._rng.random()))
 
 
@@ -112,9 +110,9 @@ def common_input(inputs: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Te
 
 
 def inclusion_chances(sizes: torch.Tensor, count: int) -> torch.Tensor:
-    """Chances in proportion to ``sizes`` ``[tokens]``, at most 1, that add up to ``count``.
+    """Return chances proportional to ``sizes`` ``[tokens]``, at most 1, that add up to ``count``.
 
-    Where fewer tokens than ``count`` have any size, these have the chance 1.
+    If fewer tokens than ``count`` have a size above 0, these have the chance 1.
     """
     sizes = sizes.double()
     up_to = sizes.sort().values.cumsum(0).clamp_(min=_NO_SIZE)  # of a token and all smaller ones
@@ -127,11 +125,10 @@ def inclusion_chances(sizes: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def draw(chances: torch.Tensor, count: int, offset: float) -> Chosen:
-    """``count`` tokens by systematic sampling.
+    """Draw ``count`` tokens by systematic sampling, without a wait for the device.
 
-    Each token is drawn with its chance; ``offset`` in [0, 1) is uniform. The chances add up to less than ``count``
-    where fewer tokens have any size. Each of these is then drawn once, and the rest of the count gets a scale of 0.
-    Nothing waits for the device.
+    Each token is drawn with its chance; ``offset`` in [0, 1) is uniform. The chances add up to less than ``count`` if
+    fewer tokens have a size above 0. Each of these is then drawn once, and the rest of the count gets a scale of 0.
     """
     ends = chances.cumsum(0)
     numbers = torch.arange(count, device=chances.device, dtype=ends.dtype)

@@ -98,7 +98,7 @@ def test_a_stage_with_nothing_left_freezes_nothing():
 def test_a_stage_with_a_limit_is_not_frozen_whole_for_certain_but_a_mask_says_where_it_is():
     masks = StageMasks(UNITS, seed=0, caps={"*norm*": 0.5})
     assert [masks.can_freeze_all(stage) for stage in (0, 1)] == [True, False]
-    assert [masks.excludes(stage) for stage in (0, 1)] == [False, False]
+    assert [masks.excludes[stage] for stage in (0, 1)] == [False, False]
     drawn = [masks.draw(step, 1, [1.0])[0] for step in range(40)]
     assert {mask.complete for mask in drawn} == {True, False}
     assert all(mask.complete == (len(mask.names) == 2) for mask in drawn)

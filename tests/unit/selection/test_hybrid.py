@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from tf_adapters.selection.freeze_units import FreezeUnit, frozen_share, preferred_share
+from tf_adapters.selection.freeze_units import FreezeUnit, frozen_share
 from tf_adapters.selection.hybrid import HybridSelection
 from tf_adapters.selection.masks import StageMasks
 
@@ -47,7 +47,7 @@ def shares(units: list[FreezeUnit], drawn: list[list[frozenset[int]]]) -> np.nda
 
 def expected_chances(units: list[FreezeUnit], preferred: frozenset[int], ratio: float) -> np.ndarray:
     """Of each unit, from Algorithm 2 with work in the place of numbers."""
-    share = preferred_share(units, preferred)
+    share = StageMasks({0: units}, seed=0).share(0, preferred)
     inside, outside = (ratio / share, 0.0) if ratio < share else (1.0, (ratio - share) / (1 - share))
     return np.array([unit.cap * (inside if index in preferred else outside) for index, unit in enumerate(units)])
 
@@ -88,7 +88,7 @@ def test_with_limits_every_draw_is_close_to_the_budget_too() -> None:
 
 def test_with_limits_what_is_stable_is_frozen_as_often_as_its_cap_allows_and_nothing_else_is() -> None:
     """APF and AutoFreeze alone: the ratio is the share of what is stable."""
-    drawn = draws(FIRST_BLOCKS, [preferred_share(LIMITED, FIRST_BLOCKS)], units=LIMITED)
+    drawn = draws(FIRST_BLOCKS, [StageMasks({0: LIMITED}, seed=0).share(0, FIRST_BLOCKS)], units=LIMITED)
     found = np.bincount([unit for of_step in drawn for unit in of_step[0]], minlength=len(UNITS)) / DRAWS
     caps = np.array([unit.cap * (index in FIRST_BLOCKS) for index, unit in enumerate(LIMITED)])
     assert np.all(np.abs(found - caps) <= 4.5 * np.sqrt(caps * (1 - caps) / DRAWS))

@@ -153,7 +153,7 @@ def test_masks_name_no_parameter_and_their_share_is_the_ratio() -> None:
     drawn = masks.draw(step=1, stage=0, ratios=(0.0, 0.5, 1.0))
     assert [(mask.names, mask.share, mask.complete) for mask in drawn] == [((), r, False) for r in (0.0, 0.5, 1.0)]
     assert masks.caps(0) == {"a": 1.0}  # b is no linear layer's
-    assert masks.excludes(0)
+    assert masks.excludes[0]
     assert [mask.share for mask in masks.draw(step=1, stage=1, ratios=(0.5,))] == [0.0]
 
 
