@@ -14,6 +14,7 @@ from megatron_patches import (
     forward_backward,
     forward_step,
     model_setup,
+    patch,
     reductions,
     train_state,
 )
@@ -41,7 +42,4 @@ def patches() -> tuple[Patch, ...]:
 
 def revert_all() -> None:
     """Restore every replaced symbol. Raises PatchError, and restores nothing, if other code has wrapped one."""
-    for patch in patches():
-        patch.check_revert()
-    for patch in patches():
-        patch.revert()
+    patch.revert_all(patches())

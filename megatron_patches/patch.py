@@ -117,18 +117,15 @@ class Patch:
 
     def _owner(self) -> Any:
         """Return the module, or the class in it whose method is replaced; None if the class does not exist."""
-        owner = self._import()
-        for part in self.symbol.split(".")[:-1]:
-            owner = getattr(owner, part, None)
-        return owner
-
-    def _import(self) -> Any:
         try:
-            return importlib.import_module(self.module)
+            owner: Any = importlib.import_module(self.module)
         except ModuleNotFoundError as error:
             raise PatchError(
                 f"timely_freeze cannot run here: there is no {self.module} ({error}); is Megatron on the path?"
             ) from None
+        for part in self.symbol.split(".")[:-1]:
+            owner = getattr(owner, part, None)
+        return owner
 
 
 def handle_all(handlers: Mapping[Patch, Callable[..., Any]]) -> None:
@@ -140,8 +137,11 @@ def handle_all(handlers: Mapping[Patch, Callable[..., Any]]) -> None:
 
 
 def revert_all(patches: Iterable[Patch]) -> None:
-    """Restore all originals. Raises PatchError as ``check_revert`` does."""
-    for patch in patches:
+    """Restore all originals. Raises PatchError, and restores nothing, if other code has wrapped a symbol since."""
+    known = tuple(patches)
+    for patch in known:
+        patch.check_revert()
+    for patch in known:
         patch.revert()
 
 

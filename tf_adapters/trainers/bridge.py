@@ -76,12 +76,6 @@ class TimelyFreezeCallback(TrainerRun):
         self._last = self.state_text()  # older versions save once more
         self.end()
 
-    def text_to_save(self, train_state: Any) -> str | None:
-        """Return our entry in a checkpoint with this run's TrainState; None for the TrainState of other runs."""
-        if self._state is None or train_state is not self._state.train_state:
-            return None
-        return self.state_text() or self._last
-
     def due(self) -> bool:
         """Return whether Bridge writes after the step that has ended."""
         if self._iteration % self._state.cfg.logger.tensorboard_log_interval:
@@ -91,17 +85,15 @@ class TimelyFreezeCallback(TrainerRun):
     def __call__(self, figures: Mapping[str, float]) -> None:
         """Write figures to Bridge's loggers, which live on the last rank. Called on every rank after ``due`` steps."""
         super().__call__(figures)
-        tensorboard, wandb = self._logger("tensorboard"), self._logger("wandb")
-        mlflow, comet = self._logger("mlflow"), self._logger("comet")
-        if tensorboard:
+        if tensorboard := self._logger("tensorboard"):
             for name, value in self.figures.items():
                 tensorboard.add_scalar(name, value, self._iteration)
-        if wandb:
+        if wandb := self._logger("wandb"):
             wandb.log(self.figures, self._iteration)
-        if mlflow:
+        if mlflow := self._logger("mlflow"):
             renamed = {name.replace("/", "_"): value for name, value in self.figures.items()}
             mlflow.log_metrics(renamed, step=self._iteration)
-        if comet:
+        if comet := self._logger("comet"):
             comet.log_metrics(self.figures, step=self._iteration)
 
     def _logger(self, name: str) -> Any:
@@ -120,6 +112,8 @@ def _statistics_agree() -> bool:
 
 
 def _to_save(train_state: Any) -> torch.Tensor | None:
-    """Our state as JSON, in bytes: a TrainState's entries are tensors."""
-    text = None if _newest is None else _newest.text_to_save(train_state)
+    """Return our state as the bytes of its JSON, since a TrainState's entries are tensors; None for other runs'."""
+    if _newest is None or train_state is not _newest._state.train_state:
+        return None
+    text = _newest.state_text() or _newest._last
     return None if text is None else torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)

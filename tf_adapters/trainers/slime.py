@@ -7,7 +7,7 @@ Source: slime/backends/megatron_utils (model.py, checkpoint.py), slime/observabi
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,21 +75,17 @@ class ActorRun(TrainerRun):
         return settings.model_copy(update={"output_dir": str(Path(settings.output_dir) / self._role)})
 
     def _save_and_log(self, args: Any, host: Any) -> None:
-        save, write = host.save_checkpoint, host.logging_utils.log
-
-        @functools.wraps(save)
-        def save_checkpoint(iteration: int, *given: Any, **named: Any) -> Any:
-            result = save(iteration, *given, **named)
+        def save_checkpoint(run: Callable[..., Any], iteration: int, *given: Any, **named: Any) -> Any:
+            result = run(iteration, *given, **named)
             self.write_state(_folder(args.save, iteration))
             return result
 
-        @functools.wraps(write)
-        def log(args: Any, metrics: Mapping[str, Any], step_key: str) -> Any:
+        def log(run: Callable[..., Any], args: Any, metrics: Mapping[str, Any], step_key: str) -> Any:
             ours = self.figures if step_key == _STEP_KEY else {}
-            return write(args, {**metrics, **ours}, step_key=step_key)
+            return run(args, {**metrics, **ours}, step_key=step_key)
 
-        self.adapter.overrides.set(host, "save_checkpoint", save_checkpoint)
-        self.adapter.overrides.set(host.logging_utils, "log", log)
+        self.adapter.overrides.wrap(host, "save_checkpoint", save_checkpoint)
+        self.adapter.overrides.wrap(host.logging_utils, "log", log)
 
 
 def _folder(save: str, iteration: int) -> Path:

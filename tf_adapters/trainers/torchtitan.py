@@ -29,7 +29,7 @@ from tf_adapters.log import announce
 from tf_adapters.overrides import Overrides
 from tf_adapters.torch_pipelining.entry import attach
 from tf_adapters.trainers.run import TrainerRun
-from tf_adapters.trainers.torchtitan_norm import late_norm, meetings, post_validate
+from tf_adapters.trainers.torchtitan_norm import meetings, replace_norm
 from tf_adapters.trainers.torchtitan_settings import JobSettings
 
 __all__ = ["Installed", "install", "main", "trainer_module"]
@@ -58,17 +58,14 @@ class Installed(TrainerRun):
 
     def install(self, trainer: Any) -> None:
         refuse(missing_name(trainer, ("train",), called="torchtitan's Trainer"))
-        run = trainer.train
+        self._overrides.wrap(trainer, "train", self._train)
+        setattr(trainer.train, SECTION, self)
 
-        @functools.wraps(run)
-        def train(trainer: Any) -> Any:
-            self._begin(trainer)
-            result = run(trainer)
-            self.end()
-            return result
-
-        setattr(train, SECTION, self)
-        self._overrides.set(trainer, "train", train)
+    def _train(self, run: Callable[[Any], Any], trainer: Any) -> Any:
+        self._begin(trainer)
+        result = run(trainer)
+        self.end()
+        return result
 
     def revert(self) -> None:
         """Detach, if attached, and let trainers train alone again. Call it on all ranks, between two steps."""
@@ -99,35 +96,16 @@ class Installed(TrainerRun):
         self.begin(begin, warmup)
         if self.adapter is not None:
             if settings.defers:
-                self._send_norms_late(trainer, job)
-            self._log_with(trainer.metrics_processor)
+                with self.adapter.abandoned_on_error():
+                    on_all_ranks(self.adapter.collectives, lambda: replace_norm(self.adapter, trainer, job))
+            self.adapter.overrides.wrap(trainer.metrics_processor, "log", self._log)
             if saves:
                 _keep_in_checkpoints(trainer, self.adapter, warmup)
 
-    def _send_norms_late(self, trainer: Any, job: Any) -> None:
-        utils = importlib.import_module("torchtitan.distributed.utils")
-
-        def replace() -> None:
-            if self.adapter.config.post_validates:
-                post_validate(self.adapter, utils)
-                return
-            norms = late_norm(trainer, job, utils, self.adapter.overrides)
-            if norms is not None:
-                self.adapter.on_detach(norms.close)
-                line = "training.max_norm is inf: the norm of all gradients is only logged, and no rank waits for it"
-                announce(self.adapter.collectives.rank, line)
-
-        with self.adapter.abandoned_on_error():
-            on_all_ranks(self.adapter.collectives, replace)
-
-    def _log_with(self, processor: Any) -> None:
-        run = processor.log
-
-        @functools.wraps(run)
-        def log(*args: Any, extra_metrics: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
-            return run(*args, extra_metrics={**(extra_metrics or {}), **self.figures}, **kwargs)
-
-        self.adapter.overrides.set(processor, "log", log)
+    def _log(
+        self, run: Callable[..., Any], *args: Any, extra_metrics: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> Any:
+        return run(*args, extra_metrics={**(extra_metrics or {}), **self.figures}, **kwargs)
 
 
 def install(settings: TimelyFreezeConfig | Mapping[str, Any] | Settings) -> Installed:
@@ -169,29 +147,24 @@ def trainer_module() -> ModuleType:
 
 
 def _keep_in_checkpoints(trainer: Any, adapter: Any, warmup_steps: int) -> None:
-    """Save with the trainer's states and load with them; a checkpoint without ours begins freezing anew."""
+    """Save our state with the trainer's, and load it with them. Without it in the checkpoint, freezing starts anew."""
     checkpointer = trainer.checkpointer
     checkpointer.states[SECTION] = adapter
     adapter.on_detach(lambda: checkpointer.states.pop(SECTION, None))
-    run = checkpointer.load
 
-    @functools.wraps(run)
-    def load(step: int = -1) -> Any:
-        excluded = checkpointer.exclude_from_loading
-        absent = not on_one_rank(adapter.collectives, lambda: _holds_state(checkpointer, step))
-        if absent:
-            checkpointer.exclude_from_loading = [*excluded, SECTION]
-        try:
+    def load(run: Callable[[int], Any], step: int = -1) -> Any:
+        if on_one_rank(adapter.collectives, lambda: _holds_state(checkpointer, step)):
+            return run(step)
+        with Overrides() as excluding:
+            excluding.set(checkpointer, "exclude_from_loading", [*checkpointer.exclude_from_loading, SECTION])
             loaded = run(step)
-        finally:
-            checkpointer.exclude_from_loading = excluded
-        if loaded and absent:
+        if loaded:
             rank = adapter.collectives.rank
             announce(rank, "the checkpoint was saved without freezing: it begins anew", logging.WARNING)
             adapter.controller.load_state_dict(None, max(0, warmup_steps - trainer.step))
         return loaded
 
-    adapter.overrides.set(checkpointer, "load", load)
+    adapter.overrides.wrap(checkpointer, "load", load)
 
 
 def _holds_state(checkpointer: Any, step: int) -> bool:
@@ -242,14 +215,12 @@ def _prepared(settings: JobSettings) -> type:
             "start with -m tf_adapters.testing.torchtitan_on_cpu -m tf_adapters.trainers.torchtitan)"
         ) from None
     if hasattr(ConfigManager, "_maybe_load_toml"):  # before 0.3
-        load = ConfigManager._maybe_load_toml
 
-        @functools.wraps(load)
-        def load_toml(self: Any, args: list[str]) -> Any:
-            values = load(self, args)
+        def load_toml(run: Callable[..., Any], manager: Any, arguments: list[str]) -> Any:
+            values = run(manager, arguments)
             return values if values is None else settings.take_section(values)
 
-        ConfigManager._maybe_load_toml = load_toml
+        Overrides().wrap(ConfigManager, "_maybe_load_toml", load_toml)
     install(settings.config)
     return trainer
 

@@ -43,12 +43,12 @@ class JobSettings:
         Raises ConfigError: one line that names the wrong setting.
         """
         left = dict(values)
-        section = left.pop(SECTION, {})
-        enable = section.get("enable", False) if isinstance(section, dict) else False
+        section, enable = left.pop(SECTION, {}), False
+        if isinstance(section, dict):
+            section = dict(section)
+            enable = section.pop("enable", False)
         if not isinstance(enable, bool):
             raise ConfigError(f"{SECTION}.enable is {enable!r}: allowed is true or false")
-        if isinstance(section, dict):
-            section = {name: value for name, value in section.items() if name != "enable"}
         TimelyFreezeConfig.parse(section)
         self._parser.set_defaults(**{SECTION: enable}, **{f"{SECTION}_{k}": v for k, v in section.items()})
         return left
