@@ -1,7 +1,7 @@
 """Replacements of Megatron functions: one small module for each symbol, applied and reverted separately.
 
-A patch only redirects calls; ``tf_adapters.megatron`` decides what they do. Every module has ``apply`` and ``revert``.
-If a version of Megatron lacks the symbol, ``apply`` raises PatchError, which names the symbol's path.
+A patch only redirects calls; ``tf_adapters.megatron`` decides what they do. Each module has ``PATCHES``, and ``apply``,
+which raises PatchError if a version of Megatron lacks the symbol. ``patch.revert_all(PATCHES)`` restores the symbols.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from megatron_patches import (
     reductions,
     train_state,
 )
-from megatron_patches.patch import Patch
 
 ALL = (
     forward_backward,
@@ -33,11 +32,9 @@ ALL = (
 )
 
 
-def patches() -> tuple[Patch, ...]:
+def patches() -> tuple[patch.Patch, ...]:
     """Every patch, applied or not."""
-    single = (forward_step.PATCH, backward_step.PATCH, arguments.PATCH, model_setup.PATCH)
-    checkpoints = (checkpointing.SAVE, checkpointing.LOAD, train_state.SAVE, train_state.LOAD)
-    return (*forward_backward.PATCHES, *communication.PATCHES, *reductions.PATCHES, *single, *checkpoints)
+    return tuple(each for module in ALL for each in module.PATCHES)
 
 
 def revert_all() -> None:

@@ -120,7 +120,7 @@ class MegatronAdapter(HostAdapter):
         """Hook the chunks, and replace the optimizer's step."""
         model = self._model
         self._holder = HeldParameters(model.optimizer)
-        for keeper in self._holder.keepers.values():
+        for keeper in self._holder.keepers:
             self.around_steps(keeper.inner, keeper.before, keeper.after)
         self.overrides.wrap(model.optimizer, "step", self._step)
         if self._late_norm is not None:

@@ -12,8 +12,6 @@ from typing import Any
 
 from tf_adapters.overrides import Overrides
 
-__all__ = ["before_reduction"]
-
 
 @contextmanager
 def before_reduction(config: Any, finish: Callable[[int | None], None]) -> Iterator[None]:

@@ -24,16 +24,6 @@ from tf_adapters.megatron.optimizers import leaves
 
 _NAMES = ("get_grad_stats_parallel_group", "get_main_grads_for_grad_norm")
 
-__all__ = [
-    "LateGradNorm",
-    "agreed_statistics",
-    "clips",
-    "meetings",
-    "norm_can_be_late",
-    "own_norm",
-    "step_statistics_are_equal",
-]
-
 
 def norm_can_be_late(optimizer: Any) -> bool:
     """Return whether this rank's optimizer only logs the norm, and always updates."""

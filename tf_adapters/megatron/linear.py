@@ -17,8 +17,6 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from tf_adapters.weight_gradients.engine_taps import linear_layer
 from tf_adapters.weight_gradients.taps import Choose, TappedLayer, linear_gradient
 
-__all__ = ["ParallelLinearTap", "tapped_layer"]
-
 
 def tapped_layer(module: torch.nn.Module, sampled: bool = False) -> TappedLayer | None:
     """Return the tap of a layer of a Megatron model; None if the layer gets no tap, such as an embedding.

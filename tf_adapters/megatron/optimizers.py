@@ -26,15 +26,14 @@ class HeldParameters:
     """Leaves chosen parameters and their optimizer state unchanged in the next optimizer step."""
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizers = leaves(optimizer)
-        self.keepers = {id(inner): Keeper(inner) for inner in map(inner_of, self._optimizers)}
+        self._keepers = [(leaf, Keeper(inner_of(leaf))) for leaf in leaves(optimizer)]
+        self.keepers = [keeper for _, keeper in self._keepers]
 
     def hold(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Hold these model parameters from now on, instead of earlier ones."""
         chosen = tuple(parameters)
-        for optimizer in self._optimizers:
-            keeper = self.keepers[id(inner_of(optimizer))]
-            keeper.held = [main for parameter in chosen for main in _updated(optimizer, parameter)]
+        for leaf, keeper in self._keepers:
+            keeper.held = [main for parameter in chosen for main in _updated(leaf, parameter)]
 
 
 class Keeper:
@@ -55,10 +54,8 @@ class Keeper:
             if self.inner.state.get(tensor):
                 _drop_gradient(tensor)
                 self._counted.append(tensor)
-            elif hasattr(
-                self.inner, "initialize_state"
-            ):  # Transformer Engine's optimizer makes state without a gradient
-                _drop_gradient(tensor)
+            elif hasattr(self.inner, "initialize_state"):
+                _drop_gradient(tensor)  # Transformer Engine's optimizer makes state without a gradient
             else:  # no state yet: the step makes it from a gradient of zeros, and the values are put back afterwards
                 self._kept.keep([tensor])
 

@@ -30,8 +30,6 @@ from tf_adapters.schedule.deferral import most_held
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.schedule.messages import Receives
 
-__all__ = ["Links", "OrderedBatch", "is_replaceable"]
-
 Run = Callable[[Callable[[], Any], Kind, int], Any]
 """Runs the host's forward or backward of a microbatch, masked and timed, and returns its result."""
 

@@ -22,8 +22,6 @@ from tf_adapters.megatron.late_norm import own_norm, step_statistics_are_equal
 from tf_adapters.megatron.optimizers import inner_of, leaves
 from tf_adapters.training.controller import Controller
 
-__all__ = ["MegatronPostValidation", "install", "post_validation_problem"]
-
 _STATE = (
     *("save_parameter_state", "sharded_state_dict", "state_dict", "state_dict_for_save_checkpoint"),
     *("load_parameter_state", "load_state_dict", "reload_model_params"),

@@ -13,8 +13,6 @@ from tf_adapters.hosts.forwards_again import BeforeForwards
 from tf_adapters.hosts.post_validation import PostValidation
 from tf_adapters.training.controller import Controller
 
-__all__ = ["Redo", "TorchPostValidation", "own_norm"]
-
 _BACKWARDS = (_ComputationType.RECV_B, _ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_INPUT)
 
 

@@ -14,6 +14,7 @@ import torch
 
 import megatron_patches.reductions
 import megatron_patches.train_state
+from megatron_patches.patch import revert_all
 from tf_adapters.config import SECTION, TimelyFreezeConfig
 from tf_adapters.hosts.agreement import GivenConfig
 from tf_adapters.hosts.support import refuse
@@ -54,7 +55,7 @@ class TimelyFreezeCallback(TrainerRun):
             with patching(), ExitStack() as undo:
                 undo.callback(patch_schedules())
                 megatron_patches.train_state.apply(SECTION, _to_save)
-                undo.callback(megatron_patches.train_state.revert)
+                undo.callback(partial(revert_all, megatron_patches.train_state.PATCHES))
                 agreed_statistics(megatron_patches.reductions.BRIDGE, _statistics_agree)
                 undo.pop_all()
 

@@ -13,8 +13,6 @@ from tf_adapters.errors import UnsupportedError
 from tf_adapters.hosts.adapter import HostAdapter
 from tf_adapters.log import announce
 
-__all__ = ["TrainerRun", "read_state"]
-
 _FILE = f"{SECTION}.json"
 
 

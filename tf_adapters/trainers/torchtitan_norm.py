@@ -20,8 +20,6 @@ from tf_adapters.hosts.late import LateNorms
 from tf_adapters.hosts.support import refuse
 from tf_adapters.log import announce
 
-__all__ = ["meetings", "replace_norm"]
-
 _MESH = "pp_mesh"
 
 

@@ -11,8 +11,6 @@ from tf_adapters.arguments import add_arguments, config_from_args
 from tf_adapters.config import SECTION, TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
 
-__all__ = ["JobSettings"]
-
 
 def dotted(name: str) -> str:
     """``--timely_freeze.enable``, ``--timely_freeze.max_freeze_ratio``: as TorchTitan spells arguments."""

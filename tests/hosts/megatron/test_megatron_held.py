@@ -54,7 +54,7 @@ def test_a_parameter_with_scaled_moments_stays_as_it_is_to_the_bit(held_in: set[
     start = frozen.detach().clone()
     optimizer = ScaledAdam([frozen, trained])
     holder = HeldParameters(optimizer)
-    (keeper,) = holder.keepers.values()
+    (keeper,) = holder.keepers
     optimizer.register_step_pre_hook(keeper.before)
     optimizer.register_step_post_hook(keeper.after)
     for step in range(3):
