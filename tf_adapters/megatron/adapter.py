@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
@@ -31,7 +31,7 @@ from tf_adapters.megatron.chunks import Chunk, device_of
 from tf_adapters.megatron.execution import before_reduction
 from tf_adapters.megatron.late_norm import LateGradNorm, clips, meetings
 from tf_adapters.megatron.linear import tapped_layer
-from tf_adapters.megatron.optimizers import HeldParameters, held_values, scale_gradients
+from tf_adapters.megatron.optimizers import HeldParameters, held_values, leaves, scale_gradients
 from tf_adapters.megatron.ordered import Links, OrderedBatch, is_replaceable
 from tf_adapters.megatron.post_validation import MegatronPostValidation, install, post_validation_problem
 from tf_adapters.megatron.schedules import PipelinePosition, translate
@@ -119,9 +119,9 @@ class MegatronAdapter(HostAdapter):
     def install(self) -> None:
         """Hook the chunks, and replace the optimizer's step."""
         model = self._model
-        self._holder = HeldParameters(model.optimizer)
-        for keeper in self._holder.keepers:
-            self.around_steps(keeper.inner, keeper.before, keeper.after)
+        self._holders = [HeldParameters(leaf) for leaf in leaves(model.optimizer)]
+        for holder in self._holders:
+            self.around_steps(holder.inner, holder.before, holder.after)
         self.overrides.wrap(model.optimizer, "step", self._step)
         if self._late_norm is not None:
             self.overrides.set(model.optimizer, "get_grad_norm", self._late_norm.get_grad_norm)
@@ -303,16 +303,21 @@ class MegatronAdapter(HostAdapter):
         with self._timed():
             for stage in tuple(self._unscaled):  # without DistributedDataParallel
                 self._scale(stage)
-            self._holder.hold(self.controller.held_parameters())
+            self._hold(self.controller.held_parameters())
         try:
             result = run(*args, **kwargs)
         finally:
-            self._holder.hold(())
+            self._hold(())
         if self.validation is not None and self.validation.pending:
             result = (result[0], self.validation.norm, *result[2:])
         with self._timed():
             self.controller.end_step()
         return result
+
+    def _hold(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        held = tuple(parameters)
+        for holder in self._holders:
+            holder.hold(held)
 
     def _finish_grad_sync(self, stage: int, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         run(*args, **kwargs)

@@ -54,13 +54,15 @@ def clips(optimizer: Any) -> bool:
 
 def meetings(chunks: Sequence[Any], optimizer: Any, config: Any, norm_is_late: bool) -> tuple[str, ...]:
     """Return what makes the pipeline's ranks meet between steps, as far as the settings say."""
-    limit = max(_clip_grad(optimizer), default=0.0)
-    timers = config.timers
+    timers, clip_grad = config.timers, _clip_grad(optimizer)
+    limit = max(clip_grad, default=0.0)
     found = {
         f"clip_grad {limit:g}": limit > 0.0 and not norm_is_late,
-        "the norm of all gradients, for the log": bool(_clip_grad(optimizer)) and not norm_is_late and not limit,
+        "the norm of all gradients, for the log": bool(clip_grad) and not norm_is_late and not limit,
         "the overflow check of fp16": _scales_loss(optimizer),
-        "tied embeddings": any(_shares_embeddings(chunk) for chunk in chunks),
+        "tied embeddings": any(
+            getattr(innermost(chunk), "share_embeddings_and_output_weights", False) for chunk in chunks
+        ),
         "the number of tokens (calculate_per_token_loss)": config.calculate_per_token_loss,
         "barriers of the timers (timing_log_level, barrier_with_L1_time)": timers is not None
         and config.barrier_with_L1_time
@@ -121,7 +123,3 @@ def _scales_loss(optimizer: Any) -> bool:
 def _clip_grad(optimizer: Any) -> list[float]:
     configs = [getattr(leaf, "config", None) for leaf in leaves(optimizer)]
     return [float(config.clip_grad) for config in configs if config is not None]
-
-
-def _shares_embeddings(chunk: Any) -> bool:
-    return bool(getattr(innermost(chunk), "share_embeddings_and_output_weights", False))
