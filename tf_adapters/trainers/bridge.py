@@ -32,16 +32,13 @@ _newest: TimelyFreezeCallback | None = None  # whose run trains, or has trained 
 class TimelyFreezeCallback(TrainerRun):
     """A callback of Megatron-Bridge that freezes: ``pretrain(..., callbacks=[TimelyFreezeCallback({...})])``.
 
-    Make it before ``pretrain`` or ``finetune`` is called: Bridge fetches Megatron's schedule before it starts its
-    callbacks. It attaches when training starts, goes on from the state in the checkpoint that was loaded, puts its
-    state into every checkpoint, writes figures to Bridge's loggers, and detaches at the end of training.
+    Make it before ``pretrain`` or ``finetune`` is called, since Bridge fetches Megatron's schedule before it starts its
+    callbacks. It attaches when training starts, and resumes from the state in the loaded checkpoint. It adds its state
+    to every checkpoint, writes figures to Bridge's loggers, and detaches at the end of training.
 
-    Args:
-        config: the settings; by default all defaults. Equal on all ranks.
-
-    Raises:
-        ConfigError: a setting is wrong. UnsupportedError: Megatron-Core or Megatron-Bridge lacks what it needs; raised
-            at the start of training, on all ranks, where freezing cannot be right with this model.
+    ``config`` are the settings, equal on all ranks; by default all defaults. Raises ConfigError if a setting is wrong,
+    and UnsupportedError if Megatron-Core or Megatron-Bridge lacks a symbol. The start of training raises
+    UnsupportedError, on all ranks, if freezing cannot be right with this model.
     """
 
     prefix = "timely-freeze/"
@@ -60,7 +57,7 @@ class TimelyFreezeCallback(TrainerRun):
                 undo.pop_all()
 
     def on_train_start(self, context: Any) -> None:
-        """Attach; called by Bridge on all ranks."""
+        """Attach. Called by Bridge on all ranks."""
         global _newest
         self._state, self._last, _newest = context.state, None, self
         configured, progress = context.state.cfg, context.state.train_state
@@ -73,7 +70,7 @@ class TimelyFreezeCallback(TrainerRun):
         )
 
     def on_train_end(self, context: Any) -> None:
-        """Detach; called by Bridge on all ranks."""
+        """Detach. Called by Bridge on all ranks."""
         self._last = self.state_text()  # older versions save once more
         self.end()
 
@@ -98,12 +95,12 @@ class TimelyFreezeCallback(TrainerRun):
             comet.log_metrics(self.figures, step=self._iteration)
 
     def _logger(self, name: str) -> Any:
-        """None where it is not configured, on other ranks, and where this version does not know it."""
+        """Return a logger; None if it is not configured, lives on another rank, or is unknown to this version."""
         return getattr(self._state, f"{name}_logger", None)
 
     @property
     def _iteration(self) -> int:
-        """Bridge counts the finished ones there."""
+        """Return the number of the current iteration, from 1. Bridge counts the finished ones."""
         return int(self._state.train_state.step) + 1
 
 

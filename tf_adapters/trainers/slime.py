@@ -26,10 +26,10 @@ _run: ActorRun | None = None  # of this process, which trains one model
 def before_train_step(
     args: Any, rollout_id: int, step_id: int, model: Sequence[Any], optimizer: Any, opt_param_scheduler: Any
 ) -> None:
-    """Attach before the first step that this process trains; slime calls it before every one, on all ranks.
+    """Attach before the first step of this process. Slime calls it before every step, on all ranks.
 
-    Raises:
-        ConfigError: a setting is wrong. UnsupportedError: freezing cannot be right with this model. On all ranks.
+    Raises ConfigError, on all ranks, if a setting is wrong, and UnsupportedError if freezing cannot be right with this
+    model.
     """
     global _run
     if _run is None or _run.model is not model[0]:
@@ -40,7 +40,7 @@ def before_train_step(
 
 
 def detach() -> None:
-    """Leave the last report, and give slime and the model back as they were. Call it on all ranks, between steps."""
+    """Write the last report, and restore slime and the model. Call it on all ranks, between steps."""
     global _run
     if _run is not None:
         _run.detach()
@@ -48,7 +48,7 @@ def detach() -> None:
 
 
 class ActorRun(TrainerRun):
-    """Freezing of the actor or critic of this process. Its figures go with those of a step, under slime's names."""
+    """Freezing of the actor or critic of this process. Its figures are logged with slime's, at each step."""
 
     def __init__(self, model: Any, role: str) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class ActorRun(TrainerRun):
             self._save_and_log(args, host)
 
     def _settings(self, args: Any) -> TimelyFreezeConfig:
-        """By default all defaults, with reports in ``--save``; those of a critic are in a folder of their own."""
+        """Return the settings. Reports go to ``--save`` by default, and those of a critic to a subfolder."""
         settings = TimelyFreezeConfig.parse(getattr(args, SECTION, None)).reporting_in(args.save or ".")
         if self._role == "actor":
             return settings
@@ -93,7 +93,7 @@ def _folder(save: str, iteration: int) -> Path:
 
 
 def _loaded_from(args: Any) -> Path:
-    """The folder of the checkpoint that this run has loaded; without a number of its own it has no state of ours."""
+    """Return the folder of the loaded checkpoint. A checkpoint without a number has no state of ours."""
     load, step = Path(args.load), getattr(args, "ckpt_step", None)
     if step is not None:
         return _folder(args.load, step)

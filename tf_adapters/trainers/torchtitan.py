@@ -44,7 +44,7 @@ _USAGE = (
 )
 
 Settings = Callable[[str], TimelyFreezeConfig | None]
-"""Gives the settings, None where freezing is off; called with the job's own folder, where reports go by default."""
+"""Called with the job's folder, where reports go by default. Returns the settings; None if freezing is off."""
 
 
 class Installed(TrainerRun):
@@ -68,7 +68,7 @@ class Installed(TrainerRun):
         return result
 
     def revert(self) -> None:
-        """Detach, if attached, and let trainers train alone again. Call it on all ranks, between two steps."""
+        """Detach, if attached, and restore TorchTitan's Trainer. Call it on all ranks, between two steps."""
         self.detach()
         self._overrides.restore()
 
@@ -76,7 +76,7 @@ class Installed(TrainerRun):
         return bool(self._trainer.metrics_processor.should_log(self._trainer.step))
 
     def _begin(self, trainer: Any) -> None:
-        """Attach to a trainer that is built, before it loads its checkpoint."""
+        """Attach to a complete trainer, before it loads its checkpoint."""
         refuse(missing_name(trainer, _BUILT, called="torchtitan's Trainer"))
         job = getattr(trainer, "job_config", None) or trainer.config
         folder = job.job.dump_folder if hasattr(job, "job") else job.dump_folder
@@ -109,17 +109,17 @@ class Installed(TrainerRun):
 
 
 def install(settings: TimelyFreezeConfig | Mapping[str, Any] | Settings) -> Installed:
-    """Freeze in the pipelines of every TorchTitan trainer of this process that begins to train from here on.
+    """Freeze in the pipeline of every TorchTitan trainer of this process that starts to train after this call.
 
     Args:
-        settings: the settings; or what gives them for a job's dump folder.
+        settings: the settings, or a function that returns them for a job's dump folder.
 
     Returns:
-        A handle with ``adapter`` and ``revert()``. Installing twice returns the first one.
+        A handle with ``adapter`` and ``revert()``. A second call returns the same handle.
 
     Raises:
-        ConfigError: a setting is wrong, or it is installed already with other ones.
-        UnsupportedError: this TorchTitan lacks something, or, from ``train()``, freezing cannot be right in this job.
+        ConfigError: a setting is wrong, or differs from those of an earlier call.
+        UnsupportedError: this TorchTitan lacks a symbol, or, from ``train()``, freezing cannot be right in this job.
     """
     given = settings if callable(settings) else TimelyFreezeConfig.parse(settings)
     trainer = trainer_module().Trainer
@@ -133,7 +133,7 @@ def install(settings: TimelyFreezeConfig | Mapping[str, Any] | Settings) -> Inst
 
 
 def trainer_module() -> ModuleType:
-    """The module that defines ``Trainer``: ``torchtitan.trainer``, before 0.3 ``torchtitan.train``."""
+    """Return the module that defines ``Trainer``: ``torchtitan.trainer``, or before 0.3 ``torchtitan.train``."""
     for name in ("torchtitan.trainer", "torchtitan.train"):
         try:
             module = importlib.import_module(name)
@@ -202,7 +202,7 @@ def main() -> None:
 
 
 def _prepared(settings: JobSettings) -> type:
-    """TorchTitan's ``Trainer``, which freezes with these settings and those of its job file."""
+    """Return TorchTitan's ``Trainer``, changed to freeze with these settings and those of its job file."""
     try:
         from torchtitan.config import ConfigManager
 
