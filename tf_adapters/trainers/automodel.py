@@ -135,10 +135,7 @@ def _mark_output_layer(stage: Any, marks: Overrides) -> None:
 
 
 def main(config_path: str | None = None) -> None:
-    """Run the recipe with a YAML file: ``torchrun ... -m tf_adapters.trainers.automodel -c job.yaml``.
-
-    An error of ours becomes one line on rank 0's stderr and exit status 2 on every rank.
-    """
+    """Run the recipe with a YAML file: ``torchrun ... -m tf_adapters.trainers.automodel -c job.yaml``."""
     from nemo_automodel.components.config._arg_parser import parse_args_and_load_config
 
     with errors_in_one_line("tf_adapters.trainers.automodel"):

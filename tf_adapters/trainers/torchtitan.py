@@ -179,14 +179,11 @@ def _holds_state(checkpointer: Any, step: int) -> bool:
 
 
 def main() -> None:
-    """Run TorchTitan's training, or the module that ``-m`` names, as it would run by itself.
-
-    An error of ours becomes one line on rank 0's stderr and exit status 2 on every rank.
-    """
+    """Run TorchTitan's training, or the module that ``-m`` names, as it would run by itself."""
     arguments = sys.argv[1:]
     if arguments[:1] in (["-h"], ["--help"]):
         print(_USAGE)
-        raise SystemExit(0)
+        return
     module = "torchtitan.train"
     if arguments[:1] == ["-m"] and len(arguments) > 1:
         module, arguments = arguments[1], arguments[2:]
