@@ -33,7 +33,7 @@ ALL = (
 
 
 def patches() -> tuple[patch.Patch, ...]:
-    """Every patch, applied or not."""
+    """Return every patch, applied or not."""
     return tuple(each for module in ALL for each in module.PATCHES)
 
 

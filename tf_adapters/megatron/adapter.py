@@ -364,12 +364,12 @@ def tag(output: Any, value: tuple[MegatronAdapter, Chunk, int]) -> None:
 
 
 def tagged(output: Any) -> tuple[MegatronAdapter, Chunk, int] | None:
-    """Return the mark that ``tag`` left on a forward's output; None if the output has no mark."""
+    """Remove and return the mark that ``tag`` left on a forward's output; None if the output has no mark."""
     tensor = output[0] if isinstance(output, list) else output
     return vars(tensor).pop(_TAG, None) if isinstance(tensor, torch.Tensor) else None
 
 
 def adapter_of(model: Any) -> MegatronAdapter | None:
-    """The adapter attached to a model chunk, or to the first of a list of chunks."""
+    """Return the adapter of a model chunk, or of the first in a list of chunks; None without one."""
     chunk = model[0] if isinstance(model, (list, tuple)) and model else model
     return vars(chunk).get(ATTRIBUTE) if isinstance(chunk, torch.nn.Module) else None

@@ -41,7 +41,7 @@ class Chunk:
                     self._hooks.append(hook)
 
     def __deepcopy__(self, memo: Any) -> Chunk:
-        """A copy of the model shares this chunk: it is not another chunk of the pipeline."""
+        """Return this object: a copy of the model shares it, since it is not another chunk of the pipeline."""
         return self
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class Chunk:
 
 
 def innermost(module: Any) -> torch.nn.Module:
-    """The model inside Megatron's wrappers (DistributedDataParallel, Float16Module)."""
+    """Return the model inside Megatron's wrappers (DistributedDataParallel, Float16Module)."""
     while isinstance(getattr(module, "module", None), torch.nn.Module):
         module = module.module
     return module  # type: ignore[no-any-return]
