@@ -23,13 +23,14 @@ from tf_adapters.collectives import Collectives, holds_first_rank, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.forwards_again import ForwardsAgain
+from tf_adapters.hosts.late import LateNorms
 from tf_adapters.hosts.layers import layers_of
 from tf_adapters.hosts.waiting import WaitingWeights
 from tf_adapters.log import announce
 from tf_adapters.measuring.timer import clock_for
 from tf_adapters.megatron.chunks import Chunk, device_of
 from tf_adapters.megatron.execution import before_reduction
-from tf_adapters.megatron.late_norm import LateGradNorm, clips, meetings
+from tf_adapters.megatron.late_norm import clips, meetings, own_norm
 from tf_adapters.megatron.linear import tapped_layer
 from tf_adapters.megatron.optimizers import HeldParameters, held_values, leaves, scale_gradients
 from tf_adapters.megatron.ordered import Links, OrderedBatch, is_replaceable
@@ -90,7 +91,7 @@ class MegatronAdapter(HostAdapter):
         self._waiting: WaitingWeights | None = None
         self._ordered: OrderedBatch | None = None
         self._norm_is_late = config.defers and model.norm_can_be_late
-        self._late_norm: LateGradNorm | None = None
+        self._late_norms: LateNorms | None = None
         self._unscaled: set[int] = set()  # stages whose gradients are not yet scaled in this step
         self.collectives = collectives
         on_all_ranks(collectives, self._take_place)
@@ -113,8 +114,9 @@ class MegatronAdapter(HostAdapter):
             self.validation = MegatronPostValidation(model.optimizer, modules, self.controller)
             self.on_detach(self.validation.close)
         if self._norm_is_late:
-            self._late_norm = LateGradNorm(model.optimizer, device_of(model.chunks))
-            self.on_detach(self._late_norm.close)
+            group = model.optimizer.chained_optimizers[0].get_grad_stats_parallel_group()
+            self._late_norms = LateNorms(group, device_of(model.chunks))
+            self.on_detach(self._late_norms.close)
 
     def install(self) -> None:
         """Hook the chunks, and replace the optimizer's step."""
@@ -123,8 +125,9 @@ class MegatronAdapter(HostAdapter):
         for holder in self._holders:
             self.around_steps(holder.inner, holder.before, holder.after)
         self.overrides.wrap(model.optimizer, "step", self._step)
-        if self._late_norm is not None:
-            self.overrides.set(model.optimizer, "get_grad_norm", self._late_norm.get_grad_norm)
+        if (norms := self._late_norms) is not None:
+            optimizers, device = model.optimizer.chained_optimizers, device_of(model.chunks)
+            self.overrides.set(model.optimizer, "get_grad_norm", lambda: norms.norm(own_norm(optimizers, device)))
         if self.validation is not None:
             owners = (*model.chunks, *(chunk.model for chunk in self._chunks.values()))
             install(self.validation, self, owners, speculates=lambda: self.repeatable)
@@ -178,7 +181,7 @@ class MegatronAdapter(HostAdapter):
     @property
     def statistics_agree(self) -> bool:
         """Return whether the optimizer's success and norm are equal on all ranks without a reduction."""
-        return (self._late_norm is not None or self.validation is not None) and not self._detached
+        return (self._late_norms is not None or self.validation is not None) and not self._detached
 
     @property
     def in_batch(self) -> bool:

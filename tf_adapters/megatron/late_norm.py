@@ -1,8 +1,8 @@
 """Keeps ranks from waiting for the norm of all gradients if it is only logged and clips nothing.
 
-Megatron's chained optimizer reduces the norm over all ranks in every step, also with ``clip_grad`` 0. With
-``LateGradNorm`` it gets a tensor at once, and only reading its value waits. A training loop reads it when it logs. The
-value is the host's up to the rounding of a sum.
+Megatron's chained optimizer reduces the norm over all ranks in every step, also with ``clip_grad`` 0. The adapter gives
+it a tensor at once (``LateNorms``), and only reading its value waits. A training loop reads it when it logs. The value
+is the host's up to the rounding of a sum.
 Source: megatron/core/optimizer/optimizer.py (``ChainedOptimizer.get_grad_norm``), clip_grads.py.
 """
 
@@ -17,7 +17,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 import megatron_patches.reductions
 from megatron_patches.reductions import Loop
-from tf_adapters.hosts.late import LateNorms, LateTensor
+from tf_adapters.hosts.late import LateTensor
 from tf_adapters.hosts.support import missing_name
 from tf_adapters.megatron.chunks import innermost
 from tf_adapters.megatron.optimizers import leaves
@@ -71,24 +71,6 @@ def meetings(chunks: Sequence[Any], optimizer: Any, config: Any, norm_is_late: b
     return tuple(reason for reason, holds in found.items() if holds)
 
 
-class LateGradNorm:
-    """Stands for the ``get_grad_norm`` of a chained optimizer. Made on all ranks at the same point."""
-
-    def __init__(self, optimizer: Any, device: torch.device) -> None:
-        self._optimizers = optimizer.chained_optimizers
-        self._norms = LateNorms(self._optimizers[0].get_grad_stats_parallel_group(), device)
-        self._device = device
-
-    @torch.no_grad()
-    def get_grad_norm(self) -> LateTensor:
-        """Return the 2-norm of the gradients of all ranks."""
-        return self._norms.norm(own_norm(self._optimizers, self._device))
-
-    def close(self) -> None:
-        """Wait until every norm has arrived. Called on all ranks at the same point."""
-        self._norms.close()
-
-
 def agreed_statistics(loop: Loop, agree: Callable[[], bool]) -> None:
     """Let a training loop skip reductions of statistics while ``agree()`` says that all ranks have the same ones.
 
@@ -106,6 +88,7 @@ def agreed_statistics(loop: Loop, agree: Callable[[], bool]) -> None:
     megatron_patches.reductions.apply(loop, successful, largest)
 
 
+@torch.no_grad()
 def own_norm(optimizers: Sequence[Any], device: torch.device) -> torch.Tensor:
     """Return the norm of this rank's gradients, from the host's own kernel. It counts shared parameters once."""
     gradients = [grad for optimizer in optimizers for grad in optimizer.get_main_grads_for_grad_norm()]
