@@ -160,7 +160,7 @@ def _keep_in_checkpoints(trainer: Any, adapter: Any, warmup_steps: int) -> None:
             loaded = run(step)
         if loaded:
             rank = adapter.collectives.rank
-            announce(rank, "the checkpoint was saved without freezing, which starts anew", logging.WARNING)
+            announce(rank, "the checkpoint was saved without freezing: it starts anew", logging.WARNING)
             adapter.controller.load_state_dict(None, max(0, warmup_steps - trainer.step))
         return loaded
 
