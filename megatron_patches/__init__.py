@@ -1,7 +1,7 @@
 """Replacements of Megatron functions: one small module for each symbol, applied and reverted separately.
 
-A patch only redirects calls; ``tf_adapters.megatron`` decides what they do. Every module has ``apply`` and ``revert``.
-If a version of Megatron lacks the symbol, ``apply`` raises PatchError, which names the symbol's path.
+A patch only redirects calls; ``tf_adapters.megatron`` decides what they do. Each module has ``PATCHES``, and ``apply``,
+which raises PatchError if a version of Megatron lacks the symbol. ``patch.revert_all(PATCHES)`` restores the symbols.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from megatron_patches import (
     forward_backward,
     forward_step,
     model_setup,
+    patch,
     reductions,
     train_state,
 )
-from megatron_patches.patch import Patch
 
 ALL = (
     forward_backward,
@@ -32,16 +32,11 @@ ALL = (
 )
 
 
-def patches() -> tuple[Patch, ...]:
-    """Every patch, applied or not."""
-    single = (forward_step.PATCH, backward_step.PATCH, arguments.PATCH, model_setup.PATCH)
-    checkpoints = (checkpointing.SAVE, checkpointing.LOAD, train_state.SAVE, train_state.LOAD)
-    return (*forward_backward.PATCHES, *communication.PATCHES, *reductions.PATCHES, *single, *checkpoints)
+def patches() -> tuple[patch.Patch, ...]:
+    """Return every patch, applied or not."""
+    return tuple(each for module in ALL for each in module.PATCHES)
 
 
 def revert_all() -> None:
     """Restore every replaced symbol. Raises PatchError, and restores nothing, if other code has wrapped one."""
-    for patch in patches():
-        patch.check_revert()
-    for patch in patches():
-        patch.revert()
+    patch.revert_all(patches())

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_patches.patch import Patch
 
 PATCH = Patch("megatron.training.arguments", "add_megatron_arguments")
+PATCHES = (PATCH,)
 
 
 def apply(add: Callable[[ArgumentParser], Any]) -> None:
@@ -27,6 +28,3 @@ def apply(add: Callable[[ArgumentParser], Any]) -> None:
         return parser
 
     PATCH.handle(add_ours)
-
-
-revert = PATCH.revert

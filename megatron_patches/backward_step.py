@@ -12,8 +12,7 @@ from __future__ import annotations
 from megatron_patches.patch import Patch
 
 PATCH = Patch("megatron.core.pipeline_parallel.schedules", "backward_step", "output_tensor")
+PATCHES = (PATCH,)
 
 apply = PATCH.handle
 """``apply(handler)``: ``handler(run, output)`` runs each backward and returns the host's result."""
-
-revert = PATCH.revert

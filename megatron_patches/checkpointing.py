@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_patches.patch import Patch, handle_all, revert_all
+from megatron_patches.patch import Patch, handle_all
 
 _MODULE = "megatron.training.checkpointing"
 SAVE = Patch(_MODULE, "generate_state_dict")
 LOAD = Patch(_MODULE, "_load_base_checkpoint", "rank0")
+PATCHES = (SAVE, LOAD)
 
 
 def apply(key: str, to_save: Callable[[], Any], loaded: Callable[[Any], None]) -> None:
@@ -39,7 +40,3 @@ def apply(key: str, to_save: Callable[[], Any], loaded: Callable[[Any], None]) -
         return result
 
     handle_all({SAVE: save, LOAD: load})
-
-
-def revert() -> None:
-    revert_all((SAVE, LOAD))

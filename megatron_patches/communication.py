@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_patches.patch import Patch, handle_all, revert_all
+from megatron_patches.patch import Patch, handle_all
 
 _COMMUNICATION = "megatron.core.pipeline_parallel.p2p_communication"
 _ARGUMENTS = ("tensor_recv_prev", "tensor_recv_next")
@@ -25,7 +25,3 @@ PATCHES = (
 def apply(handler: Callable[..., Any]) -> None:
     """Let ``handler(run, tensor from the previous rank or None, tensor from the next or None)`` start transfers."""
     handle_all(dict.fromkeys(PATCHES, handler))
-
-
-def revert() -> None:
-    revert_all(PATCHES)

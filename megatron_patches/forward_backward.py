@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_patches.patch import Patch, handle_all, revert_all
+from megatron_patches.patch import Patch, handle_all
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _ARGUMENTS = ("model", "num_microbatches", "forward_only", "p2p_communicator")
@@ -27,7 +27,3 @@ PATCHES = (
 def apply(handler: Callable[..., Any]) -> None:
     """Let ``handler(run, model, number of microbatches, forward_only, P2PCommunicator or None)`` run each batch."""
     handle_all(dict.fromkeys(PATCHES, handler))
-
-
-def revert() -> None:
-    revert_all(PATCHES)

@@ -12,8 +12,7 @@ from __future__ import annotations
 from megatron_patches.patch import Patch
 
 PATCH = Patch("megatron.core.pipeline_parallel.schedules", "forward_step", "model", "current_microbatch")
+PATCHES = (PATCH,)
 
 apply = PATCH.handle
 """``apply(handler)``: ``handler(run, model chunk, microbatch or None)`` runs each forward and returns its result."""
-
-revert = PATCH.revert

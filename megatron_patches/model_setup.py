@@ -15,6 +15,7 @@ from typing import Any
 from megatron_patches.patch import Patch
 
 PATCH = Patch("megatron.training.training", "setup_model_and_optimizer")
+PATCHES = (PATCH,)
 
 
 def apply(after: Callable[[Any, Any, Any], None]) -> None:
@@ -26,6 +27,3 @@ def apply(after: Callable[[Any, Any, Any], None]) -> None:
         return result
 
     PATCH.handle(set_up)
-
-
-revert = PATCH.revert

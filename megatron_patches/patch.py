@@ -43,12 +43,9 @@ class Patch:
 
     def __init__(self, module: str, symbol: str, *arguments: str) -> None:
         self.module, self.symbol, self.arguments = module, symbol, arguments
+        self.path, self._name = f"{module}.{symbol}", symbol.rpartition(".")[2]
         self._original: Callable[..., Any] | None = None
         self._replacement: Callable[..., Any] | None = None
-
-    @property
-    def path(self) -> str:
-        return f"{self.module}.{self.symbol}"
 
     @property
     def applied(self) -> bool:
@@ -89,8 +86,8 @@ class Patch:
         problem = None
         if not callable(function):
             problem = f"this Megatron has no {self.path}"
-        elif missing := _not_taken(function, self.arguments):
-            problem = f"this Megatron's {self.path} has no argument {missing[0]}"
+        elif (missing := _not_taken(function, self.arguments)) is not None:
+            problem = f"this Megatron's {self.path} has no argument {missing}"
         if problem:
             raise PatchError(
                 f"timely_freeze cannot run here: {problem}; run `tf-adapters doctor` for the versions that work"
@@ -111,24 +108,17 @@ class Patch:
             setattr(self._owner(), self._name, self._original)
             self._original = self._replacement = None
 
-    @property
-    def _name(self) -> str:
-        return self.symbol.rpartition(".")[2]
-
     def _owner(self) -> Any:
         """Return the module, or the class in it whose method is replaced; None if the class does not exist."""
-        owner = self._import()
-        for part in self.symbol.split(".")[:-1]:
-            owner = getattr(owner, part, None)
-        return owner
-
-    def _import(self) -> Any:
         try:
-            return importlib.import_module(self.module)
+            owner: Any = importlib.import_module(self.module)
         except ModuleNotFoundError as error:
             raise PatchError(
                 f"timely_freeze cannot run here: there is no {self.module} ({error}); is Megatron on the path?"
             ) from None
+        for part in self.symbol.split(".")[:-1]:
+            owner = getattr(owner, part, None)
+        return owner
 
 
 def handle_all(handlers: Mapping[Patch, Callable[..., Any]]) -> None:
@@ -140,13 +130,16 @@ def handle_all(handlers: Mapping[Patch, Callable[..., Any]]) -> None:
 
 
 def revert_all(patches: Iterable[Patch]) -> None:
-    """Restore all originals. Raises PatchError as ``check_revert`` does."""
-    for patch in patches:
+    """Restore all originals. Raises PatchError, and restores nothing, if other code has wrapped a symbol since."""
+    known = tuple(patches)
+    for patch in known:
+        patch.check_revert()
+    for patch in known:
         patch.revert()
 
 
-def _not_taken(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
+def _not_taken(function: Callable[..., Any], names: Sequence[str]) -> str | None:
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return []
-    return [name for name in names if name not in parameters]
+        return None
+    return next((name for name in names if name not in parameters), None)

@@ -10,10 +10,11 @@ function makes no such reduction, and nothing is replaced there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from megatron_patches.patch import Patch, PatchError, revert_all
+from megatron_patches.patch import Patch, PatchError
 
 _SUCCESSFUL, _LARGEST = "logical_and_across_model_parallel_group", "reduce_max_stat_across_model_parallel_group"
 
@@ -34,20 +35,6 @@ PATCHES = tuple(patch for loop in (MEGATRON_LM, BRIDGE) for patch in (*loop.succ
 def apply(loop: Loop, successful: Callable[..., Any], largest: Callable[..., Any]) -> None:
     """Let ``successful(run, input)`` and ``largest(run, stat)`` answer the reductions of a loop."""
     for patches, handler in ((loop.successful, successful), (loop.largest, largest)):
-        for patch in _existing(patches):
-            patch.handle(handler)
-
-
-def revert() -> None:
-    revert_all(PATCHES)
-
-
-def _existing(patches: Iterable[Patch]) -> list[Patch]:
-    found = []
-    for patch in patches:
-        try:
-            patch.check()
-        except PatchError:
-            continue
-        found.append(patch)
-    return found
+        for patch in patches:
+            with suppress(PatchError):  # this loop makes no such reduction
+                patch.handle(handler)

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_patches.patch import Patch, handle_all, revert_all
+from megatron_patches.patch import Patch, handle_all
 
 _MODULE = "megatron.bridge.training.state"
 SAVE = Patch(_MODULE, "TrainState.state_dict", "self")
 LOAD = Patch(_MODULE, "TrainState.load_state_dict", "self", "state_dict")
+PATCHES = (SAVE, LOAD)
 
 
 def apply(key: str, to_save: Callable[[Any], Any]) -> None:
@@ -36,7 +37,3 @@ def apply(key: str, to_save: Callable[[Any], Any]) -> None:
         return result
 
     handle_all({SAVE: save, LOAD: load})
-
-
-def revert() -> None:
-    revert_all((SAVE, LOAD))

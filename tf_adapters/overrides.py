@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from tf_adapters.errors import UnsupportedError
@@ -25,6 +27,16 @@ class Overrides:
         before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
         self._replaced.append((owner, name, before, vars(owner).get(name, _ABSENT)))
+
+    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Replace the function ``owner.name``: a call runs ``around(host's function, *args, **kwargs)``."""
+        run = getattr(owner, name)
+
+        @functools.wraps(run)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return around(run, *args, **kwargs)
+
+        self.set(owner, name, call)
 
     def check(self) -> None:
         """Raise UnsupportedError if other code has replaced one of our values since: restoring would undo that."""

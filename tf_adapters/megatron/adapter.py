@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,27 +17,28 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from tf_adapters.collectives import Collectives, holds_first_rank, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.forwards_again import ForwardsAgain
+from tf_adapters.hosts.late import LateNorms
 from tf_adapters.hosts.layers import layers_of
 from tf_adapters.hosts.waiting import WaitingWeights
 from tf_adapters.log import announce
 from tf_adapters.measuring.timer import clock_for
 from tf_adapters.megatron.chunks import Chunk, device_of
 from tf_adapters.megatron.execution import before_reduction
-from tf_adapters.megatron.late_norm import LateGradNorm, clips, meetings
+from tf_adapters.megatron.late_norm import clips, meetings, own_norm
 from tf_adapters.megatron.linear import tapped_layer
-from tf_adapters.megatron.optimizers import HeldParameters, held_values, scale_gradients
+from tf_adapters.megatron.optimizers import HeldParameters, held_values, leaves, scale_gradients
 from tf_adapters.megatron.ordered import Links, OrderedBatch, is_replaceable
 from tf_adapters.megatron.post_validation import MegatronPostValidation, install, post_validation_problem
 from tf_adapters.megatron.schedules import PipelinePosition, translate
 from tf_adapters.megatron.units import chunk_units, tied_places
 from tf_adapters.report.observer import MetricSink
-from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.schedule.messages import Receives
+from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.selection.freeze_units import Tie
 from tf_adapters.training.batches import MOST_NUMBERS
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
@@ -90,11 +91,12 @@ class MegatronAdapter(HostAdapter):
         self._waiting: WaitingWeights | None = None
         self._ordered: OrderedBatch | None = None
         self._norm_is_late = config.defers and model.norm_can_be_late
-        self._late_norm: LateGradNorm | None = None
+        self._late_norms: LateNorms | None = None
         self._unscaled: set[int] = set()  # stages whose gradients are not yet scaled in this step
         self.collectives = collectives
-        self._orders = functools.lru_cache(MOST_NUMBERS)(self._translate)
         on_all_ranks(collectives, self._take_place)
+        translated = functools.partial(translate, collectives, self._position, model.config, pp_group=model.pp_group)
+        self._orders = functools.lru_cache(MOST_NUMBERS)(translated)
         self._orders(model.num_microbatches)  # it communicates, which describe() must not
         super().__init__(config, collectives, self._describe, metrics)
 
@@ -103,6 +105,7 @@ class MegatronAdapter(HostAdapter):
         self._links = Links(model.pp_group)
         self._position = PipelinePosition(model.pp_group.rank(), model.pp_group.size(), len(model.chunks))
         self._chunks = {id(c): Chunk(self._position.stage(index), c) for index, c in enumerate(model.chunks)}
+        self._by_stage = {chunk.stage: chunk for chunk in self._chunks.values()}
 
     def connect(self) -> None:
         model = self._model
@@ -111,32 +114,34 @@ class MegatronAdapter(HostAdapter):
             self.validation = MegatronPostValidation(model.optimizer, modules, self.controller)
             self.on_detach(self.validation.close)
         if self._norm_is_late:
-            self._late_norm = LateGradNorm(model.optimizer, device_of(model.chunks))
-            self.on_detach(self._late_norm.close)
+            group = model.optimizer.chained_optimizers[0].get_grad_stats_parallel_group()
+            self._late_norms = LateNorms(group, device_of(model.chunks))
+            self.on_detach(self._late_norms.close)
 
     def install(self) -> None:
         """Hook the chunks, and replace the optimizer's step."""
         model = self._model
-        self._holder = HeldParameters(model.optimizer)
-        for keeper in self._holder.keepers.values():
-            self.around_steps(keeper.inner, keeper.before, keeper.after)
-        self._host_step: Callable[..., Any] = model.optimizer.step
-        self.overrides.set(model.optimizer, "step", self._step)
-        if self._late_norm is not None:
-            self.overrides.set(model.optimizer, "get_grad_norm", self._late_norm.get_grad_norm)
+        self._holders = [HeldParameters(leaf) for leaf in leaves(model.optimizer)]
+        for holder in self._holders:
+            self.around_steps(holder.inner, holder.before, holder.after)
+        self.overrides.wrap(model.optimizer, "step", self._step)
+        if (norms := self._late_norms) is not None:
+            optimizers, device = model.optimizer.chained_optimizers, device_of(model.chunks)
+            self.overrides.set(model.optimizer, "get_grad_norm", lambda: norms.norm(own_norm(optimizers, device)))
         if self.validation is not None:
             owners = (*model.chunks, *(chunk.model for chunk in self._chunks.values()))
             install(self.validation, self, owners, speculates=lambda: self.repeatable)
         for wrapped in model.chunks:
             self.overrides.set(wrapped, ATTRIBUTE, self)
             if self.config.gradient_scale != "skipped_as_zero" and isinstance(wrapped, DistributedDataParallel):
-                self.overrides.set(wrapped, "finish_grad_sync", self._finishing(wrapped))
+                stage = self._chunks[id(wrapped)].stage
+                self.overrides.wrap(wrapped, "finish_grad_sync", functools.partial(self._finish_grad_sync, stage))
         for chunk in self._chunks.values():
             self.on_detach(chunk.close)
             chunk.hook(model.config)
 
     def _describe(self) -> HostPipeline:
-        model, by_stage = self._model, {chunk.stage: chunk for chunk in self._chunks.values()}
+        model, by_stage = self._model, self._by_stage
         parameters = {stage: chunk.parameters for stage, chunk in by_stage.items()}
         tapped = by_stage if self.config.splits_backwards else {}
         layer = functools.partial(tapped_layer, sampled=self.config.samples_tokens)
@@ -176,7 +181,7 @@ class MegatronAdapter(HostAdapter):
     @property
     def statistics_agree(self) -> bool:
         """Return whether the optimizer's success and norm are equal on all ranks without a reduction."""
-        return (self._late_norm is not None or self.validation is not None) and not self._detached
+        return (self._late_norms is not None or self.validation is not None) and not self._detached
 
     @property
     def in_batch(self) -> bool:
@@ -193,7 +198,7 @@ class MegatronAdapter(HostAdapter):
         self._batch_seen = True
         self._follow_plan(communicator)
         self._in_batch = True
-        self._unscaled = {chunk.stage for chunk in self._chunks.values()}
+        self._unscaled = set(self._by_stage)
         ordered = self._ordered.without_transfers() if self._ordered else nullcontext()
         try:
             with before_reduction(self._model.config, self._finish_weight_gradients), ordered:
@@ -249,70 +254,79 @@ class MegatronAdapter(HostAdapter):
         return result
 
     def _follow_plan(self, communicator: Any) -> None:
-        """If a plan has rewritten this step's order, run it, or its weight gradients between the host's actions."""
-        order, by_stage = self.controller.execution, {chunk.stage: chunk for chunk in self._chunks.values()}
+        """Prepare this batch to run as the plan orders; do nothing if the plan's order is the host's.
+
+        If forwards may move and transfers can be skipped, the batch runs in the plan's order. In other pipelines the
+        host's order stays, and only the deferred weight gradients run where the plan has put them.
+        """
+        order = self.controller.execution
         if order is self.controller.schedule and not self.repeatable:
             self.settle()
             return
         row = order.ranks[self._position.rank]
 
         def compute(action: Action, last: bool) -> None:
-            chunk = by_stage[action.stage]
+            chunk = self._by_stage[action.stage]
             with chunk.gradients.accumulating(last):
                 if last:
                     chunk.gradients.report(self.controller.mask(action.stage, action.microbatch).names)
                 self.controller.compute_weight_gradients(action.stage, action.microbatch)
 
         if self._model.moves_forwards and is_replaceable(communicator, self._model.pp_group):
-            (chunk,) = by_stage.values()
-            receives = self.receives(order)
+            (chunk,) = self._chunks.values()
+            receives, device = self.receives(order), device_of(self._model.chunks)
+            again = None
+            if self.validation is not None and self.validation.pending:
+                again = ForwardsAgain(
+                    self.validation,
+                    begin_again=self.controller.begin_step,
+                    modules=[chunk.model],
+                    device=device,
+                    tracker=get_cuda_rng_tracker(),
+                    order=order,
+                    before=receives.before,
+                    rank=self._position.rank,
+                )
             self._ordered = OrderedBatch(
                 row,
                 receives=receives,
                 links=self._links,
-                device=device_of(self._model.chunks),
+                device=device,
                 run=functools.partial(self._run, chunk=chunk),
                 compute=compute,
-                again=self._forwards_again(order, receives),
+                again=again,
             )
         else:
             self.settle()
             self._waiting = WaitingWeights(row, compute)
 
-    def _forwards_again(self, order: PipelineSchedule, receives: Receives) -> ForwardsAgain | None:
-        if self.validation is None:
-            return None
-        rank, begin_again = self._position.rank, self.controller.begin_step
-        return self.validation.forwards_again(order, receives.before, rank, begin_again)
-
-    def _step(self, *args: Any, **kwargs: Any) -> Any:
+    def _step(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer's step, then end our step."""
         if not self.controller.in_step:
             self._warn_unseen()
-            return self._host_step(*args, **kwargs)
+            return run(*args, **kwargs)
         with self._timed():
             for stage in tuple(self._unscaled):  # without DistributedDataParallel
                 self._scale(stage)
-            self._holder.hold(self.controller.held_parameters())
+            self._hold(self.controller.held_parameters())
         try:
-            result = self._host_step(*args, **kwargs)
+            result = run(*args, **kwargs)
         finally:
-            self._holder.hold(())
+            self._hold(())
         if self.validation is not None and self.validation.pending:
             result = (result[0], self.validation.norm, *result[2:])
         with self._timed():
             self.controller.end_step()
         return result
 
-    def _finishing(self, chunk: DistributedDataParallel) -> Callable[..., None]:
-        run, stage = chunk.finish_grad_sync, self._chunks[id(chunk)].stage
+    def _hold(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        held = tuple(parameters)
+        for holder in self._holders:
+            holder.hold(held)
 
-        @functools.wraps(run)
-        def finish_grad_sync(*args: Any, **kwargs: Any) -> None:
-            run(*args, **kwargs)
-            self._scale(stage)  # before the gradients of a tied embedding's other stage are added
-
-        return finish_grad_sync
+    def _finish_grad_sync(self, stage: int, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        run(*args, **kwargs)
+        self._scale(stage)  # before the gradients of a tied embedding's other stage are added
 
     def _scale(self, stage: int) -> None:
         """Scale a chunk's gradients, once a step."""
@@ -321,12 +335,6 @@ class MegatronAdapter(HostAdapter):
             scale_gradients(self.controller.gradient_scales().get(stage, ()))
 
     # --- details ---------------------------------------------------------------------------------------------
-
-    def _translate(self, num_microbatches: int) -> Any:
-        model = self._model
-        return translate(
-            self.collectives, self._position, model.config, pp_group=model.pp_group, num_microbatches=num_microbatches
-        )
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -361,12 +369,12 @@ def tag(output: Any, value: tuple[MegatronAdapter, Chunk, int]) -> None:
 
 
 def tagged(output: Any) -> tuple[MegatronAdapter, Chunk, int] | None:
-    """Return the mark that ``tag`` left on a forward's output; None if the output has no mark."""
+    """Remove and return the mark that ``tag`` left on a forward's output; None if the output has no mark."""
     tensor = output[0] if isinstance(output, list) else output
     return vars(tensor).pop(_TAG, None) if isinstance(tensor, torch.Tensor) else None
 
 
 def adapter_of(model: Any) -> MegatronAdapter | None:
-    """The adapter attached to a model chunk, or to the first of a list of chunks."""
+    """Return the adapter of a model chunk, or of the first in a list of chunks; None without one."""
     chunk = model[0] if isinstance(model, (list, tuple)) and model else model
     return vars(chunk).get(ATTRIBUTE) if isinstance(chunk, torch.nn.Module) else None

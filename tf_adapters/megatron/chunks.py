@@ -41,7 +41,7 @@ class Chunk:
                     self._hooks.append(hook)
 
     def __deepcopy__(self, memo: Any) -> Chunk:
-        """A copy of the model shares this chunk: it is not another chunk of the pipeline."""
+        """Return this object: a copy of the model shares it, since it is not another chunk of the pipeline."""
         return self
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class Chunk:
             self._mask = NOTHING_FROZEN
 
     def _keep_gradients(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        """Make the output of an embedding require gradients for recomputed segments.
+        """Make the output of an embedding require gradients.
 
         A recomputed segment computes gradients only if its input requires one. After a frozen embedding it does not,
         and the stage would silently lose its gradients.
@@ -78,7 +78,7 @@ class Chunk:
 
 
 def innermost(module: Any) -> torch.nn.Module:
-    """The model inside Megatron's wrappers (DistributedDataParallel, Float16Module)."""
+    """Return the model inside Megatron's wrappers (DistributedDataParallel, Float16Module)."""
     while isinstance(getattr(module, "module", None), torch.nn.Module):
         module = module.module
     return module  # type: ignore[no-any-return]
@@ -107,7 +107,10 @@ def hook_biases(model: torch.nn.Module, config: Any) -> list[Any]:
 
 
 def _with_constant_flags(layer: Any, inputs: Any, result: Any) -> Any:
-    """Return the layer's result with such a bias, if it is an (output, bias) pair with the layer's own bias."""
+    """Return (output, bias) with a bias that requires a gradient exactly if the output does (see ``hook_biases``).
+
+    Return None, which leaves the layer's result as it is, unless that is an output with the layer's own bias.
+    """
     if not (isinstance(result, tuple) and len(result) == 2):
         return None
     output, bias = result

@@ -29,7 +29,7 @@ class FrozenGradients:
         self._ready: list[bool] = []  # for each group of buckets, from the newest backward
 
     def __deepcopy__(self, memo: Any) -> FrozenGradients:
-        """A copy of the model reduces no gradients."""
+        """Return this object: a copy of the model reduces no gradients."""
         return self
 
     def hook(self) -> None:

@@ -12,10 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config
 
-import megatron_patches.backward_step
-import megatron_patches.communication
-import megatron_patches.forward_backward
-import megatron_patches.forward_step
+from megatron_patches import backward_step, communication, forward_backward, forward_step
 from megatron_patches.patch import revert_all
 from tf_adapters.collectives import Collectives, ProcessGroupCollectives, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
@@ -130,15 +127,14 @@ def patch_schedules() -> Callable[[], None]:
     Returns a function that reverts the patches of this call. Raises UnsupportedError, and patches nothing, if Megatron
     lacks a symbol.
     """
-    forward, backward = megatron_patches.forward_step, megatron_patches.backward_step
-    communication = megatron_patches.communication
-    patches = (*megatron_patches.forward_backward.PATCHES, *communication.PATCHES, forward.PATCH, backward.PATCH)
+    modules = (forward_backward, forward_step, backward_step, communication)
+    patches = [patch for module in modules for patch in module.PATCHES]
     new = [patch for patch in patches if not patch.applied]
     for patch in patches:
         patch.check()
-    megatron_patches.forward_backward.apply(_on_batch)
-    forward.apply(_on_forward)
-    backward.apply(_on_backward)
+    forward_backward.apply(_on_batch)
+    forward_step.apply(_on_forward)
+    backward_step.apply(_on_backward)
     communication.apply(_on_communication)
     return patching()(lambda: revert_all(new))
 

@@ -1,8 +1,8 @@
 """Keeps ranks from waiting for the norm of all gradients if it is only logged and clips nothing.
 
-Megatron's chained optimizer reduces the norm over all ranks in every step, also with ``clip_grad`` 0. With
-``LateGradNorm`` it gets a tensor at once, and only reading its value waits. A training loop reads it when it logs. The
-value is the host's up to the rounding of a sum.
+Megatron's chained optimizer reduces the norm over all ranks in every step, also with ``clip_grad`` 0. The adapter gives
+it a tensor at once (``LateNorms``), and only reading its value waits. A training loop reads it when it logs. The value
+is the host's up to the rounding of a sum.
 Source: megatron/core/optimizer/optimizer.py (``ChainedOptimizer.get_grad_norm``), clip_grads.py.
 """
 
@@ -17,22 +17,12 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 import megatron_patches.reductions
 from megatron_patches.reductions import Loop
-from tf_adapters.hosts.late import LateNorms, LateTensor
+from tf_adapters.hosts.late import LateTensor
 from tf_adapters.hosts.support import missing_name
 from tf_adapters.megatron.chunks import innermost
 from tf_adapters.megatron.optimizers import leaves
 
 _NAMES = ("get_grad_stats_parallel_group", "get_main_grads_for_grad_norm")
-
-__all__ = [
-    "LateGradNorm",
-    "agreed_statistics",
-    "clips",
-    "meetings",
-    "norm_can_be_late",
-    "own_norm",
-    "step_statistics_are_equal",
-]
 
 
 def norm_can_be_late(optimizer: Any) -> bool:
@@ -64,37 +54,21 @@ def clips(optimizer: Any) -> bool:
 
 def meetings(chunks: Sequence[Any], optimizer: Any, config: Any, norm_is_late: bool) -> tuple[str, ...]:
     """Return what makes the pipeline's ranks meet between steps, as far as the settings say."""
-    limit = max(_clip_grad(optimizer), default=0.0)
-    timers = config.timers
+    timers, clip_grad = config.timers, _clip_grad(optimizer)
+    limit = max(clip_grad, default=0.0)
     found = {
         f"clip_grad {limit:g}": limit > 0.0 and not norm_is_late,
-        "the norm of all gradients, for the log": bool(_clip_grad(optimizer)) and not norm_is_late and not limit,
+        "the norm of all gradients, for the log": bool(clip_grad) and not norm_is_late and not limit,
         "the overflow check of fp16": _scales_loss(optimizer),
-        "tied embeddings": any(_shares_embeddings(chunk) for chunk in chunks),
+        "tied embeddings": any(
+            getattr(innermost(chunk), "share_embeddings_and_output_weights", False) for chunk in chunks
+        ),
         "the number of tokens (calculate_per_token_loss)": config.calculate_per_token_loss,
         "barriers of the timers (timing_log_level, barrier_with_L1_time)": timers is not None
         and config.barrier_with_L1_time
         and getattr(timers, "_log_level", 0) > 0,
     }
     return tuple(reason for reason, holds in found.items() if holds)
-
-
-class LateGradNorm:
-    """Stands for the ``get_grad_norm`` of a chained optimizer. Made on all ranks at the same point."""
-
-    def __init__(self, optimizer: Any, device: torch.device) -> None:
-        self._optimizers = optimizer.chained_optimizers
-        self._norms = LateNorms(self._optimizers[0].get_grad_stats_parallel_group(), device)
-        self._device = device
-
-    @torch.no_grad()
-    def get_grad_norm(self) -> LateTensor:
-        """Return the 2-norm of the gradients of all ranks."""
-        return self._norms.norm(own_norm(self._optimizers, self._device))
-
-    def close(self) -> None:
-        """Wait until every norm has arrived. Called on all ranks at the same point."""
-        self._norms.close()
 
 
 def agreed_statistics(loop: Loop, agree: Callable[[], bool]) -> None:
@@ -114,6 +88,7 @@ def agreed_statistics(loop: Loop, agree: Callable[[], bool]) -> None:
     megatron_patches.reductions.apply(loop, successful, largest)
 
 
+@torch.no_grad()
 def own_norm(optimizers: Sequence[Any], device: torch.device) -> torch.Tensor:
     """Return the norm of this rank's gradients, from the host's own kernel. It counts shared parameters once."""
     gradients = [grad for optimizer in optimizers for grad in optimizer.get_main_grads_for_grad_norm()]
@@ -131,7 +106,3 @@ def _scales_loss(optimizer: Any) -> bool:
 def _clip_grad(optimizer: Any) -> list[float]:
     configs = [getattr(leaf, "config", None) for leaf in leaves(optimizer)]
     return [float(config.clip_grad) for config in configs if config is not None]
-
-
-def _shares_embeddings(chunk: Any) -> bool:
-    return bool(getattr(innermost(chunk), "share_embeddings_and_output_weights", False))

@@ -17,28 +17,21 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from tf_adapters.weight_gradients.engine_taps import linear_layer
 from tf_adapters.weight_gradients.taps import Choose, Parameters, TappedLayer, linear_gradient
 
-__all__ = ["ParallelLinearTap", "tapped_layer"]
-
 
 def tapped_layer(module: torch.nn.Module, sampled: bool = False) -> TappedLayer | None:
-    """Return the tap of a layer of a Megatron model; None if the layer gets no tap, such as an embedding.
+    """Return the tap of a layer of a Megatron model; None for an embedding and other layers without a tap.
 
-    A layer also gets no tap if its weight is shared, or if Megatron itself puts off its weight gradient
+    A layer gets no tap if its weight is shared, or if Megatron itself defers its weight gradient
     (``wgrad_deferral_limit``).
     """
     if type(module) not in (ColumnParallelLinear, RowParallelLinear):
         return linear_layer(module, sampled)
     weight = vars(module)["_parameters"].get("weight")
-    if (
-        weight is None
-        or not weight.requires_grad
-        or not weight.is_floating_point()
-        or "shared_embedding" in vars(weight)
-    ):
+    if weight is None or not weight.requires_grad or not weight.is_floating_point():
         return None
-    if getattr(module, "embedding_activation_buffer", None) is not None:
+    if "shared_embedding" in vars(weight) or getattr(module, "embedding_activation_buffer", None) is not None:
         return None
-    # Megatron trains no bias inside of the product whose weight is frozen.
+    # Megatron computes no gradient for a bias inside the product if the product's weight is frozen.
     inside = type(module) is ColumnParallelLinear and not module.skip_bias_add and module.bias is not None
     return ParallelLinearTap(module, ("weight", "bias") if inside else ("weight",))
 

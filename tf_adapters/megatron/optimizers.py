@@ -23,42 +23,29 @@ from tf_adapters.weight_gradients.kept import Kept
 
 
 class HeldParameters:
-    """Leaves chosen parameters and their optimizer state unchanged in the next optimizer step."""
+    """Leaves chosen parameters and their optimizer state unchanged in each step of one of ``leaves(optimizer)``."""
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizers = leaves(optimizer)
-        self.keepers = {id(inner): Keeper(inner) for inner in map(inner_of, self._optimizers)}
+        self._optimizer, self.inner = optimizer, inner_of(optimizer)
+        self._held: list[torch.Tensor] = []
+        self._counted: list[torch.Tensor] = []
+        self._kept = Kept()
 
     def hold(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Hold these model parameters from now on, instead of earlier ones."""
-        chosen = tuple(parameters)
-        for optimizer in self._optimizers:
-            keeper = self.keepers[id(inner_of(optimizer))]
-            keeper.held = [main for parameter in chosen for main in _updated(optimizer, parameter)]
-
-
-class Keeper:
-    """Holds tensors of one inner optimizer through each of its steps."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-        self.held: list[torch.Tensor] = []
-        self._counted: list[torch.Tensor] = []
-        self._kept = Kept()
+        self._held = [main for parameter in parameters for main in _updated(self._optimizer, parameter)]
 
     def before(self, *_: Any) -> None:
         self._kept = Kept()
         own = {id(p) for group in self.inner.param_groups for p in group["params"]}
-        for tensor in self.held:
+        for tensor in self._held:
             if id(tensor) not in own:
                 continue
             if self.inner.state.get(tensor):
                 _drop_gradient(tensor)
                 self._counted.append(tensor)
-            elif hasattr(
-                self.inner, "initialize_state"
-            ):  # Transformer Engine's optimizer makes state without a gradient
-                _drop_gradient(tensor)
+            elif hasattr(self.inner, "initialize_state"):
+                _drop_gradient(tensor)  # Transformer Engine's optimizer makes state without a gradient
             else:  # no state yet: the step makes it from a gradient of zeros, and the values are put back afterwards
                 self._kept.keep([tensor])
 

@@ -30,8 +30,6 @@ from tf_adapters.schedule.deferral import most_held
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.schedule.messages import Receives
 
-__all__ = ["Links", "OrderedBatch", "is_replaceable"]
-
 Run = Callable[[Callable[[], Any], Kind, int], Any]
 """Runs the host's forward or backward of a microbatch, masked and timed, and returns its result."""
 
@@ -205,7 +203,9 @@ class OrderedBatch:
 
     def _perform(self, action: Action) -> None:
         for target in self._receives.before.get(action, ()):
-            self._begin_to_receive(target)
+            forward = target.kind is Kind.FORWARD
+            buffer = self._empty(target.kind).requires_grad_(forward)
+            self._coming[target] = self._links.receive(buffer, -1 if forward else 1)
         if action.kind is Kind.WEIGHT_GRAD:
             self._compute(action, action == self._last)
             return
@@ -216,11 +216,6 @@ class OrderedBatch:
             self._run_forward(action, received)
         else:
             self._run_backward(action, received)
-
-    def _begin_to_receive(self, action: Action) -> None:
-        forward = action.kind is Kind.FORWARD
-        buffer = self._empty(action.kind).requires_grad_(forward)
-        self._coming[action] = self._links.receive(buffer, -1 if forward else 1)
 
     def _run_forward(self, action: Action, inputs: list[Any]) -> None:
         microbatch, config = action.microbatch, self._arguments["config"]

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from megatron_patches.patch import PatchError
 from tf_adapters.errors import UnsupportedError
 
-__all__ = ["patching"]
-
 
 @contextmanager
 def patching() -> Iterator[None]:

@@ -7,25 +7,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from megatron.core.optimizer import clip_grads
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from tf_adapters.hosts.adapter import HostAdapter
-from tf_adapters.hosts.forwards_again import ForwardsAgain
 from tf_adapters.hosts.late import LateTensor
 from tf_adapters.hosts.post_validation import PostValidation, settled
 from tf_adapters.hosts.support import Problem, first_problem
 from tf_adapters.megatron.chunks import device_of
 from tf_adapters.megatron.late_norm import own_norm, step_statistics_are_equal
 from tf_adapters.megatron.optimizers import inner_of, leaves
-from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.training.controller import Controller
-
-__all__ = ["MegatronPostValidation", "install", "post_validation_problem"]
 
 _STATE = (
     *("save_parameter_state", "sharded_state_dict", "state_dict", "state_dict_for_save_checkpoint"),
@@ -38,8 +33,7 @@ class MegatronPostValidation(PostValidation):
     """Clips as a chained optimizer of Megatron does, with its ``clip_grad``."""
 
     def __init__(self, optimizer: Any, modules: Sequence[torch.nn.Module], controller: Controller) -> None:
-        self.optimizer, self._optimizers, self._modules = optimizer, optimizer.chained_optimizers, modules
-        self._device = device_of(modules)
+        self.optimizer, self._optimizers, self._device = optimizer, optimizer.chained_optimizers, device_of(modules)
         super().__init__(self._optimizers[0].get_grad_stats_parallel_group(), self._device, controller)
         self._max_norm = float(optimizer.config.clip_grad)
         self.norm: LateTensor | None = None
@@ -48,30 +42,6 @@ class MegatronPostValidation(PostValidation):
         """Stand for the optimizer's ``get_grad_norm``: expect the norm, and return one by which nothing is clipped."""
         self.norm = self.expect(own_norm(self._optimizers, self._device))
         return 0.0
-
-    def forwards_again(
-        self,
-        order: PipelineSchedule,
-        before: Mapping[Action, Sequence[Action]],
-        rank: int,
-        begin_again: Callable[[], None],
-    ) -> ForwardsAgain | None:
-        """Return how a batch's first forwards run again; None if the last update is final.
-
-        ``before`` are the actions whose inputs a rank begins to receive before an action.
-        """
-        if not self.pending:
-            return None
-        return ForwardsAgain(
-            self,
-            begin_again=begin_again,
-            modules=self._modules,
-            device=self._device,
-            tracker=get_cuda_rng_tracker(),
-            order=order,
-            before=before,
-            rank=rank,
-        )
 
     def is_due(self, square: torch.Tensor) -> bool:
         return self._max_norm / (_root(square) + 1.0e-6) < 1.0
@@ -93,12 +63,11 @@ def install(
     step's update may be made before the norm is known.
     """
     optimizer, overrides = validation.optimizer, adapter.overrides
-    host_norm = optimizer.get_grad_norm
 
-    def get_grad_norm() -> Any:
+    def get_grad_norm(host_norm: Callable[[], Any]) -> Any:
         return validation.expected_norm() if validation.speculates(speculates()) else host_norm()
 
-    overrides.set(optimizer, "get_grad_norm", get_grad_norm)
+    overrides.wrap(optimizer, "get_grad_norm", get_grad_norm)
     for leaf in leaves(optimizer):
         keep = functools.partial(validation.before_update, step=leaf.step_with_ready_grads)
         hook = inner_of(leaf).register_step_pre_hook(lambda given, *_, keep=keep: keep(given))

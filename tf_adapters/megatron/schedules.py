@@ -34,7 +34,7 @@ class PipelinePosition:
 
 
 def translate(
-    collectives: Collectives, position: PipelinePosition, config: Any, pp_group: Any, num_microbatches: int
+    collectives: Collectives, position: PipelinePosition, config: Any, num_microbatches: int, pp_group: Any
 ) -> PipelineSchedule:
     """Return the schedule of all ranks. Megatron's functions make each rank's row on that rank.
 

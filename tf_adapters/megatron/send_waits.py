@@ -35,28 +35,28 @@ class Row:
         return range(self.warmup, len(self.actions) - self.warmup)
 
     def _together(self, position: int) -> tuple[int, int]:
-        """First and last action between two exchanges: a steady forward and its backward, else the action alone."""
+        """Return the first and last action between two exchanges: a steady forward and its backward, or one action."""
         if self.overlaps or position not in self._steady:
             return position, position
         first = position - (position - self.warmup) % 2
         return first, first + 1
 
     def receives_after(self, position: int) -> int:
-        """The action after which the receive of an action's input begins; negative: at the start."""
+        """Return the action after which the receive of an action's input begins; negative if before the first one."""
         if self.overlaps and position in self._steady:
             return max(position - 2, self.warmup - 1)
         return self.needs_at(position) - 1
 
     def needs_at(self, position: int) -> int:
-        """The first action that waits for the input of the action at ``position``."""
+        """Return the first action that waits for the input of the action at ``position``."""
         return self._together(position)[0]
 
     def sends_after(self, position: int) -> int:
-        """The action after which the result of the action at ``position`` is sent."""
+        """Return the action after which the result of the action at ``position`` is sent."""
         return self._together(position)[1]
 
     def holds_up(self, position: int) -> int | None:
-        """The first action that the send of an action's result blocks; None if it blocks no action of the batch."""
+        """Return the first action that the send of an action's result blocks; None if it blocks none of the batch."""
         held = self.sends_after(position) + 1
         if self.overlaps and position in self._steady:
             held = position + 3 if position + 2 in self._steady else len(self.actions)

@@ -24,18 +24,18 @@ _DELAYED = (
     "weight gradients are computed apart from the backward that is masked; set it to False, and weight_gradients to "
     '"deferred" here'
 )
-_UNEVEN = "it makes microbatches of different lengths, but a plan takes those of a stage for alike"
+_UNEVEN = "it makes microbatches of different lengths, but a plan assumes equal times for all microbatches of a stage"
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("cuda_graph_impl", lambda v: v != "none", "a CUDA graph would replay one mask for ever"),
     ("enable_cuda_graph", bool, "a CUDA graph would replay one mask for ever"),
     ("external_cuda_graph", bool, "a CUDA graph would replay one mask for ever"),
     ("delay_wgrad_compute", bool, _DELAYED),  # before the next one, without which Megatron refuses it
     ("overlap_moe_expert_parallel_comm", bool, "the combined 1F1B schedule mixes two microbatches in one pass"),
-    ("hybrid_context_parallel", bool, "its schedule runs forwards and backwards of its own"),
+    ("hybrid_context_parallel", bool, "its schedule runs its own forwards and backwards"),
     ("defer_embedding_wgrad_compute", bool, "weight gradients are computed apart from the backward that is masked"),
     ("overlap_dispatch_backward_with_experts_wgrad", bool, "weight gradients are computed apart from the backward"),
-    ("moe_paged_stash", bool, "it keeps count of activations that freezing does not keep"),
-    ("fine_grained_activation_offloading", bool, "it keeps count of activations that freezing does not keep"),
+    ("moe_paged_stash", bool, "it counts activations that a frozen layer does not store"),
+    ("fine_grained_activation_offloading", bool, "it counts activations that a frozen layer does not store"),
     ("mtp_standalone", bool, "multi-token prediction was checked on the last stage only"),
     ("mtp_use_repeated_layer", bool, "multi-token prediction was checked with a layer for each depth only"),
     ("mtp_detach_heads", bool, "multi-token prediction was checked with a loss that trains all of the model only"),

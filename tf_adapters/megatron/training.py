@@ -36,10 +36,9 @@ class TrainingScript:
     @patching()
     def install(self) -> None:
         """Patch ``megatron.training``. Raises UnsupportedError, and patches nothing, if a symbol is missing."""
-        checkpointing = megatron_patches.checkpointing
-        setup = (megatron_patches.arguments.PATCH, megatron_patches.model_setup.PATCH)
-        for patch in (*setup, checkpointing.SAVE, checkpointing.LOAD):
-            patch.check()
+        for module in (megatron_patches.arguments, megatron_patches.model_setup, megatron_patches.checkpointing):
+            for patch in module.PATCHES:
+                patch.check()
         megatron_patches.arguments.apply(add_arguments)
         megatron_patches.model_setup.apply(self._attach)
         megatron_patches.checkpointing.apply(SECTION, self._state_to_save, self._keep)

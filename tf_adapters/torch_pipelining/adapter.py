@@ -118,14 +118,18 @@ class TorchPipeliningAdapter(HostAdapter):
         for optimizer in self._optimizers:
             self.around_steps(optimizer, self._before_update, self._after_update)
         overrides = self.overrides
-        overrides.set(self.schedule, "step", self._stepping(self.schedule.step))
+        overrides.wrap(self.schedule, "step", self._step)
         overrides.set(self.schedule, ATTRIBUTE, self)
         if self.config.defers:
-            overrides.set(self.schedule, "_step_microbatches", self._batch(self.schedule._step_microbatches))
+            redo = None
+            if self.validation is not None:
+                redo = functools.partial(Redo, validation=self.validation, begin_again=self.controller.begin_step)
+            rewritten = RewrittenOrder(self.schedule, redo)
+            overrides.wrap(self.schedule, "_step_microbatches", functools.partial(self._batch, rewritten))
         for stage in self._stages:
-            overrides.set(stage, "forward_one_chunk", self._forward(stage))
-            overrides.set(stage, "backward_one_chunk", self._backward(stage))
-            overrides.set(stage, "backward_weight_one_chunk", self._weight_gradients(stage))
+            overrides.wrap(stage, "forward_one_chunk", functools.partial(self._forward, stage))
+            overrides.wrap(stage, "backward_one_chunk", functools.partial(self._backward, stage))
+            overrides.wrap(stage, "backward_weight_one_chunk", functools.partial(self._weight_gradients, stage))
         if self.validation is not None:
             settles = Settles(self.settle)
             for owner in (*(stage.submod for stage in self._stages), *self._optimizers):
@@ -156,52 +160,38 @@ class TorchPipeliningAdapter(HostAdapter):
     def in_batch(self) -> bool:
         return self._training
 
-    def _redo(self, runtime: Any, lowered: dict[int, list[Any]]) -> Redo:
-        assert self.validation is not None
-        return Redo(runtime, lowered, self.validation, self.controller.begin_step)
-
     # --- the host's step -------------------------------------------------------------------------------------
 
-    def _stepping(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(run)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            if not self.schedule._has_backward:  # eval() also runs step()
-                self.settle()
-                return run(*args, **kwargs)
-            # Several batches may accumulate gradients for one update. All of them take the step's masks; what was
-            # executed and how long the step took is said of the last.
-            if not self._scaler_checked:  # one may have been made after attaching; the same on every rank
-                refuse_grad_scaler()
-                self._scaler_checked = True
-            self._unscale()
-            self.controller.begin_step()
-            self._training = True
-            self._ran_backward.clear()
-            try:
-                result = run(*args, **kwargs)
-            finally:
-                self._training = False
-            self._scale()
-            if not self._optimizers:
-                self.controller.end_step()
-            return result
+    def _step(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.schedule._has_backward:  # eval() also runs step()
+            self.settle()
+            return run(*args, **kwargs)
+        # Several batches may accumulate gradients for one update. All of them take the step's masks. The executed order
+        # and the step's time are those of the last batch.
+        if not self._scaler_checked:  # a GradScaler may have been made after attaching; it is the same on every rank
+            refuse_grad_scaler()
+            self._scaler_checked = True
+        self._unscale()
+        self.controller.begin_step()
+        self._training = True
+        self._ran_backward.clear()
+        try:
+            result = run(*args, **kwargs)
+        finally:
+            self._training = False
+        self._scale()
+        if not self._optimizers:
+            self.controller.end_step()
+        return result
 
-        return step
-
-    def _batch(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the host's loop to run a batch in the order of ``controller.execution``."""
-        rewritten = RewrittenOrder(self.schedule, None if self.validation is None else self._redo)
-
-        @functools.wraps(run)
-        def step_microbatches(*args: Any, **kwargs: Any) -> Any:
-            order = self.controller.execution
-            if not self._training or (order is self.controller.schedule and not self.repeatable):
-                if self.validation is not None:
-                    self.validation.settle()
-                return run(*args, **kwargs)
-            return rewritten.run(order, *args, **kwargs)
-
-        return step_microbatches
+    def _batch(self, rewritten: RewrittenOrder, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a batch in the order of ``controller.execution``."""
+        order = self.controller.execution
+        if not self._training or (order is self.controller.schedule and not self.repeatable):
+            if self.validation is not None:
+                self.validation.settle()
+            return run(*args, **kwargs)
+        return rewritten.run(order, *args, **kwargs)
 
     def _scale(self) -> None:
         """Scale the gradients after a batch: they have been reduced, and the user may clip them before the update."""
@@ -239,34 +229,28 @@ class TorchPipeliningAdapter(HostAdapter):
 
     # --- a stage's computations ------------------------------------------------------------------------------
 
-    def _forward(self, stage: Any) -> Callable[..., Any]:
-        run = stage.forward_one_chunk
-
-        @functools.wraps(run)
-        def forward_one_chunk(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            with self._action(stage, Kind.FORWARD, fwd_chunk_id):
-                return run(fwd_chunk_id, *args, **kwargs)
-
-        return forward_one_chunk
+    def _forward(self, stage: Any, run: Callable[..., Any], fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._action(stage, Kind.FORWARD, fwd_chunk_id):
+            return run(fwd_chunk_id, *args, **kwargs)
 
     def _defers(self, stage: Any) -> bool:
         """Return whether taps defer this stage's weight gradients to their W."""
         return self._training and stage.stage_index in self.controller.pipeline.taps
 
-    def _backward(self, stage: Any) -> Callable[..., None]:
-        run = stage.backward_one_chunk
-
-        @functools.wraps(run)
-        def backward_one_chunk(
-            bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-        ) -> None:
-            # If taps defer the weight gradients, the host's full backward is only an input gradient.
-            whole = full_backward or self._defers(stage)
-            kind = Kind.BACKWARD if full_backward else Kind.INPUT_GRAD
-            with self._reported(stage, bwd_chunk_id, last_backward), self._action(stage, kind, bwd_chunk_id):
-                run(bwd_chunk_id, loss=loss, full_backward=whole, last_backward=last_backward)
-
-        return backward_one_chunk
+    def _backward(
+        self,
+        stage: Any,
+        run: Callable[..., None],
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        # If taps defer the weight gradients, the host's full backward is only an input gradient.
+        whole = full_backward or self._defers(stage)
+        kind = Kind.BACKWARD if full_backward else Kind.INPUT_GRAD
+        with self._reported(stage, bwd_chunk_id, last_backward), self._action(stage, kind, bwd_chunk_id):
+            run(bwd_chunk_id, loss=loss, full_backward=whole, last_backward=last_backward)
 
     def _reported(self, stage: Any, microbatch: int, last: bool) -> AbstractContextManager[None]:
         if not self._training:
@@ -276,18 +260,14 @@ class TorchPipeliningAdapter(HostAdapter):
         names = self.controller.mask(stage.stage_index, microbatch).names
         return reported_to_reducer(stage.submod, names, first=first, last=last)
 
-    def _weight_gradients(self, stage: Any) -> Callable[..., None]:
-        run = stage.backward_weight_one_chunk
-
-        @functools.wraps(run)
-        def backward_weight_one_chunk(bwd_chunk_id: int, last_backward: bool = False) -> None:
-            if self._defers(stage):
-                self.controller.compute_weight_gradients(stage.stage_index, bwd_chunk_id)
-                return
-            with self._action(stage, Kind.WEIGHT_GRAD, bwd_chunk_id):
-                run(bwd_chunk_id, last_backward=last_backward)
-
-        return backward_weight_one_chunk
+    def _weight_gradients(
+        self, stage: Any, run: Callable[..., None], bwd_chunk_id: int, last_backward: bool = False
+    ) -> None:
+        if self._defers(stage):
+            self.controller.compute_weight_gradients(stage.stage_index, bwd_chunk_id)
+            return
+        with self._action(stage, Kind.WEIGHT_GRAD, bwd_chunk_id):
+            run(bwd_chunk_id, last_backward=last_backward)
 
     @contextmanager
     def _action(self, stage: Any, kind: Kind, microbatch: int) -> Iterator[None]:

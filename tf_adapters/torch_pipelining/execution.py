@@ -15,8 +15,6 @@ from torch.distributed.pipelining import schedules as host
 
 from tf_adapters.schedule.ir import PipelineSchedule
 
-__all__ = ["RewrittenOrder"]
-
 
 class RewrittenOrder:
     """Runs the batches of one schedule object in another order."""

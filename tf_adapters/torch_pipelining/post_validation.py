@@ -13,8 +13,6 @@ from tf_adapters.hosts.forwards_again import BeforeForwards
 from tf_adapters.hosts.post_validation import PostValidation
 from tf_adapters.training.controller import Controller
 
-__all__ = ["Redo", "TorchPostValidation", "own_norm"]
-
 _BACKWARDS = (_ComputationType.RECV_B, _ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_INPUT)
 
 
@@ -48,7 +46,7 @@ class TorchPostValidation(PostValidation):
 
 
 def own_norm(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    """Return the norm of the gradients of this rank's stage."""
+    """Return the norm of these parameters' gradients on this rank."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # tensor-parallel gradients are DTensors
 
@@ -84,10 +82,14 @@ class Redo(list[Any]):
         if self._validation.settle():
             assert before is not None
             self._finish_messages()
-            self._forget_forwards()
+            for old in (self._stage.fwd_cache, self._stage.output_chunks, self._runtime._internal_losses):
+                old.clear()
             before.put_back()
             self._begin_again()
-            yield from self._resharded()
+            if isinstance(self._stage.submod, FSDPModule):
+                # FSDP frees its gathered copies of the old weights. The first action gathers the new ones.
+                self._runtime._assert_unsharded(self._stage)
+                yield _Action(self._stage.stage_index, _ComputationType.RESHARD, None)
             yield from self._prefix
         yield from self._rest
 
@@ -103,18 +105,6 @@ class Redo(list[Any]):
             _wait_batch_p2p(works)
         for _ in range(self._unreceived):
             _wait_batch_p2p(_batch_p2p(stage.get_fwd_recv_ops(0)))
-
-    def _resharded(self) -> Iterator[_Action]:
-        """Let FSDP free what it has gathered of the old weights. The first action gathers the new ones."""
-        stage, runtime = self._stage, self._runtime
-        if isinstance(stage.submod, FSDPModule):
-            runtime._assert_unsharded(stage)
-            yield _Action(stage.stage_index, _ComputationType.RESHARD, None)
-
-    def _forget_forwards(self) -> None:
-        self._stage.fwd_cache.clear()
-        self._stage.output_chunks.clear()
-        self._runtime._internal_losses.clear()
 
 
 def before_backwards(actions: Sequence[_Action]) -> list[_Action]:

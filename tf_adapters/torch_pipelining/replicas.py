@@ -80,7 +80,7 @@ def reshards_after_forward(module: Any) -> bool:
 
 
 def sharded_groups(module: torch.nn.Module) -> Iterator[Any]:
-    """The groups of parameters that FSDP gathers and reduces together."""
+    """Yield the groups of parameters that FSDP gathers and reduces together."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             yield from part._get_fsdp_state()._fsdp_param_groups

@@ -27,9 +27,7 @@ def translate(schedule: Any) -> PipelineSchedule:
 
     Raises UnsupportedError if the object has no such lists, ScheduleError if the lists cannot run.
     """
-    if isinstance(
-        schedule, host.Schedule1F1B
-    ):  # its pipeline_order is one microbatch late on the last rank (2.13-2.15)
+    if isinstance(schedule, host.Schedule1F1B):  # pipeline_order is one microbatch late on the last rank (2.13-2.15)
         return one_forward_one_backward(schedule._num_stages, schedule._n_microbatches)
     return from_action_lists(_action_lists(schedule))
 
@@ -59,9 +57,7 @@ def _computations(actions: Iterable[Any]) -> Iterator[Action]:
     for action in actions:
         if action is None:
             continue
-        if (
-            action.sub_actions is not None
-        ):  # an overlapped forward and backward, which the host runs one after the other
+        if action.sub_actions is not None:  # a forward and a backward, which the host runs one after the other
             yield from _computations(action.sub_actions)
         elif action.computation_type.value in _KINDS:
             yield Action(action.stage_index, _KINDS[action.computation_type.value], action.microbatch_index)

@@ -118,7 +118,7 @@ def _replaced_problem(schedule: Any) -> Problem:
     if module.split(".")[0] == "torch":
         return None
     return (
-        f"the schedule runs its batches in a loop of {module}, and a rewritten order would run without what that does; "
+        f"the schedule runs its batches in a loop of {module}, which a rewritten order would bypass; "
         'use weight_gradients "in_place"'
     )
 

@@ -1,1 +1,1 @@
-"""Ways into trainers that stand on a host: each module belongs to the trainer of its name, and stands on ``run``."""
+"""Freezing in trainers that stand on a host. Each module is for the trainer of its name, on the base in ``run``."""

@@ -32,34 +32,30 @@ _RECIPE = ("checkpointer", "lr_scheduler", "optimizer", "pp", "step_scheduler")
 
 
 class RecipeRun(TrainerRun):
-    """Freezing in a recipe, and a state that the recipe tracks: its checkpoints have it in ``timely_freeze.pt``."""
+    """Freezing in a recipe. The recipe tracks its state and saves it in each checkpoint, as ``timely_freeze.pt``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.loaded: Mapping[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the run; empty where nothing is frozen."""
+        """Return the state of the run; empty without an adapter."""
         return {} if self.adapter is None else dict(self.adapter.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep it until freezing is attached: a recipe loads while it is set up."""
+        """Store the state until freezing is attached, since a recipe loads its checkpoint during its setup."""
         self.loaded = state
 
 
 class Freezing:
-    """Mixed into a recipe of AutoModel's that trains a pipeline, before it in the list of its bases.
+    """A mixin for a recipe of AutoModel that trains a pipeline. Put it first among the recipe's bases.
 
     It reads the ``timely_freeze`` section when the recipe is made, and attaches at the start of the training loop. It
-    goes on from the state in the checkpoint that the recipe has loaded, and adds figures to the recipe's logs. It
-    detaches at the end.
+    resumes from the state in the loaded checkpoint, adds figures to the recipe's logs, and detaches at the end.
+    During training ``timely_freeze.adapter`` is the adapter.
 
-    Attributes:
-        timely_freeze: has ``adapter`` while training runs; None before, after, and where nothing is frozen.
-
-    Raises:
-        ConfigError: a setting is wrong. UnsupportedError: at the start of training, on all ranks, where freezing cannot
-            be right in this job.
+    Raises ConfigError if a setting is wrong. The start of training raises UnsupportedError, on all ranks, if freezing
+    cannot be right in this job.
     """
 
     def __init__(self, cfg: Any) -> None:
@@ -70,7 +66,7 @@ class Freezing:
         self.timely_freeze = RecipeRun()
 
     def run_train_validation_loop(self) -> Any:
-        """Train with freezing; AutoModel's loop."""
+        """Run AutoModel's training loop with freezing."""
         if self._freeze_settings is None:
             announce(dist.get_rank(), f'disabled: the config has no "{SECTION}" section')
         else:
@@ -85,7 +81,7 @@ class Freezing:
         super().log_train_metrics(log_data)  # type: ignore[misc]
 
     def _load_checkpoint_tracked_state(self, ckpt_dir: str) -> Any:
-        """Load what a checkpoint has; of one that was saved without freezing, all but our state."""
+        """Load a checkpoint. If it was saved without freezing, load all but our state."""
         tracked: set[str] = self.__dict__["__state_tracked"]
         absent = not os.path.isfile(os.path.join(ckpt_dir, f"{SECTION}.pt"))
         if absent:
@@ -123,9 +119,9 @@ def _begin(recipe: Any, run: RecipeRun, settings: TimelyFreezeConfig) -> None:
 
 
 def _mark_output_layer(stage: Any, marks: Overrides) -> None:
-    """Mark a stage whose output layer the loss computes with, whether alone or also.
+    """Mark a stage if the loss computes with its output layer.
 
-    Linear cross entropy takes hidden states and that layer's weight; so does the loss of multi-token prediction.
+    Linear cross entropy and the loss of multi-token prediction take hidden states and that layer's weight.
     """
     module: torch.nn.Module = inside_replica(stage.submod)
     model: Any = module
@@ -139,10 +135,7 @@ def _mark_output_layer(stage: Any, marks: Overrides) -> None:
 
 
 def main(config_path: str | None = None) -> None:
-    """Run the recipe with a YAML file: ``torchrun ... -m tf_adapters.trainers.automodel -c job.yaml``.
-
-    An error of ours becomes one line on rank 0's stderr and exit status 2 on every rank.
-    """
+    """Run the recipe with a YAML file: ``torchrun ... -m tf_adapters.trainers.automodel -c job.yaml``."""
     from nemo_automodel.components.config._arg_parser import parse_args_and_load_config
 
     with errors_in_one_line("tf_adapters.trainers.automodel"):

@@ -14,6 +14,7 @@ import torch
 
 import megatron_patches.reductions
 import megatron_patches.train_state
+from megatron_patches.patch import revert_all
 from tf_adapters.config import SECTION, TimelyFreezeConfig
 from tf_adapters.hosts.agreement import GivenConfig
 from tf_adapters.hosts.support import refuse
@@ -31,16 +32,13 @@ _newest: TimelyFreezeCallback | None = None  # whose run trains, or has trained 
 class TimelyFreezeCallback(TrainerRun):
     """A callback of Megatron-Bridge that freezes: ``pretrain(..., callbacks=[TimelyFreezeCallback({...})])``.
 
-    Make it before ``pretrain`` or ``finetune`` is called: Bridge fetches Megatron's schedule before it starts its
-    callbacks. It attaches when training starts, goes on from the state in the checkpoint that was loaded, puts its
-    state into every checkpoint, writes figures to Bridge's loggers, and detaches at the end of training.
+    Make it before ``pretrain`` or ``finetune`` is called, since Bridge fetches Megatron's schedule before it starts its
+    callbacks. It attaches when training starts, and resumes from the state in the loaded checkpoint. It adds its state
+    to every checkpoint, writes figures to Bridge's loggers, and detaches at the end of training.
 
-    Args:
-        config: the settings; by default all defaults. Equal on all ranks.
-
-    Raises:
-        ConfigError: a setting is wrong. UnsupportedError: Megatron-Core or Megatron-Bridge lacks what it needs; raised
-            at the start of training, on all ranks, where freezing cannot be right with this model.
+    ``config`` are the settings, equal on all ranks; by default all defaults. Raises ConfigError if a setting is wrong,
+    and UnsupportedError if Megatron-Core or Megatron-Bridge lacks a symbol. The start of training raises
+    UnsupportedError, on all ranks, if freezing cannot be right with this model.
     """
 
     prefix = "timely-freeze/"
@@ -54,12 +52,12 @@ class TimelyFreezeCallback(TrainerRun):
             with patching(), ExitStack() as undo:
                 undo.callback(patch_schedules())
                 megatron_patches.train_state.apply(SECTION, _to_save)
-                undo.callback(megatron_patches.train_state.revert)
+                undo.callback(partial(revert_all, megatron_patches.train_state.PATCHES))
                 agreed_statistics(megatron_patches.reductions.BRIDGE, _statistics_agree)
                 undo.pop_all()
 
     def on_train_start(self, context: Any) -> None:
-        """Attach; called by Bridge on all ranks."""
+        """Attach. Called by Bridge on all ranks."""
         global _newest
         self._state, self._last, _newest = context.state, None, self
         configured, progress = context.state.cfg, context.state.train_state
@@ -72,15 +70,9 @@ class TimelyFreezeCallback(TrainerRun):
         )
 
     def on_train_end(self, context: Any) -> None:
-        """Detach; called by Bridge on all ranks."""
+        """Detach. Called by Bridge on all ranks."""
         self._last = self.state_text()  # older versions save once more
         self.end()
-
-    def text_to_save(self, train_state: Any) -> str | None:
-        """Return our entry in a checkpoint with this run's TrainState; None for the TrainState of other runs."""
-        if self._state is None or train_state is not self._state.train_state:
-            return None
-        return self.state_text() or self._last
 
     def due(self) -> bool:
         """Return whether Bridge writes after the step that has ended."""
@@ -91,26 +83,24 @@ class TimelyFreezeCallback(TrainerRun):
     def __call__(self, figures: Mapping[str, float]) -> None:
         """Write figures to Bridge's loggers, which live on the last rank. Called on every rank after ``due`` steps."""
         super().__call__(figures)
-        tensorboard, wandb = self._logger("tensorboard"), self._logger("wandb")
-        mlflow, comet = self._logger("mlflow"), self._logger("comet")
-        if tensorboard:
+        if tensorboard := self._logger("tensorboard"):
             for name, value in self.figures.items():
                 tensorboard.add_scalar(name, value, self._iteration)
-        if wandb:
+        if wandb := self._logger("wandb"):
             wandb.log(self.figures, self._iteration)
-        if mlflow:
+        if mlflow := self._logger("mlflow"):
             renamed = {name.replace("/", "_"): value for name, value in self.figures.items()}
             mlflow.log_metrics(renamed, step=self._iteration)
-        if comet:
+        if comet := self._logger("comet"):
             comet.log_metrics(self.figures, step=self._iteration)
 
     def _logger(self, name: str) -> Any:
-        """None where it is not configured, on other ranks, and where this version does not know it."""
+        """Return a logger; None if it is not configured, lives on another rank, or is unknown to this version."""
         return getattr(self._state, f"{name}_logger", None)
 
     @property
     def _iteration(self) -> int:
-        """Bridge counts the finished ones there."""
+        """Return the number of the current iteration, from 1. Bridge counts the finished ones."""
         return int(self._state.train_state.step) + 1
 
 
@@ -120,6 +110,8 @@ def _statistics_agree() -> bool:
 
 
 def _to_save(train_state: Any) -> torch.Tensor | None:
-    """Our state as JSON, in bytes: a TrainState's entries are tensors."""
-    text = None if _newest is None else _newest.text_to_save(train_state)
+    """Return our state as the bytes of its JSON, since a TrainState's entries are tensors; None for other runs'."""
+    if _newest is None or train_state is not _newest._state.train_state:
+        return None
+    text = _newest.state_text() or _newest._last
     return None if text is None else torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)

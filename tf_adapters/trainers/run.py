@@ -1,4 +1,4 @@
-"""The base of the ways into trainers: figures in their logs, the state in their checkpoints, begin and end."""
+"""The base of all trainers' modules: figures for logs, the state for checkpoints, begin and end."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from tf_adapters.errors import UnsupportedError
 from tf_adapters.hosts.adapter import HostAdapter
 from tf_adapters.log import announce
 
-__all__ = ["TrainerRun", "read_state"]
-
 _FILE = f"{SECTION}.json"
 
 
 class TrainerRun:
-    """Freezing in one training of a trainer; the adapter gives it the figures of each step.
+    """Freezing in one training of a trainer. The adapter calls it with the figures of each step.
 
     Attributes:
-        adapter: the host's adapter while it freezes; None before, after, and where ``enabled`` is false.
-        figures: those of the newest step, by the name that the trainer logs, which begins with ``prefix``.
+        adapter: the host's adapter during training; None before, after, and if ``enabled`` is false.
+        figures: the figures of the newest step, by their names in the trainer's log, which begin with ``prefix``.
     """
 
     prefix = f"{SECTION}/"
@@ -37,7 +35,7 @@ class TrainerRun:
         return True
 
     def __call__(self, figures: Mapping[str, float]) -> None:
-        """Take the figures of a step."""
+        """Store the figures of a step."""
         self.figures = {f"{self.prefix}{name}": value for name, value in figures.items()}
 
     def begin(
@@ -46,9 +44,10 @@ class TrainerRun:
         warmup: int,
         saved: Callable[[], str | bytes] | None = None,
     ) -> None:
-        """Attach, and go on from a state where the trainer goes on from a checkpoint. Called on all ranks.
+        """Attach, and resume from the saved state if the trainer resumes from a checkpoint. Called on all ranks.
 
-        ``saved`` reads the state's text. Rank 0's counts; freezing begins anew where it cannot be read.
+        ``saved`` reads the state's text, of which rank 0's counts. If it cannot be read, freezing starts from its
+        beginning.
         """
         self.adapter, self.figures = None, {}
         adapter = attach(metrics=self, warmup_steps=warmup)
@@ -58,11 +57,11 @@ class TrainerRun:
         self.adapter = adapter
 
     def state_text(self) -> str | None:
-        """The state for a checkpoint, as JSON; None where nothing freezes."""
+        """Return the state for a checkpoint, as JSON; None without an adapter."""
         return None if self.adapter is None else json.dumps(self.adapter.controller.state_dict())
 
     def write_state(self, folder: str | Path) -> None:
-        """Write the state into a checkpoint's folder, on rank 0; a disk that fails costs the state and not the run."""
+        """Write the state into a checkpoint's folder, on rank 0. If the disk fails, log it and go on."""
         text = self.state_text()
         if text is None or self.adapter.collectives.rank != 0:
             return
@@ -74,10 +73,10 @@ class TrainerRun:
             announce(0, f"the state cannot be saved in {path} ({error.strerror}): a resumed run monitors anew")
 
     def end(self) -> None:
-        """Leave the last report and give the host back as it was, at the end of a training. Called on all ranks.
+        """Write the last report and restore the host, at the end of a training. Called on all ranks.
 
-        Not after an error, when other ranks may be gone: the end of the process writes the report then. Where other
-        code has wrapped ours, the host stays as it is, with a warning.
+        Do not call it after an error, when other ranks may be gone; the report is then written when the process ends.
+        If other code has wrapped our functions, log a warning and leave the host as it is.
         """
         try:
             self.detach()
@@ -86,14 +85,14 @@ class TrainerRun:
             self.adapter = None
 
     def detach(self) -> None:
-        """Do as ``end``, but raise UnsupportedError, on all ranks, where other code has wrapped ours."""
+        """Do as ``end``, but raise UnsupportedError, on all ranks, if other code has wrapped our functions."""
         if self.adapter is not None:
             self.adapter.detach()
             self.adapter = None
 
 
 def read_state(folder: str | Path) -> str:
-    """The text that ``write_state`` has left in a checkpoint's folder."""
+    """Return the text that ``write_state`` has written into a checkpoint's folder."""
     return (Path(folder) / _FILE).read_text()
 
 

@@ -7,7 +7,7 @@ Source: slime/backends/megatron_utils (model.py, checkpoint.py), slime/observabi
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,10 @@ _run: ActorRun | None = None  # of this process, which trains one model
 def before_train_step(
     args: Any, rollout_id: int, step_id: int, model: Sequence[Any], optimizer: Any, opt_param_scheduler: Any
 ) -> None:
-    """Attach before the first step that this process trains; slime calls it before every one, on all ranks.
+    """Attach before the first step of this process. Slime calls it before every step, on all ranks.
 
-    Raises:
-        ConfigError: a setting is wrong. UnsupportedError: freezing cannot be right with this model. On all ranks.
+    Raises ConfigError, on all ranks, if a setting is wrong, and UnsupportedError if freezing cannot be right with this
+    model.
     """
     global _run
     if _run is None or _run.model is not model[0]:
@@ -40,7 +40,7 @@ def before_train_step(
 
 
 def detach() -> None:
-    """Leave the last report, and give slime and the model back as they were. Call it on all ranks, between steps."""
+    """Write the last report, and restore slime and the model. Call it on all ranks, between steps."""
     global _run
     if _run is not None:
         _run.detach()
@@ -48,7 +48,7 @@ def detach() -> None:
 
 
 class ActorRun(TrainerRun):
-    """Freezing of the actor or critic of this process. Its figures go with those of a step, under slime's names."""
+    """Freezing of the actor or critic of this process. Its figures are logged with slime's, at each step."""
 
     def __init__(self, model: Any, role: str) -> None:
         super().__init__()
@@ -68,28 +68,24 @@ class ActorRun(TrainerRun):
             self._save_and_log(args, host)
 
     def _settings(self, args: Any) -> TimelyFreezeConfig:
-        """By default all defaults, with reports in ``--save``; those of a critic are in a folder of their own."""
+        """Return the settings. Reports go to ``--save`` by default, and those of a critic to a subfolder."""
         settings = TimelyFreezeConfig.parse(getattr(args, SECTION, None)).reporting_in(args.save or ".")
         if self._role == "actor":
             return settings
         return settings.model_copy(update={"output_dir": str(Path(settings.output_dir) / self._role)})
 
     def _save_and_log(self, args: Any, host: Any) -> None:
-        save, write = host.save_checkpoint, host.logging_utils.log
-
-        @functools.wraps(save)
-        def save_checkpoint(iteration: int, *given: Any, **named: Any) -> Any:
-            result = save(iteration, *given, **named)
+        def save_checkpoint(run: Callable[..., Any], iteration: int, *given: Any, **named: Any) -> Any:
+            result = run(iteration, *given, **named)
             self.write_state(_folder(args.save, iteration))
             return result
 
-        @functools.wraps(write)
-        def log(args: Any, metrics: Mapping[str, Any], step_key: str) -> Any:
+        def log(run: Callable[..., Any], args: Any, metrics: Mapping[str, Any], step_key: str) -> Any:
             ours = self.figures if step_key == _STEP_KEY else {}
-            return write(args, {**metrics, **ours}, step_key=step_key)
+            return run(args, {**metrics, **ours}, step_key=step_key)
 
-        self.adapter.overrides.set(host, "save_checkpoint", save_checkpoint)
-        self.adapter.overrides.set(host.logging_utils, "log", log)
+        self.adapter.overrides.wrap(host, "save_checkpoint", save_checkpoint)
+        self.adapter.overrides.wrap(host.logging_utils, "log", log)
 
 
 def _folder(save: str, iteration: int) -> Path:
@@ -97,7 +93,7 @@ def _folder(save: str, iteration: int) -> Path:
 
 
 def _loaded_from(args: Any) -> Path:
-    """The folder of the checkpoint that this run has loaded; without a number of its own it has no state of ours."""
+    """Return the folder of the loaded checkpoint. A checkpoint without a number has no state of ours."""
     load, step = Path(args.load), getattr(args, "ckpt_step", None)
     if step is not None:
         return _folder(args.load, step)

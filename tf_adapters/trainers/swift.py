@@ -28,18 +28,18 @@ _TRAINER = ("args", "opt_param_scheduler", "optimizer", "state", "wrapped_models
 def register(config: GivenConfig = None) -> None:
     """Let ``--callbacks timely_freeze`` freeze with these settings; by default all defaults.
 
-    Raises ConfigError where a setting is wrong, on every rank and before a model is built.
+    Raises ConfigError if a setting is wrong, on every rank and before a model is built.
     """
     settings = TimelyFreezeConfig.parse(config)
     megatron_callbacks_map[SECTION] = lambda trainer: TimelyFreezeCallback(trainer, settings)
 
 
 class TimelyFreezeCallback(TrainerRun, MegatronCallback):  # type: ignore[misc]
-    """A callback of one of ms-swift's Megatron trainers. Made by the trainer, once ``register`` was called.
+    """A callback of one of ms-swift's Megatron trainers, which makes it after a call of ``register``.
 
-    It attaches when training begins, and goes on from the state in the folder of the weights that were loaded. It
-    leaves its state in every checkpoint (``checkpoint-N/timely_freeze.json``) and adds figures to ms-swift's logs. It
-    detaches at the end of training.
+    It attaches when training begins, and resumes from the state in the folder of the loaded weights. It writes its
+    state into every checkpoint (``checkpoint-N/timely_freeze.json``), and adds figures to ms-swift's logs. It detaches
+    at the end of training.
     """
 
     def __init__(self, trainer: Any, settings: TimelyFreezeConfig) -> None:
@@ -48,37 +48,31 @@ class TimelyFreezeCallback(TrainerRun, MegatronCallback):  # type: ignore[misc]
         self._settings = settings
 
     def on_train_begin(self) -> None:
-        """Attach; called by ms-swift on all ranks. Raises UnsupportedError, on all of them, where that is not right."""
+        """Attach. Called by ms-swift on all ranks. Raises UnsupportedError on all, if freezing cannot be right."""
         trainer, args = self.trainer, self.args
         refuse(missing_name(trainer, _TRAINER))
-        settings = self._settings.reporting_in(args.output_dir)
+        given = trainer.wrapped_models, trainer.optimizer, self._settings.reporting_in(args.output_dir)
         self.begin(
-            partial(
-                attach,
-                trainer.wrapped_models,
-                trainer.optimizer,
-                settings,
-                num_microbatches=args.num_microbatches,
-            ),
+            partial(attach, *given, num_microbatches=args.num_microbatches),
             warmup_left(trainer.opt_param_scheduler, args.global_batch_size),
             (lambda: read_state(_loaded_from(args))) if self.state.iteration > 0 else None,
         )
 
     def on_log(self, logs: dict[str, Any]) -> None:
-        """Add our figures, before the callbacks that print and write them; not to those of an evaluation."""
+        """Add our figures, except to an evaluation's, before the callbacks that print and write them."""
         if not any(name.startswith("eval_") for name in logs):
             logs.update(self.figures)
 
     def on_save(self, output_dir: str) -> None:
-        """Leave our state in the checkpoint that was saved."""
+        """Write our state into the checkpoint that was saved."""
         self.write_state(output_dir)
 
     def on_train_end(self) -> None:
-        """Detach; called by ms-swift on all ranks."""
+        """Detach. Called by ms-swift on all ranks."""
         self.end()
 
 
 def _loaded_from(args: Any) -> str:
-    """The folder whose iteration ms-swift goes on from: a Megatron checkpoint, or one of safetensors."""
+    """Return the folder of the checkpoint from which ms-swift resumes: Megatron's, or safetensors."""
     adapters = [] if args.tuner_type == "full" else list(args.adapters or ())
     return str(args.mcore_adapter or args.mcore_model or (adapters[0] if adapters else args.model))

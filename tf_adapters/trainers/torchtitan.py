@@ -29,7 +29,7 @@ from tf_adapters.log import announce
 from tf_adapters.overrides import Overrides
 from tf_adapters.torch_pipelining.entry import attach
 from tf_adapters.trainers.run import TrainerRun
-from tf_adapters.trainers.torchtitan_norm import late_norm, meetings, post_validate
+from tf_adapters.trainers.torchtitan_norm import meetings, replace_norm
 from tf_adapters.trainers.torchtitan_settings import JobSettings
 
 __all__ = ["Installed", "install", "main", "trainer_module"]
@@ -44,7 +44,7 @@ _USAGE = (
 )
 
 Settings = Callable[[str], TimelyFreezeConfig | None]
-"""Gives the settings, None where freezing is off; called with the job's own folder, where reports go by default."""
+"""Called with the job's folder, where reports go by default. Returns the settings; None if freezing is off."""
 
 
 class Installed(TrainerRun):
@@ -58,20 +58,17 @@ class Installed(TrainerRun):
 
     def install(self, trainer: Any) -> None:
         refuse(missing_name(trainer, ("train",), called="torchtitan's Trainer"))
-        run = trainer.train
+        self._overrides.wrap(trainer, "train", self._train)
+        setattr(trainer.train, SECTION, self)
 
-        @functools.wraps(run)
-        def train(trainer: Any) -> Any:
-            self._begin(trainer)
-            result = run(trainer)
-            self.end()
-            return result
-
-        setattr(train, SECTION, self)
-        self._overrides.set(trainer, "train", train)
+    def _train(self, run: Callable[[Any], Any], trainer: Any) -> Any:
+        self._begin(trainer)
+        result = run(trainer)
+        self.end()
+        return result
 
     def revert(self) -> None:
-        """Detach, if attached, and let trainers train alone again. Call it on all ranks, between two steps."""
+        """Detach, if attached, and restore TorchTitan's Trainer. Call it on all ranks, between two steps."""
         self.detach()
         self._overrides.restore()
 
@@ -79,7 +76,7 @@ class Installed(TrainerRun):
         return bool(self._trainer.metrics_processor.should_log(self._trainer.step))
 
     def _begin(self, trainer: Any) -> None:
-        """Attach to a trainer that is built, before it loads its checkpoint."""
+        """Attach to a complete trainer, before it loads its checkpoint."""
         refuse(missing_name(trainer, _BUILT, called="torchtitan's Trainer"))
         job = getattr(trainer, "job_config", None) or trainer.config
         folder = job.job.dump_folder if hasattr(job, "job") else job.dump_folder
@@ -99,49 +96,30 @@ class Installed(TrainerRun):
         self.begin(begin, warmup)
         if self.adapter is not None:
             if settings.defers:
-                self._send_norms_late(trainer, job)
-            self._log_with(trainer.metrics_processor)
+                with self.adapter.abandoned_on_error():
+                    on_all_ranks(self.adapter.collectives, lambda: replace_norm(self.adapter, trainer, job))
+            self.adapter.overrides.wrap(trainer.metrics_processor, "log", self._log)
             if saves:
                 _keep_in_checkpoints(trainer, self.adapter, warmup)
 
-    def _send_norms_late(self, trainer: Any, job: Any) -> None:
-        utils = importlib.import_module("torchtitan.distributed.utils")
-
-        def replace() -> None:
-            if self.adapter.config.post_validates:
-                post_validate(self.adapter, utils)
-                return
-            norms = late_norm(trainer, job, utils, self.adapter.overrides)
-            if norms is not None:
-                self.adapter.on_detach(norms.close)
-                line = "training.max_norm is inf: the norm of all gradients is only logged, and no rank waits for it"
-                announce(self.adapter.collectives.rank, line)
-
-        with self.adapter.abandoned_on_error():
-            on_all_ranks(self.adapter.collectives, replace)
-
-    def _log_with(self, processor: Any) -> None:
-        run = processor.log
-
-        @functools.wraps(run)
-        def log(*args: Any, extra_metrics: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
-            return run(*args, extra_metrics={**(extra_metrics or {}), **self.figures}, **kwargs)
-
-        self.adapter.overrides.set(processor, "log", log)
+    def _log(
+        self, run: Callable[..., Any], *args: Any, extra_metrics: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> Any:
+        return run(*args, extra_metrics={**(extra_metrics or {}), **self.figures}, **kwargs)
 
 
 def install(settings: TimelyFreezeConfig | Mapping[str, Any] | Settings) -> Installed:
-    """Freeze in the pipelines of every TorchTitan trainer of this process that begins to train from here on.
+    """Freeze in the pipeline of every TorchTitan trainer of this process that starts to train after this call.
 
     Args:
-        settings: the settings; or what gives them for a job's dump folder.
+        settings: the settings, or a function that returns them for a job's dump folder.
 
     Returns:
-        A handle with ``adapter`` and ``revert()``. Installing twice returns the first one.
+        A handle with ``adapter`` and ``revert()``. A second call returns the same handle.
 
     Raises:
-        ConfigError: a setting is wrong, or it is installed already with other ones.
-        UnsupportedError: this TorchTitan lacks something, or, from ``train()``, freezing cannot be right in this job.
+        ConfigError: a setting is wrong, or differs from those of an earlier call.
+        UnsupportedError: this TorchTitan lacks a symbol, or, from ``train()``, freezing cannot be right in this job.
     """
     given = settings if callable(settings) else TimelyFreezeConfig.parse(settings)
     trainer = trainer_module().Trainer
@@ -155,7 +133,7 @@ def install(settings: TimelyFreezeConfig | Mapping[str, Any] | Settings) -> Inst
 
 
 def trainer_module() -> ModuleType:
-    """The module that defines ``Trainer``: ``torchtitan.trainer``, before 0.3 ``torchtitan.train``."""
+    """Return the module that defines ``Trainer``: ``torchtitan.trainer``, or before 0.3 ``torchtitan.train``."""
     for name in ("torchtitan.trainer", "torchtitan.train"):
         try:
             module = importlib.import_module(name)
@@ -169,29 +147,24 @@ def trainer_module() -> ModuleType:
 
 
 def _keep_in_checkpoints(trainer: Any, adapter: Any, warmup_steps: int) -> None:
-    """Save with the trainer's states and load with them; a checkpoint without ours begins freezing anew."""
+    """Save our state with the trainer's, and load it with them. Without it in the checkpoint, freezing starts anew."""
     checkpointer = trainer.checkpointer
     checkpointer.states[SECTION] = adapter
     adapter.on_detach(lambda: checkpointer.states.pop(SECTION, None))
-    run = checkpointer.load
 
-    @functools.wraps(run)
-    def load(step: int = -1) -> Any:
-        excluded = checkpointer.exclude_from_loading
-        absent = not on_one_rank(adapter.collectives, lambda: _holds_state(checkpointer, step))
-        if absent:
-            checkpointer.exclude_from_loading = [*excluded, SECTION]
-        try:
+    def load(run: Callable[[int], Any], step: int = -1) -> Any:
+        if on_one_rank(adapter.collectives, lambda: _holds_state(checkpointer, step)):
+            return run(step)
+        with Overrides() as excluding:
+            excluding.set(checkpointer, "exclude_from_loading", [*checkpointer.exclude_from_loading, SECTION])
             loaded = run(step)
-        finally:
-            checkpointer.exclude_from_loading = excluded
-        if loaded and absent:
+        if loaded:
             rank = adapter.collectives.rank
-            announce(rank, "the checkpoint was saved without freezing: it begins anew", logging.WARNING)
+            announce(rank, "the checkpoint was saved without freezing: it starts anew", logging.WARNING)
             adapter.controller.load_state_dict(None, max(0, warmup_steps - trainer.step))
         return loaded
 
-    adapter.overrides.set(checkpointer, "load", load)
+    adapter.overrides.wrap(checkpointer, "load", load)
 
 
 def _holds_state(checkpointer: Any, step: int) -> bool:
@@ -206,14 +179,11 @@ def _holds_state(checkpointer: Any, step: int) -> bool:
 
 
 def main() -> None:
-    """Run TorchTitan's training, or the module that ``-m`` names, as it would run by itself.
-
-    An error of ours becomes one line on rank 0's stderr and exit status 2 on every rank.
-    """
+    """Run TorchTitan's training, or the module that ``-m`` names, as it would run by itself."""
     arguments = sys.argv[1:]
     if arguments[:1] in (["-h"], ["--help"]):
         print(_USAGE)
-        raise SystemExit(0)
+        return
     module = "torchtitan.train"
     if arguments[:1] == ["-m"] and len(arguments) > 1:
         module, arguments = arguments[1], arguments[2:]
@@ -229,7 +199,7 @@ def main() -> None:
 
 
 def _prepared(settings: JobSettings) -> type:
-    """TorchTitan's ``Trainer``, which freezes with these settings and those of its job file."""
+    """Return TorchTitan's ``Trainer``, changed to freeze with these settings and those of its job file."""
     try:
         from torchtitan.config import ConfigManager
 
@@ -242,14 +212,12 @@ def _prepared(settings: JobSettings) -> type:
             "start with -m tf_adapters.testing.torchtitan_on_cpu -m tf_adapters.trainers.torchtitan)"
         ) from None
     if hasattr(ConfigManager, "_maybe_load_toml"):  # before 0.3
-        load = ConfigManager._maybe_load_toml
 
-        @functools.wraps(load)
-        def load_toml(self: Any, args: list[str]) -> Any:
-            values = load(self, args)
+        def load_toml(run: Callable[..., Any], manager: Any, arguments: list[str]) -> Any:
+            values = run(manager, arguments)
             return values if values is None else settings.take_section(values)
 
-        ConfigManager._maybe_load_toml = load_toml
+        Overrides().wrap(ConfigManager, "_maybe_load_toml", load_toml)
     install(settings.config)
     return trainer
 

@@ -8,7 +8,7 @@ Source: torchtitan/distributed/utils.py (``clip_grad_norm_``), torchtitan/train.
 
 from __future__ import annotations
 
-import functools
+import importlib
 import inspect
 import math
 from collections.abc import Callable
@@ -18,12 +18,9 @@ import torch
 
 from tf_adapters.hosts.late import LateNorms
 from tf_adapters.hosts.support import refuse
-from tf_adapters.overrides import Overrides
-
-__all__ = ["late_norm", "meetings", "post_validate"]
+from tf_adapters.log import announce
 
 _MESH = "pp_mesh"
-_NORM_TYPE = 2.0
 
 
 def meetings(job: Any, post_validated: bool = False) -> tuple[str, ...]:
@@ -34,61 +31,46 @@ def meetings(job: Any, post_validated: bool = False) -> tuple[str, ...]:
     return ("the norm of all gradients, which metrics.log_freq 1 logs in every step",) if every else ()
 
 
-def late_norm(trainer: Any, job: Any, utils: Any, overrides: Overrides) -> LateNorms | None:
-    """Replace ``clip_grad_norm_`` of TorchTitan's ``utils`` where nothing is clipped. Called on all ranks.
+def replace_norm(adapter: Any, trainer: Any, job: Any) -> None:
+    """Replace TorchTitan's ``clip_grad_norm_`` if ranks need not wait for the norm. Called on all ranks.
 
-    Returns the norms, to be closed at the end; None where the host's function stays.
+    Raises UnsupportedError for "post_validated" if this TorchTitan's function does not say over which pipeline it
+    reduces.
     """
-    host = utils.clip_grad_norm_
-    if not _only_logged(job) or not _reduces_over_pipeline(host):
-        return None
-    norms = LateNorms(trainer.parallel_dims.get_mesh("pp").get_group(), torch.device(trainer.device))
+    utils = importlib.import_module("torchtitan.distributed.utils")
+    reduces_over_pipeline = _MESH in inspect.signature(utils.clip_grad_norm_).parameters
+    norms: LateNorms | None = None
+    if adapter.config.post_validates:
+        if not reduces_over_pipeline:
+            refuse(
+                f"optimizer_step post_validated needs the argument {_MESH} of torchtitan's clip_grad_norm_; use "
+                'optimizer_step "synchronous"'
+            )
+    elif _only_logged(job) and reduces_over_pipeline:
+        norms = LateNorms(trainer.parallel_dims.get_mesh("pp").get_group(), torch.device(trainer.device))
+        adapter.on_detach(norms.close)
+        line = "training.max_norm is inf: the norm of all gradients is only logged, and no rank waits for it"
+        announce(adapter.collectives.rank, line)
+    else:
+        return
 
-    def late(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        if not math.isinf(max_norm):
-            return None
-        return norms.norm(host(parameters, max_norm, _NORM_TYPE, *args, pp_mesh=None, **kwargs))
-
-    overrides.set(utils, "clip_grad_norm_", _norms_of_pipeline_by(host, late))
-    return norms
-
-
-def post_validate(adapter: Any, utils: Any) -> None:
-    """Let ``clip_grad_norm_`` of TorchTitan's ``utils`` clip through the adapter. Called on all ranks.
-
-    Raises UnsupportedError if this TorchTitan's function does not say over which pipeline it reduces.
-    """
-    host = utils.clip_grad_norm_
-    if not _reduces_over_pipeline(host):
-        refuse(
-            f"optimizer_step post_validated needs the argument {_MESH} of torchtitan's clip_grad_norm_; use "
-            'optimizer_step "synchronous"'
-        )
-
-    def clipped(parameters: Any, max_norm: float, *_: Any, **kwargs: Any) -> torch.Tensor | None:
-        return None if kwargs.get("ep_enabled") else adapter.clip_grad_norm_(parameters, max_norm)
-
-    adapter.overrides.set(utils, "clip_grad_norm_", _norms_of_pipeline_by(host, clipped))
-
-
-def _reduces_over_pipeline(host: Callable[..., Any]) -> bool:
-    return _MESH in inspect.signature(host).parameters
-
-
-def _norms_of_pipeline_by(host: Callable[..., Any], ours: Callable[..., torch.Tensor | None]) -> Callable[..., Any]:
-    """Wrap the host's function: ``ours`` is asked for 2-norms over a pipeline; None leaves the call to the host."""
-
-    @functools.wraps(host)
     def clip_grad_norm_(
-        parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, pp_mesh: Any = None, **kwargs: Any
+        host: Callable[..., Any],
+        parameters: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *args: Any,
+        pp_mesh: Any = None,
+        **kwargs: Any,
     ) -> Any:
-        if pp_mesh is not None and norm_type == _NORM_TYPE:
-            norm = ours(parameters, max_norm, *args, **kwargs)
-            if norm is not None:
-                return norm
+        if pp_mesh is not None and norm_type == 2.0:
+            if norms is None and not kwargs.get("ep_enabled"):
+                return adapter.clip_grad_norm_(parameters, max_norm)
+            if norms is not None and math.isinf(max_norm):
+                return norms.norm(host(parameters, max_norm, norm_type, *args, pp_mesh=None, **kwargs))
         return host(parameters, max_norm, norm_type, *args, pp_mesh=pp_mesh, **kwargs)
 
-    return clip_grad_norm_
+    adapter.overrides.wrap(utils, "clip_grad_norm_", clip_grad_norm_)
 
 
 def _only_logged(job: Any) -> bool:

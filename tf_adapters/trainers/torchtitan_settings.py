@@ -11,21 +11,19 @@ from tf_adapters.arguments import add_arguments, config_from_args
 from tf_adapters.config import SECTION, TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
 
-__all__ = ["JobSettings"]
-
 
 def dotted(name: str) -> str:
-    """``--timely_freeze.enable``, ``--timely_freeze.max_freeze_ratio``: as TorchTitan spells arguments."""
+    """Return an option as TorchTitan spells it: ``--timely_freeze.enable``, ``--timely_freeze.max_freeze_ratio``."""
     return f"--{SECTION}.{name or 'enable'}"
 
 
 class JobSettings:
-    """The settings of the command line and the TOML file. An argument wins over the file."""
+    """The settings of the command line and the TOML file. An argument overrides the file."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        """Read ours from a command line; ``rest`` is TorchTitan's.
+        """Read our arguments from a command line; ``rest`` are TorchTitan's.
 
-        Ends the program with one line where an argument is wrong, before anything starts.
+        If an argument is wrong, end the program with one line, before anything starts.
         """
         self._parser = argparse.ArgumentParser(
             prog="tf_adapters.trainers.torchtitan", add_help=False, allow_abbrev=False
@@ -38,32 +36,32 @@ class JobSettings:
             TimelyFreezeConfig(**{unknown[0].split("=")[0].removeprefix(f"--{SECTION}."): None})
 
     def take_section(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Take ``[timely_freeze]`` out of a TOML file's values; returns what is left for TorchTitan.
+        """Read ``[timely_freeze]`` from a TOML file's values, and return the other values, for TorchTitan.
 
-        Raises ConfigError: one line that names the wrong setting.
+        Raises ConfigError, one line that names the wrong setting.
         """
         left = dict(values)
-        section = left.pop(SECTION, {})
-        enable = section.get("enable", False) if isinstance(section, dict) else False
+        section, enable = left.pop(SECTION, {}), False
+        if isinstance(section, dict):
+            section = dict(section)
+            enable = section.pop("enable", False)
         if not isinstance(enable, bool):
             raise ConfigError(f"{SECTION}.enable is {enable!r}: allowed is true or false")
-        if isinstance(section, dict):
-            section = {name: value for name, value in section.items() if name != "enable"}
         TimelyFreezeConfig.parse(section)
         self._parser.set_defaults(**{SECTION: enable}, **{f"{SECTION}_{k}": v for k, v in section.items()})
         return left
 
     def config(self, output_dir: str) -> TimelyFreezeConfig | None:
-        """The settings; None where nothing switches freezing on. Reports go to ``output_dir`` by default.
+        """Return the settings; None if freezing is not switched on. Reports go to ``output_dir`` by default.
 
-        Ends the program with one line where a setting is given but freezing is not switched on.
+        If a setting is given but freezing is not switched on, end the program with one line.
         """
         settings = config_from_args(self._parser.parse_known_args(self._arguments)[0], dotted)
         return None if settings is None else settings.reporting_in(output_dir)
 
 
 def _as_typed(argument: str) -> str:
-    """TorchTitan takes ``--timely-freeze.max-freeze-ratio`` too."""
+    """Spell an option of ours with underscores. TorchTitan also accepts ``--timely-freeze.max-freeze-ratio``."""
     option, equals, value = argument.partition("=")
     if re.match(r"--timely[-_]freeze\.", option):
         return "--" + option[2:].replace("-", "_") + equals + value

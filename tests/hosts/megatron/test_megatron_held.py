@@ -54,9 +54,8 @@ def test_a_parameter_with_scaled_moments_stays_as_it_is_to_the_bit(held_in: set[
     start = frozen.detach().clone()
     optimizer = ScaledAdam([frozen, trained])
     holder = HeldParameters(optimizer)
-    (keeper,) = holder.keepers.values()
-    optimizer.register_step_pre_hook(keeper.before)
-    optimizer.register_step_post_hook(keeper.after)
+    optimizer.register_step_pre_hook(holder.before)
+    optimizer.register_step_post_hook(holder.after)
     for step in range(3):
         before = values(optimizer, frozen) if optimizer.state.get(frozen) else {"parameter": start}
         moved = trained.detach().clone()

@@ -115,6 +115,7 @@ def test_the_late_norm_of_replicas_and_shards_is_the_hosts(megatron, tmp_path, s
 def reduced_by_the_loop(case: Case) -> list[Any]:
     """What a loop gets from its reductions, while we are attached and after, and how often all ranks took part."""
     import megatron_patches.reductions as reductions
+    from megatron_patches.patch import revert_all
     from tf_adapters.megatron.late_norm import agreed_statistics
 
     loop = types.ModuleType("megatron.training.training")
@@ -141,7 +142,7 @@ def reduced_by_the_loop(case: Case) -> list[Any]:
             found.append((successful, isinstance(norm, LateTensor), rate, len(calls)))
             adapter.detach()
     finally:
-        reductions.revert()
+        revert_all(reductions.PATCHES)
         del sys.modules["megatron.training.training"]
     return found
 

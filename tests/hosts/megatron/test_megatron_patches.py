@@ -33,7 +33,7 @@ from megatron_patches import (
     reductions,
     train_state,
 )
-from megatron_patches.patch import Patch, PatchError
+from megatron_patches.patch import Patch, PatchError, revert_all
 from tf_adapters.errors import UnsupportedError
 from tf_adapters.megatron import adapter as adapters
 from tf_adapters.megatron import entry
@@ -360,12 +360,12 @@ def test_applying_twice_wraps_once(patch: types.ModuleType, path: str) -> None:
 @each_symbol
 def test_reverting_puts_the_same_object_back(patch: types.ModuleType, path: str) -> None:
     original = symbol(path)
-    patch.revert()
+    revert_all(patch.PATCHES)
     assert symbol(path) is original
     apply_unchanged(patch)
-    patch.revert()
+    revert_all(patch.PATCHES)
     assert symbol(path) is original
-    patch.revert()
+    revert_all(patch.PATCHES)
     assert symbol(path) is original
 
 
@@ -373,7 +373,7 @@ def test_reverting_puts_the_same_object_back(patch: types.ModuleType, path: str)
 def test_it_can_be_applied_again_after_reverting(patch: types.ModuleType, path: str) -> None:
     original = symbol(path)
     apply_unchanged(patch)
-    patch.revert()
+    revert_all(patch.PATCHES)
     apply_unchanged(patch)
     assert symbol(path) is not original
     assert symbol(path).__wrapped__ is original
@@ -418,7 +418,7 @@ def test_transfers_tell_what_they_receive(transfer: Callable[..., Any], monkeypa
         assert p2p._p2p_ops(tensor_recv_prev=1, tensor_recv_next=None, group=7) == [7]
         assert p2p._batched_p2p_ops(tensor_recv_prev=None, tensor_recv_next=2, group=8) == [8]
     finally:
-        communication.revert()
+        revert_all(communication.PATCHES)
     assert seen == [(1, None), (None, 2)]
 
 
@@ -576,7 +576,7 @@ def test_a_train_state_is_saved_and_loaded_with_ours(monkeypatch: pytest.MonkeyP
     assert (other.step, vars(other)["key"]) == (3, "text")
     other.load_state_dict({"step": 4})
     assert (other.step, vars(other)["key"]) == (4, None)
-    train_state.revert()
+    revert_all(train_state.PATCHES)
     assert ours.state_dict() == {"step": 3}
 
 
@@ -606,7 +606,7 @@ def test_the_host_gets_exactly_its_callers_arguments_and_they_its_result(
         direct = host.call(path, call)
         apply_unchanged(patch)
         through = host.call(path, call)
-        patch.revert()
+        revert_all(patch.PATCHES)
         assert through is direct is host.result
         alone, patched = host.received
         assert patched == alone
@@ -743,7 +743,7 @@ def test_a_function_that_was_imported_before_still_gives_the_wrapped_schedule(si
     wrapped = get_forward_backward_func(*sizes)
     assert wrapped is symbol(f"{CORE}.{name}")
     assert wrapped.__wrapped__ is original
-    forward_backward.revert()
+    revert_all(forward_backward.PATCHES)
     assert get_forward_backward_func(*sizes) is original
 
 

@@ -131,7 +131,7 @@ def frozen_then_left(case: Case) -> tuple[dict, dict]:
         train_step(case, chunks, optimizer, step)
     adapter.detach()
     tf_adapters.megatron.revert()
-    left = [m.PATCH.path for m in megatron_patches.ALL if hasattr(m, "PATCH") and m.PATCH.applied]
+    left = [patch.path for patch in megatron_patches.patches() if patch.applied]
     left += [name for chunk in chunks for name in vars(chunk) if "timely" in name]
     left += ["step"] if "step" in vars(optimizer) else []
     state = optimizer.state_dict()

@@ -229,7 +229,7 @@ class Ranks(Collectives):
 def translated(rank: int, size: int, rows: Sequence[Any], chunks: int = 1, microbatches: int = 4) -> PipelineSchedule:
     position = PipelinePosition(rank % size, size, chunks)
     collectives = Ranks(rank, rows)
-    return translate(collectives, position, settings(chunks, 2), Group(rank % size, size), microbatches)
+    return translate(collectives, position, settings(chunks, 2), microbatches, Group(rank % size, size))
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -244,7 +244,7 @@ def test_ranks_may_come_in_any_order() -> None:
     """Where tensor or data parallelism comes before the pipeline: global ranks 0 and 1 are both its rank 0."""
     first, second = ((rank, row_of(rank, 2, 4)) for rank in range(2))
     position = PipelinePosition(0, 2, 1)
-    schedule = translate(Ranks(1, [first, first, second, second]), position, settings(1), Group(0, 2), 4)
+    schedule = translate(Ranks(1, [first, first, second, second]), position, settings(1), 4, Group(0, 2))
     assert schedule == all_ranks(2, 4)
 
 

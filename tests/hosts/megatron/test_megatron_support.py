@@ -79,7 +79,7 @@ def refusal(chunks: Any = None, optimizer: Any = None, config: Any = PLAIN) -> s
 
 # --- the model's config ----------------------------------------------------------------------------------------
 
-UNEVEN = "it makes microbatches of different lengths, but a plan takes those of a stage for alike"
+UNEVEN = "it makes microbatches of different lengths, but a plan assumes equal times for all microbatches of a stage"
 GRAPH = "a CUDA graph would replay one mask for ever"
 APART = "weight gradients are computed apart from the backward that is masked"
 DELAYED = f'{APART}; set it to False, and weight_gradients to "deferred" here'
@@ -91,15 +91,15 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {  # what is refused, what is not, an
     "external_cuda_graph": (True, False, GRAPH),
     "delay_wgrad_compute": (True, False, DELAYED),
     "overlap_moe_expert_parallel_comm": (True, False, "the combined 1F1B schedule mixes two microbatches in one pass"),
-    "hybrid_context_parallel": (True, False, "its schedule runs forwards and backwards of its own"),
+    "hybrid_context_parallel": (True, False, "its schedule runs its own forwards and backwards"),
     "defer_embedding_wgrad_compute": (True, False, APART),
     "overlap_dispatch_backward_with_experts_wgrad": (
         True,
         False,
         "weight gradients are computed apart from the backward",
     ),
-    "moe_paged_stash": (True, False, "it keeps count of activations that freezing does not keep"),
-    "fine_grained_activation_offloading": (True, False, "it keeps count of activations that freezing does not keep"),
+    "moe_paged_stash": (True, False, "it counts activations that a frozen layer does not store"),
+    "fine_grained_activation_offloading": (True, False, "it counts activations that a frozen layer does not store"),
     "mtp_standalone": (True, False, f"{FURTHER_TOKENS} on the last stage only"),
     "mtp_use_repeated_layer": (True, False, f"{FURTHER_TOKENS} with a layer for each depth only"),
     "mtp_detach_heads": (True, False, f"{FURTHER_TOKENS} with a loss that trains all of the model only"),

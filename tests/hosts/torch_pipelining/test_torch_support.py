@@ -211,8 +211,8 @@ def own_loop(run: Run) -> None:
 def test_a_loop_of_another_project_is_not_replaced_by_a_rewritten_order() -> None:
     deferred = {"weight_gradients": "deferred"}
     refused = (
-        "the schedule runs its batches in a loop of test_torch_support, and a rewritten order would run without what "
-        'that does; use weight_gradients "in_place"'
+        "the schedule runs its batches in a loop of test_torch_support, which a rewritten order would bypass; "
+        'use weight_gradients "in_place"'
     )
     assert pool(2).run(outcome, Case(), own_loop, deferred, deferred) == [("UnsupportedError", PREFIX + refused)] * 2
     assert pool(2).run(outcome, Case(), own_loop) == [("attached", "")] * 2

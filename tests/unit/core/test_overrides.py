@@ -82,3 +82,13 @@ def test_what_somebody_else_has_wrapped_since_is_not_taken_back() -> None:
     with pytest.raises(UnsupportedError, match=r"Host\.method was replaced by other code since it was attached"):
         overrides.restore()
     assert (host.own, host.method()) == ("ours", "theirs")  # nothing was taken back
+
+
+def test_a_wrapped_function_gets_the_hosts_and_is_put_back() -> None:
+    host, overrides = Host(), Overrides()
+    overrides.wrap(host, "method", lambda run, text="": f"{run()} {text}")
+    assert host.method("and ours") == "host and ours"  # type: ignore[call-arg]
+    assert host.method.__name__ == "method"
+    overrides.restore()
+    assert vars(host) == {"own": "own"}
+    assert host.method() == "host"
