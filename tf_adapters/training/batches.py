@@ -13,6 +13,8 @@ from statistics import median
 
 from tf_adapters.measuring.estimates import grouped
 from tf_adapters.measuring.measurement import Measurement
+from tf_adapters.measuring.memory import MemoryMeter
+from tf_adapters.measuring.phase import Phase
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.schedule.durations import Bounds, Count, Order, Time
@@ -55,6 +57,17 @@ class BatchPlan(Value):
     @property
     def forecast(self) -> Forecast:
         return Forecast(self.unfrozen_step_ms, self.planned_step_ms)
+
+    def planned_peak_bytes(self, memory: MemoryMeter, stage: int) -> int | None:
+        """The most that the rank of ``stage`` is to hold under the plan; None where the host's own order stays.
+
+        At most: it counts what a microbatch keeps with nothing frozen.
+        """
+        order = self.plan.schedule
+        if order is None or order == self.schedule:
+            return None
+        held = memory.held(Phase.MONITORING_UPPER)
+        return None if held is None else held.peak_bytes(order.ranks[self.schedule.rank_of(stage)])
 
 
 @dataclass
