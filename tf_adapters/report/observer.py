@@ -80,7 +80,7 @@ class _Writer:
         self._gathered: Sequence[LocalMeasurements] = ()
 
     def see(self, run: RunView) -> None:
-        """A run that is started anew in the same process leaves no word to the one that has failed."""
+        """Report ``run`` when the process ends. A run with the same path that failed before reports no more."""
         self.run, path = run, run.config.report_path
         before = _newest.get(path)
         if before is not self:

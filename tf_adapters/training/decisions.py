@@ -15,7 +15,7 @@ from tf_adapters.planner.frontier import describe_frontier
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.training import batch_words, log_lines, tap_findings
-from tf_adapters.training.batches import BatchPlan, MonitoredBatches
+from tf_adapters.training.batches import BatchPlan, most_seen
 from tf_adapters.training.plan_maker import PlanJob, PlanMaker, Planned, RunSetup
 from tf_adapters.training.replanning import Replanning
 from tf_adapters.training.state import RunState
@@ -32,7 +32,7 @@ class Decisions:
         self._pipeline, self._timer, self._memory = setup.pipeline, setup.timer, setup.memory
         self._checks, self._report = checks, report
         self._verified: dict[int, PipelineSchedule | None] = {}  # by number of microbatches; None: the host's own order
-        self._monitored = MonitoredBatches()
+        self._monitored: list[PipelineSchedule] = []  # of each monitored step that froze nothing
         self._unplanned: set[int] = set()  # numbers of microbatches that no plan could be made for
         self.plan_maker = PlanMaker(setup)
         self._replanning = Replanning(setup)
@@ -45,7 +45,7 @@ class Decisions:
         self._guarded(state, lambda: self._decide(state, executed))
 
     def check_taps(self, state: RunState) -> None:
-        """After the step that checked the taps: leave the layers to the host that they do not understand.
+        """After the step that checked the taps: leave to the host the layers that no tap understands.
 
         After a failure nothing is tapped any more.
         """
@@ -88,7 +88,7 @@ class Decisions:
         if phases.phase(step).monitors:
             self._say_progress(state)
         if phases.phase(step) is Phase.MONITORING_UPPER:
-            self._monitored.add(state.schedule)
+            self._monitored.append(state.schedule)
         if self._config.plans and self._monitoring_ends(state):
             state.phases = phases.monitored_until(step)
             self._measure(state)
@@ -104,7 +104,7 @@ class Decisions:
             self.say(f"step {step + 1}: {log_lines.phase(self._config, state.phases, step + 1)}")
 
     def _verify(self, state: RunState, executed: Sequence[Action]) -> None:
-        """Once of every order: of the host's own after the warm-up, of a plan's in its first step."""
+        """Check each order once: the host's own after the warm-up, a plan's in its first step."""
         step, number = state.completed_steps, state.microbatches
         order = state.execution(step)
         rewritten = None if order is state.schedule else order
@@ -113,9 +113,9 @@ class Decisions:
             self._verified[number] = rewritten
 
     def _say_progress(self, state: RunState) -> None:
-        """Four times while monitoring."""
+        """Log the progress of monitoring, four times in all."""
         phases, step = state.phases, state.completed_steps
-        done, length = step - phases.warmup_end, phases.monitoring_steps
+        done, length = step - phases.warmup_end, phases.monitoring_end - phases.warmup_end
         if done % max(1, length // 4) == 0:
             self._timer.drain()
             step_ms = self._timer.step_ms(phases.phase(step))
@@ -131,7 +131,7 @@ class Decisions:
             return True
         if not phases.may_end_monitoring(step):
             return False
-        error = self.plan_maker.precision(self._monitored.most_seen(state.schedule))
+        error = self.plan_maker.precision(most_seen(self._monitored or [state.schedule]))
         ends = error <= self._config.monitoring_precision
         if ends:
             steps = step - phases.warmup_end
@@ -139,7 +139,8 @@ class Decisions:
         return ends
 
     def _measure(self, state: RunState) -> None:
-        known, notes = self.plan_maker.measure(self._monitored.most_seen(state.schedule), state.taps or TapFindings())
+        schedule = most_seen(self._monitored or [state.schedule])
+        known, notes = self.plan_maker.measure(schedule, state.taps or TapFindings())
         state.measure(known, notes)
         for note in notes:
             self.say(note)
@@ -233,10 +234,11 @@ class Decisions:
 
     def _plan_batch(self, state: RunState) -> None:
         """Plan for batches of this number of microbatches, where there are plans for others: nothing is measured."""
-        number = state.microbatches
-        if not state.plans or not state.outlived or number in self._unplanned or self.plan_maker.job is not None:
+        number, plans, batch = state.microbatches, state.plans, state.batch
+        has_newest = batch is not None and batch.planned_at >= state.measured_at
+        if has_newest or not state.measurement.times or number in self._unplanned or self.plan_maker.job is not None:
             return
-        if state.plans.has_room(number, state.completed_steps, self._config.replan_interval):
+        if plans and plans.has_room(number, state.completed_steps, self._config.replan_interval):
             self._start(state, PlanJob(state.measured_for(state.schedule)))
 
     def _check_stability(self, state: RunState) -> None:

@@ -32,10 +32,9 @@ Points = tuple[tuple[float, float], ...]
 class LocalMeasurements:
     """The measurements of one rank, by phase: median steps in ms, and the points of each freezable action.
 
-    Only ranks of the one replica that is traced have more than steps and memory: the others would say the same.
-    ``forward_ms`` holds the medians of stable freezing's forwards.
-    ``peak_bytes`` by phase, ``planned_peak_bytes`` and ``stage``, any one of the rank's, are what it held, what it is
-    to hold under the plan, and where it is in the pipeline.
+    Ranks that are not traced have only steps and memory: the rest is the same on each replica. ``forward_ms`` holds
+    the medians of stable freezing's forwards. ``stage`` is any stage of the rank, and shows its place in the pipeline.
+    ``peak_bytes`` was measured, by phase; ``planned_peak_bytes`` is expected under the plan.
     """
 
     stage: int
@@ -59,7 +58,7 @@ class RunView:
         self, setup: RunSetup, state: RunState, *, ratios: FreezeRatios, layers: LayerTimer, tally: MaskTally
     ) -> None:
         self.config, self.host, self.device = setup.config, setup.pipeline.host, setup.timer.device
-        self._stage, self._traced = min(setup.pipeline.parameters), setup.pipeline.traced
+        self._stages, self._traced = sorted(setup.pipeline.parameters), setup.pipeline.traced
         self._masks, self._timer, self._memory = setup.masks, setup.timer, setup.memory
         self._state, self._ratios, self._layers, self._tally = state, ratios, layers, tally
 
@@ -85,26 +84,27 @@ class RunView:
 
     def stable_steps_ms(self) -> tuple[float, ...]:
         """Durations of this rank's newest steps of stable freezing, ms: those that are reported."""
-        return self._timer.steps_ms(Phase.STABLE, self._number)
+        return self._timer.steps_ms(Phase.STABLE, self._reported_microbatches)
 
     def local_measurements(self) -> LocalMeasurements:
-        timer, number, batch = self._timer, self._number, self._state.plans.most_used
+        timer, batch = self._timer, self._state.plans.most_used
+        number = self._reported_microbatches
         timer.drain()
         return LocalMeasurements(
-            stage=self._stage,
+            stage=self._stages[0],
             steps={phase.value: timer.step_ms(phase, number) for phase in REPORTED},
             actions={phase.value: _points(timer, phase, number) if self._traced else {} for phase in REPORTED},
             forward_ms=_forwards(timer, number) if self._traced else {},
             peak_bytes={phase.value: self._memory.peak_bytes(phase) for phase in REPORTED},
-            planned_peak_bytes=batch.planned_peak_bytes(self._memory, self._stage) if batch else None,
+            planned_peak_bytes=batch.planned_peak_bytes(self._memory, self._stages[0]) if batch else None,
             frozen_share=self._tally.frozen_share() if self._traced else {},
             parameter_freeze_ratio=self._tally.parameter_freeze_ratio() if self._traced else {},
             layers=self._layers.times() if self._traced else {},
         )
 
     @property
-    def _number(self) -> int | None:
-        """The number of microbatches whose steps are reported; None for all."""
+    def _reported_microbatches(self) -> int | None:
+        """The number of microbatches of the steps that are reported; None if all are."""
         batch = self._state.plans.most_used
         return None if batch is None else batch.schedule.num_microbatches
 

@@ -159,13 +159,6 @@ class RunState:
         """Return whether everything is measured and only the first plan is missing."""
         return not self.plans and bool(self.measurement.times) and not self.failure
 
-    @property
-    def outlived(self) -> bool:
-        """Return whether the batch that runs has no plan from the newest measurement."""
-        if not self.measurement.times or self.failure:
-            return False
-        return self.batch is None or self.batch.planned_at < self.measured_at
-
     def to_json(self, config: TimelyFreezeConfig, masks: StageMasks) -> dict[str, Any]:
         """Plain values."""
         own = self.plans.of.get(self.measurement.schedule.num_microbatches)
