@@ -97,13 +97,7 @@ class Controller:
         self._executed: list[Action] = []
         self._step_start: Any = None
         self._setup = RunSetup(
-            config,
-            collectives,
-            pipeline,
-            self.masks,
-            timer=self.timer,
-            memory=self.memory,
-            probes=self._noise.probes,
+            config, collectives, pipeline, self.masks, timer=self.timer, memory=self.memory, probes=self._noise.probes
         )
         self._decisions = Decisions(self._setup, self.stability_checks, self._report)
 
