@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -28,9 +28,10 @@ from tf_adapters.testing.plans import tensor_units
 from tf_adapters.training.controller import Controller
 from tf_adapters.training.decisions import verify_schedule
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
-from tf_adapters.training.plan_maker import PlanMaker, RunSetup
+from tf_adapters.training.plan_maker import PlanMaker
 from tf_adapters.training.replanning import Replanning
 from tf_adapters.training.state import for_other_ranks
+from tf_adapters.training.tap_findings import TapFindings
 
 MICROBATCHES = 64
 TENSORS, ELEMENTS = 48, 400_000
@@ -150,8 +151,7 @@ def trained(
     assert isinstance(clock, SyntheticClock)
     random = np.random.default_rng(collectives.rank)
     run_steps(controller, clock, random, 2 * TRACED)
-    measured = controller._decisions.plan_maker.measure(controller.schedule, controller.timer)
-    controller.state.measure(measured)
+    controller.state.measure(*controller._decisions.plan_maker.measure(controller.schedule, TapFindings()))
     force_plan(controller, 0.5)
     run_steps(controller, clock, random, TRACED)
     return controller
@@ -212,12 +212,11 @@ def run_steps(controller: Controller, clock: SyntheticClock, random: np.random.G
 
 def events_of(controller: Controller, collectives: CountedCollectives) -> dict[str, Callable[[], Any]]:
     """Return the events of every run, each as the controller or an adapter does it."""
-    config, schedule, timer = controller.config, controller.schedule, controller.timer
-    masks, pipeline = controller.masks, controller.pipeline
+    config, schedule = controller.config, controller.schedule
     (stage,) = controller.parameter_masks
     units = controller.pipeline.units
     executed = schedule.ranks[stage]
-    setup = RunSetup(config, collectives, pipeline, masks, probes=dict)
+    setup = replace(controller._setup, probes=dict)
     maker = PlanMaker(setup)
     watch = Replanning(setup)
     known = controller.state.measurement
@@ -227,16 +226,16 @@ def events_of(controller: Controller, collectives: CountedCollectives) -> dict[s
     reporter = RunReporter(collectives)
     saved = for_other_ranks(controller.state_dict())
     return {
-        "attach: settings": lambda: agree_on_settings(collectives, HOST, lambda: config),
+        "attach: settings": lambda: agree_on_settings(collectives, HOST, lambda: config, lambda _: None),
         "attach: units": lambda: gather_units(collectives, lambda: {stage: tuple(units[stage])}),
         "attach: resumed state": lambda: collectives.broadcast(saved),
         "first step: order": lambda: verify_schedule(collectives, schedule, executed),
-        "monitoring: precision": lambda: maker.precision(schedule, timer),
-        "monitoring: times": lambda: maker.measure(schedule, timer),
+        "monitoring: precision": lambda: maker.precision(schedule),
+        "monitoring: times": lambda: maker.measure(schedule, TapFindings()),
         "plan: not there yet": lambda: on_one_rank(collectives, lambda: None),
         "plan": lambda: on_one_rank(collectives, lambda: plan),
-        "look at the plan": lambda: watch.look(timer, known, in_force),
-        "report": lambda: reporter.report(controller.snapshot()),
+        "look at the plan": lambda: watch.look(known, in_force),
+        "report": lambda: reporter.report(controller.view()),
     }
 
 
@@ -252,11 +251,11 @@ def events_of_checks(controller: Controller) -> dict[str, Callable[[], Any]]:
 
 def events_with_levers(controller: Controller, collectives: CountedCollectives) -> dict[str, Callable[[], Any]]:
     """Return events with larger messages: deferral, sampled tokens and ``max_freeze_ratio`` "auto" are on."""
-    config, schedule, timer = controller.config, controller.schedule, controller.timer
+    schedule = controller.schedule
     (stage,) = controller.parameter_masks
     random = np.random.default_rng(collectives.rank)
     probes = {stage: tuple(Probe(*random.uniform(1.0, 2.0, 3).tolist()) for _ in range(PROBES))}
-    setup = RunSetup(config, collectives, controller.pipeline, controller.masks, probes=lambda: probes)
+    setup = replace(controller._setup, probes=lambda: probes)
     maker = PlanMaker(setup)
     watch = Replanning(setup)
     known, in_force = controller.state.measurement, controller.state.plan
@@ -266,9 +265,9 @@ def events_with_levers(controller: Controller, collectives: CountedCollectives) 
     reporter = RunReporter(collectives)
     events: dict[str, Callable[[], Any]] = {
         "first deferred step: order": lambda: verify_schedule(collectives, ordered, executed),
-        "monitoring: times": lambda: maker.measure(schedule, timer),
+        "monitoring: times": lambda: maker.measure(schedule, TapFindings()),
         "plan": lambda: on_one_rank(collectives, lambda: in_force),
-        "look at the plan": lambda: watch.look(timer, known, in_force),
-        "report": lambda: reporter.report(controller.snapshot()),
+        "look at the plan": lambda: watch.look(known, in_force),
+        "report": lambda: reporter.report(controller.view()),
     }
     return {f"{name}{'' if 'deferred' in name else WITH_LEVERS}": event for name, event in events.items()}

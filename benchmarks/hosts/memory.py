@@ -65,13 +65,14 @@ def held(host: str, freezing: PairedSettings) -> dict[str, int]:
     training = start(host, freezing, size=SIZE)
     for _ in range(freezing.steps):
         training.step()
-    run = training.adapter.controller.snapshot()
-    model, planned = run.memory.held(Phase.MONITORING_UPPER), run.planned_peak_bytes(run.schedule, run.state.plan)
+    controller = training.adapter.controller
+    meter, stage = controller.memory, min(controller.parameter_masks)
+    model, planned = meter.held(Phase.MONITORING_UPPER), controller.state.batch.planned_peak_bytes(meter, stage)
     bytes_ = {
         "base": round(model.base),
-        "host": run.memory.peak_bytes(Phase.MONITORING_UPPER),
-        "planned": planned or model.peak_bytes(run.schedule.ranks[run.stages[0]]),
-        "measured": run.memory.peak_bytes(Phase.STABLE),
+        "host": meter.peak_bytes(Phase.MONITORING_UPPER),
+        "planned": planned or model.peak_bytes(controller.schedule.ranks[stage]),
+        "measured": meter.peak_bytes(Phase.STABLE),
     }
     training.detach()
     return bytes_

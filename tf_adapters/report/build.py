@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from operator import itemgetter
 from statistics import fmean
@@ -12,10 +11,8 @@ from statistics import fmean
 from tf_adapters import __version__
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.measuring.estimates import estimate, grouped, median, merged
-from tf_adapters.measuring.layer_times import StageLayers
 from tf_adapters.measuring.learning import Learning
 from tf_adapters.measuring.phase import Phase
-from tf_adapters.measuring.timer import ActionTimer
 from tf_adapters.measuring.token_cost import TokenCost
 from tf_adapters.measuring.transfers import Gaps
 from tf_adapters.planner.freeze_plan import FreezePlan
@@ -30,16 +27,12 @@ from tf_adapters.report.schema import (
     SampledTokens,
     Status,
 )
-from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.training.batches import BatchPlans
 from tf_adapters.training.pipeline import HostInfo
-from tf_adapters.training.snapshot import RunSnapshot
+from tf_adapters.training.run_view import REPORTED, LocalMeasurements, Points, RunView
+from tf_adapters.training.state import RunState
 
-_REPORTED = (Phase.MONITORING_UPPER, Phase.MONITORING_LOWER, Phase.MONITORING_MIXED, Phase.STABLE)
-_SINGLE_SAMPLES = 8
-"""Most points of an action whose samples all have different freeze ratios."""
-
-Points = tuple[tuple[float, float], ...]
-"""(frozen share of the stage's work in [0, 1], ms) of one action in one phase."""
 _STATUS: dict[Phase, Status] = {
     Phase.WARMUP: "warmup",
     Phase.MONITORING_UPPER: "monitoring",
@@ -51,54 +44,17 @@ _STATUS: dict[Phase, Status] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class LocalMeasurements:
-    """The measurements of one rank, by phase: median steps in ms, and the points of each freezable action.
-
-    Only ranks of the one replica that is traced have more than steps and memory: the others would say the same.
-    ``forward_ms`` holds the medians of stable freezing's forwards.
-    ``peak_bytes`` by phase, ``planned_peak_bytes`` and ``stage``, any one of the rank's, are what it held, what it is
-    to hold under the plan, and where it is in the pipeline.
-    """
-
-    stage: int
-    steps: Mapping[str, float | None]
-    actions: Mapping[str, Mapping[Action, Points]]
-    forward_ms: Mapping[Action, float]
-    peak_bytes: Mapping[str, int | None]
-    planned_peak_bytes: int | None
-    frozen_share: Mapping[int, tuple[float, ...]]
-    parameter_freeze_ratio: Mapping[int, Mapping[str, float]]
-    layers: Mapping[int, StageLayers]
-
-
-def local_measurements(run: RunSnapshot) -> LocalMeasurements:
-    timer, number, reported = run.timer, _number(run), run.of_most_used()
-    timer.drain()
-    return LocalMeasurements(
-        stage=run.stages[0],
-        steps={phase.value: timer.step_ms(phase, number) for phase in _REPORTED},
-        actions={phase.value: _points(timer, phase, number) if run.traced else {} for phase in _REPORTED},
-        forward_ms=_forwards(timer, number) if run.traced else {},
-        peak_bytes={phase.value: run.memory.peak_bytes(phase) for phase in _REPORTED},
-        planned_peak_bytes=run.planned_peak_bytes(reported.schedule, reported.state.plan),
-        frozen_share=run.tally.frozen_share() if run.traced else {},
-        parameter_freeze_ratio=run.tally.parameter_freeze_ratio() if run.traced else {},
-        layers=run.layers.times() if run.traced else {},
-    )
-
-
-def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report:
+def build_report(run: RunView, ranks: Sequence[LocalMeasurements]) -> Report:
     """The report of the run as far as it has come, of the number of microbatches that most steps had."""
-    batches, run = _batches(run), run.of_most_used()
-    state, known = run.state, run.state.measurement
+    state = run.state()
+    known = state.measurement
     times = known.to_json()
     return Report(
-        host=Host(name=run.host.name, version=run.host.version, device=run.timer.device),
+        host=Host(name=run.host.name, version=run.host.version, device=run.device),
         versions=_versions(),
         config=run.config.model_dump(),
-        schedule=run.schedule,
-        status=_status(run),
+        schedule=state.schedule,
+        status=_status(state),
         note=(*state.notes, *([state.failure] if state.failure else [])),
         step=state.completed_steps,
         phases=Phases(
@@ -108,31 +64,24 @@ def build_report(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Report
         ),
         **{name: times[name] for name in ("times", *Gaps._fields, "steps", "between_steps") if name in times},
         plan=state.plan,
-        measured=_measured(run, ranks),
+        measured=_measured(state, ranks),
         frozen_share={str(s): shares for rank in ranks for s, shares in rank.frozen_share.items()},
         parameter_freeze_ratio={str(s): dict(of) for rank in ranks for s, of in rank.parameter_freeze_ratio.items()},
         tapped_share={str(stage): share for stage, share in state.taps.shares.items()} if state.taps else {},
         tokens=_tokens(state.plan, known.token_costs),
         gradient_signal=_signal(known.learning),
-        batches=batches,
+        batches=_batches(state.plans),
         layers={str(s): of for rank in ranks for s, of in sorted(rank.layers.items())},
         batch_times=known.batch_times,
     )
 
 
-def _number(run: RunSnapshot) -> int | None:
-    """The number of microbatches whose steps are reported; None for all."""
-    batch = run.state.plans.most_used
-    return None if batch is None else batch.schedule.num_microbatches
-
-
-def _batches(run: RunSnapshot) -> dict[str, Batches]:
-    plans = run.state.plans.of
-    if len(plans) < 2:
+def _batches(plans: BatchPlans) -> dict[str, Batches]:
+    if len(plans.of) < 2:
         return {}
     return {
         str(number): Batches(steps=of.steps, step_ms_unfrozen=of.unfrozen_step_ms, planned_step_ms=of.planned_step_ms)
-        for number, of in sorted(plans.items())
+        for number, of in sorted(plans.of.items())
     }
 
 
@@ -149,11 +98,6 @@ def _tokens(plan: FreezePlan | None, costs: Mapping[int, TokenCost]) -> dict[str
 
 def _signal(learning: Learning | None) -> dict[str, tuple[float, float]]:
     return {str(stage): (of.signal, of.error) for stage, of in learning.stages.items()} if learning else {}
-
-
-def stable_steps_ms(run: RunSnapshot) -> tuple[float, ...]:
-    """Durations of this rank's newest steps of stable freezing, ms: those that are reported."""
-    return run.timer.steps_ms(Phase.STABLE, _number(run))
 
 
 def disabled_report(host: HostInfo, config: TimelyFreezeConfig, reason: str) -> Report:
@@ -186,36 +130,13 @@ def result_line(report: Report, stable_steps_ms: Sequence[float]) -> str | None:
     )
 
 
-def _forwards(timer: ActionTimer, number: int | None) -> dict[Action, float]:
-    medians = {
-        action: median(sample.ms for sample in timer.samples(Phase.STABLE, action, number))
-        for action in timer.actions(Phase.STABLE)
-        if action.kind is Kind.FORWARD
-    }
-    return {action: ms for action, ms in medians.items() if ms is not None}
-
-
-def _points(timer: ActionTimer, phase: Phase, number: int | None) -> dict[Action, Points]:
-    """One median for each action, or its newest samples where each has a freeze ratio of its own."""
-    points: dict[Action, Points] = {}
-    for action in timer.actions(phase):
-        samples = timer.samples(phase, action, number)
-        if action.kind is Kind.FORWARD or not samples:
-            continue
-        if phase is Phase.MONITORING_MIXED:
-            points[action] = tuple((sample.share, sample.ms) for sample in samples[-_SINGLE_SAMPLES:])
-        elif (ms := median(sample.ms for sample in samples)) is not None:
-            points[action] = ((sum(sample.share for sample in samples) / len(samples), ms),)
-    return points
-
-
-def _measured(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Measured:
-    state, expected = run.state, run.state.forecast
+def _measured(state: RunState, ranks: Sequence[LocalMeasurements]) -> Measured:
+    schedule, expected = state.schedule, state.forecast
     unfrozen = state.measurement.unfrozen_step_ms or _slowest(ranks, Phase.MONITORING_UPPER)
     stable = _slowest(ranks, Phase.STABLE)
     planned = {action: ms for action, ms in state.measurement.upper.items() if ms > 0.0}
     # Each action at its slowest replica; replicas draw the same masks.
-    backwards = {phase: merged((rank.actions[phase.value] for rank in ranks), _slower) for phase in _REPORTED}
+    backwards = {phase: merged((rank.actions[phase.value] for rank in ranks), _slower) for phase in REPORTED}
     return Measured(
         step_ms_unfrozen=unfrozen,
         step_ms_stable=stable,
@@ -234,24 +155,22 @@ def _measured(run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> Measured:
             for share, ms in points
         ),
         peak_memory_bytes=PeakMemory(
-            unfrozen=_fullest(run, [(rank.stage, rank.peak_bytes[Phase.MONITORING_UPPER.value]) for rank in ranks]),
-            planned=_fullest(run, [(rank.stage, rank.planned_peak_bytes) for rank in ranks]),
-            stable=_fullest(run, [(rank.stage, rank.peak_bytes[Phase.STABLE.value]) for rank in ranks]),
+            unfrozen=_fullest(schedule, ranks, lambda rank: rank.peak_bytes[Phase.MONITORING_UPPER.value]),
+            planned=_fullest(schedule, ranks, lambda rank: rank.planned_peak_bytes),
+            stable=_fullest(schedule, ranks, lambda rank: rank.peak_bytes[Phase.STABLE.value]),
         ),
     )
 
 
-def _fullest(run: RunSnapshot, of_ranks: Sequence[tuple[int, int | None]]) -> tuple[int, ...] | None:
-    """By pipeline rank, the bytes of the replica that holds most; None unless there are some of every rank.
-
-    ``of_ranks`` has a stage of each rank, and its bytes.
-    """
-    schedule = run.schedule
+def _fullest(
+    schedule: PipelineSchedule, ranks: Sequence[LocalMeasurements], held: Callable[[LocalMeasurements], int | None]
+) -> tuple[int, ...] | None:
+    """By pipeline rank, the bytes of the replica that holds most; None unless there are some of every rank."""
     peaks: dict[int, int] = {}
-    for stage, held in of_ranks:
-        row = schedule.rank_of(stage)
-        if held is not None:
-            peaks[row] = max(held, peaks.get(row, 0))
+    for rank in ranks:
+        row, of_rank = schedule.rank_of(rank.stage), held(rank)
+        if of_rank is not None:
+            peaks[row] = max(of_rank, peaks.get(row, 0))
     return tuple(peaks[row] for row in sorted(peaks)) if len(peaks) == len(schedule.ranks) else None
 
 
@@ -268,8 +187,7 @@ def _mean_by_stage(shares: Mapping[Action, float]) -> dict[str, float]:
     return {stage: sum(of_stage) / len(of_stage) for stage, of_stage in by_stage.items()}
 
 
-def _status(run: RunSnapshot) -> Status:
-    state = run.state
+def _status(state: RunState) -> Status:
     if state.failure:
         return "failed"
     if state.completed_steps == state.phases.freezing_start and state.plan:

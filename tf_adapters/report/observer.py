@@ -10,14 +10,8 @@ from pathlib import Path
 
 from tf_adapters.collectives import Collectives, to_first_rank
 from tf_adapters.log import announce
-from tf_adapters.report.build import (
-    LocalMeasurements,
-    build_report,
-    local_measurements,
-    result_line,
-    stable_steps_ms,
-)
-from tf_adapters.training.snapshot import RunSnapshot
+from tf_adapters.report.build import build_report, result_line
+from tf_adapters.training.run_view import LocalMeasurements, RunView
 
 __all__ = ["MetricSink", "RunReporter"]
 
@@ -39,24 +33,13 @@ class RunReporter:
         self._collectives, self._metrics = collectives, metrics
         self._writer = _Writer(writes=collectives.rank == 0)
 
-    def step_ended(self, run: RunSnapshot, step: int) -> None:
-        """Give the figures of a step that has ended to whoever asked for them.
-
-        ``step_ms`` is of the newest step that the device has finished: waiting for it would slow training down.
-        """
+    def step_ended(self, run: RunView) -> None:
+        """Give the figures of a step that has ended to whoever asked for them."""
         self._writer.see(run)
-        if self._metrics is None or not getattr(self._metrics, "due", lambda: True)():
-            return
-        figures = {f"afr_stage_{stage}": run.frozen_share(step, stage) for stage in run.masks.stages}
-        run.timer.drain()
-        step_ms = run.timer.newest_step_ms
-        if step_ms is not None:
-            figures["step_ms"] = step_ms
-        if run.state.forecast is not None:
-            figures["planned_step_ms"] = run.state.forecast.planned_ms
-        self._metrics(figures)
+        if self._metrics is not None and getattr(self._metrics, "due", lambda: True)():
+            self._metrics(run.figures())
 
-    def report(self, run: RunSnapshot) -> None:
+    def report(self, run: RunView) -> None:
         """Write the report. Called on all ranks; none waits for rank 0 to write it.
 
         A disk that is full is no reason to stop freezing.
@@ -64,15 +47,15 @@ class RunReporter:
         self._writer.see(run)
         self._write(run)
 
-    def close(self, run: RunSnapshot) -> None:
+    def close(self, run: RunView) -> None:
         """The run is over: the last report. Called on all ranks."""
         self._writer.said_result = False
         self._write(run)
         self._writer.forget()
 
-    def _write(self, run: RunSnapshot) -> None:
+    def _write(self, run: RunView) -> None:
         try:
-            ranks = to_first_rank(self._collectives, lambda: local_measurements(run))
+            ranks = to_first_rank(self._collectives, run.local_measurements)
             if ranks is not None:
                 self._writer.write(run, ranks)
         except Exception as error:
@@ -89,15 +72,15 @@ class _Writer:
     """
 
     def __init__(self, writes: bool) -> None:
-        self.run: RunSnapshot | None = None
+        self.run: RunView | None = None
         self._writes = writes
         self.said_result = False
         self._said_failure = False
         self._process = os.getpid()
         self._gathered: Sequence[LocalMeasurements] = ()
 
-    def see(self, run: RunSnapshot) -> None:
-        """A run that is started anew in the same process leaves no word to the one that has failed."""
+    def see(self, run: RunView) -> None:
+        """Report ``run`` when the process ends. A run with the same path that failed before reports no more."""
         self.run, path = run, run.config.report_path
         before = _newest.get(path)
         if before is not self:
@@ -114,12 +97,12 @@ class _Writer:
             del _newest[self.run.config.report_path]
         self.run = None
 
-    def write(self, run: RunSnapshot, ranks: Sequence[LocalMeasurements]) -> None:
+    def write(self, run: RunView, ranks: Sequence[LocalMeasurements]) -> None:
         self._gathered = ranks
         report = build_report(run, ranks)
         report.write(run.config.report_path)
         self._said_failure = False
-        line = None if self.said_result else result_line(report, stable_steps_ms(run))
+        line = None if self.said_result else result_line(report, run.stable_steps_ms())
         if line is not None:
             self.said_result = True
             announce(0, line)
@@ -135,7 +118,7 @@ class _Writer:
             return
         try:
             self.said_result = False
-            self.write(run, [local_measurements(run), *self._gathered[1:]])
+            self.write(run, [run.local_measurements(), *self._gathered[1:]])
         except Exception as error:
             self.warn(f"the report could not be written: {error}", 0)
 

@@ -54,22 +54,22 @@ def held_by(batch: BatchTimes) -> str:
 
 
 def waits(batch: BatchTimes) -> str | None:
-    """The edge that a rank spends most of a batch on, its transfers included; None where no edge costs much."""
+    """Describe the edge with the longest waits and transfers; None where no edge costs much."""
     edge = max(batch.edges, key=lambda e: e.waiting_ms + e.transfer_ms, default=None)
     if edge is None or not _counts(batch, edge.waiting_ms + edge.transfer_ms):
         return None
     return (
-        f"longest for {_edge(edge)}: {milliseconds(edge.waiting_ms)} a batch until they are computed, "
-        f"{milliseconds(edge.transfer_ms)} until they have come"
+        f"longest for {_edge(edge)}: {milliseconds(edge.waiting_ms)} a batch for their computation, "
+        f"{milliseconds(edge.transfer_ms)} for their transfer"
     )
 
 
 def late_receives(batch: BatchTimes) -> Iterator[str]:
-    """Edges on which ranks begin late although their input is there, the worst first."""
+    """Describe the edges whose target rank begins late although its input is there, the worst first."""
     worst = sorted(batch.edges, key=lambda edge: -edge.late_ms)[:_PARTS]
     for edge in (edge for edge in worst if _counts(batch, edge.late_ms)):
         lost = f"{milliseconds(edge.late_ms)} ({_of(batch, edge.late_ms)}) of a batch"
-        yield f"{_edge(edge)} are taken late: {lost} pass although they had been sent and the rank was free"
+        yield f"{_edge(edge)} are received late: for {lost} they had been sent and the rank was free"
 
 
 def stragglers(batch: BatchTimes, step_ms: float) -> Iterator[str]:
@@ -87,7 +87,7 @@ def stragglers(batch: BatchTimes, step_ms: float) -> Iterator[str]:
 
 
 def log_line(batch: BatchTimes, step_ms: float) -> str:
-    """The most important of it in one line."""
+    """Return the most important facts about a batch in one line."""
     slow = list(stragglers(batch, step_ms))[:1] if batch.stragglers else []
     said = [
         f"bubble {batch.bubble:.1%} of a batch of {milliseconds(batch.span_ms)} ({bubbles(batch)})",

@@ -1,18 +1,20 @@
-"""Batches of other numbers of microbatches: each number has its plan, all from the same known times.
+"""Plans for batches of different numbers of microbatches, all made from the same measured times.
 
-How long a stage's forward and backward of a microbatch take does not depend on how many there are. So what was
-monitored with some numbers serves all others, and a host may change the number in every step (dynamic batching).
+The times of a microbatch's forward and backward do not depend on the number of microbatches. So times that were
+monitored with some numbers serve all others, and a host may change the number in every step (dynamic batching).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
 from tf_adapters.measuring.estimates import grouped
 from tf_adapters.measuring.measurement import Measurement
+from tf_adapters.measuring.memory import MemoryMeter
+from tf_adapters.measuring.phase import Phase
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.schedule.durations import Bounds, Count, Order, Time
@@ -23,8 +25,8 @@ __all__ = [
     "MOST_NUMBERS",
     "BatchPlan",
     "BatchPlans",
-    "MonitoredBatches",
     "carried_over",
+    "most_seen",
     "same_pipeline",
 ]
 
@@ -55,6 +57,17 @@ class BatchPlan(Value):
     @property
     def forecast(self) -> Forecast:
         return Forecast(self.unfrozen_step_ms, self.planned_step_ms)
+
+    def planned_peak_bytes(self, memory: MemoryMeter, stage: int) -> int | None:
+        """The most that the rank of ``stage`` is to hold under the plan; None where the host's own order stays.
+
+        At most: it counts what a microbatch keeps with nothing frozen.
+        """
+        order = self.plan.schedule
+        if order is None or order == self.schedule:
+            return None
+        held = memory.held(Phase.MONITORING_UPPER)
+        return None if held is None else held.peak_bytes(order.ranks[self.schedule.rank_of(stage)])
 
 
 @dataclass
@@ -91,28 +104,14 @@ class BatchPlans:
             self.of[microbatches] = replace(batch, steps=batch.steps + 1)
 
 
-class MonitoredBatches:
-    """The numbers of microbatches that monitoring has seen in steps that froze nothing."""
+def most_seen(monitored: Sequence[PipelineSchedule]) -> PipelineSchedule:
+    """Return the newest schedule with the number of microbatches that most monitored steps had.
 
-    def __init__(self) -> None:
-        self._steps: Counter[int] = Counter()
-        self._orders: dict[int, PipelineSchedule] = {}
-
-    def add(self, schedule: PipelineSchedule) -> None:
-        self._steps[schedule.num_microbatches] += 1
-        self._orders[schedule.num_microbatches] = schedule
-
-    def most_seen(self, schedule: PipelineSchedule) -> PipelineSchedule:
-        """Return the order of most steps, or ``schedule``.
-
-        If several numbers have equally many steps, the smallest is taken: larger batches contain its microbatches.
-        """
-        number = max(self._steps, key=lambda number: (self._steps[number], -number), default=0)
-        return self._orders.get(number, schedule)
-
-    def clear(self) -> None:
-        self._steps.clear()
-        self._orders.clear()
+    If several numbers have equally many steps, the smallest is taken: larger batches contain its microbatches.
+    """
+    steps = Counter(schedule.num_microbatches for schedule in monitored)
+    number = max(steps, key=lambda number: (steps[number], -number))
+    return next(schedule for schedule in reversed(monitored) if schedule.num_microbatches == number)
 
 
 def same_pipeline(one: PipelineSchedule, other: PipelineSchedule) -> bool:
@@ -136,19 +135,14 @@ def carried_over(known: Measurement, schedule: PipelineSchedule) -> Measurement:
     transfer = _medians((target, ms) for (_, target), ms in known.communication.items())
     overhead = _medians(known.overhead.items())
     waits = schedule.send_waits if known.waits else ()
-    other = Measurement(
-        schedule,
-        {a: known.times.get(a) or Bounds(lower[_group(a)], upper[_group(a)]) for a in schedule.actions},
+    other = replace(
+        known,
+        schedule=schedule,
+        times={a: known.times.get(a) or Bounds(lower[_group(a)], upper[_group(a)]) for a in schedule.actions},
         communication={(s, t): transfer[_group(t)] for s, t in schedule.transfers() if _group(t) in transfer},
         overhead={action: overhead[_group(action)] for action in schedule.actions if _group(action) in overhead},
         waits={(w.posted, w.blocked): transfer[_group(w.sent[1])] for w in waits},
-        token_costs=known.token_costs,
         learning=known.learning and known.learning.of_batch(number / before),
-        other_ms=known.other_ms,
-        batch_times=known.batch_times,
-        steps=known.steps,
-        between_steps=known.between_steps,
-        fitting_microbatches=known.fitting_microbatches,
     )
     return replace(other, unfrozen_step_ms=other.span_ms + known.other_ms)
 

@@ -35,7 +35,7 @@ from tf_adapters.training.decisions import Decisions
 from tf_adapters.training.freeze_ratios import FreezeRatios
 from tf_adapters.training.pipeline import HostPipeline
 from tf_adapters.training.plan_maker import RunSetup
-from tf_adapters.training.snapshot import Observer, RunSnapshot
+from tf_adapters.training.run_view import Observer, RunView
 from tf_adapters.training.state import RunState, compatible_state, for_other_ranks, saved_taps
 from tf_adapters.training.step_masks import MaskTally, Scale, StepMasks
 from tf_adapters.weight_gradients.activations import ActivationGraphs
@@ -61,7 +61,6 @@ class Controller:
         observer: Observer | None = None,
     ) -> None:
         self.config, self.pipeline = config, pipeline
-        self.schedule = pipeline.schedule.validate()
         self.masks = StageMasks(
             pipeline.units,
             config.seed,
@@ -74,7 +73,7 @@ class Controller:
         self.timer, self._layers = ActionTimer(clock), LayerTimer(self._timed, clock)
         self.memory = MemoryMeter(pipeline.device)
         self.state = RunState.fresh(config, pipeline.warmup_steps)
-        self.state.turn_to(self.schedule)
+        self.state.turn_to(pipeline.schedule.validate())
         self.parameter_masks = {stage: ParameterMask(of_stage) for stage, of_stage in pipeline.parameters.items()}
         self.graphs = {stage: ActivationGraphs(model) for stage, model in pipeline.models.items()}
         self.stability_checks = StabilityChecks(
@@ -97,10 +96,10 @@ class Controller:
         self._noise = GradientNoise(freezable if config.is_auto else {})
         self._executed: list[Action] = []
         self._step_start: Any = None
-        setup = RunSetup(
-            config, collectives, pipeline, self.masks, probes=self._noise.probes, taps=lambda: self.state.taps
+        self._setup = RunSetup(
+            config, collectives, pipeline, self.masks, timer=self.timer, memory=self.memory, probes=self._noise.probes
         )
-        self._decisions = Decisions(setup, self.stability_checks, observer)
+        self._decisions = Decisions(self._setup, self.stability_checks, self._report)
 
     # --- what the host calls in every step -------------------------------------------------------------------
 
@@ -115,6 +114,11 @@ class Controller:
         phase = self.state.phases.phase(self.step)
         waits = not self.config.plans and phase is Phase.STABLE and not any(self.state.stability.stable.values())
         return Phase.MONITORING_UPPER if waits else phase
+
+    @property
+    def schedule(self) -> PipelineSchedule:
+        """The host's order of the batch that runs, or runs next."""
+        return self.state.schedule
 
     @property
     def in_step(self) -> bool:
@@ -175,7 +179,7 @@ class Controller:
     @property
     def execution(self) -> PipelineSchedule:
         """Return the order of this step, equal on all ranks: the host's own, or the plan's."""
-        return self.state.execution(self.schedule, self.step)
+        return self.state.execution(self.step)
 
     def mask(self, stage: int, microbatch: int) -> Mask:
         """The mask of a microbatch on a stage in the current step."""
@@ -209,12 +213,11 @@ class Controller:
         self._tally.add(step, phase, self._step_masks)
         self._step_start = None
         self.state.completed_steps = step
-        run = self.snapshot()
         if self._observer is not None:  # before decisions change the state that this step ran with
-            self._observer.step_ended(run, step)
+            self._observer.step_ended(self.view())
         if self.checks_taps:
-            self._decisions.check_taps(run)
-        self._decisions.after_step(run, self._executed)
+            self._decisions.check_taps(self.state)
+        self._decisions.after_step(self.state, self._executed)
 
     # --- what anybody may ask --------------------------------------------------------------------------------
 
@@ -241,21 +244,9 @@ class Controller:
     def report_path(self) -> Path:
         return self.config.report_path
 
-    def snapshot(self) -> RunSnapshot:
-        return RunSnapshot(
-            config=self.config,
-            host=self.pipeline.host,
-            schedule=self.schedule,
-            stages=tuple(sorted(self.parameter_masks)),
-            masks=self.masks,
-            ratios=self._ratios,
-            state=self.state,
-            timer=self.timer,
-            memory=self.memory,
-            layers=self._layers,
-            tally=self._tally,
-            traced=self.pipeline.traced,
-        )
+    def view(self) -> RunView:
+        """Return this run for observers."""
+        return RunView(self._setup, self.state, ratios=self._ratios, layers=self._layers, tally=self._tally)
 
     def warn(self, text: str) -> None:
         """Log a warning and leave it in the report's notes. Called on all ranks."""
@@ -274,7 +265,7 @@ class Controller:
 
         With APF and AutoFreeze save rank 0's: the others' lack what stability checks compare with (``is_whole``).
         """
-        return self.state.to_json(self.config, self.schedule, self.masks)
+        return self.state.to_json(self.config, self.masks)
 
     @property
     def is_whole(self) -> bool:
@@ -295,11 +286,11 @@ class Controller:
             findings.apply(self.pipeline.taps, self.masks)
         self.state = compatible_state(chosen, self.config, schedule=self.schedule, masks=self.masks, auto_warmup=warmup)
         self._forget_measured()
-        description = log_lines.phase(self.config, self.state.phases, self.step)
-        self._decisions.say(f"resumed after step {self.state.completed_steps}: {description}")
+        phase = log_lines.phase(self.config, self.state.phases, self.step)
+        self._decisions.say(f"resumed after step {self.state.completed_steps}: {phase}")
         for note in self.state.notes if self.state.plan is None else ():
             self._decisions.say(note)
-        self._decisions.resume_planning(self.snapshot())
+        self._decisions.resume_planning(self.state)
 
     def reschedule(self, schedule: PipelineSchedule) -> None:
         """The host runs another schedule from here on. Called on all ranks, between two steps.
@@ -307,7 +298,7 @@ class Controller:
         A schedule with another number of microbatches gets a plan of its own, made from the known times, soon after its
         first step. While monitoring, all numbers are monitored together. Another pipeline is monitored anew.
         """
-        before, self.schedule = self.schedule, schedule
+        before = self.schedule
         self._ratios = FreezeRatios(self.config, schedule, self.masks)
         if same_pipeline(before, schedule) and before.num_microbatches != schedule.num_microbatches:
             self.state.turn_to(schedule)
@@ -327,7 +318,11 @@ class Controller:
         self._layers.off()
         self._noise.abandon()  # where a step has failed
         if self._observer is not None:
-            self._observer.close(self.snapshot())
+            self._observer.close(self.view())
+
+    def _report(self) -> None:
+        if self._observer is not None:
+            self._observer.report(self.view())
 
     def _tapped(self, action: Action) -> Iterator[None]:
         """The part of an action between its mask and its host, on a stage whose weight gradients can wait."""

@@ -10,17 +10,16 @@ from tf_adapters.collectives import Collectives, decide_from_all
 from tf_adapters.errors import ScheduleError, TimelyFreezeError
 from tf_adapters.log import announce
 from tf_adapters.measuring.phase import Phase
-from tf_adapters.measuring.timer import ActionTimer
 from tf_adapters.planner.deferred import describe_deferral
-from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.frontier import describe_frontier
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.training import batch_words, log_lines, tap_findings
-from tf_adapters.training.batches import MonitoredBatches
+from tf_adapters.training.batches import BatchPlan, most_seen
 from tf_adapters.training.plan_maker import PlanJob, PlanMaker, Planned, RunSetup
 from tf_adapters.training.replanning import Replanning
-from tf_adapters.training.snapshot import Observer, RunSnapshot
+from tf_adapters.training.state import RunState
+from tf_adapters.training.tap_findings import TapFindings
 
 __all__ = ["Decisions"]
 
@@ -28,12 +27,12 @@ __all__ = ["Decisions"]
 class Decisions:
     """Brings a run's state up to date at step boundaries. Every method is called on all ranks at the same point."""
 
-    def __init__(self, setup: RunSetup, checks: StabilityChecks, observer: Observer | None) -> None:
+    def __init__(self, setup: RunSetup, checks: StabilityChecks, report: Callable[[], None]) -> None:
         self._config, self._masks, self._collectives = setup.config, setup.masks, setup.collectives
-        self._pipeline = setup.pipeline
-        self._checks, self._observer = checks, observer
+        self._pipeline, self._timer, self._memory = setup.pipeline, setup.timer, setup.memory
+        self._checks, self._report = checks, report
         self._verified: dict[int, PipelineSchedule | None] = {}  # by number of microbatches; None: the host's own order
-        self._monitored = MonitoredBatches()
+        self._monitored: list[PipelineSchedule] = []  # of each monitored step that froze nothing
         self._unplanned: set[int] = set()  # numbers of microbatches that no plan could be made for
         self.plan_maker = PlanMaker(setup)
         self._replanning = Replanning(setup)
@@ -41,36 +40,36 @@ class Decisions:
     def say(self, text: str) -> None:
         announce(self._collectives.rank, text)
 
-    def after_step(self, run: RunSnapshot, executed: Sequence[Action]) -> None:
+    def after_step(self, state: RunState, executed: Sequence[Action]) -> None:
         """Decide what the next step does. Raises TimelyFreezeError on every rank if ``on_error`` is "raise"."""
-        self._guarded(run, lambda: self._decide(run, executed))
+        self._guarded(state, lambda: self._decide(state, executed))
 
-    def check_taps(self, run: RunSnapshot) -> None:
-        """After the step that checked the taps: leave the layers to the host that they do not understand.
+    def check_taps(self, state: RunState) -> None:
+        """After the step that checked the taps: leave to the host the layers that no tap understands.
 
         After a failure nothing is tapped any more.
         """
         taps = self._pipeline.taps
 
         def check() -> None:
-            run.state.taps = findings = tap_findings.agree(self._collectives, self._pipeline)
+            state.taps = findings = tap_findings.agree(self._collectives, self._pipeline)
             findings.apply(taps, self._masks)
             for line in findings.lines():
-                run.state.note(line)
+                state.note(line)
                 self.say(line)
             if text := findings.described():
                 self.say(text)
 
-        if run.state.failure:
+        if state.failure:
             for of_stage in taps.values():
                 of_stage.end_check()
         else:
-            self._guarded(run, check)
+            self._guarded(state, check)
 
-    def resume_planning(self, run: RunSnapshot) -> None:
+    def resume_planning(self, state: RunState) -> None:
         """Make the plan that a checkpoint says was still being made."""
-        if run.state.awaits_plan:
-            self._guarded(run, lambda: self._start(run, PlanJob(run.state.measured_for(run.schedule))))
+        if state.awaits_plan:
+            self._guarded(state, lambda: self._start(state, PlanJob(state.measured_for(state.schedule))))
 
     def forget(self) -> None:
         """Give up a plan that is being made, and what was seen of the pipeline and of plans in force."""
@@ -79,84 +78,85 @@ class Decisions:
         for seen in (self._verified, self._monitored, self._unplanned):
             seen.clear()
 
-    def _decide(self, run: RunSnapshot, executed: Sequence[Action]) -> None:
-        state, step = run.state, run.state.completed_steps
+    def _decide(self, state: RunState, executed: Sequence[Action]) -> None:
+        step = state.completed_steps
         state.plans.used(state.microbatches)
         if state.failure:
             return
         phases = state.phases
-        self._verify(run, executed)
+        self._verify(state, executed)
         if phases.phase(step).monitors:
-            self._say_progress(run)
+            self._say_progress(state)
         if phases.phase(step) is Phase.MONITORING_UPPER:
-            self._monitored.add(run.schedule)
-        if self._config.plans and self._monitoring_ends(run):
+            self._monitored.append(state.schedule)
+        if self._config.plans and self._monitoring_ends(state):
             state.phases = phases.monitored_until(step)
-            self._measure(run)
-            self._start(run, PlanJob(state.measurement))
+            self._measure(state)
+            self._start(state, PlanJob(state.measurement))
         elif (job := self.plan_maker.job) is not None:
-            self._take(run, job, self.plan_maker.poll)
-        if step > phases.monitoring_end and self._report_due(run):
-            self._report(run)
-        self._renew_plan(run)
-        self._plan_batch(run)
-        self._check_stability(run)
+            self._take(state, job, self.plan_maker.poll)
+        if step > phases.monitoring_end and self._report_due(state):
+            self._report()
+        self._renew_plan(state)
+        self._plan_batch(state)
+        self._check_stability(state)
         if state.phases.description(step + 1) != phases.description(step):
             self.say(f"step {step + 1}: {log_lines.phase(self._config, state.phases, step + 1)}")
 
-    def _verify(self, run: RunSnapshot, executed: Sequence[Action]) -> None:
-        """Once of every order: of the host's own after the warm-up, of a plan's in its first step."""
-        step, number = run.state.completed_steps, run.state.microbatches
-        order = run.state.execution(run.schedule, step)
-        rewritten = None if order is run.schedule else order
-        if step > run.state.phases.warmup_end and self._verified.get(number, run.schedule) != rewritten:
+    def _verify(self, state: RunState, executed: Sequence[Action]) -> None:
+        """Check each order once: the host's own after the warm-up, a plan's in its first step."""
+        step, number = state.completed_steps, state.microbatches
+        order = state.execution(step)
+        rewritten = None if order is state.schedule else order
+        if step > state.phases.warmup_end and self._verified.get(number, state.schedule) != rewritten:
             verify_schedule(self._collectives, order, executed)
             self._verified[number] = rewritten
 
-    def _say_progress(self, run: RunSnapshot) -> None:
-        """Four times while monitoring."""
-        phases, step = run.state.phases, run.state.completed_steps
-        done, length = step - phases.warmup_end, phases.monitoring_steps
+    def _say_progress(self, state: RunState) -> None:
+        """Log the progress of monitoring, four times in all."""
+        phases, step = state.phases, state.completed_steps
+        done, length = step - phases.warmup_end, phases.monitoring_end - phases.warmup_end
         if done % max(1, length // 4) == 0:
-            run.timer.drain()
-            step_ms = run.timer.step_ms(phases.phase(step))
+            self._timer.drain()
+            step_ms = self._timer.step_ms(phases.phase(step))
             self.say(f"monitoring {done}/{length} steps" + ("" if step_ms is None else f", {step_ms:.1f} ms a step"))
 
-    def _monitoring_ends(self, run: RunSnapshot) -> bool:
+    def _monitoring_ends(self, state: RunState) -> bool:
         """Return whether monitoring ends: after its set length, or as soon as its times are precise enough.
 
         The second needs monitoring in which every step trains.
         """
-        phases, step = run.state.phases, run.state.completed_steps
+        phases, step = state.phases, state.completed_steps
         if step == phases.monitoring_end:
             return True
         if not phases.may_end_monitoring(step):
             return False
-        error = self.plan_maker.precision(self._monitored.most_seen(run.schedule), run.timer)
+        error = self.plan_maker.precision(most_seen(self._monitored or [state.schedule]))
         ends = error <= self._config.monitoring_precision
         if ends:
             steps = step - phases.warmup_end
             self.say(f"monitoring ended after {steps} steps: times and savings are known to {error:.1%}")
         return ends
 
-    def _measure(self, run: RunSnapshot) -> None:
-        known, notes = self.plan_maker.measure(self._monitored.most_seen(run.schedule), run.timer, run.memory)
-        run.state.measure(known, notes)
+    def _measure(self, state: RunState) -> None:
+        schedule = most_seen(self._monitored or [state.schedule])
+        known, notes = self.plan_maker.measure(schedule, state.taps or TapFindings())
+        state.measure(known, notes)
         for note in notes:
             self.say(note)
         if known.batch_times is not None:
             self.say(batch_words.log_line(known.batch_times, known.unfrozen_step_ms))
 
-    def _start(self, run: RunSnapshot, job: PlanJob) -> None:
-        self._take(run, job, lambda: self.plan_maker.start(job))
+    def _start(self, state: RunState, job: PlanJob) -> None:
+        self._take(state, job, lambda: self.plan_maker.start(job))
 
-    def _take(self, run: RunSnapshot, job: PlanJob, make: Callable[[], Planned | None]) -> None:
+    def _take(self, state: RunState, job: PlanJob, make: Callable[[], Planned | None]) -> None:
         """Take the plan, if it is there.
 
         The first plan starts freezing with the next step. If it comes later, freezing starts later by a step at least.
         If planning fails, the existing plans stay in force. An error of the first plan is raised.
         """
-        state, first, number = run.state, not run.state.plans, job.measurement.schedule.num_microbatches
+        first, number = not state.plans, job.measurement.schedule.num_microbatches
         try:
             planned = make()
         except TimelyFreezeError as error:
@@ -179,32 +179,32 @@ class Decisions:
         if job.reason:
             state.measure(job.measurement, (job.reason,))
             self._unplanned.clear()
-        self._adopt(run, job.measurement.schedule, planned)
+        self._adopt(state, job.measurement.schedule, planned)
         if first or job.reason:
-            self._report(run)
+            self._report()
 
-    def _adopt(self, run: RunSnapshot, schedule: PipelineSchedule, planned: Planned) -> None:
-        state, plan = run.state, planned.plan
+    def _adopt(self, state: RunState, schedule: PipelineSchedule, planned: Planned) -> None:
+        plan = planned.plan
         state.adopt(schedule, planned)
+        batch = state.plans.of[schedule.num_microbatches]
         if len(state.plans.of) > 1:
             self.say(f"batches of {schedule.num_microbatches} microbatches have a plan of their own:")
         if plan.deferrable_share:
             self.say(f"deferral: {describe_deferral(plan, schedule)}")
-            self._say_memory(run, schedule, plan)
+            self._say_memory(batch)
         if plan.frontier:
             self.say(f"max_freeze_ratio auto: {describe_frontier(plan)}")
-        promised = state.plans.of[schedule.num_microbatches].forecast
         known, pipeline = state.measured_for(schedule), self._pipeline
         meeting = log_lines.meeting(known, plan, pipeline.meetings, pipeline.waits_for_norm)
-        for line in (log_lines.planned(plan, promised), *([meeting] if meeting else []), *planned.notes):
+        for line in (log_lines.planned(plan, batch.forecast), *([meeting] if meeting else []), *planned.notes):
             self.say(line)
 
-    def _say_memory(self, run: RunSnapshot, schedule: PipelineSchedule, plan: FreezePlan) -> None:
+    def _say_memory(self, batch: BatchPlan) -> None:
         """Log the memory of the fullest rank in the host's order and in the plan's."""
 
         def local() -> tuple[int, int] | None:
-            held = run.memory.peak_bytes(Phase.MONITORING_UPPER)
-            planned = run.planned_peak_bytes(schedule, plan)
+            held = self._memory.peak_bytes(Phase.MONITORING_UPPER)
+            planned = batch.planned_peak_bytes(self._memory, min(self._pipeline.parameters))
             return None if held is None or planned is None else (held, planned)
 
         def fullest(ranks: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
@@ -216,69 +216,66 @@ class Decisions:
             held, planned = (f"{peak / 2**20:,.1f} MiB" for peak in peaks)
             self.say(f"memory of the fullest rank: {held} now, at most {planned} planned")
 
-    def _renew_plan(self, run: RunSnapshot) -> None:
+    def _renew_plan(self, state: RunState) -> None:
         """Plan again if the most frequent batches no longer take the times of their plan."""
-        state, step, batch = run.state, run.state.completed_steps, run.state.plans.most_used
-        if self.plan_maker.job is not None or not (run.ratios.on(state) or self._config.defers):
+        step, batch = state.completed_steps, state.plans.most_used
+        if self.plan_maker.job is not None or not (state.freezes(self._config) or self._config.defers):
             return
         if batch is None or not self._replanning.due(step, state.phases.progressive_end):
             return
         try:
-            job = self._replanning.look(run.timer, state.measured_for(batch.schedule), batch.plan)
+            job = self._replanning.look(state.measured_for(batch.schedule), batch.plan)
         except TimelyFreezeError as error:
             self.say(f"the plan stays as it is: {error}")
             return
         if job is not None:
             self.say(f"step {step}: planning anew: {job.reason}")
-            self._start(run, job)
+            self._start(state, job)
 
-    def _plan_batch(self, run: RunSnapshot) -> None:
+    def _plan_batch(self, state: RunState) -> None:
         """Plan for batches of this number of microbatches, where there are plans for others: nothing is measured."""
-        state, number = run.state, run.state.microbatches
-        if not state.plans or not state.outlived or number in self._unplanned or self.plan_maker.job is not None:
+        number, plans, batch = state.microbatches, state.plans, state.batch
+        has_newest = batch is not None and batch.planned_at >= state.measured_at
+        if has_newest or not state.measurement.times or number in self._unplanned or self.plan_maker.job is not None:
             return
-        if state.plans.has_room(number, state.completed_steps, self._config.replan_interval):
-            self._start(run, PlanJob(state.measured_for(run.schedule)))
+        if plans and plans.has_room(number, state.completed_steps, self._config.replan_interval):
+            self._start(state, PlanJob(state.measured_for(state.schedule)))
 
-    def _check_stability(self, run: RunSnapshot) -> None:
+    def _check_stability(self, state: RunState) -> None:
         """Find out what is stable, where the method asks and a check is due."""
-        state, step = run.state, run.state.completed_steps
+        step = state.completed_steps
         start, before = state.phases.monitoring_end, state.stability
-        if not run.ratios.on(state) or not self._checks.due(step, start):
+        if not state.freezes(self._config) or not self._checks.due(step, start):
             return
         after = self._checks.run(before, step, start)
         if not self._config.plans and not state.measurement.unfrozen_step_ms and any(after.stable.values()):
-            state.measurement = replace(state.measurement, unfrozen_step_ms=self._slowest_unfrozen_ms(run.timer))
+            state.measurement = replace(state.measurement, unfrozen_step_ms=self._slowest_unfrozen_ms())
         state.stability = after
         if after.checks > before.checks:
             shares = {stage: self._masks.share(stage, units) for stage, units in after.stable.items()}
             self.say(log_lines.checked(after, self._config, shares))
 
-    def _slowest_unfrozen_ms(self, timer: ActionTimer) -> float:
+    def _slowest_unfrozen_ms(self) -> float:
         """The median unfrozen step of the rank where it is longest."""
 
         def median_ms() -> float:
-            timer.drain()
-            return timer.step_ms(Phase.MONITORING_UPPER) or 0.0
+            self._timer.drain()
+            return self._timer.step_ms(Phase.MONITORING_UPPER) or 0.0
 
         return decide_from_all(self._collectives, median_ms, lambda steps_ms: max(steps_ms))
 
-    def _report_due(self, run: RunSnapshot) -> bool:
-        stable = run.state.completed_steps - run.state.phases.progressive_end
+    def _report_due(self, state: RunState) -> bool:
+        stable = state.completed_steps - state.phases.progressive_end
         return stable == 10 or (stable > 0 and stable % self._config.replan_interval == 0)
 
-    def _report(self, run: RunSnapshot) -> None:
-        if self._observer is not None:
-            self._observer.report(run)
-
-    def _guarded(self, run: RunSnapshot, decide: Callable[[], None]) -> None:
+    def _guarded(self, state: RunState, decide: Callable[[], None]) -> None:
         """An error has reached every rank: raise it on all, or train on without freezing on all."""
         try:
             decide()
         except TimelyFreezeError as error:
             self.plan_maker.close()
-            run.state.failure = str(error)
-            self._report(run)
+            state.failure = str(error)
+            self._report()
             if self._config.on_error == "raise":
                 raise
             announce(self._collectives.rank, f"{error}; training goes on without freezing", logging.WARNING)

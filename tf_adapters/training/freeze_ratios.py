@@ -32,10 +32,6 @@ class FreezeRatios:
             (action.stage, action.microbatch): action for action in schedule.actions if action.freezable
         }
 
-    def on(self, state: RunState) -> bool:
-        """Return whether this run freezes anything once it has been monitored."""
-        return not state.failure and self._config.method != "none" and self._config.stage_limit > 0
-
     def _monitors_with_masks(self, state: RunState) -> bool:
         return not state.failure and self._config.monitors_with_masks
 
@@ -64,7 +60,7 @@ class FreezeRatios:
             return compiling[action.microbatch].share
         if self._config.plans and state.phases.phase(step).monitors:
             return self._monitoring_ratio(state, step, action) if self._monitors_with_masks(state) else 0.0
-        if not self.on(state) or self.probes(state, step):
+        if not state.freezes(self._config) or self.probes(state, step):
             return 0.0
         if not self._config.plans:
             return self._masks.share(action.stage, self.stable(state, step, action.stage))

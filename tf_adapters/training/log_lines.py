@@ -75,7 +75,7 @@ def phase(config: TimelyFreezeConfig, phases: PhaseSchedule, step: int) -> str:
 def checked(state: StabilityState, config: TimelyFreezeConfig, shares: Mapping[int, float]) -> str:
     """The outcome of a stability check: the share of each stage's work that is stable, and where the scores lie.
 
-    Those only the first rank has.
+    Only the first rank has scores.
     """
     stages = ", ".join(f"stage {stage}: {share:.2f}" for stage, share in sorted(shares.items()))
     stable = f"stability check {state.checks}: {config.stability_metric} finds stable, by work, {stages}"

@@ -71,10 +71,6 @@ class PhaseSchedule:
         """The same with step ``step`` as the last one of planning; progressive freezing keeps its length."""
         return replace(self, plan_end=step, progressive_end=step + self.progressive_end - self.freezing_start)
 
-    @property
-    def monitoring_steps(self) -> int:
-        return self.monitoring_end - self.warmup_end
-
     def phase(self, step: int) -> Phase:
         """The phase of step ``step`` (from 1)."""
         if step <= self.warmup_end:

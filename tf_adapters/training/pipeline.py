@@ -41,15 +41,16 @@ class HostPipeline:
         ties: weights that several stages hold.
         held_values: this rank's values of a parameter, as its optimizer updates them; by default ``parameters``.
         taps: this rank's layers whose weight gradients can wait, by stage; the units say which they are.
-        layers: this rank's layers by stage and name: what the model could be cut between.
-        accumulating: around weight gradients that are computed later: takes them where those of the host's backward go.
+        layers: this rank's layers by stage and name. The model could be cut between them.
+        accumulating: a context for weight gradients that are computed later. They go where the host's own backward
+            puts its weight gradients.
         moves_forwards: whether the host can run forwards and input gradients in another order, too.
         traced: whether transfers are measured on this rank's pipeline: true of one replica of the pipeline.
-        replicas: of the pipeline, each with microbatches of its own: the data-parallel size; 1 where it is not known.
+        replicas: the number of replicas of the pipeline, each with its own microbatches; 1 where it is not known.
         adaptive: whether the optimizer divides by the size of the gradient, as Adam does.
-        meetings: what makes all ranks meet between two steps, as far as the host's settings say.
-        waits_for_norm: whether a norm is among that, and ``optimizer_step`` "post_validated" could avoid it.
-        warmup_steps: what ``warmup_steps: "auto"`` stands for.
+        meetings: the reasons why all ranks meet between two steps, as far as the host's settings show them.
+        waits_for_norm: whether a norm is among them that ``optimizer_step`` "post_validated" could avoid.
+        warmup_steps: the value of ``warmup_steps: "auto"``.
         clock: by default the clock of the device that the parameters live on.
     """
 

@@ -58,16 +58,18 @@ class RunSetup:
         collectives: the group of all ranks that train together.
         pipeline: the pipeline that the host runs.
         masks: the masks of every stage.
+        timer: this rank's times.
+        memory: this rank's memory.
         probes: this rank's newest probes of its gradients' noise, by stage.
-        taps: the findings of the first step about the taps; None before, and without taps.
     """
 
     config: TimelyFreezeConfig
     collectives: Collectives
     pipeline: HostPipeline
     masks: StageMasks
+    timer: ActionTimer
+    memory: MemoryMeter
     probes: Probes
-    taps: Callable[[], TapFindings | None] = lambda: None
 
     def learning(
         self, schedule: PipelineSchedule, ranks: Sequence[Mapping[int, Sequence[Probe]]], costs: Mapping[int, TokenCost]
@@ -123,7 +125,7 @@ class PlanMaker:
         self._steps: Sequence[Mapping[Action, float]] = ()  # durations, ms; on rank 0
         self._waited = 0  # steps, for the plan
 
-    def precision(self, schedule: PipelineSchedule, timer: ActionTimer) -> float:
+    def precision(self, schedule: PipelineSchedule) -> float:
         """Return the relative standard error of the times from which a plan would now be made.
 
         It is the largest of all ranks. Only times that devices have finished count. Waiting for devices would empty
@@ -131,20 +133,16 @@ class PlanMaker:
         """
 
         def local() -> float:
-            timer.drain()
-            return self._times(schedule, timer).error
+            self._run.timer.drain()
+            return self._times(schedule).error
 
         return decide_from_all(self._collectives, local, lambda errors: max(errors))
 
-    def measure(
-        self, schedule: PipelineSchedule, timer: ActionTimer, memory: MemoryMeter
-    ) -> tuple[Measurement, tuple[str, ...]]:
+    def measure(self, schedule: PipelineSchedule, findings: TapFindings) -> tuple[Measurement, tuple[str, ...]]:
         """Return the measurement of the monitored steps, and a sentence for each bound that noise had crossed.
 
         Raises TimelyFreezeError, the same on every rank.
         """
-
-        findings = self._run.taps() or TapFindings()
 
         def merge(ranks: Sequence[_Local]) -> tuple[Packed, tuple[str, ...]]:
             detailed = [rank.bounds.unpack(schedule) for rank in ranks if rank.bounds]
@@ -172,7 +170,7 @@ class PlanMaker:
                 known = replace(known, batch_times=with_replicas(traced, known.dag, known.upper, typical))
             return packed(known), notes
 
-        known, notes = decide_from_all(self._collectives, lambda: self._local(schedule, timer, memory), merge)
+        known, notes = decide_from_all(self._collectives, lambda: self._local(schedule), merge)
         return unpacked(known, schedule), notes
 
     def start(self, job: PlanJob) -> Planned | None:
@@ -221,14 +219,15 @@ class PlanMaker:
         on_one_rank(self._collectives, launch)
         return None
 
-    def _fitting(self, memory: MemoryMeter) -> int | None:
+    def _fitting(self) -> int | None:
         if not self._config.fills_memory:
             return None
-        return memory.most_microbatches(Phase.MONITORING_UPPER, self._config.memory_limit_bytes)
+        return self._run.memory.most_microbatches(Phase.MONITORING_UPPER, self._config.memory_limit_bytes)
 
-    def _local(self, schedule: PipelineSchedule, timer: ActionTimer, memory: MemoryMeter) -> _Local:
+    def _local(self, schedule: PipelineSchedule) -> _Local:
+        timer, number = self._run.timer, schedule.num_microbatches
         timer.drain(wait=True)
-        times, number = self._times(schedule, timer), schedule.num_microbatches
+        times = self._times(schedule)
         step_ms = timer.step_ms(Phase.MONITORING_UPPER, number) or 0.0
         local = _Local(
             step_ms,
@@ -236,7 +235,7 @@ class PlanMaker:
             times.token_costs,
             self._run.probes(),
             rank=schedule.rank_of(min(self._run.pipeline.parameters)),
-            fitting=self._fitting(memory),
+            fitting=self._fitting(),
         )
         if not self._run.pipeline.traced:
             return replace(local, means=times.means())
@@ -246,10 +245,13 @@ class PlanMaker:
             traces=PackedTraces.of(schedule, local_traces(timer, Phase.MONITORING_UPPER, number), timer.until_next()),
         )
 
-    def _times(self, schedule: PipelineSchedule, timer: ActionTimer) -> StageTimes:
-        sampled, number = self._config.samples_tokens, schedule.num_microbatches
-        first = self._run.masks.first_training_stage
-        return measured_times(timer, first, sampled=sampled, microbatches=number)
+    def _times(self, schedule: PipelineSchedule) -> StageTimes:
+        return measured_times(
+            self._run.timer,
+            self._run.masks.first_training_stage,
+            sampled=self._config.samples_tokens,
+            microbatches=schedule.num_microbatches,
+        )
 
     def _arrived(self) -> Planned | None:
         def ask() -> Planned | None:

@@ -64,7 +64,7 @@ class Replanning:
         """Begin anew: the pipeline runs something else now."""
         self._changes_in_a_row = 0
 
-    def look(self, timer: ActionTimer, known: Measurement, plan: FreezePlan) -> PlanJob | None:
+    def look(self, known: Measurement, plan: FreezePlan) -> PlanJob | None:
         """The plan to make anew; None where the old one holds. Raises TimelyFreezeError, the same on every rank."""
         schedule = known.schedule
         ran = plan.schedule or schedule
@@ -86,14 +86,15 @@ class Replanning:
             return packed(now.of_step(max(rank.step_ms for rank in ranks) + saved)), "; ".join(why)
 
         number = schedule.num_microbatches
-        fresh = decide_from_all(self._run.collectives, lambda: self._local(ran, timer, known.times, number), judge)
+        fresh = decide_from_all(self._run.collectives, lambda: self._local(ran, known.times, number), judge)
         self._changes_in_a_row = self._changes_in_a_row + 1 if fresh else 0
         if fresh is None or self._changes_in_a_row < _IN_A_ROW:
             return None
         self._changes_in_a_row = 0
         return PlanJob(unpacked(fresh[0], schedule), reason=fresh[1])
 
-    def _local(self, ran: PipelineSchedule, timer: ActionTimer, bounds: Mapping[Action, Bounds], number: int) -> _Local:
+    def _local(self, ran: PipelineSchedule, bounds: Mapping[Action, Bounds], number: int) -> _Local:
+        timer = self._run.timer
         timer.drain()
         traces = PackedTraces.of(ran, local_traces(timer, Phase.STABLE, number) if self._run.pipeline.traced else ())
         newest = min(self._config.replan_interval, _NEWEST)

@@ -30,15 +30,15 @@ class RunState:
     """The state of one run. It is equal on all ranks, except for the values that stability checks compare with.
 
     Only the first rank has these.
-    ``microbatches`` are those of the batch that runs, or runs next; ``plans`` has a plan for each number of them. All
-    plans are made from ``measurement``, which holds the times of one number of microbatches and was made after step
-    ``measured_at``. In ``host_order_step`` the host runs its own order, whatever the plan says. ``taps`` is None until
-    they have been checked.
+    ``schedule`` is the host's order of the batch that runs, or runs next; ``plans`` has a plan for each number of
+    microbatches. All plans are made from ``measurement``, which holds the times of one number of microbatches and was
+    made after step ``measured_at``. In ``host_order_step`` the host runs its own order, whatever the plan says.
+    ``taps`` is None until they have been checked.
     """
 
     phases: PhaseSchedule
     completed_steps: int = 0
-    microbatches: int = field(default=0, compare=False)
+    schedule: PipelineSchedule = field(default=NOTHING_MEASURED.schedule, compare=False)
     plans: BatchPlans = field(default_factory=BatchPlans)
     measurement: Measurement = NOTHING_MEASURED
     measured_at: int = 0
@@ -64,7 +64,7 @@ class RunState:
         return RunState(
             phases,
             self.completed_steps,
-            self.microbatches,
+            self.schedule,
             notes=(*self.notes, note)[-_NOTES:],
             taps=self.taps,
         )
@@ -100,9 +100,13 @@ class RunState:
 
     def turn_to(self, schedule: PipelineSchedule) -> None:
         """The next batches have another number of microbatches."""
-        self.microbatches = schedule.num_microbatches
+        self.schedule = schedule
         if self.batch is not None and self.batch.schedule != schedule:
             del self.plans.of[self.microbatches]  # a checkpoint's, of another order
+
+    @property
+    def microbatches(self) -> int:
+        return self.schedule.num_microbatches
 
     @property
     def batch(self) -> BatchPlan | None:
@@ -114,12 +118,16 @@ class RunState:
         """Return the plan of ``batch``; None before there is one for its number of microbatches."""
         return None if self.batch is None else self.batch.plan
 
-    def execution(self, host_order: PipelineSchedule, step: int) -> PipelineSchedule:
+    def execution(self, step: int) -> PipelineSchedule:
         """Return the order of ``step``: the host's, or once it is in force the order of a plan that defers."""
         if self.plan is None or self.failure or step <= self.phases.freezing_start or step == self.host_order_step:
-            return host_order
+            return self.schedule
         rewritten = self.plan.schedule
-        return host_order if rewritten is None or rewritten == host_order else rewritten
+        return self.schedule if rewritten is None or rewritten == self.schedule else rewritten
+
+    def freezes(self, config: TimelyFreezeConfig) -> bool:
+        """Return whether the run freezes anything once it has been monitored."""
+        return not self.failure and config.method != "none" and config.stage_limit > 0
 
     @property
     def forecast(self) -> Forecast | None:
@@ -130,29 +138,33 @@ class RunState:
         """Return the measurement for a schedule, perhaps with another number of microbatches."""
         return carried_over(self.measurement, schedule)
 
-    def of_batch(self, batch: BatchPlan) -> RunState:
-        """The run as it is for batches of one number of microbatches."""
-        known = replace(self.measured_for(batch.schedule), unfrozen_step_ms=batch.unfrozen_step_ms)
-        return replace(self, microbatches=batch.schedule.num_microbatches, measurement=known)
+    def of_most_used(self) -> RunState:
+        """Return a copy for the number of microbatches that most steps have had since the first plan.
+
+        It lacks the values that stability checks compare with. Nothing that is done to it changes this state.
+        """
+        batch, known = self.plans.most_used, self.measurement
+        if batch is not None:
+            known = replace(self.measured_for(batch.schedule), unfrozen_step_ms=batch.unfrozen_step_ms)
+        return replace(
+            self,
+            schedule=batch.schedule if batch else self.schedule,
+            plans=BatchPlans(dict(self.plans.of)),
+            measurement=known,
+            stability=replace(self.stability, memory={}, snapshot=None),
+        )
 
     @property
     def awaits_plan(self) -> bool:
         """Return whether everything is measured and only the first plan is missing."""
         return not self.plans and bool(self.measurement.times) and not self.failure
 
-    @property
-    def outlived(self) -> bool:
-        """Return whether the batch that runs has no plan from the newest measurement."""
-        if not self.measurement.times or self.failure:
-            return False
-        return self.batch is None or self.batch.planned_at < self.measured_at
-
-    def to_json(self, config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: StageMasks) -> dict[str, Any]:
+    def to_json(self, config: TimelyFreezeConfig, masks: StageMasks) -> dict[str, Any]:
         """Plain values."""
         own = self.plans.of.get(self.measurement.schedule.num_microbatches)
         data = {
             "format": FORMAT,
-            "fingerprint": fingerprint(config, own.schedule if own else schedule, masks),
+            "fingerprint": fingerprint(config, own.schedule if own else self.schedule, masks),
             "completed_steps": self.completed_steps,
             "phases": list(astuple(self.phases)),
             "measurement": self.measurement.to_json(),
@@ -171,7 +183,7 @@ class RunState:
         return cls(
             phases=PhaseSchedule(*data["phases"]),
             completed_steps=data["completed_steps"],
-            microbatches=schedule.num_microbatches,
+            schedule=schedule,
             plans=BatchPlans({batch.schedule.num_microbatches: batch for batch in plans}),
             measurement=Measurement.from_json(data["measurement"]),
             measured_at=data["measured_at"],
@@ -227,7 +239,7 @@ def compatible_state(
     made anew; the step count stays.
     """
     fresh = RunState.fresh(config, auto_warmup)
-    fresh.microbatches = schedule.num_microbatches
+    fresh.schedule = schedule
     if data is None:
         return fresh
     try:

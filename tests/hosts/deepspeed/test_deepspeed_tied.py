@@ -123,5 +123,5 @@ def train(model: Tied, zero: int, weight_gradients: str) -> dict[str, Any]:
         result["moved"].append({n for n, value in before.items() if not torch.equal(value, named[n].detach())})
         result["masks"].append(masks)
         result["by_microbatch"] += zip(*masks, strict=True)
-    result["reported"] = controller.snapshot().tally.parameter_freeze_ratio().get(engine.stage_id, {})
+    result["reported"] = controller._tally.parameter_freeze_ratio().get(engine.stage_id, {})
     return result | {"parameters": deepspeed_ranks.parameters_of(engine)}

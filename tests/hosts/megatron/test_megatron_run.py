@@ -443,7 +443,7 @@ def wrong_schedule(case: Case) -> None:
     chunks, optimizer, adapter = start(case)
     ranks = adapter.controller.schedule.to_text()
     ranks[0] = sorted(ranks[0], key=lambda text: (text[1] == "B", text))  # GPipe's order
-    adapter.controller.schedule = PipelineSchedule.from_text(ranks)
+    adapter.controller.state.schedule = PipelineSchedule.from_text(ranks)
     for step in range(case.steps):
         train_step(case, chunks, optimizer, step)
 

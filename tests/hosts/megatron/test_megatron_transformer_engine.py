@@ -228,10 +228,10 @@ def memory(case: Case) -> dict[str, float]:
     chunks, optimizer, adapter = start(case)
     for step in range(case.steps):
         train_step(case, chunks, optimizer, step)
-    run = adapter.controller.snapshot()
-    [stage] = run.stages
-    before, after = (run.memory.held(phase) for phase in (Phase.MONITORING_UPPER, Phase.STABLE))
-    planned, measured = run.planned_peak_bytes(run.schedule, run.state.plan), run.memory.peak_bytes(Phase.STABLE)
+    meter, plan = adapter.controller.memory, adapter.controller.state.batch
+    [stage] = adapter.controller.parameter_masks
+    before, after = (meter.held(phase) for phase in (Phase.MONITORING_UPPER, Phase.STABLE))
+    planned, measured = plan.planned_peak_bytes(meter, stage), meter.peak_bytes(Phase.STABLE)
     adapter.detach()
     return {
         "planned": planned - before.base,

@@ -243,20 +243,20 @@ def test_nobody_waits_for_rank_0_to_write_the_report(
     train(controller, 3)
     collectives = Recorded(rank)
     reporter = RunReporter(collectives)
-    reporter.report(controller.snapshot())
+    reporter.report(controller.view())
     assert collectives.calls == ["collect"]
 
     def full(*_: Any) -> None:
         raise OSError("No space left on device")
 
     monkeypatch.setattr(Report, "write", full)
-    reporter.report(controller.snapshot())
-    reporter.report(controller.snapshot())
+    reporter.report(controller.view())
+    reporter.report(controller.view())
     said = [record.getMessage() for record in caplog.records if "could not be written" in record.getMessage()]
     text = "timely_freeze: the report could not be written: No space left on device"
     assert said == ([text] if rank == 0 else [])
     assert collectives.calls == ["collect"] * 3
-    reporter.close(controller.snapshot())
+    reporter.close(controller.view())
 
 
 def test_a_step_that_a_graph_captures_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

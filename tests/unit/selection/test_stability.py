@@ -52,8 +52,7 @@ def controller_of(parameters: Any, output_dir: Any, **settings: Any) -> Controll
 
 def ratio_of(controller: Controller, action: Action) -> float:
     """What the current step is to freeze of an action."""
-    run = controller.snapshot()
-    return run.ratios.ratio(run.state, controller.step, action)
+    return controller._ratios.ratio(controller.state, controller.step, action)
 
 
 def train(controller: Controller, parameters: Any, step: int) -> None:

@@ -77,7 +77,7 @@ def test_a_state_of_format_2_goes_on_with_its_plans_and_times() -> None:
     assert {number: batch.steps for number, batch in state.plans.of.items()} == {4: 0, 3: 1}
     assert state.plans.of[3].plan.to_json()["freeze_ratio"] == data["plan"]["freeze_ratio"]
     assert state.measured_for(one_f_one_b(2, 4)).unfrozen_step_ms == 19.25
-    saved = json.loads(json.dumps(state.to_json(CONFIG, schedule, masks)))
+    saved = json.loads(json.dumps(state.to_json(CONFIG, masks)))
     assert compatible_state(saved, CONFIG, schedule, masks, 3) == state
     single = {name: value for name, value in data.items() if name not in ("batches", "other_ms", "checksum")}
     earliest = compatible_state(single, CONFIG, schedule, masks, 3)

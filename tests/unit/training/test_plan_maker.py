@@ -12,6 +12,7 @@ from typing import Any
 
 import one_rank
 import pytest
+from clocks import Filled
 from one_rank import train
 from schedules import gpipe
 
@@ -19,6 +20,7 @@ import tf_adapters.training.plan_maker as planning
 from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import SolverError
+from tf_adapters.measuring.memory import MemoryMeter
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.planner.worker import BackgroundPlan
 from tf_adapters.schedule.durations import Bounds
@@ -151,8 +153,9 @@ def planner_of(**settings: Any) -> planning.PlanMaker:
     config = TimelyFreezeConfig(**{"max_freeze_ratio": 0.8, **settings})
     units = {stage: [FreezeUnit(("weight",), 1.0, (1,))] for stage in range(2)}
     pipeline = HostPipeline(HostInfo("host", "1"), SCHEDULE, units={}, parameters={}, moves_forwards=True)
+    masks, timer, memory = StageMasks(units, seed=0), Filled().timer, MemoryMeter(pipeline.device)
     return planning.PlanMaker(
-        planning.RunSetup(config, Collectives(), pipeline, StageMasks(units, seed=0), probes=dict)
+        planning.RunSetup(config, Collectives(), pipeline, masks, timer=timer, memory=memory, probes=dict)
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from schedules import gpipe
 from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.measuring.measurement import Measurement
+from tf_adapters.measuring.memory import MemoryMeter
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.planner.forecast import planned_dag, stable_durations
 from tf_adapters.planner.solve import plan
@@ -44,12 +46,14 @@ def stable(factors: dict[int, float], share: float = 0.5, steps: int = 3) -> Fil
 def watch(**settings: Any) -> Replanning:
     masks = StageMasks({stage: [FreezeUnit(("weight",), 1.0, (1,))] for stage in range(2)}, seed=0)
     pipeline = HostPipeline(HostInfo("host", "1"), SCHEDULE, units={}, parameters={})
-    setup = RunSetup(TimelyFreezeConfig(goal="paper", **settings), Collectives(), pipeline, masks, probes=dict)
+    config, memory = TimelyFreezeConfig(goal="paper", **settings), MemoryMeter(pipeline.device)
+    setup = RunSetup(config, Collectives(), pipeline, masks, timer=Filled().timer, memory=memory, probes=dict)
     return Replanning(setup)
 
 
 def looks(watching: Replanning, found: Filled, times: int) -> list[PlanJob | None]:
-    return [watching.look(found.timer, MEASURED, PLAN) for _ in range(times)]
+    watching._run = replace(watching._run, timer=found.timer)
+    return [watching.look(MEASURED, PLAN) for _ in range(times)]
 
 
 def test_it_looks_at_intervals_of_stable_freezing() -> None:

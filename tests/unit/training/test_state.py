@@ -41,7 +41,8 @@ def planned_state(completed: int) -> RunState:
 
 def saved(state: RunState, config: TimelyFreezeConfig = CONFIG, **changes: Any) -> dict[str, Any]:
     """What a checkpoint holds: through JSON text, as a file would have it."""
-    return {**json.loads(json.dumps(state.to_json(config, SCHEDULE, MASKS))), **changes}
+    state.turn_to(SCHEDULE)
+    return {**json.loads(json.dumps(state.to_json(config, MASKS))), **changes}
 
 
 def resumed(
