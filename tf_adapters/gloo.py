@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from tf_adapters.errors import REFUSED, UnsupportedError
+from tf_adapters.errors import UnsupportedError
 
 __all__ = ["gloo_group"]
 
@@ -41,7 +41,7 @@ def gloo_group(group: Any = None) -> Any:
         return ProcessGroupGloo(own, dist.get_rank(group), len(ranks), timeout=_timeout(group))
     except (RuntimeError, ValueError) as error:
         raise UnsupportedError(
-            f"{REFUSED}the ranks cannot reach each other over gloo, which our messages need; "
+            "timely_freeze cannot run here: the ranks cannot reach each other over gloo, which our messages need; "
             f"GLOO_SOCKET_IFNAME names the network interface ({' '.join(str(error).split())})"
         ) from error
 
