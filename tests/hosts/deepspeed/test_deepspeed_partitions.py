@@ -57,9 +57,9 @@ class Partition:
     def step(self, number: int, held: tuple[int, ...] = ()) -> None:
         generator = torch.Generator().manual_seed(number)
         self.flat.grad = torch.randn(sum(SIZES), generator=generator)
-        self.holder.hold(self.parameters[index] for index in held)
+        self.holder.held = tuple(self.parameters[index] for index in held)
         self.inner.step()
-        self.holder.hold(())
+        self.holder.held = ()
 
     def values(self) -> dict[str, Any]:
         state = {k: v.clone() if torch.is_tensor(v) else v for k, v in self.inner.state[self.flat].items()}
@@ -101,7 +101,7 @@ def test_what_is_held_stays_and_the_rest_moves_as_it_would(name: str, held: tupl
 def test_holding_copies_less_than_a_hundredth_of_the_partition(name: str, held: tuple[int, ...]) -> None:
     partition = Partition(OPTIMIZERS[name])
     partition.step(0)
-    partition.holder.hold(partition.parameters[index] for index in held)
+    partition.holder.held = tuple(partition.parameters[index] for index in held)
     with Allocated() as allocated:
         partition.holder.before_step()
         partition.holder.after_step()
@@ -111,7 +111,7 @@ def test_holding_copies_less_than_a_hundredth_of_the_partition(name: str, held: 
 def test_a_step_that_was_cut_off_leaves_the_optimizer_whole() -> None:
     partition = Partition(OPTIMIZERS["AdamW"])
     partition.step(0)
-    partition.holder.hold(partition.parameters[:1])
+    partition.holder.held = tuple(partition.parameters[:1])
     partition.holder.before_step()  # and then the step fails
     partition.step(1, held=(1,))
     assert [group["params"] for group in partition.inner.param_groups] == [[partition.flat]]
