@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from tf_adapters.collectives import Collectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.deepspeed.checkpoints import loading, saving
+from tf_adapters.deepspeed.checkpoints import keep_in_checkpoints
 from tf_adapters.deepspeed.execution import (
     TRANSFERS,
     BeginReceive,
@@ -90,7 +90,7 @@ class DeepSpeedAdapter(HostAdapter):
         self._transfers: Transfers | None = None  # of the current batch, if it runs in a plan's order
         self._waiting: WaitingWeights | None = None  # of the current batch, if only weight gradients move
         self._late_loss: LateLoss | None = None
-        self._shapes_known = self._in_batch = False
+        self._shapes_known = False
         self._lost_in_a_row, self._said_lost = 0, False  # steps that ran in the host's order to exchange shapes
         self._given_warmup = warmup_steps
         self._is_gpipe = config.schedule == "gpipe"  # our schedule: its transfers do not block either
@@ -155,10 +155,6 @@ class DeepSpeedAdapter(HostAdapter):
 
     # --- on and off ------------------------------------------------------------------------------------------
 
-    @property
-    def in_batch(self) -> bool:
-        return self._in_batch
-
     def connect(self) -> None:
         self.validation = post_validation_of(self.engine, self.config, self.controller)
         if self.validation is not None:
@@ -171,7 +167,6 @@ class DeepSpeedAdapter(HostAdapter):
         """Replace instructions of the engine by ours, which call the engine's."""
         engine, overrides, controller = self.engine, self.overrides, self.controller
         self._holder = HeldParameters(engine)
-        self._host_exec_schedule: Callable[[host.PipeSchedule], None] = engine._exec_schedule
         self._host_instructions: dict[type, Callable[..., None]] = dict(engine._INSTRUCTION_MAP)
         self.on_detach(self._holder.after_step)  # after a step that was cut off
         if self.validation is not None:
@@ -190,34 +185,32 @@ class DeepSpeedAdapter(HostAdapter):
                 WeightGradients: lambda _, microbatch: controller.compute_weight_gradients(self._stages[0], microbatch),
                 **{kind: partial(self._transfer, kind) for kind in (*TRANSFERS, BeginReceive, FinishSends)},
             }
-            overrides.set(engine, "reset_activation_shape", self._resetting(engine.reset_activation_shape))
+            overrides.wrap(engine, "reset_activation_shape", self._reset_activation_shape)
         if self._late_loss is not None:
             overrides.set(engine, "_aggregate_total_loss", self._late_loss.aggregate)
         overrides.set(engine, "_INSTRUCTION_MAP", {**self._host_instructions, **wrapped})
-        overrides.set(engine, "_exec_schedule", self._exec_schedule)
-        overrides.set(engine, "save_checkpoint", saving(self, engine.save_checkpoint))
-        overrides.set(engine, "load_checkpoint", loading(self, engine.load_checkpoint, self._warmup_steps))
+        overrides.wrap(engine, "_exec_schedule", self._exec_schedule)
+        keep_in_checkpoints(self, engine, self._warmup_steps)
         overrides.set(engine, ATTRIBUTE, self)
-        checkpoint = engine.module.activation_checkpoint_func
-        if checkpoint is not host_checkpointing.non_reentrant_checkpoint:
-            overrides.set(engine.module, "activation_checkpoint_func", self._checkpointing(checkpoint))
+        if engine.module.activation_checkpoint_func is not host_checkpointing.non_reentrant_checkpoint:
+            overrides.wrap(engine.module, "activation_checkpoint_func", self._checkpoint)
 
     # --- instructions ----------------------------------------------------------------------------------------
 
-    def _exec_schedule(self, schedule: host.PipeSchedule) -> None:
+    def _exec_schedule(self, run: Callable[[host.PipeSchedule], None], schedule: host.PipeSchedule) -> None:
         evaluates = isinstance(schedule, host.InferenceSchedule) or getattr(schedule, "forward_only", False)
         if evaluates:  # the second is DualPipeV's
             self.settle()
-            self._host_exec_schedule(schedule)
+            run(schedule)
             return
         refuse_another(schedule, self._own_schedule)
         try:
             ours = self._begin_step()
-            self._in_batch = True
-            self._host_exec_schedule(ours)
+            self.in_batch = True
+            run(ours)
         finally:
             self._transfers = self._waiting = None
-            self._in_batch = False
+            self.in_batch = False
         self._shapes_known = True
 
     def _begin_step(self) -> host.PipeSchedule:
@@ -320,14 +313,10 @@ class DeepSpeedAdapter(HostAdapter):
             with self._transfers.of(kind):
                 self._host_instructions[kind](engine, *args, **kwargs)
 
-    def _resetting(self, reset: Callable[[], None]) -> Callable[[], None]:
+    def _reset_activation_shape(self, run: Callable[[], None]) -> None:
         """After a reset of shapes, on all ranks, run the next batch in the engine's order, which exchanges shapes."""
-
-        def reset_activation_shape() -> None:
-            self._shapes_known = False
-            reset()
-
-        return reset_activation_shape
+        self._shapes_known = False
+        run()
 
     @contextmanager
     def _action(self, stage: int, kind: Kind, microbatch: int) -> Iterator[None]:
@@ -379,18 +368,14 @@ class DeepSpeedAdapter(HostAdapter):
 
     # --- activation checkpointing ----------------------------------------------------------------------------
 
-    def _checkpointing(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    def _checkpoint(self, run: Callable[..., Any], function: Callable[..., Any], *inputs: Any) -> Any:
         """Make the input of a checkpointed segment require gradients.
 
         Reentrant checkpointing computes gradients only if a segment's input requires one. After a frozen first layer it
         does not, and the stage would silently lose its gradients.
         """
-
-        def checkpoint_with_gradients(function: Callable[..., Any], *inputs: Any) -> Any:
-            if self._trains() and self._running and not self.controller.mask(*self._running).complete:
-                for tensor in inputs:
-                    if torch.is_tensor(tensor) and tensor.is_floating_point() and not tensor.requires_grad:
-                        tensor.requires_grad_()
-            return checkpoint(function, *inputs)
-
-        return checkpoint_with_gradients
+        if self._trains() and self._running and not self.controller.mask(*self._running).complete:
+            for tensor in inputs:
+                if torch.is_tensor(tensor) and tensor.is_floating_point() and not tensor.requires_grad:
+                    tensor.requires_grad_()
+        return run(function, *inputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -10,36 +9,31 @@ from typing import Any
 from tf_adapters.config import SECTION
 from tf_adapters.hosts.adapter import HostAdapter
 
-__all__ = ["loading", "saving"]
+__all__ = ["keep_in_checkpoints"]
 
 
-def saving(adapter: HostAdapter, save: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``engine.save_checkpoint`` with the run's state in the checkpoint's ``client_state``."""
-    signature = inspect.signature(save)
+def keep_in_checkpoints(adapter: HostAdapter, engine: Any, warmup_steps: Callable[[], int]) -> None:
+    """Save the run's state in each checkpoint's ``client_state``, and resume from it after a load.
 
-    @functools.wraps(save)
-    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+    ``warmup_steps`` returns those after the load.
+    """
+    saved, loaded = inspect.signature(engine.save_checkpoint), inspect.signature(engine.load_checkpoint)
+
+    def save(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         adapter.settle()
-        bound = signature.bind(*args, **kwargs)
+        bound = saved.bind(*args, **kwargs)
         client_state = bound.arguments.get("client_state") or {}
         bound.arguments["client_state"] = {**client_state, SECTION: adapter.controller.state_dict()}
-        return save(*bound.args, **bound.kwargs)
+        return run(*bound.args, **bound.kwargs)
 
-    return save_checkpoint
-
-
-def loading(adapter: HostAdapter, load: Callable[..., Any], warmup_steps: Callable[[], int]) -> Callable[..., Any]:
-    """Return ``engine.load_checkpoint``, which also resumes the run. ``warmup_steps`` are those after the load."""
-    signature = inspect.signature(load)
-
-    @functools.wraps(load)
-    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+    def load(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         adapter.settle()
-        path, client_state = load(*args, **kwargs)
-        weights_only = signature.bind(*args, **kwargs).arguments.get("load_module_only", False)
+        path, client_state = run(*args, **kwargs)
+        weights_only = loaded.bind(*args, **kwargs).arguments.get("load_module_only", False)
         if path is not None:
             state = (client_state or {}).pop(SECTION, None)
             adapter.controller.load_state_dict(None if weights_only else state, warmup_steps())
         return path, client_state
 
-    return load_checkpoint
+    adapter.overrides.wrap(engine, "save_checkpoint", save)
+    adapter.overrides.wrap(engine, "load_checkpoint", load)

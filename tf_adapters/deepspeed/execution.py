@@ -24,19 +24,6 @@ from tf_adapters.hosts.sent import SentMessages
 from tf_adapters.overrides import Overrides
 from tf_adapters.schedule.ir import Action, Kind
 
-__all__ = [
-    "BATCH_ENDING",
-    "TRANSFERS",
-    "BeginReceive",
-    "FinishSends",
-    "InputGradients",
-    "OrderedSchedule",
-    "RepeatedForwards",
-    "Transfers",
-    "WeightGradients",
-    "apart",
-]
-
 
 class InputGradients(host.BufferOpInstruction):  # type: ignore[misc]
     """A backward without the weight gradients that can wait."""

@@ -16,9 +16,9 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from tf_adapters.deepspeed.partitions import flat_partitions, fragments
+from tf_adapters.hosts.update_copies import HeldCopies
 from tf_adapters.selection.sampling import HeldValues, ParameterPiece
 from tf_adapters.training.step_masks import Scale
-from tf_adapters.weight_gradients.kept import Kept
 
 Part = tuple[int, int]
 """Start and end of a part of a partition."""
@@ -100,19 +100,16 @@ class HeldParameters:
     BF16_Optimizer) its step skips their slices of the partition. If the optimizer does not update each element
     independently, slices and their state are saved before the step and restored after it. The step counter of a
     partition belongs to the whole partition and advances.
-
-    Attributes:
-        held: the parameters that the next steps leave unchanged.
     """
 
     def __init__(self, engine: Any) -> None:
         self._outer = engine.optimizer
         self._inner: torch.optim.Optimizer = engine.basic_optimizer
-        self.held: tuple[torch.nn.Parameter, ...] = ()
+        self.held: tuple[torch.nn.Parameter, ...] = ()  # the next steps leave these unchanged
         self._fragments = {} if self._outer is self._inner else fragments(self._outer)
         kind = type(self._inner)
         self._works_by_element = f"{kind.__module__}.{kind.__name__}" in _BY_ELEMENT
-        self._kept = Kept()
+        self._kept = HeldCopies()
         self._partial = PartialSteps(self._inner)
 
     def before_step(self, *_: Any) -> None:

@@ -9,9 +9,8 @@ Source: deepspeed/runtime/zero/stage_1_and_2.py, bf16_optimizer.py, utils.py and
 from __future__ import annotations
 
 import copy
-import functools
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -23,26 +22,17 @@ from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.deepspeed.optimizers import HeldParameters
 from tf_adapters.hosts.adapter import HostAdapter
 from tf_adapters.hosts.late import LateSums, LateTensor
-from tf_adapters.hosts.post_validation import PostValidation, Settles, settled
+from tf_adapters.hosts.post_validation import PostValidation, Settles
 from tf_adapters.hosts.support import Problem, first_problem, missing_name
 from tf_adapters.overrides import Overrides
 from tf_adapters.training.controller import Controller
 
-__all__ = [
-    "DeepSpeedPostValidation",
-    "post_validation_of",
-    "post_validation_problem",
-    "waits_for_norm",
-]
+__all__ = ["DeepSpeedPostValidation", "post_validation_of", "post_validation_problem", "waits_for_norm"]
 
 _UTILS = ("clip_tensors_by_global_norm", "combine_grad_norm_groups", "dist", "get_global_norm_of_tensors")
 _ZERO_NAMES = (
-    "_model_parallel_all_reduce",
-    "check_grad_overflow",
-    "check_overflow",
-    "scaled_global_norm",
-    "unscale_and_clip_grads",
-    "update_lp_params",
+    *("_model_parallel_all_reduce", "check_grad_overflow", "check_overflow", "scaled_global_norm"),
+    *("unscale_and_clip_grads", "update_lp_params"),
 )
 _BF16_NAMES = ("clip_grad", "get_grads_for_norm", "mpu", "norm_type", "update_lp_params")
 _STATE = ("load_module_state_dict", "module_state_dict", "save_16bit_model")
@@ -68,10 +58,9 @@ class DeepSpeedPostValidation(PostValidation):
         The last update becomes final before a state is saved or loaded. Install the hooks of the ``holder`` after this.
         """
         self._holder = holder
-        engine, overrides, run = self._engine, adapter.overrides, self._outer.step
+        engine = self._engine
 
-        @functools.wraps(run)
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             # The first step of an optimizer makes the state that the host refers to afterwards.
             if not self.speculates(self._has_stepped and adapter.repeatable):
                 self._has_stepped = True
@@ -82,11 +71,9 @@ class DeepSpeedPostValidation(PostValidation):
             self._outer._global_grad_norm = self._norm
             return result
 
-        overrides.set(self._outer, "step", step)
+        adapter.overrides.wrap(self._outer, "step", step)
         adapter.on_detach(self._inner.register_step_pre_hook(self._keep).remove)
-        for name in _STATE:
-            if callable(getattr(engine, name, None)):
-                overrides.set(engine, name, settled(adapter.settle, getattr(engine, name)))
+        adapter.settle_before(engine, _STATE)
         alone = Settles(lambda: None if adapter.in_batch or self.making_again else self._settle_alone())
         for register in ("register_state_dict_pre_hook", "register_load_state_dict_pre_hook"):
             for owner in (engine.module, self._inner):

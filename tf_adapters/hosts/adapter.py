@@ -64,6 +64,7 @@ class HostAdapter(ABC):
         self._undo.callback(collectives.close)
         self._undo.callback(self.overrides.restore)
         self._detached = False
+        self.in_batch = False  # whether a training batch runs
         self.validation: PostValidation | None = None  # of updates before the norm is known
         self._receives: tuple[PipelineSchedule, FreezePlan | None, Receives] | None = None  # of the last step
         described: list[HostPipeline] = []
@@ -105,11 +106,6 @@ class HostAdapter(ABC):
             on_all_ranks(self.collectives, install)
 
     @property
-    def in_batch(self) -> bool:
-        """Return whether a training batch runs."""
-        return False
-
-    @property
     def repeatable(self) -> bool:
         """Return whether batches of this phase run in a way that can repeat their first forwards."""
         monitored = self.controller.phase is not Phase.WARMUP and not self.controller.state.failure
@@ -122,6 +118,17 @@ class HostAdapter(ABC):
         """
         if self.validation is not None and not self.in_batch and not self.validation.making_again:
             self.validation.settle()
+
+    def settle_before(self, owner: Any, names: Iterable[str]) -> None:
+        """Make the last update final before each call of these functions of ``owner``, as far as it has them."""
+
+        def settle_and_run(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self.settle()
+            return run(*args, **kwargs)
+
+        for name in names:
+            if callable(getattr(owner, name, None)):
+                self.overrides.wrap(owner, name, settle_and_run)
 
     def metrics(self) -> MetricSink | None:
         """Return the function that receives this rank's figures after each step, if any."""

@@ -77,15 +77,8 @@ class BeforeForwards:
 class ForwardsAgain:
     """The state that a rank needs to run the first forwards of a batch again.
 
-    Args:
-        validation: the update before the batch.
-        begin_again: begins our step again.
-        modules: the modules of this rank's stage, or the model chunks.
-        device: their device.
-        tracker: the host's tracker of random numbers, with ``get_states`` and ``set_states``.
-        order: the actions of all ranks in the batch.
-        before: maps each action to the actions whose inputs its rank begins to receive just before it.
-        rank: this rank's row in the order.
+    ``modules`` are this rank's stage or model chunks. ``tracker`` is the host's tracker of random numbers, with
+    ``get_states`` and ``set_states``. ``order``, ``before`` and ``rank`` are those of ``forwards_in_prefix``.
 
     Attributes:
         forwards: the forwards before anything of a backward begins.

@@ -128,12 +128,7 @@ class LateSums:
 
 
 class _OwnGroup:
-    """Sends messages between the ranks of a process group, and keeps each message until it has arrived.
-
-    Args:
-        group: the host's process group of these ranks.
-        device: the device of the ranks' tensors.
-    """
+    """Sends messages between the ranks of a host's process group, and keeps each message until it has arrived."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group, self._device = gloo_group(group), device

@@ -14,24 +14,20 @@ from tf_adapters.errors import TimelyFreezeError
 __all__ = ["check_script", "errors_in_one_line", "run_command", "run_script"]
 
 
-def check_script(module: str, script: str, usage: str) -> Path:
-    """Return the script's path. Call it before importing the host, which takes seconds.
+def check_script(module: str, script: str, usage: str) -> None:
+    """Raise SystemExit: after printing ``usage`` for ``-h``, or with one line if the script is missing.
 
-    Raises SystemExit: with status 0 after printing ``usage`` for ``-h``, or with one line if the script is missing.
+    Call it before importing the host, which takes seconds.
     """
     if script in ("-h", "--help"):
         print(usage)
         raise SystemExit(0)
     if not Path(script).is_file():
         raise SystemExit(f"{module}: no such script: {script}")
-    return Path(script)
 
 
 def run_script(module: str, script: str, arguments: list[str], prepare: Callable[[], object] = lambda: None) -> None:
-    """Call ``prepare``, then run ``script`` as ``__main__``, as ``python script arguments`` would.
-
-    ``errors_in_one_line`` handles errors.
-    """
+    """Call ``prepare``, then run ``script`` as ``__main__``, as ``python script arguments`` would."""
     with errors_in_one_line(module):
         run_command([script, *arguments], prepare)
 

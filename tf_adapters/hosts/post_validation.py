@@ -9,7 +9,6 @@ after the norm. Idea: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", sectio
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -21,14 +20,13 @@ from tf_adapters.hosts.late import LateNorms, LateSums, LateTensor
 from tf_adapters.hosts.update_copies import UpdateCopies
 from tf_adapters.training.controller import Controller
 
-__all__ = ["PostValidation", "Settles", "settled"]
+__all__ = ["PostValidation", "Settles"]
 
 _LOOKED_AT = 20
 _MOST_MADE_AGAIN = 0.2
 """Largest share of the last ``_LOOKED_AT`` updates that were made again; above it updates wait for the norm."""
 
-_PAUSE = 50
-"""Number of updates that then wait."""
+_PAUSE = 50  # number of updates that then wait
 
 
 class PostValidation(ABC):
@@ -72,10 +70,7 @@ class PostValidation(ABC):
         return self._square is not None
 
     def expect(self, own_norm: torch.Tensor) -> LateTensor:
-        """Announce an update that does not wait for the norm. Return the norm as a tensor that waits for its value.
-
-        ``own_norm`` is the norm of this rank's gradients.
-        """
+        """Announce an update that does not wait for the norm. Return the norm as a tensor that waits for its value."""
         self._square, norm = self._norms.square_and_norm(own_norm)
         return norm
 
@@ -90,10 +85,7 @@ class PostValidation(ABC):
         return False
 
     def before_update(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any] | None = None) -> None:
-        """Keep copies if the next update may have to be made again.
-
-        ``step`` makes it again; the default is ``optimizer.step``.
-        """
+        """Keep copies if the next update may have to be made again, with ``step`` or by default ``optimizer.step``."""
         if self.pending and not self.making_again:
             groups = tuple(map(id, optimizer.param_groups))
             copies = UpdateCopies(optimizer)
@@ -161,17 +153,6 @@ class Settles:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Settles, (_do_nothing,)
-
-
-def settled(settle: Callable[[], None], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes the last update final and then calls ``run``."""
-
-    @functools.wraps(run)
-    def settle_and_run(*args: Any, **kwargs: Any) -> Any:
-        settle()
-        return run(*args, **kwargs)
-
-    return settle_and_run
 
 
 def _do_nothing() -> None:

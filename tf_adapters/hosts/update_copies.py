@@ -1,14 +1,31 @@
-"""Copies of all that an optimizer's step overwrites, so that the step can be taken back and made again."""
+"""Copies of what an optimizer's step overwrites: of held values, or of all, to take the step back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["UpdateCopies"]
+__all__ = ["HeldCopies", "UpdateCopies"]
+
+
+class HeldCopies:
+    """Copies of values that the next step must leave as they are."""
+
+    def __init__(self) -> None:
+        self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Save the values of these tensors or views."""
+        self._values += [(tensor.detach(), tensor.detach().clone()) for tensor in tensors]
+
+    def put_back(self) -> None:
+        """Restore the saved values, and drop them."""
+        for tensor, value in self._values:
+            tensor.copy_(value)  # both are detached
+        self._values.clear()
 
 
 class UpdateCopies:

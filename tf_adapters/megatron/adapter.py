@@ -29,7 +29,7 @@ from tf_adapters.hosts.waiting import WaitingWeights
 from tf_adapters.log import announce
 from tf_adapters.measuring.timer import clock_for
 from tf_adapters.megatron.chunks import Chunk, device_of
-from tf_adapters.megatron.execution import before_reduction
+from tf_adapters.megatron.ddp import before_reduction
 from tf_adapters.megatron.late_norm import clips, meetings, own_norm
 from tf_adapters.megatron.linear import tapped_layer
 from tf_adapters.megatron.optimizers import HeldParameters, held_values, leaves, scale_gradients
@@ -82,11 +82,10 @@ class MegatronAdapter(HostAdapter):
         config: TimelyFreezeConfig,
         collectives: Collectives,
         metrics: MetricSink | None = None,
-        warmup_steps: int = DEFAULT_WARMUP_STEPS,
+        warmup_steps: int | None = None,
     ) -> None:
         self._model = model
-        self._warmup_steps = warmup_steps
-        self._in_batch = False
+        self._warmup_steps = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
         self._batch_seen = False
         self._waiting: WaitingWeights | None = None
         self._ordered: OrderedBatch | None = None
@@ -130,7 +129,7 @@ class MegatronAdapter(HostAdapter):
             self.overrides.set(model.optimizer, "get_grad_norm", lambda: norms.norm(own_norm(optimizers, device)))
         if self.validation is not None:
             owners = (*model.chunks, *(chunk.model for chunk in self._chunks.values()))
-            install(self.validation, self, owners, speculates=lambda: self.repeatable)
+            install(self.validation, self, owners)
         for wrapped in model.chunks:
             self.overrides.set(wrapped, ATTRIBUTE, self)
             if self.config.gradient_scale != "skipped_as_zero" and isinstance(wrapped, DistributedDataParallel):
@@ -183,10 +182,6 @@ class MegatronAdapter(HostAdapter):
         """Return whether the optimizer's success and norm are equal on all ranks without a reduction."""
         return (self._late_norms is not None or self.validation is not None) and not self._detached
 
-    @property
-    def in_batch(self) -> bool:
-        return self._in_batch
-
     # --- what the patches call -------------------------------------------------------------------------------
 
     @contextmanager
@@ -197,7 +192,7 @@ class MegatronAdapter(HostAdapter):
         self.controller.begin_step()
         self._batch_seen = True
         self._follow_plan(communicator)
-        self._in_batch = True
+        self.in_batch = True
         self._unscaled = set(self._by_stage)
         ordered = self._ordered.without_transfers() if self._ordered else nullcontext()
         try:
@@ -205,11 +200,11 @@ class MegatronAdapter(HostAdapter):
                 yield
             self._finish_weight_gradients()
         finally:
-            self._in_batch, self._waiting, self._ordered = False, None, None
+            self.in_batch, self._waiting, self._ordered = False, None, None
 
     def forward(self, run: functools.partial[Any], model: torch.nn.Module, microbatch: int | None) -> Any:
         """Run one microbatch's forward through one chunk, masked and timed; outside a training batch, just run it."""
-        if not self._in_batch or microbatch is None:
+        if not self.in_batch or microbatch is None:
             return run()
         chunk = self._chunks[id(model)]
         if self._ordered is not None:

@@ -2,17 +2,21 @@
 
 DDP counts the parameters of each bucket as their gradients arrive, and reduces the bucket when all have arrived. It
 also waits for a parameter's all-gather in the forward that uses it. Both assume that every parameter trains in every
-microbatch. Source: megatron/core/distributed/distributed_data_parallel.py and param_and_grad_buffer.py.
+microbatch. Source: megatron/core/distributed/distributed_data_parallel.py and param_and_grad_buffer.py, and for
+``before_reduction`` megatron/core/pipeline_parallel/schedules.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+
+from tf_adapters.overrides import Overrides
 
 
 class FrozenGradients:
@@ -123,3 +127,23 @@ class FrozenGradients:
             group = self._hidden.get(parameter)
             if group is not None:
                 group.finish_param_sync(skip_next_bucket_dispatch=dispatched_elsewhere)
+
+
+@contextmanager
+def before_reduction(config: Any, finish: Callable[[int | None], None]) -> Iterator[None]:
+    """Run a batch inside. ``finish`` is called before the host reduces the gradients of a chunk, or of all (None)."""
+
+    def first(run: Callable[..., Any], *args: Any, chunk: int | None = None, **kwargs: Any) -> Any:
+        finish(chunk)
+        return run(*args, **kwargs)
+
+    sync, finalize = config.grad_sync_func, config.finalize_model_grads_func
+    with Overrides() as overrides:
+        if isinstance(sync, (list, tuple)):
+            of_chunks = [functools.partial(first, function, chunk=chunk) for chunk, function in enumerate(sync)]
+            overrides.set(config, "grad_sync_func", of_chunks)
+        elif sync is not None:
+            overrides.set(config, "grad_sync_func", functools.partial(first, sync))
+        if finalize is not None:
+            overrides.set(config, "finalize_model_grads_func", functools.partial(first, finalize))
+        yield

@@ -26,7 +26,6 @@ from tf_adapters.megatron.patching import patching
 from tf_adapters.megatron.post_validation import post_validation_problem
 from tf_adapters.megatron.support import check, keeps_order
 from tf_adapters.report.observer import MetricSink
-from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
 __all__ = ["attach", "patch_schedules"]
 
@@ -74,8 +73,7 @@ def attach(
         agreed = _agreed_model(ours, chunks, optimizer, num_microbatches=num_microbatches, pp_group=pp_group)
         if settings.post_validates and not agreed.moves_forwards:  # the same on all ranks
             refuse("optimizer_step post_validated needs 1F1B on two or more stages, and sequences of one length")
-        warmup = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
-        adapter = MegatronAdapter(agreed, settings, ours, metrics=metrics, warmup_steps=warmup)
+        adapter = MegatronAdapter(agreed, settings, ours, metrics=metrics, warmup_steps=warmup_steps)
         on_all_ranks(ours, patch)
         return adapter
 
@@ -177,7 +175,7 @@ def _on_backward(run: Any, output: Any) -> Any:
 
 def _check(chunks: Sequence[Any], optimizer: Any, settings: TimelyFreezeConfig) -> None:
     refuse_other_schedules(settings, "with Megatron-Core the schedule follows from the pipeline's sizes")
-    check(chunks, optimizer, settings=settings)
+    check(chunks, optimizer, settings)
     if settings.post_validates:
         refuse(post_validation_problem(chunks, optimizer, get_model_config(chunks[0])))
 

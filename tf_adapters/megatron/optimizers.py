@@ -17,9 +17,9 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
+from tf_adapters.hosts.update_copies import HeldCopies
 from tf_adapters.selection.sampling import HeldValues, ParameterPiece
 from tf_adapters.training.step_masks import Scale
-from tf_adapters.weight_gradients.kept import Kept
 
 
 class HeldParameters:
@@ -29,14 +29,14 @@ class HeldParameters:
         self._optimizer, self.inner = optimizer, inner_of(optimizer)
         self._held: list[torch.Tensor] = []
         self._counted: list[torch.Tensor] = []
-        self._kept = Kept()
+        self._kept = HeldCopies()
 
     def hold(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Hold these model parameters from now on, instead of earlier ones."""
         self._held = [main for parameter in parameters for main in _updated(self._optimizer, parameter)]
 
     def before(self, *_: Any) -> None:
-        self._kept = Kept()
+        self._kept = HeldCopies()
         own = {id(p) for group in self.inner.param_groups for p in group["params"]}
         for tensor in self._held:
             if id(tensor) not in own:

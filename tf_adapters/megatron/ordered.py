@@ -86,9 +86,6 @@ class OrderedBatch:
     Args:
         row: the rank's actions in order. Forwards, and backwards, are in the order of the microbatches.
         receives: the action before which each receive begins, and the messages that have arrived by then.
-        links: the transfers with neighbours.
-        device: the device of messages.
-        run: runs a forward or backward.
         compute: runs a WEIGHT_GRAD action; its flag says whether it is the last one.
         again: how the first forwards run again if the last update has to be made again; None if it is final.
     """

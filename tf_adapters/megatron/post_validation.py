@@ -15,7 +15,7 @@ from megatron.core.optimizer import clip_grads
 
 from tf_adapters.hosts.adapter import HostAdapter
 from tf_adapters.hosts.late import LateTensor
-from tf_adapters.hosts.post_validation import PostValidation, settled
+from tf_adapters.hosts.post_validation import PostValidation
 from tf_adapters.hosts.support import Problem, first_problem
 from tf_adapters.megatron.chunks import device_of
 from tf_adapters.megatron.late_norm import own_norm, step_statistics_are_equal
@@ -51,31 +51,23 @@ class MegatronPostValidation(PostValidation):
             clip_grads.clip_grad_by_total_norm_fp32(parameters, max_norm=self._max_norm, total_norm=_root(square))
 
 
-def install(
-    validation: MegatronPostValidation,
-    adapter: HostAdapter,
-    owners: Iterable[torch.nn.Module],
-    speculates: Callable[[], bool],
-) -> None:
+def install(validation: MegatronPostValidation, adapter: HostAdapter, owners: Iterable[torch.nn.Module]) -> None:
     """Replace the optimizer's norm, keep copies before its updates, and settle before a state is saved or loaded.
 
-    ``owners`` are the modules whose state may be saved or loaded. ``speculates`` says whether this
-    step's update may be made before the norm is known.
+    ``owners`` are the modules whose state may be saved or loaded.
     """
-    optimizer, overrides = validation.optimizer, adapter.overrides
+    optimizer = validation.optimizer
 
     def get_grad_norm(host_norm: Callable[[], Any]) -> Any:
-        return validation.expected_norm() if validation.speculates(speculates()) else host_norm()
+        return validation.expected_norm() if validation.speculates(adapter.repeatable) else host_norm()
 
-    overrides.wrap(optimizer, "get_grad_norm", get_grad_norm)
+    adapter.overrides.wrap(optimizer, "get_grad_norm", get_grad_norm)
     for leaf in leaves(optimizer):
         keep = functools.partial(validation.before_update, step=leaf.step_with_ready_grads)
         hook = inner_of(leaf).register_step_pre_hook(lambda given, *_, keep=keep: keep(given))
         adapter.on_detach(hook.remove)
     for owner in (optimizer, *owners):
-        for name in _STATE:
-            if callable(getattr(owner, name, None)):
-                overrides.set(owner, name, settled(adapter.settle, getattr(owner, name)))
+        adapter.settle_before(owner, _STATE)
 
 
 def post_validation_problem(chunks: Sequence[Any], optimizer: Any, config: Any) -> Problem:

@@ -51,32 +51,23 @@ _APART_TWICE = (
 )
 _OPTIMIZERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
 DDP_NAMES = (
-    "ddp_config",
-    "force_all_reduce",
-    "overlap_param_gather_with_optimizer_step",
-    "param_to_bucket_group",
-    "remove_forward_pre_hook_handles",
-    "use_forward_hook",
+    *("ddp_config", "force_all_reduce", "overlap_param_gather_with_optimizer_step", "param_to_bucket_group"),
+    *("remove_forward_pre_hook_handles", "use_forward_hook"),
 )
 DDP_CONFIG_NAMES = ("align_param_gather", "overlap_grad_reduce")
 BUCKET_GROUP_NAMES = ("finish_param_sync", "is_last_microbatch", "register_grad_ready")
 DISTRIBUTED_OPTIMIZER_NAMES = ("_get_model_param_range_map", "model_param_group_index_map")
 
 
-def check(
-    chunks: Sequence[Any], optimizer: Any, config: Any = None, settings: TimelyFreezeConfig | None = None
-) -> None:
-    """Raise UnsupportedError, one line, if freezing these model chunks could be wrong.
-
-    ``config`` is the model's TransformerConfig; by default the first chunk's.
-    """
+def check(chunks: Sequence[Any], optimizer: Any, settings: TimelyFreezeConfig | None = None) -> None:
+    """Raise UnsupportedError, one line, if freezing these model chunks could be wrong."""
     if not chunks:
         refuse("there is no model chunk; it needs the list of modules that the schedule gets")
     for chunk in chunks:
         refuse(_chunk_problem(chunk) or missing_ddp_name(chunk))
         model = innermost(chunk)
         refuse(compiled_problem(chunk, model, layers_of(model), settings))
-    config = config or get_model_config(chunks[0])
+    config = get_model_config(chunks[0])
     refuse(_config_problem(config))
     if settings is not None and settings.splits_backwards and getattr(config, "mtp_num_layers", None):
         refuse(_APART_TWICE)

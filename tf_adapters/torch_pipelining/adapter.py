@@ -63,11 +63,10 @@ class TorchPipeliningAdapter(HostAdapter):
         collectives: Collectives,
         optimizers: Sequence[torch.optim.Optimizer],
         metrics: MetricSink | None = None,
-        warmup_steps: int = DEFAULT_WARMUP_STEPS,
+        warmup_steps: int | None = None,
         meetings: Sequence[str] = (),
     ) -> None:
         self.schedule = schedule
-        self._training = False
         self._scaler_checked = False
         self._ran_backward: set[int] = set()  # stages with a backward in this batch
         self._stepped: set[int] = set()  # optimizers that have stepped in this step
@@ -100,7 +99,7 @@ class TorchPipeliningAdapter(HostAdapter):
                 adaptive=is_adaptive(optimizers),
                 replicas=replica_count(self._stages[0].submod),
                 meetings=meetings,
-                warmup_steps=warmup_steps,
+                warmup_steps=DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps,
                 clock=clock_for(torch.device(self._stages[0].device)),
             )
 
@@ -156,10 +155,6 @@ class TorchPipeliningAdapter(HostAdapter):
             return total
         return validation.clip(own, max_norm, speculate=self.controller.in_step and self.repeatable)
 
-    @property
-    def in_batch(self) -> bool:
-        return self._training
-
     # --- the host's step -------------------------------------------------------------------------------------
 
     def _step(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -173,12 +168,12 @@ class TorchPipeliningAdapter(HostAdapter):
             self._scaler_checked = True
         self._unscale()
         self.controller.begin_step()
-        self._training = True
+        self.in_batch = True
         self._ran_backward.clear()
         try:
             result = run(*args, **kwargs)
         finally:
-            self._training = False
+            self.in_batch = False
         self._scale()
         if not self._optimizers:
             self.controller.end_step()
@@ -187,7 +182,7 @@ class TorchPipeliningAdapter(HostAdapter):
     def _batch(self, rewritten: RewrittenOrder, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a batch in the order of ``controller.execution``."""
         order = self.controller.execution
-        if not self._training or (order is self.controller.schedule and not self.repeatable):
+        if not self.in_batch or (order is self.controller.schedule and not self.repeatable):
             if self.validation is not None:
                 self.validation.settle()
             return run(*args, **kwargs)
@@ -235,7 +230,7 @@ class TorchPipeliningAdapter(HostAdapter):
 
     def _defers(self, stage: Any) -> bool:
         """Return whether taps defer this stage's weight gradients to their W."""
-        return self._training and stage.stage_index in self.controller.pipeline.taps
+        return self.in_batch and stage.stage_index in self.controller.pipeline.taps
 
     def _backward(
         self,
@@ -253,7 +248,7 @@ class TorchPipeliningAdapter(HostAdapter):
             run(bwd_chunk_id, loss=loss, full_backward=whole, last_backward=last_backward)
 
     def _reported(self, stage: Any, microbatch: int, last: bool) -> AbstractContextManager[None]:
-        if not self._training:
+        if not self.in_batch:
             return nullcontext()
         first = stage.stage_index not in self._ran_backward
         self._ran_backward.add(stage.stage_index)
@@ -272,7 +267,7 @@ class TorchPipeliningAdapter(HostAdapter):
     @contextmanager
     def _action(self, stage: Any, kind: Kind, microbatch: int) -> Iterator[None]:
         """Mask and time one computation of a training batch inside. Evaluation runs without either."""
-        if not self._training:
+        if not self.in_batch:
             yield
             return
         frozen = self.controller.mask(stage.stage_index, microbatch).names

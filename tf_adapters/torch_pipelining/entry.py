@@ -14,7 +14,6 @@ from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules, sam
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.torch_pipelining.adapter import ATTRIBUTE, HOST, TorchPipeliningAdapter
 from tf_adapters.torch_pipelining.support import check, check_split_backwards
-from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 
 __all__ = ["attach"]
 
@@ -49,16 +48,13 @@ def attach(
         ConfigError: a setting is wrong, on all ranks.
         UnsupportedError: freezing cannot be right with this schedule, on all ranks.
     """
-    if optimizer is None:
-        optimizers: tuple[Any, ...] = ()
-    else:
-        optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    several = () if optimizer is None else optimizer
+    optimizers: tuple[Any, ...] = tuple(several) if isinstance(several, (list, tuple)) else (several,)
 
     def make(collectives: Collectives, settings: TimelyFreezeConfig) -> TorchPipeliningAdapter:
         same_on_all_ranks(collectives, "optimizers", lambda: "some" if optimizers else "none", shown=str)
-        warmup = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
         return TorchPipeliningAdapter(
-            schedule, settings, collectives, optimizers, metrics=metrics, warmup_steps=warmup, meetings=meetings
+            schedule, settings, collectives, optimizers, metrics=metrics, warmup_steps=warmup_steps, meetings=meetings
         )
 
     existing: TorchPipeliningAdapter | None = getattr(schedule, ATTRIBUTE, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +24,11 @@ class TorchPostValidation(PostValidation):
         self._max_norm = 0.0
         self._clipped: frozenset[int] = frozenset()  # parameters, by id
 
-    def clip(self, parameters: Iterable[torch.nn.Parameter], max_norm: float, speculate: bool) -> torch.Tensor:
-        """Clip gradients by the norm over all ranks, or with ``speculate`` find out later whether that is due.
+    def clip(self, own: Sequence[torch.nn.Parameter], max_norm: float, speculate: bool) -> torch.Tensor:
+        """Clip the gradients of ``own`` by the norm over all ranks, or with ``speculate`` find out later if it is due.
 
         Returns the norm before clipping. Called on all ranks, after the batch and before the optimizers' steps.
         """
-        own = list(parameters)
         if self.speculates(speculate):
             self._max_norm, self._clipped = max_norm, frozenset(map(id, own))
             return self.expect(own_norm(own))

@@ -21,14 +21,8 @@ from tf_adapters.torch_pipelining.schedules import stages_of, translate
 
 SCHEDULE_CLASSES = ("_PipelineSchedule", "_PipelineScheduleRuntime", "PipelineScheduleSingle", "Schedule1F1B")
 STAGE_NAMES = (
-    "forward_one_chunk",
-    "backward_one_chunk",
-    "backward_weight_one_chunk",
-    "device",
-    "dw_builder",
-    "group",
-    "is_first",
-    "submod",
+    *("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk", "device"),
+    *("dw_builder", "group", "is_first", "submod"),
 )
 FSDP_NAMES = ("_get_fsdp_state",)
 FSDP_STATE_NAMES = ("_auto_reshard_after_forward", "_fsdp_param_groups")

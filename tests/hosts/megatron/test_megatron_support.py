@@ -68,10 +68,10 @@ def megatrons(kind: type[MegatronOptimizer], inner: Any) -> Any:
 
 
 def refusal(chunks: Any = None, optimizer: Any = None, config: Any = PLAIN) -> str:
-    chunks = [Chunk()] if chunks is None else chunks
+    chunks = [Chunk(config)] if chunks is None else chunks
     optimizer = sgd(Chunk()) if optimizer is None else optimizer
     with pytest.raises(UnsupportedError) as caught:
-        check(chunks, optimizer, config)
+        check(chunks, optimizer)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith(PREFIX)
     return str(caught.value).removeprefix(PREFIX)
@@ -125,7 +125,7 @@ def test_what_megatron_needs_for_delayed_weight_gradients_hides_no_advice() -> N
 @pytest.mark.parametrize("field", REFUSED)
 def test_the_same_setting_switched_off_is_accepted(field: str) -> None:
     _, right, _ = REFUSED[field]
-    check([Chunk()], sgd(Chunk()), SimpleNamespace(**{field: right}))
+    check([Chunk(SimpleNamespace(**{field: right}))], sgd(Chunk()))
 
 
 def test_every_refused_setting_is_tested_here() -> None:
@@ -177,15 +177,15 @@ def test_input_gradients_that_are_reduced_with_weight_gradients_are_refused(sett
     if refused:
         assert refusal(config=config) == OVERLAPPED
     else:
-        check([Chunk(config)], sgd(Chunk()), config)
+        check([Chunk(config)], sgd(Chunk()))
 
 
 @pytest.mark.parametrize("settings", [{"weight_gradients": "deferred"}, {"granularity": "token"}], ids=str)
 def test_further_tokens_are_refused_with_weight_gradients_apart_from_their_backward(settings: Any) -> None:
     config = SimpleNamespace(mtp_num_layers=1)
     with pytest.raises(UnsupportedError, match="the output layer computes several times in a microbatch"):
-        check([Chunk()], sgd(Chunk()), config, TimelyFreezeConfig(**settings))
-    check([Chunk()], sgd(Chunk()), config, TimelyFreezeConfig(goal="paper"))
+        check([Chunk(config)], sgd(Chunk()), TimelyFreezeConfig(**settings))
+    check([Chunk(config)], sgd(Chunk()), TimelyFreezeConfig(goal="paper"))
 
 
 # --- the model -------------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def test_muon_is_refused_wherever_it_is(kind: Any) -> None:
 
 def test_no_optimizer_at_all_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=f"^{PREFIX}the optimizer"):
-        check([Chunk()], None, PLAIN)
+        check([Chunk()], None)
 
 
 def chained(*optimizers: Any) -> ChainedOptimizer:
@@ -326,21 +326,21 @@ def chained(*optimizers: Any) -> ChainedOptimizer:
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop"])
 def test_a_plain_model_with_a_plain_torch_optimizer_is_accepted(name: str) -> None:
     chunk = Chunk()
-    check([chunk], getattr(torch.optim, name)(chunk.parameters(), lr=0.1), PLAIN)
+    check([chunk], getattr(torch.optim, name)(chunk.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize("kind", OURS)
 def test_megatrons_optimizers_are_accepted_alone_and_chained(kind: Any) -> None:
     chunks = [Wrapped(Wrapped(Chunk())), Wrapped(Wrapped(Chunk()))]
-    check(chunks, megatrons(kind, sgd(chunks[0])), PLAIN)
-    check(chunks, chained(megatrons(kind, sgd(chunks[0])), megatrons(kind, sgd(chunks[1]))), PLAIN)
+    check(chunks, megatrons(kind, sgd(chunks[0])))
+    check(chunks, chained(megatrons(kind, sgd(chunks[0])), megatrons(kind, sgd(chunks[1]))))
 
 
 @pytest.mark.parametrize("kind", OURS)
 def test_a_rank_whose_part_of_the_optimizer_is_empty_is_accepted(kind: Any) -> None:
     """Expert parallelism leaves stubs without parameters on some ranks."""
-    check([Chunk()], chained(megatrons(kind, sgd(Chunk())), megatrons(kind, None)), PLAIN)
-    check([Chunk()], chained(), PLAIN)
+    check([Chunk()], chained(megatrons(kind, sgd(Chunk())), megatrons(kind, None)))
+    check([Chunk()], chained())
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_a_rank_whose_part_of_the_optimizer_is_empty_is_accepted(kind: Any) -> N
 )
 def test_what_is_supported_is_accepted(settings: dict[str, Any]) -> None:
     config = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, **settings)
-    check([Chunk(config)], sgd(Chunk()), config)
+    check([Chunk(config)], sgd(Chunk()))
 
 
 # --- attaching: settings ---------------------------------------------------------------------------------------

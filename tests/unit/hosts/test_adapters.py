@@ -237,9 +237,10 @@ def test_muon_is_refused() -> None:
 
     class TensorParallelMuon(torch.optim.SGD): ...
 
-    model = nn.Linear(2, 2)
+    model: Any = nn.Linear(2, 2)
+    model.config = SimpleNamespace()
     with pytest.raises(UnsupportedError, match="TensorParallelMuon mixes all rows"):
-        check([model], TensorParallelMuon(model.parameters(), lr=0.1), SimpleNamespace())
+        check([model], TensorParallelMuon(model.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize("name", ["ddp.param_to_bucket_group", "config.overlap_grad_reduce", "group.finish_param_sync"])
@@ -259,7 +260,7 @@ def test_a_renamed_private_name_of_megatrons_ddp_is_refused(name: str) -> None:
     owner, _, private = name.partition(".")
     delattr({"ddp": ddp, "config": config, "group": group}[owner], private)
     with pytest.raises(UnsupportedError, match=f"this version of the host has no .*{private}; run `tf-adapters doctor"):
-        support.check([ddp], torch.optim.SGD(ddp.parameters(), lr=0.1), SimpleNamespace())
+        support.check([ddp], torch.optim.SGD(ddp.parameters(), lr=0.1))
 
 
 def test_a_half_parameter_without_its_main_copy_is_refused() -> None:
