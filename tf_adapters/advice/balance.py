@@ -15,8 +15,7 @@ from tf_adapters.schedule.ir import Kind, PipelineSchedule
 
 __all__ = ["Balance", "Cut", "balance"]
 
-_GAIN = 0.005
-"""Least share by which the batch must become shorter to move a layer: the times are not known more exactly."""
+_GAIN = 0.005  # least share by which moving a layer must shorten the batch: the times are not known more exactly
 
 
 @dataclass(frozen=True)

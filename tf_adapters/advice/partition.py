@@ -41,11 +41,7 @@ class CutPipeline:
     """
 
     def __init__(
-        self,
-        dag: PipelineDag,
-        pieces: Sequence[Piece],
-        rest: Sequence[Piece],
-        halves: Sequence[float],
+        self, dag: PipelineDag, pieces: Sequence[Piece], rest: Sequence[Piece], halves: Sequence[float]
     ) -> None:
         self._dag = dag
         self._forward = [0.0, *accumulate(piece.forward_ms for piece in pieces)]

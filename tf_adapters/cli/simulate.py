@@ -20,7 +20,7 @@ __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
 What TimelyFreeze would bring to a pipeline: batch time, bubbles, critical path, freeze ratios, the gain at r_max and
-the most that any r_max could give; for one schedule in detail, for several side by side.
+the most that any r_max could give without deferral; for one schedule in detail, for several side by side.
 Gains are in throughput, over the same schedule with nothing frozen."""
 _EXAMPLES = """\
 examples:
