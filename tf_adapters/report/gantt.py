@@ -56,8 +56,7 @@ def _save(figure: Any, path: str | os.PathLike[str], kind: str) -> None:
     if kind == "png":
         figure.savefig(path, format="png", pil_kwargs={"optimize": True})
         return
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "tf-adapters"}
-    with matplotlib_module("").rc_context(settings):
+    with matplotlib_module("").rc_context({"svg.fonttype": "none", "svg.hashsalt": "tf-adapters"}):
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 

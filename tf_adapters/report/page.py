@@ -45,9 +45,7 @@ def as_text(page: Page, width: int = _WIDTH, glyphs: Glyphs = ASCII) -> str:
     parts = [page.headline, _facts(page), *(f"{table.title}\n{_grid(table)}" for table in page.tables)]
     if page.panels:
         parts.append("\n".join([*map(str, bars(page.panels, width, glyphs)), legend(page.panels, glyphs)]))
-    if page.notes:
-        parts.append(_notes(page))
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(part for part in (*parts, _notes(page)) if part)
 
 
 def print_page(page: Page, stream: TextIO | None = None) -> None:
