@@ -30,15 +30,12 @@ class Cut:
 
 @dataclass(frozen=True)
 class Balance:
-    """The present cut of the model and the best one. They are the same if moving layers would gain too little.
-
-    ``step_ms`` is the measured step with nothing frozen; None if it was not measured.
-    """
+    """The present cut of the model and the best one. They are the same if moving layers would gain too little."""
 
     schedule: PipelineSchedule
     now: Cut
     best: Cut
-    step_ms: float | None
+    step_ms: float | None  # with nothing frozen; None if it was not measured
 
     @property
     def moves(self) -> bool:

@@ -37,15 +37,12 @@ _MOVES_NO_FORWARDS = "megatron-core"  # its schedules keep their own order of fo
 
 @dataclass(frozen=True, slots=True)
 class Lever:
-    """A lever and the predicted step in ms. ``gradients`` says in words what becomes of the weight gradients.
-
-    ``held`` is the most that any rank keeps in memory, in microbatches of all of its layers.
-    """
+    """A lever and its predicted step."""
 
     name: str
     step_ms: float
-    held: float
-    gradients: str
+    held: float  # the most that any rank keeps in memory, in microbatches of all of its layers
+    gradients: str  # what becomes of the weight gradients, in words
 
 
 @dataclass(frozen=True)

@@ -87,10 +87,7 @@ class CutPipeline:
         return best[self._last][1][:-1]
 
     def best_cuts(self, cuts: Cuts) -> Cuts:
-        """The best cuts that a descent finds from ``cuts`` and from ``even_cuts``.
-
-        Each of its steps moves one or several neighbouring cuts by one piece.
-        """
+        """The best cuts that a descent by ``_moves`` finds from ``cuts`` and from ``even_cuts``."""
         return min((self._descend(start) for start in (cuts, self.even_cuts())), key=self.span_ms)
 
     def _descend(self, cuts: Cuts) -> Cuts:

@@ -50,14 +50,9 @@ def run(args: argparse.Namespace) -> int:
     with ProgressLine("tf-adapters simulate") as progress:
         progress("orders of actions")
         request = read_request(options, load_json)
+        ratio, extra = request.max_freeze_ratio, request.extra_microbatches
         simulations = [
-            simulate(
-                each,
-                request.max_freeze_ratio,
-                options.sweep,
-                progress=progress,
-                extra_microbatches=request.extra_microbatches,
-            )
+            simulate(each, ratio, options.sweep, progress=progress, extra_microbatches=extra)
             for each in request.pipelines
         ]
         if len(simulations) == 1:

@@ -1,7 +1,4 @@
-"""Batches as a Gantt chart: nothing frozen above, planned and measured below, on one time axis.
-
-Only drawing imports matplotlib.
-"""
+"""Batches as a Gantt chart on one time axis, nothing frozen above. Only drawing imports matplotlib."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A page for the terminal: a headline, facts, tables, a chart, notes.
-
-The words are the same with and without rich. If it is installed, it frames tables and adds colours.
-"""
+"""A page for the terminal: the same words with and without rich, which frames tables and adds colours."""
 
 from __future__ import annotations
 

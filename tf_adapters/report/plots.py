@@ -77,10 +77,10 @@ def planned_ratio_by_step(report: Report) -> dict[str, list[float]]:
     Monitoring, whose masks the plan does not know, counts as nothing frozen; progressive freezing is taken to start at
     its end. Empty without a plan.
     """
-    ends = [end for _, end in report.phases.named() if end is not None]
-    if report.plan is None or len(ends) < len(report.phases.named()):
+    warmup, monitoring, progressive = (end for _, end in report.phases.named())
+    if report.plan is None or warmup is None or monitoring is None or progressive is None:
         return {}
-    phases = PhaseSchedule(*ends)
+    phases = PhaseSchedule(warmup, monitoring, progressive)
     steps = range(1, report.step + 1)
     ratios = report.plan.stage_freeze_ratio.items()
     return {str(stage): [ratio * phases.ramp(step) for step in steps] for stage, ratio in ratios}

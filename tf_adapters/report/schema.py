@@ -124,10 +124,9 @@ class Batches(_Model):
 class Measured(_Model):
     """The measurements of the run. None, or empty, means not measured yet.
 
-    ``step_ratio`` is stable over unfrozen step time; ``planned_ratio`` the same for the planned step,
-    with the measured part that is no pipeline computation. Below 1 is faster.
-    ``forward_pace`` is how many times as long forwards take in the stable phase as when the plan's times were measured:
-    they do not freeze, so that is the machine.
+    ``step_ratio`` is stable over unfrozen step time; ``planned_ratio`` the same for the planned step, with the measured
+    part that is no pipeline computation. Below 1 is faster. ``forward_pace`` is how many times as long forwards take in
+    the stable phase as when the plan's times were measured: they do not freeze, so that is the machine.
     """
 
     step_ms_unfrozen: Milliseconds | None = None

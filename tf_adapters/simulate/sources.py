@@ -48,10 +48,7 @@ class Request:
 
 
 def read_request(options: Options, load: Callable[[str], Any]) -> Request:
-    """Return the pipelines for ``options``; ``load`` reads a JSON file.
-
-    Raises ConfigError, PlanInputError: one line that names the argument or the field.
-    """
+    """Return the pipelines for ``options``; ``load`` reads a JSON file. Raises ConfigError and PlanInputError."""
     if options.report is not None:
         request = _from_recorded(options, _from_report(options.report))
     elif options.input is not None:
