@@ -15,8 +15,7 @@ from tf_adapters.schedule.ir import Kind, PipelineSchedule
 
 __all__ = ["Balance", "Cut", "balance"]
 
-_GAIN = 0.005
-"""Least share by which the batch must become shorter to move a layer: the times are not known more exactly."""
+_GAIN = 0.005  # least share by which moving a layer must shorten the batch: the times are not known more exactly
 
 
 @dataclass(frozen=True)
@@ -31,15 +30,12 @@ class Cut:
 
 @dataclass(frozen=True)
 class Balance:
-    """The present cut of the model and the best one. They are the same if moving layers would gain too little.
-
-    ``step_ms`` is the measured step with nothing frozen; None if it was not measured.
-    """
+    """The present cut of the model and the best one. They are the same if moving layers would gain too little."""
 
     schedule: PipelineSchedule
     now: Cut
     best: Cut
-    step_ms: float | None
+    step_ms: float | None  # with nothing frozen; None if it was not measured
 
     @property
     def moves(self) -> bool:

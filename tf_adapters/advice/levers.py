@@ -21,36 +21,28 @@ from tf_adapters.report.schema import Report
 from tf_adapters.schedule.deferral import whole_microbatches_held
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind
-from tf_adapters.simulate.goal_comparison import DRAWING, PAPER
+from tf_adapters.simulate.goal_comparison import DRAWING, MOST_ACTIONS, PAPER, WORTH_MEMORY
 from tf_adapters.simulate.model_costs import action_bounds
 from tf_adapters.simulate.named_schedules import Sizes, named_order
 from tf_adapters.simulate.simulated_pipeline import carried_gaps, recut, stage_times
 from tf_adapters.simulate.simulation_page import GRADIENTS, held_text
+from tf_adapters.simulate.sources import PROMISED
 
 __all__ = ["Lever", "Levers", "levers", "levers_table"]
 
-_MOST_DEFERRED, _MOST_FROZEN = 4_096, 1_024
-"""Actions up to which an order with deferral, and a plan that freezes, take a second or two."""
-
-_WORTH_MEMORY = 0.01
-"""A lever with more microbatches in memory is named if it saves at least this share of the step."""
-
+_MOST_DEFERRED = 4_096  # actions up to which an order with deferral takes a second or two
 _ORDERS = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv")
-_MOVES_NO_FORWARDS = "megatron-core"
-"""The host whose schedules keep their own order of forwards and input gradients."""
+_MOVES_NO_FORWARDS = "megatron-core"  # its schedules keep their own order of forwards and input gradients
 
 
 @dataclass(frozen=True, slots=True)
 class Lever:
-    """A lever and the predicted step in ms. ``gradients`` says in words what becomes of the weight gradients.
-
-    ``held`` is the most that any rank keeps in memory, in microbatches of all of its layers.
-    """
+    """A lever and its predicted step."""
 
     name: str
     step_ms: float
-    held: float
-    gradients: str
+    held: float  # the most that any rank keeps in memory, in microbatches of all of its layers
+    gradients: str  # what becomes of the weight gradients, in words
 
 
 @dataclass(frozen=True)
@@ -69,11 +61,9 @@ def levers(report: Report, progress: Callable[[str], None] | None = None) -> Lev
     """
     run = _Run(report, progress or (lambda _: None))
     notes = [*run.notes()]
-    others: list[Lever] = []
     actions = len(run.schedule.actions)
-    if actions <= _MOST_DEFERRED:
-        others += run.deferral()
-    if actions <= _MOST_FROZEN:
+    others = [*run.deferral()] if actions <= _MOST_DEFERRED else []
+    if actions <= MOST_ACTIONS:
         others += run.freezing()
     else:
         notes.append(f"plans for {actions:,} actions take long: tf-adapters simulate makes those that are missing here")
@@ -106,10 +96,7 @@ class _Run:
             yield "drawing tokens was not measured: it is taken to cost a tenth of a weight gradient"
         promised = self._report.measured.planned_step_ms
         if promised is not None and not self._assumed and self._report.plan and self._report.plan.mean_freeze_ratio:
-            yield (
-                f"the run's own plan promises {promised:,.1f} ms: it runs each monitored step again, in which actions "
-                "now and then take longer; here every action takes its median"
-            )
+            yield PROMISED.format(promised)
 
     # --- plans of the host's order -----------------------------------------------------------------------------
 
@@ -119,7 +106,7 @@ class _Run:
         yield exact
         more = len(self.schedule.ranks)
         roomy = self._planned(f"goal exact, extra_microbatches {more}", 0.0, GRADIENTS["exact"], extra=more)
-        if roomy.step_ms < exact.step_ms - _WORTH_MEMORY * self._step_ms:
+        if roomy.step_ms < exact.step_ms - WORTH_MEMORY * self._step_ms:
             yield roomy
 
     def freezing(self) -> Iterator[Lever]:
@@ -171,12 +158,8 @@ class _Run:
             other = Measurement(order, times, **carried_gaps(self._known, order)._asdict())
             each = order.num_stages // len(order.ranks)
             cut = f", {each} stages a rank" if each > 1 else ""
-            yield Lever(
-                f"schedule {name}{cut}",
-                self._with_batch(other.span_ms - self._known.span_ms),
-                whole_microbatches_held(order),
-                "all",
-            )
+            step = self._with_batch(other.span_ms - self._known.span_ms)
+            yield Lever(f"schedule {name}{cut}", step, whole_microbatches_held(order), "all")
 
     def cut(self) -> Iterator[Lever]:
         """Move layers to other stages, if that shortens the step."""

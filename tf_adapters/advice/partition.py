@@ -41,11 +41,7 @@ class CutPipeline:
     """
 
     def __init__(
-        self,
-        dag: PipelineDag,
-        pieces: Sequence[Piece],
-        rest: Sequence[Piece],
-        halves: Sequence[float],
+        self, dag: PipelineDag, pieces: Sequence[Piece], rest: Sequence[Piece], halves: Sequence[float]
     ) -> None:
         self._dag = dag
         self._forward = [0.0, *accumulate(piece.forward_ms for piece in pieces)]
@@ -91,10 +87,7 @@ class CutPipeline:
         return best[self._last][1][:-1]
 
     def best_cuts(self, cuts: Cuts) -> Cuts:
-        """The best cuts that a descent finds from ``cuts`` and from ``even_cuts``.
-
-        Each of its steps moves one or several neighbouring cuts by one piece.
-        """
+        """The best cuts that a descent by ``_moves`` finds from ``cuts`` and from ``even_cuts``."""
         return min((self._descend(start) for start in (cuts, self.even_cuts())), key=self.span_ms)
 
     def _descend(self, cuts: Cuts) -> Cuts:

@@ -36,10 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status.
-
-    Our own errors become one line on stderr; the status is 2, or 1 if the solver failed.
-    """
+    """Run the command line. After an error of ours, one line on stderr, return 1 if the solver failed, else 2."""
     args = build_parser().parse_args(argv)
     try:
         status: int = args.run(args)

@@ -38,9 +38,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def page(report: Report, result: Balance) -> Page:
-    device = " on emulated devices" if report.host.emulated else ""
     facts = [
-        ("pipeline", f"{report.host.name} {report.host.version}{device}: {_counts(result.now)} layers on the stages"),
+        ("pipeline", f"{report.host}: {_counts(result.now)} layers on the stages"),
         ("batch", f"{result.now.makespan_ms:,.1f} ms; {_idle(result, result.now):.0%} of the ranks' time idle"),
     ]
     if result.moves:
@@ -86,9 +85,6 @@ def _table(result: Balance) -> Table:
 def _cells(cut: Cut, stage: int) -> tuple[str, str, str]:
     forward, backward = cut.stage_ms[stage]
     return str(len(cut.layers[stage])), f"{cut.parameters[stage]:,}", f"{forward:.1f} + {backward:.1f}"
-
-
-# --- the host's own notation -----------------------------------------------------------------------------------
 
 
 def say_it(host: str, cut: Cut) -> str:

@@ -1,8 +1,6 @@
-"""``tf-adapters doctor``: show what is installed, which hosts can be used, and the command that installs what is
-missing.
+"""``tf-adapters doctor``: show what is installed, which hosts can be used, and how to install what is missing.
 
-Versions come from the packages' metadata: importing a host to ask for its version could start compilers
-or CUDA.
+Versions come from the packages' metadata: importing a host to ask for its version could start compilers or CUDA.
 """
 
 from __future__ import annotations
@@ -101,11 +99,6 @@ def interrupted_builds(root: Path) -> tuple[Path, ...]:
     return tuple(sorted(path for path in locks if time.time() - path.stat().st_mtime > _BUILD_S))
 
 
-def _extensions_folder() -> Path:
-    """Return the folder in which torch keeps the extensions that it compiles."""
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-
-
 def diagnose(versions: Versions, locks: Sequence[Path] = ()) -> Diagnosis:
     """Judge the result of ``installed_versions``, and of ``interrupted_builds``. A missing key is not installed."""
     hints = tuple(
@@ -160,7 +153,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis; 0 when at least one host can be used, otherwise 1."""
-    diagnosis = diagnose(installed_versions(), interrupted_builds(_extensions_folder()))
+    extensions = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    diagnosis = diagnose(installed_versions(), interrupted_builds(extensions))
     print(render(diagnosis, devices()))
     return 0 if diagnosis.ready else 1
 

@@ -15,8 +15,7 @@ from tf_adapters.report.trace import write_trace
 
 __all__ = ["add_output_arguments", "asked_for", "check_outputs", "write_outputs"]
 
-_LONGEST_NAME = 255
-"""The most bytes of a file's name on Linux."""
+_LONGEST_NAME = 255  # bytes, on Linux
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:

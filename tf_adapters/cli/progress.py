@@ -8,13 +8,8 @@ import time
 
 __all__ = ["ProgressLine"]
 
-_QUIET_S = 2.0
-"""Work that ends sooner prints nothing."""
-
-_REWRITE_S = 0.25
-_LINE_S = 2.0
-"""Between updates of the one line on a terminal, and between lines elsewhere."""
-
+_QUIET_S = 2.0  # work that ends sooner prints nothing
+_REWRITE_S, _LINE_S = 0.25, 2.0  # between updates of the one line on a terminal, and between lines elsewhere
 _COLUMNS = 100
 
 

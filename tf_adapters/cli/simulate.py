@@ -20,7 +20,7 @@ __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
 What TimelyFreeze would bring to a pipeline: batch time, bubbles, critical path, freeze ratios, the gain at r_max and
-the most that any r_max could give; for one schedule in detail, for several side by side.
+the most that any r_max could give without deferral; for one schedule in detail, for several side by side.
 Gains are in throughput, over the same schedule with nothing frozen."""
 _EXAMPLES = """\
 examples:
@@ -50,14 +50,9 @@ def run(args: argparse.Namespace) -> int:
     with ProgressLine("tf-adapters simulate") as progress:
         progress("orders of actions")
         request = read_request(options, load_json)
+        ratio, extra = request.max_freeze_ratio, request.extra_microbatches
         simulations = [
-            simulate(
-                each,
-                request.max_freeze_ratio,
-                options.sweep,
-                progress=progress,
-                extra_microbatches=request.extra_microbatches,
-            )
+            simulate(each, ratio, options.sweep, progress=progress, extra_microbatches=extra)
             for each in request.pipelines
         ]
         if len(simulations) == 1:

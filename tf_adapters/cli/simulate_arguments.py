@@ -97,12 +97,7 @@ def read_options(args: argparse.Namespace) -> Options:
 
 
 def _check_one_source(args: argparse.Namespace) -> None:
-    named = {
-        "REPORT.json": args.report,
-        "--input": args.input,
-        "--forward-ms": args.forward_ms,
-        "--model": args.model,
-    }
+    named = {"REPORT.json": args.report, "--input": args.input, "--forward-ms": args.forward_ms, "--model": args.model}
     given = [name for name, value in named.items() if value is not None]
     if not given:
         raise ConfigError("no times: give a run's REPORT.json, --input, --model, or --forward-ms with --backward-ms")

@@ -1,7 +1,4 @@
-"""The report of a run: ``report.json``, a summary for the terminal, a Gantt chart.
-
-Nothing here imports matplotlib or rich until a picture or a table is asked for.
-"""
+"""The report of a run. Nothing here imports matplotlib or rich until a picture or a table is asked for."""
 
 from tf_adapters.report.schema import BackwardSample, Host, Measured, PeakMemory, Phases, Report
 

@@ -55,12 +55,11 @@ class ChartLine:
 
 def glyphs_for(stream: TextIO) -> Glyphs:
     """Block characters where the stream can write them, ASCII otherwise."""
-    glyphs = BLOCKS
     try:
-        "".join((glyphs.forward, glyphs.input_grad, glyphs.frozen, glyphs.idle)).encode(stream.encoding or "ascii")
+        "".join((BLOCKS.forward, BLOCKS.input_grad, BLOCKS.frozen, BLOCKS.idle)).encode(stream.encoding or "ascii")
     except (UnicodeEncodeError, LookupError, AttributeError):
         return ASCII
-    return glyphs
+    return BLOCKS
 
 
 def bars(panels: Sequence[Panel], width: int, glyphs: Glyphs) -> Iterator[ChartLine]:
@@ -71,10 +70,8 @@ def bars(panels: Sequence[Panel], width: int, glyphs: Glyphs) -> Iterator[ChartL
     for panel in panels:
         yield ChartLine(f"{panel.title}: {panel.end_ms:,.1f} ms, bubble {panel.bubble:.0%}")
         for rank, row in enumerate(panel.rows):
-            yield ChartLine(
-                _label(rank).ljust(label),
-                tuple(_cells(row, panel.drawn_ms, ms_per_column=span / columns, columns=columns, glyphs=glyphs)),
-            )
+            cells = _cells(row, panel.drawn_ms, ms_per_column=span / columns, columns=columns, glyphs=glyphs)
+            yield ChartLine(_label(rank).ljust(label), tuple(cells))
 
 
 def legend(panels: Sequence[Panel], glyphs: Glyphs) -> str:

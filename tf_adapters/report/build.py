@@ -57,11 +57,7 @@ def build_report(run: RunView, ranks: Sequence[LocalMeasurements]) -> Report:
         status=_status(state),
         note=(*state.notes, *([state.failure] if state.failure else [])),
         step=state.completed_steps,
-        phases=Phases(
-            warmup_end=state.phases.warmup_end,
-            monitoring_end=state.phases.monitoring_end,
-            progressive_end=state.phases.progressive_end,
-        ),
+        phases=Phases.model_validate(state.phases, from_attributes=True),
         **{name: times[name] for name in ("times", *Gaps._fields, "steps", "between_steps") if name in times},
         plan=state.plan,
         measured=_measured(state, ranks),
@@ -196,9 +192,5 @@ def _status(state: RunState) -> Status:
 
 
 def _versions() -> dict[str, str | None]:
-    return {
-        "tf_adapters": __version__,
-        "python": platform.python_version(),
-        "torch": metadata.version("torch"),
-        "ortools": metadata.version("ortools"),
-    }
+    found = {package: metadata.version(package) for package in ("torch", "ortools")}
+    return {"tf_adapters": __version__, "python": platform.python_version(), **found}

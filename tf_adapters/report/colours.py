@@ -14,12 +14,7 @@ BASE: dict[Kind, Rgb] = {
     Kind.INPUT_GRAD: (0.08, 0.60, 0.62),
     Kind.WEIGHT_GRAD: (0.72, 0.47, 0.10),
 }
-TERMINAL = {
-    Kind.FORWARD: "blue",
-    Kind.BACKWARD: "green",
-    Kind.INPUT_GRAD: "cyan",
-    Kind.WEIGHT_GRAD: "yellow",
-}
+TERMINAL = {Kind.FORWARD: "blue", Kind.BACKWARD: "green", Kind.INPUT_GRAD: "cyan", Kind.WEIGHT_GRAD: "yellow"}
 """The nearest of a terminal's own colours, which suit its background."""
 NAMES = {
     Kind.FORWARD: "forward",

@@ -1,7 +1,4 @@
-"""Batches as a Gantt chart: nothing frozen above, planned and measured below, on one time axis.
-
-Only drawing imports matplotlib.
-"""
+"""Batches as a Gantt chart on one time axis, nothing frozen above. Only drawing imports matplotlib."""
 
 from __future__ import annotations
 
@@ -56,8 +53,7 @@ def _save(figure: Any, path: str | os.PathLike[str], kind: str) -> None:
     if kind == "png":
         figure.savefig(path, format="png", pil_kwargs={"optimize": True})
         return
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "tf-adapters"}
-    with matplotlib_module("").rc_context(settings):
+    with matplotlib_module("").rc_context({"svg.fonttype": "none", "svg.hashsalt": "tf-adapters"}):
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 

@@ -185,8 +185,7 @@ def explain(figure: Any, panels: Sequence[Panel], headline: str, frame: Frame) -
     keys.append(patches.Patch(facecolor=_IDLE, label="idle (bubble)"))
     keys.append(patches.Patch(label="critical path", **_critical_style(frame.narrow)))
     if any(b.end_ms <= b.start_ms and b.action.freezable for panel in panels for b in panel.blocks):
-        lines = matplotlib_module("lines")
-        keys.append(lines.Line2D([], [], **_VANISHED, label="all frozen: takes no time"))
+        keys.append(matplotlib_module("lines").Line2D([], [], **_VANISHED, label="all frozen: takes no time"))
     figure.legend(
         handles=keys,
         loc="lower left",

@@ -17,10 +17,7 @@ __all__ = ["Block", "Panel", "after", "before", "exact", "measured", "panels_of"
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One action on the chart, on pipeline rank ``row``; its stage is the rank's ``lane``-th.
-
-    ``step`` is 1 in the second of two steps that overlap, else 0.
-    """
+    """One action on the chart, on pipeline rank ``row``; its stage is the rank's ``lane``-th."""
 
     action: Action
     row: int
@@ -29,7 +26,7 @@ class Block:
     end_ms: float
     frozen: float
     critical: bool
-    step: int = 0
+    step: int = 0  # 1 in the second of two steps that overlap
 
 
 @dataclass(frozen=True)
@@ -80,20 +77,16 @@ class Panel:
 
 
 def before(report: Report) -> Panel:
-    """The batch with nothing frozen: each action takes its upper bound and starts as early as it can.
-
-    Raises ConfigError when the report has no times yet.
-    """
+    """The batch with nothing frozen, each action as early as it can start. Raises ConfigError without times."""
     known = report.measurement
     return timeline("before: nothing frozen", known.schedule, known.dag, known.upper)
 
 
 def exact(report: Report) -> Panel | None:
     """The batch with weight gradients deferred and nothing frozen; None where the host's order stays."""
-    plan, schedule = report.plan, report.schedule
-    if plan is None or plan.schedule in (None, schedule):
+    plan, order = report.plan, planned_order(report)
+    if plan is None or order == report.schedule:
         return None
-    order = planned_order(report)
     durations = durations_under(replace(plan, freeze_ratio={}), report.measurement.times)
     dag = planned_dag(report.measurement, plan)
     return timeline("exact: weight gradients deferred, nothing frozen", order, dag, durations)
@@ -178,7 +171,7 @@ def timeline(
     durations: Mapping[Action, float],
     frozen: Mapping[Action, float] | None = None,
 ) -> Panel:
-    """The batch in which every action takes ``durations`` (ms) and starts as early as ``dag``, its graph, lets it.
+    """The batch in which actions take ``durations`` (ms) and start as early as ``dag`` lets them.
 
     ``frozen`` holds the freeze ratios to show, 0 where absent.
     """

@@ -20,13 +20,10 @@ MetricSink = Callable[[Mapping[str, float]], None]
 
 
 class RunReporter:
-    """An observer that writes the report on rank 0 and gives each step's figures to ``metrics``.
+    """An observer that writes the report on rank 0 of ``collectives``, the group of all ranks that train together.
 
-    A process that ends without ``close`` still leaves a report: rank 0 writes what it knows by itself.
-
-    Args:
-        collectives: the group of all ranks that train together; rank 0 logs and writes.
-        metrics: called on this rank after each step with named figures (ratios in [0, 1], ms).
+    A process that ends without ``close`` still leaves a report: rank 0 writes what it knows by itself. ``metrics`` is
+    called on this rank after each step with named figures (ratios in [0, 1], ms).
     """
 
     def __init__(self, collectives: Collectives, metrics: MetricSink | None = None) -> None:
@@ -40,10 +37,7 @@ class RunReporter:
             self._metrics(run.figures())
 
     def report(self, run: RunView) -> None:
-        """Write the report. Called on all ranks; none waits for rank 0 to write it.
-
-        A disk that is full is no reason to stop freezing.
-        """
+        """Write the report. Called on all ranks; none waits for rank 0. A full disk is no reason to stop freezing."""
         self._writer.see(run)
         self._write(run)
 
@@ -59,7 +53,7 @@ class RunReporter:
             if ranks is not None:
                 self._writer.write(run, ranks)
         except Exception as error:
-            self._writer.warn(f"the report could not be written: {error}", self._collectives.rank)
+            self._writer.warn(error, self._collectives.rank)
 
 
 _newest: dict[Path, _Writer] = {}  # by the report's path: whose run trains in this process, or has failed last
@@ -120,10 +114,10 @@ class _Writer:
             self.said_result = False
             self.write(run, [run.local_measurements(), *self._gathered[1:]])
         except Exception as error:
-            self.warn(f"the report could not be written: {error}", 0)
+            self.warn(error, 0)
 
-    def warn(self, text: str, rank: int) -> None:
-        """Say it once until a report is written again: a disk that is full fails at every report."""
+    def warn(self, error: Exception, rank: int) -> None:
+        """Warn once until a report is written again: a disk that is full fails at every report."""
         if not self._said_failure:
             self._said_failure = True
-            announce(rank, text, logging.WARNING)
+            announce(rank, f"the report could not be written: {error}", logging.WARNING)

@@ -1,7 +1,4 @@
-"""A page for the terminal: a headline, facts, tables, a chart, notes.
-
-The words are the same with and without rich. If it is installed, it frames tables and adds colours.
-"""
+"""A page for the terminal: the same words with and without rich, which frames tables and adds colours."""
 
 from __future__ import annotations
 
@@ -45,9 +42,7 @@ def as_text(page: Page, width: int = _WIDTH, glyphs: Glyphs = ASCII) -> str:
     parts = [page.headline, _facts(page), *(f"{table.title}\n{_grid(table)}" for table in page.tables)]
     if page.panels:
         parts.append("\n".join([*map(str, bars(page.panels, width, glyphs)), legend(page.panels, glyphs)]))
-    if page.notes:
-        parts.append(_notes(page))
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(part for part in (*parts, _notes(page)) if part)
 
 
 def print_page(page: Page, stream: TextIO | None = None) -> None:

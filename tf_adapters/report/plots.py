@@ -74,11 +74,13 @@ def on_the_line(stage: int, points: Points) -> list[tuple[float, float]]:
 def planned_ratio_by_step(report: Report) -> dict[str, list[float]]:
     """By stage: the plan's mean freeze ratio times the ramp in steps 1, 2, ..., in [0, 1] (paper section 3.3).
 
-    Monitoring, whose masks the plan does not know, counts as nothing frozen. Empty without a plan.
+    Monitoring, whose masks the plan does not know, counts as nothing frozen; progressive freezing is taken to start at
+    its end. Empty without a plan.
     """
-    phases = _phases(report)
-    if report.plan is None or phases is None:
+    warmup, monitoring, progressive = (end for _, end in report.phases.named())
+    if report.plan is None or warmup is None or monitoring is None or progressive is None:
         return {}
+    phases = PhaseSchedule(warmup, monitoring, progressive)
     steps = range(1, report.step + 1)
     ratios = report.plan.stage_freeze_ratio.items()
     return {str(stage): [ratio * phases.ramp(step) for step in steps] for stage, ratio in ratios}
@@ -257,11 +259,3 @@ def _axes(figure: Any, count: int) -> Sequence[Any]:
 
 def _colour(stage: int) -> str:
     return _STAGE_COLOURS[stage % len(_STAGE_COLOURS)]
-
-
-def _phases(report: Report) -> PhaseSchedule | None:
-    """The report's phases. Progressive freezing is taken to start at the end of monitoring."""
-    ends = report.phases
-    if ends.warmup_end is None or ends.monitoring_end is None or ends.progressive_end is None:
-        return None
-    return PhaseSchedule(ends.warmup_end, ends.monitoring_end, ends.progressive_end)

@@ -61,6 +61,9 @@ class Host(_Model):
         """Return whether times are those of an emulated device. Whoever shows them has to say so."""
         return self.device == "emulated"
 
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}{' on emulated devices' if self.emulated else ''}"
+
 
 class Phases(_Model):
     """Last step of each phase: the paper's T_w, T_m and T_f; None before the run knows them."""
@@ -121,10 +124,9 @@ class Batches(_Model):
 class Measured(_Model):
     """The measurements of the run. None, or empty, means not measured yet.
 
-    ``step_ratio`` is stable over unfrozen step time; ``planned_ratio`` the same for the planned step,
-    with the measured part that is no pipeline computation. Below 1 is faster.
-    ``forward_pace`` is how many times as long forwards take in the stable phase as when the plan's times were measured:
-    they do not freeze, so that is the machine.
+    ``step_ratio`` is stable over unfrozen step time; ``planned_ratio`` the same for the planned step, with the measured
+    part that is no pipeline computation. Below 1 is faster. ``forward_pace`` is how many times as long forwards take in
+    the stable phase as when the plan's times were measured: they do not freeze, so that is the machine.
     """
 
     step_ms_unfrozen: Milliseconds | None = None
@@ -225,17 +227,15 @@ class Report(_Model):
     def read(cls, path: str | os.PathLike[str]) -> Report:
         """Read a report file. Raises ConfigError with one line that names the file and the problem."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
         except FileNotFoundError:
             raise ConfigError(f"{path}: there is no such file") from None
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: is not JSON ({error})") from None
-        try:
-            return cls.from_json(data)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
 
 
 def write_atomically(path: Path, text: str) -> None:

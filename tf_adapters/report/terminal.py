@@ -8,17 +8,16 @@ from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.planner.frontier import describe_frontier
 from tf_adapters.report.batch import batch_facts, bubble_headline
 from tf_adapters.report.layout import Panel, stable_samples
-from tf_adapters.report.page import Page, Table, as_text
+from tf_adapters.report.page import Page, Table
 from tf_adapters.report.schema import Batches, Report, SampledTokens
 from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.training.batch_words import milliseconds as _ms
 
-__all__ = ["page", "summary"]
+__all__ = ["page"]
 
 _NOTHING = "-"
-_SAME_PACE = 0.03
-"""A smaller change of pace is not mentioned."""
+_SAME_PACE = 0.03  # a smaller change of pace is not mentioned
 _HEADER = (
     *("stage", "rank", "planned to skip", "really skipped"),
     *("backward ms, nothing skipped", "backward ms, stable"),
@@ -42,10 +41,6 @@ def page(report: Report, panels: Sequence[Panel] = ()) -> Page:
     return Page(_headline(report), tuple(_facts(report)), tables=tables, panels=tuple(panels), notes=_remarks(report))
 
 
-def summary(report: Report) -> str:
-    return as_text(page(report))
-
-
 def _headline(report: Report) -> str:
     measured = report.measured
     if _only_measures(report) and (headline := bubble_headline(report)):
@@ -67,7 +62,7 @@ def _facts(report: Report) -> Iterable[tuple[str, str]]:
     yield "status", f"{_status(report)} (step {report.step}{_phase_ends(report)})"
     host, schedule = report.host, report.schedule
     size = f"{schedule.num_stages} stages on {len(schedule.ranks)} ranks, {schedule.num_microbatches} microbatches"
-    yield "pipeline", f"{host.name} {host.version}{' on emulated devices' if host.emulated else ''}: {size}"
+    yield "pipeline", f"{host}: {size}"
     yield from batch_facts(report)
     if not _only_measures(report):
         yield from _plan_facts(report)

@@ -15,17 +15,13 @@ from tf_adapters.schedule.deferral import whole_microbatches_held
 from tf_adapters.simulate.simulated_pipeline import Pipeline
 from tf_adapters.simulate.simulation import GoalPoint, gain_of
 
-__all__ = ["DRAWING", "PAPER", "goal_points"]
+__all__ = ["DRAWING", "MOST_ACTIONS", "PAPER", "WORTH_MEMORY", "goal_points"]
 
 DRAWING = TokenCost(fixed=0.1)
 """Assumed cost of sampling tokens without a measurement: a tenth of a weight gradient, for drawing and gathering."""
 
-_MOST_ACTIONS = 1_024
-"""Actions up to which the plans of all goals take a second or two."""
-
-_WORTH_MEMORY = 0.01
-"""More microbatches in memory are named if they shorten the batch by at least this share."""
-
+MOST_ACTIONS = 1_024  # up to which the plans of all goals take a second or two
+WORTH_MEMORY = 0.01  # more microbatches in memory are named if they save at least this share
 PAPER = float(GOALS["paper"]["max_freeze_ratio"])
 """The limit of goal "paper", and the largest share that "pays" may sample."""
 
@@ -36,11 +32,11 @@ def goal_points(pipeline: Pipeline, progress: Progress | None = None) -> tuple[G
     "pays" is planned with the most sampling that it allows; a run often uses less. ``progress`` gets lines of text.
     Raises SolverError as the planner does.
     """
-    if len(pipeline.schedule.actions) > _MOST_ACTIONS:
+    if len(pipeline.schedule.actions) > MOST_ACTIONS:
         return ()
     exact = _point(pipeline, progress, "exact", 0.0)
     roomy = _point(pipeline, progress, "exact", 0.0, extra=len(pipeline.schedule.ranks))
-    worth_it = roomy.batch.ms < (1.0 - _WORTH_MEMORY) * exact.batch.ms
+    worth_it = roomy.batch.ms < (1.0 - WORTH_MEMORY) * exact.batch.ms
     costs = pipeline.measurement.token_costs or {0: DRAWING}
     pays = _point(pipeline, progress, "pays", PAPER, costs=costs)
     paper = _point(pipeline, progress, "paper", PAPER)

@@ -68,9 +68,7 @@ class StageCost:
 
     def __add__(self, other: StageCost) -> StageCost:
         return StageCost(
-            self.forward + other.forward,
-            self.input_grad + other.input_grad,
-            self.weight_grad + other.weight_grad,
+            self.forward + other.forward, self.input_grad + other.input_grad, self.weight_grad + other.weight_grad
         )
 
     def scaled(self, factor: float) -> StageCost:

@@ -72,10 +72,7 @@ def stage_times(measured: Measurement) -> tuple[StageCost, ...]:
 
 
 def recut(pieces: Sequence[StageCost], stages: int) -> tuple[StageCost, ...]:
-    """Return the costs of the same model in another number of stages: cut into equal parts, or joined.
-
-    Raises ConfigError unless one of the two numbers is a multiple of the other.
-    """
+    """Cut ``pieces`` into equal parts, or join them. Raises ConfigError unless one number divides the other."""
     if stages % len(pieces) == 0:
         parts = stages // len(pieces)
         return tuple(piece.scaled(1.0 / parts) for piece in pieces for _ in range(parts))

@@ -83,8 +83,8 @@ class Holder:
 class Simulation:
     """A pipeline with nothing frozen, as planned at ``max_freeze_ratio`` and with everything frozen.
 
-    ``most`` is the gain with every weight gradient skipped; no r_max can beat it. ``holder`` is the bottleneck of that
-    batch. ``exact`` is the batch with weight gradients deferred and nothing frozen, or None without deferral.
+    ``most`` is the gain with every weight gradient skipped; without deferral no r_max can beat it. ``holder`` is the
+    bottleneck of that batch. ``exact`` is the batch with weight gradients deferred and nothing frozen, if any.
     """
 
     pipeline: Pipeline
@@ -121,15 +121,11 @@ class Simulation:
             "max_freeze_ratio": self.max_freeze_ratio,
             "unfrozen": _panel_json(self.unfrozen),
             **({"exact": {**_panel_json(self.exact), "gain": self.exact_gain}} if self.exact else {}),
-            "planned": {**_panel_json(self.planned), **_gain_json(self.gain)},
-            "most": {**_panel_json(self.frozen), **_gain_json(self.most), "held_by": asdict(self.holder)},
+            "planned": {**_panel_json(self.planned), **asdict(self.gain)},
+            "most": {**_panel_json(self.frozen), **asdict(self.most), "held_by": asdict(self.holder)},
             "sweep": [
-                {
-                    "max_freeze_ratio": point.max_freeze_ratio,
-                    **asdict(point.batch),
-                    "mean_freeze_ratio": point.mean_freeze_ratio,
-                }
-                for point in self.sweep
+                {"max_freeze_ratio": p.max_freeze_ratio, **asdict(p.batch), "mean_freeze_ratio": p.mean_freeze_ratio}
+                for p in self.sweep
             ],
             "goals": [asdict(point) for point in self.goals],
             "plan": self.plan.to_json(),
@@ -159,15 +155,12 @@ def simulate(
     lower = {action: bounds.lower if action.freezable else bounds.upper for action, bounds in known.times.items()}
     everything = {action: 1.0 for action in schedule.actions if action.freezable}
 
-    def panel(title: str, durations: Mapping[Action, float], frozen: Mapping[Action, float] | None = None) -> Panel:
-        return timeline(title, schedule, dag=dag, durations=durations, frozen=frozen)
-
     def of_plan(title: str, plan: FreezePlan) -> Panel:
         order, graph = plan.schedule or schedule, planned_dag(known, plan)
         return timeline(title, order, graph, durations=plan.duration_ms, frozen=plan.freeze_ratio)
 
-    unfrozen = panel("nothing frozen", known.upper)
-    frozen = panel("everything frozen", lower, everything)
+    unfrozen = timeline("nothing frozen", schedule, dag, known.upper)
+    frozen = timeline("everything frozen", schedule, dag, durations=lower, frozen=everything)
     gains = {
         ratio: gain_of(planned_dag(known, plan), unfrozen.end_ms, plan.duration_ms, plan.freeze_ratio)
         for ratio, plan in solved.items()
@@ -204,10 +197,6 @@ def gain_of(
 
 def _over(before: float, after: float) -> float:
     return before / after - 1.0 if after > 0.0 else 0.0
-
-
-def _gain_json(gain: Gain) -> dict[str, float]:
-    return {"gain": gain.gain, "stable_ms": gain.stable_ms, "stable_gain": gain.stable_gain}
 
 
 def _panel_json(panel: Panel) -> dict[str, Any]:

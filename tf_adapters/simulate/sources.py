@@ -19,13 +19,13 @@ from tf_adapters.simulate.named_schedules import Sizes, named_order, read_csv
 from tf_adapters.simulate.options import Options
 from tf_adapters.simulate.simulated_pipeline import Pipeline, between_ranks, carried_gaps, recut, stage_times
 
-__all__ = ["Request", "read_request"]
+__all__ = ["PROMISED", "Request", "read_request"]
 
 _FLOPS_PER_MS = 1e9  # of 1 TFLOP/s
 _DEFAULT_RATIO = 0.8
-_PROMISED = (
-    "the run's own plan promises {:,.1f} ms a step: it runs each monitored step again, in which actions now and then "
-    "take longer and hold up their neighbours; here every action takes its median time"
+PROMISED = (
+    "the run's own plan promises {:,.1f} ms: it runs each monitored step again, in which actions now and then "
+    "take longer; here every action takes its median"
 )
 
 Costs = Callable[[PipelineSchedule], Sequence[StageCost]]
@@ -48,10 +48,7 @@ class Request:
 
 
 def read_request(options: Options, load: Callable[[str], Any]) -> Request:
-    """Return the pipelines for ``options``; ``load`` reads a JSON file.
-
-    Raises ConfigError, PlanInputError: one line that names the argument or the field.
-    """
+    """Return the pipelines for ``options``; ``load`` reads a JSON file. Raises ConfigError and PlanInputError."""
     if options.report is not None:
         request = _from_recorded(options, _from_report(options.report))
     elif options.input is not None:
@@ -89,7 +86,7 @@ def _from_report(path: str) -> Request:
         source=f"measured on {report.host.name}, {path}",
         extra_microbatches=_recorded_extra(report),
         step_ms=report.measured.step_ms_unfrozen,
-        notes=() if promised is None else (_PROMISED.format(promised),),
+        notes=() if promised is None else (PROMISED.format(promised),),
     )
 
 

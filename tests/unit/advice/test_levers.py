@@ -75,7 +75,7 @@ def test_schedules_that_do_not_fit_are_left_out():
 
 
 def test_a_large_pipeline_is_shown_without_its_longest_plans(monkeypatch):
-    monkeypatch.setattr(module, "_MOST_FROZEN", 60)
+    monkeypatch.setattr(module, "MOST_ACTIONS", 60)
     found = levers(report_of(one_forward_one_backward(4, 8)))
     assert any("plans for 64 actions take long" in note for note in found.notes)
     assert not any(freezes(lever.name) for lever in found.others)

@@ -141,7 +141,7 @@ def test_a_reports_own_promise_is_shown_beside_the_simulated_step(
     path = tmp_path / "report.json"
     report(measured={"step_ms_unfrozen": 120.0, "planned_step_ms": 95.5}).write(path)
     assert run(str(path)) == 0
-    assert "the run's own plan promises 95.5 ms a step: it runs each monitored step again" in capsys.readouterr().out
+    assert "the run's own plan promises 95.5 ms: it runs each monitored step again" in capsys.readouterr().out
 
 
 def test_a_measured_step_keeps_what_is_no_pipeline_computation(
@@ -346,6 +346,7 @@ def test_deferral_shows_the_hosts_order_the_exact_one_and_the_plan(capsys: pytes
     assert run(*DEFERRED, *SHARE, "--defer", "--extra-microbatches", "4") == 0
     out = capsys.readouterr().out
     assert "exact:        286.0 ms, +23.1% throughput" in out
+    assert " at any r_max without deferral, held by " in out
     rows = [line for line in out.splitlines() if ": " in line and ", bubble " in line and "ms" in line]
     assert [line.split(":")[0] for line in rows if not line.startswith(("before", "planned:"))] == [
         "nothing frozen",
@@ -357,6 +358,16 @@ def test_deferral_shows_the_hosts_order_the_exact_one_and_the_plan(capsys: pytes
     assert found["plan"]["makespan_ms"]["host"] == pytest.approx(352.0)
     assert found["planned"]["ms"] == pytest.approx(found["plan"]["makespan_ms"]["planned"])
     assert any("W" in action for row in found["plan"]["ranks"] for action in row)
+
+
+def test_a_deferred_plan_can_beat_everything_frozen_in_the_schedules_own_order(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = ("--ranks", "4", "--microbatches", "8", "--model", "llama-8b", "--sweep", "none", "--defer")
+    _, zbv = simulated(capsys, "--schedule", "1f1b,zbv", *sizes)
+    assert zbv["planned"]["gain"] > zbv["most"]["gain"]
+    assert run("--schedule", "1f1b,zbv", *sizes) == 0
+    assert "with everything frozen, which no r_max can beat without deferral\n" in capsys.readouterr().out
 
 
 def test_without_deferral_there_is_no_exact_row(capsys: pytest.CaptureFixture[str]) -> None:

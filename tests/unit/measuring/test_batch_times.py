@@ -18,8 +18,9 @@ from tf_adapters.measuring.timer import Interval, Trace
 from tf_adapters.measuring.transfers import NO_GAPS, Gaps, measure_gaps
 from tf_adapters.report.batch import batch_of
 from tf_adapters.report.layout import before
+from tf_adapters.report.page import as_text
 from tf_adapters.report.schema import Report
-from tf_adapters.report.terminal import summary
+from tf_adapters.report.terminal import page
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.schedule.orders import interleaved, one_forward_one_backward, zbv
@@ -173,12 +174,12 @@ def test_replicas_that_are_alike_are_no_stragglers():
     batch = with_stragglers({0: 1.0, 2: 1.02}, {1: 1.0, 3: 1.0})
     assert batch.stragglers == ()
     assert batch.replica_spread == pytest.approx(0.02)
-    page = summary(report_of(TWO, batch_times=batch.to_json()))
-    assert "none: of a stage's 2 replicas the slowest is within 2.0% of the median" in page
+    text = as_text(page(report_of(TWO, batch_times=batch.to_json())))
+    assert "none: of a stage's 2 replicas the slowest is within 2.0% of the median" in text
 
 
 def test_one_replica_has_no_stragglers():
-    assert "straggler" not in summary(report_of(TWO, batch_times=with_stragglers({0: 1.0}, {1: 1.0}).to_json()))
+    assert "straggler" not in as_text(page(report_of(TWO, batch_times=with_stragglers({0: 1.0}, {1: 1.0}).to_json())))
 
 
 # --- the page --------------------------------------------------------------------------------------------------
@@ -207,4 +208,4 @@ def test_a_run_that_only_measures_begins_with_its_bubble(tmp_path, capsys):
 
 
 def test_a_report_without_times_has_no_bubble():
-    assert "bubble" not in summary(report_of(TWO, times={}, status="monitoring"))
+    assert "bubble" not in as_text(page(report_of(TWO, times={}, status="monitoring")))

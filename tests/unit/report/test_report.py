@@ -15,8 +15,8 @@ from sample_reports import MEASURED, PLAN, TIMES, report
 from tf_adapters.cli import main
 from tf_adapters.errors import ConfigError
 from tf_adapters.report import Report
-from tf_adapters.report.page import print_page
-from tf_adapters.report.terminal import page, summary
+from tf_adapters.report.page import as_text, print_page
+from tf_adapters.report.terminal import page
 
 
 def test_json_round_trip_keeps_everything() -> None:
@@ -120,7 +120,7 @@ def test_a_measurement_fits_the_schedule() -> None:
 
 
 def test_summary_leads_with_what_was_gained() -> None:
-    text = summary(report(measured=MEASURED, config={"max_freeze_ratio": 0.8}))
+    text = as_text(page(report(measured=MEASURED, config={"max_freeze_ratio": 0.8})))
     assert text.splitlines()[0] == "step 812 ms -> 601 ms: 1.35x measured, 1.37x planned"
     assert "skip 62% of the weight gradients on average, limit 80% per stage" in text
     assert "90 ms nothing frozen, 65 ms planned, 60 ms everything frozen" in text
@@ -130,13 +130,13 @@ def test_summary_leads_with_what_was_gained() -> None:
 
 def test_a_machine_that_became_slower_is_not_blamed_on_freezing() -> None:
     slower = {"step_ms_unfrozen": 1.0, "step_ms_stable": 1.2, "step_ratio": 1.2, "forward_pace": 1.5}
-    assert "has not made the step faster" not in summary(report(measured=slower))
-    assert "has not made the step faster" in summary(report(measured={**slower, "forward_pace": 1.1}))
-    assert "pace" not in summary(report(measured=MEASURED))
+    assert "has not made the step faster" not in as_text(page(report(measured=slower)))
+    assert "has not made the step faster" in as_text(page(report(measured={**slower, "forward_pace": 1.1})))
+    assert "pace" not in as_text(page(report(measured=MEASURED)))
 
 
 def test_table_compares_plan_and_run_per_stage() -> None:
-    lines = summary(report(measured=MEASURED)).splitlines()
+    lines = as_text(page(report(measured=MEASURED))).splitlines()
     header = next(number for number, line in enumerate(lines) if line.lstrip().startswith("stage  rank"))
     # Stage 0: of equal samples the last counts, of others the nearest to the plan: (21 + 11) / 2.
     assert lines[header + 1].split() == ["0", "0", "50%", "49%", "20.0", "16.0"]
@@ -148,7 +148,7 @@ def test_split_backwards_add_up_their_halves() -> None:
     ranks = [["0F0", "0I0", "0W0"]]
     times = {"0F0": [5.0, 5.0], "0I0": [6.0, 6.0], "0W0": [1.0, 7.0]}
     measured = {"backward_ms": [{"action": "0W0", "afr": 1.0, "ms": 1.5}], "mean_afr": {"0": 1.0}}
-    text = summary(report(schedule={"ranks": ranks}, times=times, plan=None, measured=measured))
+    text = as_text(page(report(schedule={"ranks": ranks}, times=times, plan=None, measured=measured)))
     assert text.splitlines()[-1].split() == ["0", "0", "-", "100%", "13.0", "7.5"]
 
 
@@ -193,7 +193,7 @@ def test_split_backwards_add_up_their_halves() -> None:
     ],
 )
 def test_summary_of_partial_states(changes: dict[str, Any], expected: list[str]) -> None:
-    text = summary(report(**changes))
+    text = as_text(page(report(**changes)))
     for piece in expected:
         assert piece in text
 
@@ -214,7 +214,7 @@ def test_the_terminal_gets_the_same_words_with_and_without_rich(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "rich", None)
     without = _Terminal()
     print_page(page(shown), without)
-    assert without.getvalue() == summary(shown) + "\n"
+    assert without.getvalue() == as_text(page(shown)) + "\n"
     for piece in ("1.35x measured", "really skipped", "49%", "note: [bold] is no markup"):
         assert piece in with_rich.getvalue()
         assert piece in without.getvalue()

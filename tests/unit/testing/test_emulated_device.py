@@ -17,8 +17,9 @@ from torch_ranks import Case, pool, train
 from tf_adapters.errors import ConfigError
 from tf_adapters.measuring.timer import clock_for
 from tf_adapters.report.layout import panels_of
+from tf_adapters.report.page import as_text
 from tf_adapters.report.schema import Report
-from tf_adapters.report.terminal import summary
+from tf_adapters.report.terminal import page
 from tf_adapters.testing.emulated_device import EmulatedDevice, main
 
 CPU = torch.device("cpu")
@@ -164,7 +165,7 @@ def test_four_ranks_on_emulated_devices(tmp_path: Path):
     path = tmp_path / "timely_freeze" / "report.json"
     assert json.loads(path.read_text())["host"]["device"] == "emulated"
     report = Report.read(path)
-    assert "emulated devices" in summary(report)
+    assert "emulated devices" in as_text(page(report))
     assert all(panel.title.startswith("emulated devices") for panel in panels_of(report))
 
 
