@@ -68,9 +68,10 @@ They rest on these assumptions:
 
 - **From the paper** (table "Experimental setup"): 4 ranks, 8 microbatches of 2 sequences (local batch 16), 1024
   tokens a sequence, r_max 0.8, T_w, T_m, T_f and the number of steps. It uses TorchTitan, and therefore torch's
-  schedules. The 6 microbatches on 6 ranks are the paper's too. It gives no number for 8 ranks, and we take 8.
+  schedules. The 6 microbatches on 6 ranks are the paper's too. For 8 ranks it gives no number of microbatches, and we
+  take 8.
 - **From the models' published `config.json`:** layers, widths, grouped-query attention and vocabulary. The head is a
-  separate matrix on the last stage. The 1B model ties it, but TorchTitan's stages share no weights.
+  separate matrix on the last stage. The 1B model ties it to the embedding, but TorchTitan's stages share no weights.
 - **TorchTitan's defaults where the paper gives no value:** the split of the layers counts embedding and head as a
   layer each (8B: 8, 9, 8, 7). Interleaved 1F1B and ZBV have two stages a rank. The authors' published code
   (github.com/orangingq/TimelyFreeze at 4890401) has both defaults, but not the arguments of its runs.
@@ -81,41 +82,40 @@ They rest on these assumptions:
 
 The tables have three gains:
 
-- *plan* is the planner's makespan with nothing frozen over the planned one, minus 1.
+- *plan* is the planner's makespan with nothing frozen, divided by the planned makespan, minus 1.
 - *stable* also counts that stage 0's backward takes no time where the plan freezes it whole.
-- *run* is the mean over all steps, with warm-up, monitoring and ramp.
+- *run* is the gain in throughput over the whole run, with warm-up, monitoring and ramp.
 
 The paper's tables probably show *run*, for three reasons. The paper defines its freeze ratio as a mean over steps. The
-authors' code (`log_final`) averages the time over all logging windows. And the paper's 72.2% for 13B is about the run's
-mean of a pipeline that is frozen at 80% throughout stable freezing ({saturated:.1f}%)."""
+authors' code (`log_final`) averages the time over all logging windows. And the paper has a freeze ratio of 72.2% for
+13B. The mean over the run is {saturated:.1f}% if everything is frozen at 80% throughout stable freezing."""
 
 FREEZE_RATIOS = """\
 Gains agree better than freeze ratios. The slowest stage decides the gain. The other stages' slack decides how much
-must be frozen for it. The paper's 8B pipeline freezes little more than half of the predicted share under GPipe, and
-two thirds under 1F1B. So its last stage was probably slower, relative to the others, than FLOPs suggest. The loss's
-memory traffic would have that effect: with it the predictions are {loss_gpipe:.0f} and {loss_1f1b:.0f}% (paper: 36
-and 33%).
+must be frozen for it. The paper's 8B pipeline freezes 0.55 times the predicted share under GPipe, and 0.70 times under
+1F1B. So its last stage was probably slower, relative to the others, than FLOPs suggest. The loss's memory traffic
+would have that effect: with it the predictions are {loss_gpipe:.0f} and {loss_1f1b:.0f}% (paper: 36 and 33%).
 
-Two cases are the other way round, and we do not know why: 8B under interleaved 1F1B ({interleaved:.0f}% predicted,
-60% in the paper) and 1B under ZBV ({zbv_1b:.0f}% and 40%)."""
+In 8 of the 12 cells the paper freezes more than predicted. The largest differences are 8B under interleaved 1F1B
+({interleaved:.0f}% predicted, 60% in the paper) and 1B under ZBV ({zbv_1b:.0f}% and 40%). We do not know why."""
 
 REASONS = {
     "a": """The 1B model's head computes as much as 4.3 of its layers. It feeds a loss over 128,256 logits, which
 moves memory and cannot be frozen. Both are on the slowest stage. With the least memory traffic of the loss (row "1B"
 in the next table) the predictions are {loss_1b}. The paper's gains lie between the two predictions, or within a
-point. The paper's freeze ratios under GPipe and 1F1B are 20.0 and 15.5%. That is near {one_stage:.1f}%, the ratio of
-one stage frozen at 80% and three not at all. So only the last stage limited the batch.""",
+point. The paper's freeze ratios under GPipe and 1F1B are 20.0 and 15.5%. Both are near {one_stage:.1f}%, the ratio of
+one stage frozen at 80% and three not at all. So probably only the last stage limited the batch.""",
     "b": """Interleaving adds sends and makes stages smaller. Freezing shortens neither sends nor kernel launches. In
-the paper interleaving changes the throughput of the unfrozen 1B model (A6000s over PCIe) by
-{interleaved_1b_paper:+.1f}% over 1F1B. The order of actions alone would give {interleaved_1b:+.1f}%. For 8B (NVLink)
-it is {interleaved_8b_paper:+.1f}%, and {interleaved_8b:+.1f}% is predicted. An even split of 8B's layers explains
-another {even_8b:.1f} points of the difference.""",
+the paper the unfrozen 1B model (A6000s over PCIe) changes its throughput by {interleaved_1b_paper:+.1f}% from 1F1B to
+interleaved 1F1B. The prediction, from the order of actions alone, is {interleaved_1b:+.1f}%. For 8B (NVLink) the paper
+has {interleaved_8b_paper:+.1f}%, and the prediction is {interleaved_8b:+.1f}%. An even split of 8B's layers lowers the
+predicted run gain by another {even_8b:.1f} points.""",
     "c": """A split backward costs more in torch than its two products: it walks the graph twice and keeps
 intermediates, frozen or not. In the paper unfrozen ZBV is faster than 1F1B by {zbv_1b_paper:.0f}, {zbv_8b_paper:.0f}
-and {zbv_13b_paper:.0f}% (1B, 8B, 13B). Predicted are {zbv_1b:.0f}, {zbv_8b:.0f} and {zbv_13b:.0f}%. The cause of this
-difference remains when W is frozen.""",
-    "d": """In the paper unfrozen GPipe is {gpipe_13b_paper:.0f}% slower than unfrozen 1F1B at 13B. Predicted is
-{gpipe_13b:.0f}%, so something outside the schedule slowed the baseline. GPipe keeps the activations of all 8
+and {zbv_13b_paper:.0f}% (1B, 8B, 13B). The predictions are {zbv_1b:.0f}, {zbv_8b:.0f} and {zbv_13b:.0f}%. These costs
+remain when W is frozen.""",
+    "d": """In the paper unfrozen GPipe is {gpipe_13b_paper:.0f}% slower than unfrozen 1F1B at 13B. The prediction is
+{gpipe_13b:.0f}%, so something outside the schedule probably slowed the baseline. GPipe keeps the activations of all 8
 microbatches of the largest model, and freezing keeps fewer. If the baseline were slower by the predicted difference
 only, the paper's gain would be {gpipe_13b_corrected:.1f}%. The prediction would then be {gpipe_13b_over:.1f} points
 too high.""",
@@ -127,8 +127,8 @@ time of a byte; an A6000 has 202. Each tensor counts once. A bf16 head with a fl
 forward and 22 backward. Adding bf16 gradients to float32 ones moves 18 bytes a weight and microbatch.
 
 The two kinds of traffic change the gain in opposite directions. The rows show directions and upper limits, because
-real products do not reach the compute peak. FLOPs alone lie between them. So the predictions agree with the paper
-partly because the effects that they leave out cancel.
+real products do not reach the compute peak. The prediction from FLOPs alone lies between them. So the predictions
+agree with the paper partly because the effects that they leave out cancel.
 
 TorchTitan recomputes every second layer by default. The authors did not publish whether they did. Their batch of
 stable freezing speaks against it: the prediction is {cut:.1f}% less time without recomputation and
@@ -171,13 +171,13 @@ def document(
     yield ASSUMPTIONS.format(saturated=100.0 * frozen_share(MODELS["13B"], 1.0))
     yield from ("", "## 4 ranks, next to the paper", "")
     yield "Throughput is over the run, in % of the same model's unfrozen GPipe. Freeze ratios are in %. *off* is the"
-    yield f"predicted run gain minus the paper's, in points. Above {WITHIN:g} points a letter leads to the reason."
+    yield f"predicted run gain minus the paper's, in points. Above {WITHIN:g} points, a letter names the reason below."
     yield ""
     yield from markdown(FOUR_RANKS, [four_ranks(row, table[row.model, "gpipe"]) for row in table.values()])
     yield from ("", one_batch(table["8B", "gpipe"]))
     yield from ("", "## Why they differ", "", freeze_ratios(table, variants), "")
-    yield f"Predictions that are more than {WITHIN:g} points off have these reasons. They come from the paper's own"
-    yield "figures: nothing was run on its machines."
+    yield f"The likely reasons for differences above {WITHIN:g} points follow. We read them from the paper's"
+    yield "own figures and ran nothing on its machines."
     yield ""
     yield from reasons(table, variants)
     yield from ("", "## What the prediction rests on", "")
@@ -190,7 +190,7 @@ def document(
     yield from markdown(["", *SCHEDULES.values()], [paper, *rows])
     yield from ("", sensitivity(table["8B", "gpipe"], variants["8B, every second layer recomputed"]["gpipe"]))
     yield from ("", "## 6 and 8 ranks", "")
-    yield "The paper has no figures to compare with these. It shows timelines of some (1B under GPipe and 1F1B)."
+    yield "The paper has no figures to compare with these. It only shows timelines of some (1B under GPipe and 1F1B)."
     yield ""
     yield from markdown(MORE_RANKS, [more_ranks(row) for row in wider])
 

@@ -39,7 +39,8 @@ class ChangedImports(importlib.abc.MetaPathFinder):
 class AbsentTriton(Mock):
     """Triton, or any name in it: it works in decorators and annotations. A kernel raises when it is launched."""
 
-    __path__: list[str] = []  # noqa: RUF012 (a package)
+    __path__: list[str] = []  # noqa: RUF012 (a package without modules: to import one raises ModuleNotFoundError)
+    __spec__ = None
     __version__ = "3.4.0"
 
     def __getitem__(self, grid: Any) -> Any:
