@@ -14,10 +14,7 @@ _ABSENT: Any = object()
 
 
 class Overrides:
-    """Sets attributes on instances and puts back exactly what was there, an absent attribute included.
-
-    As a context manager it puts everything back on leaving.
-    """
+    """Sets attributes on instances and puts back exactly what was there, an absent attribute included."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, before, ours

@@ -24,7 +24,7 @@ from benchmarks.gpu.megatron import (
     update,
 )
 from benchmarks.gpu.parts import NOT_RUN, WAYS, Check, Options, Part, no_package, section
-from tf_adapters.testing.megatron_oracle import sampled_layers
+from benchmarks.shared.megatron_samples import sampled_layers
 from tf_adapters.testing.oracle import Samples, recorded_draws
 
 RATIO = 0.8

@@ -14,8 +14,8 @@ import user_layers
 from megatron_low_rank import with_adapters
 from rank_pools import destroy_groups, seed
 
+from benchmarks.shared.megatron_samples import sampled_layers
 from tf_adapters.testing import force_plan
-from tf_adapters.testing.megatron_oracle import sampled_layers
 from tf_adapters.testing.oracle import Draws, Samples, recorded_draws
 
 VOCABULARY, WIDTH, HEADS, CONTEXT, BATCH = 32, 16, 4, 8, 2

@@ -1,4 +1,4 @@
-"""Parts that all stand-ins for a host share: changes of its modules at their import, and the command line."""
+"""Parts that stand-ins for hosts share: changes of modules at their import, barriers, and the command line."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import Mock
 
+import torch
+
 from tf_adapters.hosts.launcher import run_command
 
-__all__ = ["AbsentTriton", "Change", "ChangedImports", "Run", "run_prepared"]
+__all__ = ["AbsentTriton", "Change", "ChangedImports", "Run", "accept_device_ids", "run_prepared"]
 
 Run = Callable[[types.ModuleType], None]
 """Runs a module's own code."""
@@ -45,6 +47,12 @@ class AbsentTriton(Mock):
 
     def __getitem__(self, grid: Any) -> Any:
         raise NotImplementedError(f"{self}: a Triton kernel needs Triton and a GPU")
+
+
+def accept_device_ids() -> None:
+    """Let ``torch.distributed.barrier`` ignore ``device_ids``: stand-ins have no numbered devices."""
+    barrier = torch.distributed.barrier
+    vars(torch.distributed)["barrier"] = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
 
 
 def run_prepared(install: Callable[[], None], usage: str | None) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tf_adapters.testing.after_import import ChangedImports, Run, run_prepared
+from tf_adapters.testing.after_import import ChangedImports, Run, accept_device_ids, run_prepared
 
 _ON_CUDA = re.compile(
     r"nemo_automodel\.(_transformers\.auto_model|recipes\.llm\.train_ft|components\.models\.\w+\.model)"
@@ -44,8 +44,7 @@ def install() -> None:
         "synchronize": lambda device=None: None,
     }
     vars(torch.cuda).update(of_a_device)
-    barrier = torch.distributed.barrier
-    vars(torch.distributed)["barrier"] = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
+    accept_device_ids()
     sys.meta_path.insert(0, ChangedImports(lambda name: _on_cpu if _ON_CUDA.fullmatch(name) else None))
 
 

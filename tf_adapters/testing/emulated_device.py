@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import TracebackType
 from typing import Any
 from unittest.mock import patch
 
@@ -55,9 +54,8 @@ class EmulatedDevice(TorchDispatchMode):
         jitter: standard deviation / mean of an operation's duration, in [0, 1).
         jitter_ms: for how much work, in ms without jitter, the device keeps a speed; by default for an operation.
         seed: seed of the jitter.
-        real_time: whether to run at a real-time priority (``real_time``), if the system allows it.
-        clock, sleep: functions for time and waiting, in seconds.
-        busy: returns the seconds of CPU time of this thread.
+        real_time: run as in ``real_time`` below, if the system allows it.
+        clock, sleep, busy: functions for time, waiting, and CPU time of this thread, in seconds.
 
     Attributes:
         asked_s: emulated duration of all operations.
@@ -103,8 +101,8 @@ class EmulatedDevice(TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        super().__exit__(kind, error, at)  # type: ignore[no-untyped-call]
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._active.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -148,15 +146,13 @@ class EmulatedDevice(TorchDispatchMode):
         if self.jitter:
             duration *= self._drawn_slowness(duration)
         until = began + duration
-        left = until - self._clock()
-        if left > 0.0:
+        if (left := until - self._clock()) > 0.0:
             self._sleep(left)
         overslept = self._clock() - until
-        carried = min(overslept, _MOST_HIDDEN_S)
+        self._overslept = min(overslept, _MOST_HIDDEN_S)
         self.asked_s += duration
-        self.late_s += overslept - carried
+        self.late_s += overslept - self._overslept
         self.operations += 1
-        self._overslept = carried
 
 
 def _size(value: Any) -> Any:
@@ -198,17 +194,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a script or module, unmodified, on an emulated device."""
     options = parse(sys.argv[1:] if arguments is None else list(arguments))
     rank = int(os.environ.get("RANK", "0"))
-    rates = options.rate
     device = EmulatedDevice(
-        rates[rank % len(rates)],
+        options.rate[rank % len(options.rate)],
         jitter=options.jitter,
         jitter_ms=options.jitter_ms,
         seed=options.seed + rank,
         real_time=options.real_time,
     )
     edges = dict(options.link)
-    default = edges.pop(None, None)
-    links = EmulatedLinks(default, edges) if options.link else None
+    links = EmulatedLinks(edges.pop(None, None), edges) if edges else None
     try:
         with device, links or nullcontext():
             run_command(options.command)

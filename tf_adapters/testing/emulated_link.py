@@ -115,8 +115,7 @@ class EmulatedLinks:
 
     def await_arrival(self, sent_at: float, arrives_at: float, waiting_since: float, size: int) -> None:
         """Wait until a received message has arrived by the emulated link."""
-        left = arrives_at - self._clock()
-        if left > 0.0:
+        if (left := arrives_at - self._clock()) > 0.0:
             self._sleep(left)
         with self._lock:
             self.messages += 1
@@ -155,14 +154,12 @@ class EmulatedLinks:
         return None if work is None else _Arriving(self, work, message, tensor)
 
     def _send(self, *args: Any, **kwargs: Any) -> None:
-        work = self._isend(*args, **kwargs)
-        if work is not None:
+        if (work := self._isend(*args, **kwargs)) is not None:
             work.wait()
 
     def _recv(self, *args: Any, **kwargs: Any) -> int:
         peer, _ = self._link_of(self._signatures["recv"].bind(*args, **kwargs).arguments, "src")
-        work = self._irecv(*args, **kwargs)
-        if work is None:
+        if (work := self._irecv(*args, **kwargs)) is None:
             return -1
         work.wait()
         return peer
@@ -185,9 +182,8 @@ class _Arriving:
     """The work object of a receive over an emulated link: it waits for the host's work and for the link."""
 
     def __init__(self, links: EmulatedLinks, work: Any, message: torch.Tensor, tensor: torch.Tensor) -> None:
-        self._links, self._work = links, work
+        self._links, self._work, self._tensor = links, work, tensor
         self._message: torch.Tensor | None = message
-        self._tensor = tensor
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)

@@ -14,10 +14,8 @@ import builtins
 import types
 from typing import Any
 
-import torch
-
 from tf_adapters.testing import megatron_on_cpu
-from tf_adapters.testing.after_import import run_prepared
+from tf_adapters.testing.after_import import accept_device_ids, run_prepared
 
 _ABSENT = {
     "megatron.bridge": ("modelopt", "nvidia_resiliency_ext", "transformer_engine", "triton"),
@@ -50,8 +48,7 @@ def install() -> None:
     megatron_on_cpu.install()
     megatron_on_cpu.use_built_helpers()
     megatron_on_cpu.spawn_without_the_script()
-    barrier = torch.distributed.barrier
-    vars(torch.distributed)["barrier"] = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
+    accept_device_ids()
     _show_absent_packages()
 
 

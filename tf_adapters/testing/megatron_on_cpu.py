@@ -17,13 +17,16 @@ import typing
 from typing import Any
 from unittest.mock import Mock
 
-from tf_adapters.testing import cuda_stand_in
-from tf_adapters.testing.after_import import Change, ChangedImports, Run
+import torch.distributed as dist
 
-CHANGED: dict[str, dict[str, Any]] = {  # names that are missing without Transformer Engine
+from tf_adapters.testing import cuda_stand_in
+from tf_adapters.testing.after_import import ChangedImports, Run
+
+WITHOUT_ENGINE: dict[str, dict[str, Any]] = {  # names that are missing without Transformer Engine
     "megatron.core.models.bert.bert_layer_specs": {"bert_layer_with_transformer_engine_spec": None},
     "megatron.core.transformer.moe.moe_utils": {"te_general_gemm": None},
 }
+CHANGED = dict(WITHOUT_ENGINE)
 """Attributes to set in a module of Megatron when it is imported."""
 
 _NEED_TRITON = (
@@ -42,18 +45,12 @@ class _AnswersFalse(Mock):
         return False
 
 
-def _change_of(name: str) -> Change | None:
-    if name not in CHANGED:
-        return None
-
-    def set_names(run: Run, module: types.ModuleType) -> None:
-        run(module)
-        vars(module).update(CHANGED[name])
-
-    return set_names
+def _set_names(run: Run, module: types.ModuleType) -> None:
+    run(module)
+    vars(module).update(CHANGED[module.__name__])
 
 
-_IMPORTS = ChangedImports(_change_of)
+_IMPORTS = ChangedImports(lambda name: _set_names if name in CHANGED else None)
 
 
 def install() -> None:
@@ -96,8 +93,6 @@ def spawn_without_the_script() -> None:
 
 def _send_copies() -> None:
     """Send copies: interleaved pipelines free an output right after isend, but gloo reads it later."""
-    import torch.distributed as dist
-
     host_isend: Any = dist.isend
 
     @functools.wraps(host_isend)

@@ -52,9 +52,8 @@ def masked_gradients(
     Args:
         model: an ordinary single-process copy of the whole model, nothing frozen.
         microbatches: inputs and labels, in order.
-        loss_fn: loss of outputs and labels, a scalar.
+        loss_fn: returns the scalar loss of outputs and labels.
         frozen: returns the names that microbatch m freezes.
-        gradient_scale: the setting.
         samples: returns the samples of microbatch m by name. Weights without a sample count every token once.
     """
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
@@ -88,9 +87,7 @@ def recorded_draws() -> Iterator[Draws]:
     draws: Draws = {}
     sample = TokenSampler.sample
 
-    def recording(
-        sampler: TokenSampler, weight: str, inputs: torch.Tensor, gradient: torch.Tensor
-    ) -> TokenSample | None:
+    def recording(sampler: TokenSampler, weight: str, inputs: torch.Tensor, gradient: Any) -> TokenSample | None:
         drawn = sample(sampler, weight, inputs, gradient)
         if drawn is not None:
             _, step, stage, microbatch = sampler.key

@@ -42,12 +42,8 @@ def force_plan(controller: Controller, ratios: Ratios) -> None:
     """
     forward, backward = Bounds(1.0, 1.0), Bounds(2.0, 3.0)
     times = {a: forward if a.kind is Kind.FORWARD else backward for a in controller.schedule.actions}
-    config = controller.config
-    limits = Limits(
-        max_freeze_ratio=0.0,
-        **config.deferral_limits,
-        moves_forwards=controller.pipeline.moves_forwards,
-    )
+    moves_forwards = controller.pipeline.moves_forwards
+    limits = Limits(max_freeze_ratio=0.0, **controller.config.deferral_limits, moves_forwards=moves_forwards)
     made = solve(PlanProblem(Measurement(controller.schedule, times), limits))
     data = {**made.to_json(), "freeze_ratio": {str(a): _ratio(ratios, a) for a in made.freeze_ratio}}
     controller.state.measurement = replace(controller.state.measurement, unfrozen_step_ms=1.0)

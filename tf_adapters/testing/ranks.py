@@ -20,6 +20,7 @@ import torch
 
 _GRACE_S = 6.0  # for other ranks after one has failed
 _STARTUP_S = 300.0  # a host may compile an extension at its first import
+Hook = Callable[[], None] | None
 
 
 class RanksFailed(AssertionError):
@@ -35,14 +36,7 @@ class RankPool:
     start CUDA or a thread.
     """
 
-    def __init__(
-        self,
-        size: int,
-        setup: Callable[[], None] | None = None,
-        teardown: Callable[[], None] | None = None,
-        *,
-        preload: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, size: int, setup: Hook = None, teardown: Hook = None, *, preload: Sequence[str] = ()) -> None:
         self.size = size
         self._preload = list(preload)
         self._hooks = (setup, teardown)
@@ -85,7 +79,7 @@ class RankPool:
         port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.size, port, *self._hooks), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, self.size, port, self._hooks), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -123,7 +117,9 @@ def free_port() -> int:
 
     A job listens on it seconds later. Until then an outgoing connection of another job could take a port of that range.
     """
-    below = min(_first_outgoing_port(), 29_000)  # 29500 is torch's default
+    below = 29_000  # 29500 is torch's default
+    with suppress(OSError):  # no such file: other systems than Linux begin higher
+        below = min(int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]), below)
     for _ in range(1000):
         port = random.SystemRandom().randrange(10_000, below) if below > 11_000 else 0
         with socket.socket() as sock, suppress(OSError):
@@ -132,30 +128,10 @@ def free_port() -> int:
     raise OSError(f"no free TCP port from 10000 to {below}")
 
 
-def _first_outgoing_port() -> int:
-    try:
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except OSError:
-        return 32_768  # Linux's default; other systems begin higher
-
-
-def _serve(
-    connection: Connection,
-    rank: int,
-    size: int,
-    port: int,
-    setup: Callable[[], None] | None,
-    teardown: Callable[[], None] | None,
-) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
-    )
+def _serve(connection: Connection, rank: int, size: int, port: int, hooks: tuple[Hook, Hook]) -> None:
+    setup, teardown = hooks
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _answer_call(connection, _join, (setup,))
     with suppress(EOFError):
@@ -172,14 +148,14 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _call(function: Callable[..., Any], args: tuple[Any, ...], teardown: Callable[[], None] | None) -> Any:
+def _call(function: Callable[..., Any], args: tuple[Any, ...], teardown: Hook) -> Any:
     value = function(*args)
     if teardown is not None:
         teardown()
     return value
 
 
-def _join(setup: Callable[[], None] | None) -> None:
+def _join(setup: Hook) -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # denormal numbers make toy models' times meaningless
     if setup is not None:

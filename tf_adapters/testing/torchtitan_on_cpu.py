@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch._utils
 
-from tf_adapters.testing.after_import import AbsentTriton, Change, ChangedImports, Run, run_prepared
+from tf_adapters.testing.after_import import AbsentTriton, Change, ChangedImports, Run, accept_device_ids, run_prepared
 
 
 def install() -> None:
@@ -35,8 +35,7 @@ def install() -> None:
     }
     for name, function in of_a_device.items():
         vars(torch.cpu).setdefault(name, function)
-    barrier = torch.distributed.barrier
-    vars(torch.distributed)["barrier"] = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
+    accept_device_ids()
     sys.meta_path.insert(0, ChangedImports(_CHANGED.get))
 
 

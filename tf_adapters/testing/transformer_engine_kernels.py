@@ -30,9 +30,8 @@ def torch_type(number: Any) -> torch.dtype | None:
 
 def _plain(quantizer: Any) -> None:
     if quantizer is not None:
-        raise NotImplementedError(
-            f"{type(quantizer).__name__}: quantized tensors need the compiled extension and a GPU"
-        )
+        kind = type(quantizer).__name__
+        raise NotImplementedError(f"{kind}: quantized tensors need the compiled extension and a GPU")
 
 
 def _written(out: Tensor | None, value: Tensor) -> Tensor:
@@ -144,19 +143,11 @@ def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
 
 
 def layernorm_fwd(
-    inputs: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    out: Any,
-    quantizer: Any,
-    dtype: Any,
-    margin: int,
-    centered: bool,
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, _: int, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return output, means and inverse deviations."""
     _plain(quantizer)
-    x = inputs.float()
+    x = x.float()
     mean = x.mean(dim=-1)
     inverse = torch.rsqrt(x.var(dim=-1, unbiased=False) + eps)
     value = layer_norm(x, x.shape[-1:], weight=_gamma(weight, centered), bias=bias.float(), eps=eps)
@@ -167,21 +158,20 @@ def layernorm_bwd(
     gradient: Tensor, inputs: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, margin: int, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of input, weight and bias."""
-    shape = inputs.shape
-    dy, x = gradient.reshape(-1, shape[-1]).float(), inputs.reshape(-1, shape[-1]).float()
+    dy, x = (tensor.reshape(-1, inputs.shape[-1]).float() for tensor in (gradient, inputs))
     normal = (x - mean.reshape(-1, 1)) * inverse.reshape(-1, 1)
     scaled = dy * _gamma(weight, centered)
     dx = scaled - scaled.mean(-1, keepdim=True) - normal * (scaled * normal).mean(-1, keepdim=True)
-    dx = (dx * inverse.reshape(-1, 1)).to(inputs.dtype).reshape(shape)
+    dx = (dx * inverse.reshape(-1, 1)).to(inputs.dtype).reshape(inputs.shape)
     return dx, (dy * normal).sum(0).to(weight.dtype), dy.sum(0).to(weight.dtype)
 
 
 def rmsnorm_fwd(
-    inputs: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, margin: int, centered: bool
+    x: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, _: int, centered: bool
 ) -> tuple[Tensor, None, Tensor]:
     """Return output and inverse root mean squares."""
     _plain(quantizer)
-    x = inputs.float()
+    x = x.float()
     inverse = torch.rsqrt(x.square().mean(dim=-1) + eps)
     value = x * inverse.unsqueeze(-1) * _gamma(weight, centered)
     return _written(out, value.to(torch_type(dtype))), None, inverse
@@ -191,12 +181,11 @@ def rmsnorm_bwd(
     gradient: Tensor, inputs: Tensor, inverse: Tensor, weight: Tensor, margin: int, centered: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of input and weight."""
-    shape = inputs.shape
-    dy, x = gradient.reshape(-1, shape[-1]).float(), inputs.reshape(-1, shape[-1]).float()
+    dy, x = (tensor.reshape(-1, inputs.shape[-1]).float() for tensor in (gradient, inputs))
     normal = x * inverse.reshape(-1, 1)
     scaled = dy * _gamma(weight, centered)
     dx = (scaled - normal * (scaled * normal).mean(-1, keepdim=True)) * inverse.reshape(-1, 1)
-    return dx.to(inputs.dtype).reshape(shape), (dy * normal).sum(0).to(weight.dtype)
+    return dx.to(inputs.dtype).reshape(inputs.shape), (dy * normal).sum(0).to(weight.dtype)
 
 
 # Activations. A gated one is function(first half) * second half.
@@ -215,8 +204,9 @@ def _srelu(x: Tensor) -> Tensor:
     return relu(x).square()
 
 
-def _derivative(function: Activation, gradient: Tensor, x: Tensor) -> Tensor:
+def _derivative(function: Activation, gradient: Tensor, x: Tensor, quantizer: Any = None) -> Tensor:
     """Return the gradient of ``function``'s input, computed in fp32."""
+    _plain(quantizer)
     with torch.enable_grad():
         inputs = x.detach().float().requires_grad_()
         output = function(inputs)
@@ -231,18 +221,13 @@ def activations() -> dict[str, Callable[..., Any]]:
     functions = plain | {name: functools.partial(_gated, gate) for name, gate in gates.items()}
     return {
         **{name: functools.partial(_activate, function) for name, function in functions.items()},
-        **{f"d{name}": functools.partial(_differentiate, function) for name, function in functions.items()},
+        **{f"d{name}": functools.partial(_derivative, function) for name, function in functions.items()},
     }
 
 
 def _activate(function: Activation, x: Tensor, quantizer: Any = None) -> Tensor:
     _plain(quantizer)
     return function(x.float()).to(x.dtype)
-
-
-def _differentiate(function: Activation, gradient: Tensor, x: Tensor, quantizer: Any = None) -> Tensor:
-    _plain(quantizer)
-    return _derivative(function, gradient, x)
 
 
 def quantize(tensor: Tensor, quantizer: Any, *_: Any) -> Tensor:

@@ -2,9 +2,8 @@
 
 Its modules, autograd functions and optimizers run unedited. Torch replaces the compiled extension
 (``transformer_engine_kernels``), in bf16, fp16 and fp32. FP8, fused attention, fused RoPE, fused permutation and
-userbuffers are not emulated: a call raises NotImplementedError, which names the kernel. It needs:
-``pip install --no-deps transformer-engine onnxscript onnx onnx-ir ml_dtypes nvdlfw-inspect``. Run with
-transformer-engine 2.4.0, 2.10.0 and 2.20.2.
+userbuffers are not emulated: a call raises NotImplementedError, which names the kernel.
+Run with transformer-engine 2.4.0, 2.10.0 and 2.20.2.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ _FORWARD = (
     "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT"
 )
 _BACKWARD = "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3"
-_WITH_ENGINE = ("megatron.core.models.bert.bert_layer_specs", "megatron.core.transformer.moe.moe_utils")
-"""Modules in which ``megatron_on_cpu`` sets names that Transformer Engine provides."""
 
 
 def available() -> bool:
@@ -57,7 +54,7 @@ def install() -> None:
         raise ModuleNotFoundError(f"no transformer-engine: pip install --no-deps {_PACKAGES}")
     os.environ.setdefault("NVTE_PROJECT_BUILDING", "1")  # otherwise it searches CUDA's libraries
     megatron_on_cpu.install()
-    for name in _WITH_ENGINE:
+    for name in megatron_on_cpu.WITHOUT_ENGINE:
         megatron_on_cpu.CHANGED.pop(name, None)
     megatron_on_cpu.CHANGED["transformer_engine.common"] = {"load_framework_extension": lambda framework: None}
     megatron_on_cpu.CHANGED["transformer_engine.pytorch.cpp_extensions"] = {"__getattr__": _absent}
