@@ -24,8 +24,7 @@ R = TypeVar("R")
 _SHORT = 512
 """For messages up to this size, in bytes, padding costs less than another collective."""
 
-_TAG = 7_411
-"""Tag of our sends."""
+_TAG = 7_411  # of our sends
 
 
 class RemoteError(TimelyFreezeError, RuntimeError):
@@ -104,7 +103,8 @@ class ProcessGroupCollectives(Collectives):
         is_asked = self._scatter_bytes([bytes([ask]) for ask in asked], 1) == b"\1"
         if self.rank:
             if is_asked:
-                self._send_to_first(message)
+                tensor = self._tensor(message, len(message))
+                self._group.send([tensor], 0, _TAG).wait()
             return None
         messages = self._receive({source: _length(header) for header, source in sources.items() if source})
         values = {source: _unpacked(content) for source, content in {0: message, **messages}.items()}
@@ -155,10 +155,6 @@ class ProcessGroupCollectives(Collectives):
         parts = [self._tensor(content, width) for content in contents] if self.rank == 0 else []
         self._group.scatter(received, parts, 0).wait()
         return received.numpy().tobytes()
-
-    def _send_to_first(self, message: bytes) -> None:
-        tensor = self._tensor(message, len(message))
-        self._group.send([tensor], 0, _TAG).wait()
 
     def _receive(self, lengths: Mapping[int, int]) -> dict[int, bytes]:
         """Receive on rank 0 a message of given length, in bytes, from each of some ranks."""

@@ -142,9 +142,7 @@ class TimelyFreezeConfig(BaseModel):
         0.1, ge=0, description="relative change of the measured times from which a new plan is made; 0: never"
     )
     replan_interval: int = Field(
-        100,
-        ge=1,
-        description="steps of stable freezing between checks of the times, and between updates of the report",
+        100, ge=1, description="steps of stable freezing between checks of the times, and between updates of the report"
     )
     solver_time_limit_s: float = Field(300.0, gt=0, description="seconds the planner may take")
     output_dir: str = Field(
@@ -258,7 +256,6 @@ class TimelyFreezeConfig(BaseModel):
 
     @property
     def samples_tokens(self) -> bool:
-        """Return whether weight gradients are computed from sampled tokens."""
         return self.granularity == "token"
 
     @property
@@ -279,10 +276,7 @@ class TimelyFreezeConfig(BaseModel):
 
     @property
     def freeze_caps(self) -> dict[str, float]:
-        """Return each pattern's limit of ``freeze_limits`` divided by ``max_freeze_ratio``, in [0, 1].
-
-        Without a plan it is the limit itself.
-        """
+        """Return each pattern's limit divided by ``max_freeze_ratio``, in [0, 1]; without a plan the limit itself."""
         full = self.stage_limit if self.plans else 1.0
         return {pattern: limit / full if full else 0.0 for pattern, limit in self.freeze_limits.items()}
 

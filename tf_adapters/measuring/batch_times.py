@@ -81,8 +81,7 @@ class CriticalPart:
 class Straggler:
     """A stage with one replica that is slower than the others.
 
-    Times are per microbatch in ms. ``cost_ms`` is the time that the batch would save if the replica were like the
-    median.
+    Times are per microbatch in ms. ``cost_ms`` is what the batch would save if the replica were like the median.
     """
 
     stage: Count
@@ -169,7 +168,6 @@ class _Batch:
         self.ranks = [self._rank(actions) for actions in schedule.ranks]
 
     def _free(self, action: Action) -> float:
-        """When the action's rank was free."""
         before = self._before.get(action)
         return self._start if before is None else self._step[before].end_ms
 
@@ -242,9 +240,6 @@ def _mean_edges(schedule: PipelineSchedule, batches: Sequence[_Batch]) -> tuple[
     return tuple(edges)
 
 
-# --- replicas ------------------------------------------------------------------------------------------------
-
-
 def with_replicas(
     batch: BatchTimes,
     dag: PipelineDag,
@@ -263,8 +258,7 @@ def with_replicas(
     found = []
     for stage, of_rank in by_stage.items():
         rank = max(of_rank, key=of_rank.__getitem__)
-        times = {"slowest_ms": of_rank[rank], "median_ms": median_low(of_rank.values())}
-        found.append(Straggler(stage, rank, **times, cost_ms=0.0))
+        found.append(Straggler(stage, rank, of_rank[rank], median_low(of_rank.values()), cost_ms=0.0))
     found.sort(key=lambda slow: slow.slowest_ms - slow.median_ms, reverse=True)
     worst = [slow for slow in found if _excess(slow) >= _SLOWER][:_MOST_STRAGGLERS]
     end = dag.span_ms(upper) if worst else 0.0

@@ -58,9 +58,8 @@ def between_steps(
         if all(number in of_rank for of_rank in until_next.values())
     ]
     busy = [rank for rank, row in enumerate(schedule.ranks) if row]
-    if not steps or not until_next.keys() >= set(busy):
-        return BetweenSteps("meet", {})
-    if 2 * sum(_begins_early(schedule, step) for step in steps) < len(steps):
+    is_known = steps and until_next.keys() >= set(busy)
+    if not is_known or 2 * sum(_begins_early(schedule, step) for step in steps) < len(steps):
         return BetweenSteps("meet", {})
     return BetweenSteps("overlap", {rank: _own_time(schedule, rank, steps) for rank in busy})
 

@@ -34,9 +34,8 @@ _SAME_WORK = 1.25
 class StageTimes:
     """This rank's measurements in monitoring: ms of each action with nothing frozen, and the responses.
 
-    A response is the saving of full freezing, as a share of the unfrozen time. Its error is the root of the sum of two
-    squares: the error of the unfrozen time and that of the fitted saving. ``token_costs`` are by stage, if tokens are
-    sampled.
+    A response is the saving of full freezing, as a share of the unfrozen time; its error includes that of this time.
+    ``token_costs`` are by stage, if tokens are sampled.
     """
 
     unfrozen_ms: Mapping[Action, float]
@@ -85,8 +84,7 @@ def measured_times(
     """Fit the lines to this rank's measurements in monitoring so far.
 
     ``first_stage`` is the first stage that trains any parameter: its backward disappears when all of it is frozen.
-    ``sampled`` says that weight gradients use sampled tokens. Only the first ``microbatches`` of a batch are used, in
-    all steps that have them; by default all.
+    Only the first ``microbatches`` of a batch are used, in all steps that have them; by default all.
     """
     unfrozen = _unfrozen_ms(timer, math.inf if microbatches is None else microbatches)
     upper = {action: ms for group in unfrozen.values() for action, ms in group.items()}
@@ -127,15 +125,11 @@ def _fit(timer: ActionTimer, upper: Mapping[Action, float], vanishes: bool) -> E
     If backwards compute their deferrable weight gradients at the end, the time of that part gives the response with
     nothing frozen: this part is what a plan can move or freeze.
     """
-    line = _weight_gradients_last(timer, upper) or fit(_points(timer, upper, vanishes))
+    last = (1.0 - part for action in upper for part in timer.first_parts(Phase.MONITORING_UPPER, action))
+    line = estimate(last) or fit(_points(timer, upper, vanishes))
     if line is None:
         return None
     return replace(line, error=math.hypot(_unfrozen_error(timer, upper), line.error))
-
-
-def _weight_gradients_last(timer: ActionTimer, upper: Mapping[Action, float]) -> Estimate | None:
-    """Return the share of backwards after their first part, the input gradients; None if that was not timed."""
-    return estimate(1.0 - part for action in upper for part in timer.first_parts(Phase.MONITORING_UPPER, action))
 
 
 def _points(timer: ActionTimer, upper: Mapping[Action, float], vanishes: bool) -> list[list[Point]]:

@@ -106,12 +106,7 @@ def _named(stage: Any) -> Any:
 
 @dataclass(frozen=True)
 class Learning(Value):
-    """The data by which the plan that pays most is chosen.
-
-    Attributes:
-        stages: the gradient of every stage that has anything to freeze.
-        adaptive: whether the optimizer divides by the size of the gradient.
-    """
+    """The data by which the plan that pays most is chosen. ``stages`` are all that have anything to freeze."""
 
     stages: Mapping[int, Annotated[StageLearning, BeforeValidator(_named)]]
     adaptive: bool = False

@@ -23,7 +23,6 @@ from tf_adapters.values import Value
 __all__ = ["NOTHING_MEASURED", "Measurement", "Steps"]
 
 Steps = Literal["meet", "overlap"]
-"""All ranks meet between two steps, or steps overlap."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,6 @@ class Measurement(Value):
         learning: what freezing costs in learning, where single microbatches' gradients were seen.
         unfrozen_step_ms: a whole step with nothing frozen; 0 where not measured.
         other_ms: the part of a step that is not the batch: data, optimizer.
-        batch_times: how the ranks spend their time in a batch.
         steps: whether all ranks "meet" between two steps, or steps "overlap": a rank begins the next one while others
             still work.
         between_steps: by rank, from its last action to its first action of the next step, without waits for other
@@ -72,7 +70,6 @@ class Measurement(Value):
 
     @property
     def gaps(self) -> Gaps:
-        """``communication``, ``overhead`` and ``waits``."""
         return Gaps(self.communication, self.overhead, self.waits)
 
     @cached_property

@@ -95,7 +95,6 @@ class MemoryMeter:
         self.clear()
 
     def clear(self) -> None:
-        """Drop all measurements."""
         self._most_copied = 0
         self._peaks: dict[str, int] = {}
         self._steps = Counter[str]()

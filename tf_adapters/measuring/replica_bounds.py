@@ -15,10 +15,6 @@ from tf_adapters.schedule.ir import Action, PipelineSchedule
 _K = TypeVar("_K", bound=Hashable)
 
 
-class MeasurementError(TimelyFreezeError, RuntimeError):
-    """An action of the schedule was never measured."""
-
-
 def merge_bounds(
     schedule: PipelineSchedule,
     per_rank: Iterable[Mapping[Action, Bounds]],
@@ -28,12 +24,12 @@ def merge_bounds(
 
     A stage takes as long as its slowest replica. ``per_rank`` has the bounds of each action, from the ranks of at least
     one replica. ``means`` has the mean bounds of each stage and kind on ranks that sent only these. Raises
-    MeasurementError for an action that no rank has measured.
+    TimelyFreezeError for an action that no rank has measured.
     """
     slowest = _slowest(per_rank)
     for action in schedule.actions:
         if action not in slowest:
-            raise MeasurementError(f"{action} was never measured during monitoring")
+            raise TimelyFreezeError(f"{action} was never measured during monitoring")
     scale = _scales(slowest, _slowest(means))
     merged: dict[Action, Bounds] = {}
     notes = []

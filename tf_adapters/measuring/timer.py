@@ -71,7 +71,6 @@ CLOCKS: dict[str, Callable[[], Clock]] = {"cpu": Clock}
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Return the clock of the model's device."""
     return CLOCKS[device.type]() if device.type in CLOCKS else DeviceClock(device)
 
 
@@ -163,7 +162,6 @@ class ActionTimer:
 
     @property
     def device(self) -> str:
-        """The name of the timed device in reports."""
         return self._clock.device
 
     @contextmanager

@@ -21,14 +21,7 @@ from tf_adapters.schedule.durations import Bounds, Count, Order, Time
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.values import Value
 
-__all__ = [
-    "MOST_NUMBERS",
-    "BatchPlan",
-    "BatchPlans",
-    "carried_over",
-    "most_seen",
-    "same_pipeline",
-]
+__all__ = ["MOST_NUMBERS", "BatchPlan", "BatchPlans", "carried_over", "most_seen", "same_pipeline"]
 
 MOST_NUMBERS = 16
 """Numbers of microbatches that have a plan at once."""
@@ -36,15 +29,9 @@ MOST_NUMBERS = 16
 
 @dataclass(frozen=True)
 class BatchPlan(Value):
-    """The plan for batches of one number of microbatches.
+    """The plan for batches of one number of microbatches. ``schedule`` is the host's order.
 
-    Attributes:
-        schedule: the host's order.
-        plan: what is frozen, and the order to run where weight gradients wait.
-        unfrozen_step_ms: a step with nothing frozen.
-        planned_step_ms: a step under the plan.
-        planned_at: the step after which the plan was taken into force.
-        steps: how many steps have had this number since.
+    ``planned_at`` is the step after which the plan was taken into force. ``steps`` have had this number since then.
     """
 
     schedule: Order

@@ -62,11 +62,7 @@ class Controller:
     ) -> None:
         self.config, self.pipeline = config, pipeline
         self.masks = StageMasks(
-            pipeline.units,
-            config.seed,
-            config.freeze_exclude,
-            caps=config.freeze_caps,
-            tokens=config.samples_tokens,
+            pipeline.units, config.seed, config.freeze_exclude, caps=config.freeze_caps, tokens=config.samples_tokens
         )
         clock = pipeline.clock or clock_for(pipeline.device)
         self._timed = {s: {} if any_compiled(layers.values()) else layers for s, layers in pipeline.layers.items()}
@@ -117,7 +113,6 @@ class Controller:
 
     @property
     def schedule(self) -> PipelineSchedule:
-        """The host's order of the batch that runs, or runs next."""
         return self.state.schedule
 
     @property
@@ -178,7 +173,6 @@ class Controller:
 
     @property
     def execution(self) -> PipelineSchedule:
-        """Return the order of this step, equal on all ranks: the host's own, or the plan's."""
         return self.state.execution(self.step)
 
     def mask(self, stage: int, microbatch: int) -> Mask:
@@ -232,7 +226,6 @@ class Controller:
 
     @property
     def forecast(self) -> Forecast | None:
-        """Return the plan's promise for a whole step; None before there is a plan."""
         return self.state.forecast
 
     @property
@@ -245,7 +238,6 @@ class Controller:
         return self.config.report_path
 
     def view(self) -> RunView:
-        """Return this run for observers."""
         return RunView(self._setup, self.state, ratios=self._ratios, layers=self._layers, tally=self._tally)
 
     def warn(self, text: str) -> None:

@@ -45,10 +45,7 @@ class Decisions:
         self._guarded(state, lambda: self._decide(state, executed))
 
     def check_taps(self, state: RunState) -> None:
-        """After the step that checked the taps: leave to the host the layers that no tap understands.
-
-        After a failure nothing is tapped any more.
-        """
+        """After the step that checked the taps: leave to the host the layers that no tap understands."""
         taps = self._pipeline.taps
 
         def check() -> None:
@@ -60,7 +57,7 @@ class Decisions:
             if text := findings.described():
                 self.say(text)
 
-        if state.failure:
+        if state.failure:  # nothing is tapped any more
             for of_stage in taps.values():
                 of_stage.end_check()
         else:
@@ -95,7 +92,8 @@ class Decisions:
             self._start(state, PlanJob(state.measurement))
         elif (job := self.plan_maker.job) is not None:
             self._take(state, job, self.plan_maker.poll)
-        if step > phases.monitoring_end and self._report_due(state):
+        stable = step - state.phases.progressive_end
+        if stable == 10 or (stable > 0 and stable % self._config.replan_interval == 0):
             self._report()
         self._renew_plan(state)
         self._plan_batch(state)
@@ -122,10 +120,7 @@ class Decisions:
             self.say(f"monitoring {done}/{length} steps" + ("" if step_ms is None else f", {step_ms:.1f} ms a step"))
 
     def _monitoring_ends(self, state: RunState) -> bool:
-        """Return whether monitoring ends: after its set length, or as soon as its times are precise enough.
-
-        The second needs monitoring in which every step trains.
-        """
+        """Return whether monitoring ends: after its set length, or as soon as its times are precise enough."""
         phases, step = state.phases, state.completed_steps
         if step == phases.monitoring_end:
             return True
@@ -263,10 +258,6 @@ class Decisions:
             return self._timer.step_ms(Phase.MONITORING_UPPER) or 0.0
 
         return decide_from_all(self._collectives, median_ms, lambda steps_ms: max(steps_ms))
-
-    def _report_due(self, state: RunState) -> bool:
-        stable = state.completed_steps - state.phases.progressive_end
-        return stable == 10 or (stable > 0 and stable % self._config.replan_interval == 0)
 
     def _guarded(self, state: RunState, decide: Callable[[], None]) -> None:
         """An error has reached every rank: raise it on all, or train on without freezing on all."""

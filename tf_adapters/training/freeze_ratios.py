@@ -36,10 +36,7 @@ class FreezeRatios:
         return not state.failure and self._config.monitors_with_masks
 
     def probes(self, state: RunState, step: int) -> bool:
-        """Return whether ``step`` looks at the noise of the gradients, and freezes nothing.
-
-        Some steps of monitoring do, and later one now and then.
-        """
+        """Return whether ``step`` looks at the noise of the gradients, and freezes nothing."""
         if not self._config.is_auto or state.failure:
             return False
         phase, phases = state.phases.phase(step), state.phases

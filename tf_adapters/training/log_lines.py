@@ -73,10 +73,7 @@ def phase(config: TimelyFreezeConfig, phases: PhaseSchedule, step: int) -> str:
 
 
 def checked(state: StabilityState, config: TimelyFreezeConfig, shares: Mapping[int, float]) -> str:
-    """The outcome of a stability check: the share of each stage's work that is stable, and where the scores lie.
-
-    Only the first rank has scores.
-    """
+    """The outcome of a stability check: the share of each stage's work that is stable, and where the scores lie."""
     stages = ", ".join(f"stage {stage}: {share:.2f}" for stage, share in sorted(shares.items()))
     stable = f"stability check {state.checks}: {config.stability_metric} finds stable, by work, {stages}"
     scores = state.memory.get("scores", np.zeros(0))
@@ -91,10 +88,7 @@ _WORTH_SAYING = 0.01
 
 
 def meeting(known: Measurement, plan: FreezePlan, meetings: Sequence[str], waits_for_norm: bool = False) -> str:
-    """Say whether the ranks meet between steps, and the cost. Empty if that changes next to nothing.
-
-    ``meetings`` are the reasons, as far as the host knows them. ``waits_for_norm`` says that one can be avoided.
-    """
+    """Say whether the ranks meet between steps, why, and the cost. Empty if that changes next to nothing."""
     if plan.period_ms is not None:
         return (
             f"ranks do not meet between steps: a new step begins every {plan.period_ms.planned:.1f} ms, "

@@ -14,7 +14,6 @@ from tf_adapters.measuring.phase import Phase
 LEAST_MIXED_STEPS = 10  # five of each kind: an error cannot be estimated from fewer
 DEFAULT_WARMUP_STEPS = 10  # enough for kernels and allocators to settle where no scheduler names a warm-up
 
-
 _TITLES = {
     Phase.WARMUP: "warm-up",
     Phase.MONITORING_UPPER: "monitoring, nothing frozen",
@@ -30,8 +29,7 @@ class PhaseSchedule:
     """The last step of each phase: T_w, T_m and T_f of the paper (section 3, "Notation").
 
     ``plan_end`` is the last step of planning, where that takes longer than a step boundary; the paper's plan is
-    there when step T_m ends, and freezing follows at once. ``mixed``: every second step of monitoring draws freeze
-    ratios and the others freeze nothing; the paper freezes nothing in its first half and everything in its second.
+    there when step T_m ends, and freezing follows at once. ``mixed``: every second step of monitoring freezes.
     """
 
     warmup_end: int

@@ -33,17 +33,13 @@ class HostPipeline:
     """A pipeline as a host runs it.
 
     Attributes:
-        host: the framework.
-        schedule: what every rank runs in one batch.
         units: the freezable units of every stage of the pipeline, the same on every rank.
         parameters: this rank's stages, and the parameters of each by name; every name in their units is among them.
         models: this rank's modules by stage, as their forwards call them.
-        ties: weights that several stages hold.
         held_values: this rank's values of a parameter, as its optimizer updates them; by default ``parameters``.
         taps: this rank's layers whose weight gradients can wait, by stage; the units say which they are.
         layers: this rank's layers by stage and name. The model could be cut between them.
-        accumulating: a context for weight gradients that are computed later. They go where the host's own backward
-            puts its weight gradients.
+        accumulating: a context in which weight gradients computed later go where the host's backward puts them.
         moves_forwards: whether the host can run forwards and input gradients in another order, too.
         traced: whether transfers are measured on this rank's pipeline: true of one replica of the pipeline.
         replicas: the number of replicas of the pipeline, each with its own microbatches; 1 where it is not known.

@@ -34,7 +34,7 @@ from tf_adapters.training import log_lines
 from tf_adapters.training.pipeline import HostPipeline
 from tf_adapters.training.tap_findings import TapFindings
 
-__all__ = ["Packed", "PlanJob", "PlanMaker", "Planned", "Probes", "RunSetup", "packed", "unpacked"]
+__all__ = ["Packed", "PlanJob", "PlanMaker", "Planned", "RunSetup", "packed", "unpacked"]
 
 _SOLVED_AT_ONCE = 1_000
 """Actions up to which planning takes about a second, no more than starting a process for it."""
@@ -46,22 +46,9 @@ _WORTH_MEMORY = 0.02
 """Share of a step from which it is said what more microbatches in memory would save."""
 
 
-Probes = Callable[[], Mapping[int, Sequence[Probe]]]
-
-
 @dataclass(frozen=True)
 class RunSetup:
-    """The parts of a run that its decisions need.
-
-    Attributes:
-        config: the settings.
-        collectives: the group of all ranks that train together.
-        pipeline: the pipeline that the host runs.
-        masks: the masks of every stage.
-        timer: this rank's times.
-        memory: this rank's memory.
-        probes: this rank's newest probes of its gradients' noise, by stage.
-    """
+    """The parts of a run that its decisions need. ``probes`` returns this rank's newest probes by stage."""
 
     config: TimelyFreezeConfig
     collectives: Collectives
@@ -69,7 +56,7 @@ class RunSetup:
     masks: StageMasks
     timer: ActionTimer
     memory: MemoryMeter
-    probes: Probes
+    probes: Callable[[], Mapping[int, Sequence[Probe]]]
 
     def learning(
         self, schedule: PipelineSchedule, ranks: Sequence[Mapping[int, Sequence[Probe]]], costs: Mapping[int, TokenCost]
@@ -207,36 +194,26 @@ class PlanMaker:
 
     def _begin(self, job: PlanJob) -> Planned | None:
         solves, limit_s = SOLVES if self._config.is_auto else 1, self._config.solver_time_limit_s
-        if len(job.measurement.schedule.actions) * solves <= _SOLVED_AT_ONCE:
-            return on_one_rank(
-                self._collectives,
-                lambda: self._promise(job.measurement, solve(self._problem(job.measurement), limit_s)),
-            )
+        known = job.measurement
+        if len(known.schedule.actions) * solves <= _SOLVED_AT_ONCE:
+            return on_one_rank(self._collectives, lambda: self._promise(known, solve(self._problem(known), limit_s)))
 
         def launch() -> None:
-            self._worker = BackgroundPlan(self._problem(job.measurement), limit_s)
+            self._worker = BackgroundPlan(self._problem(known), limit_s)
 
         on_one_rank(self._collectives, launch)
         return None
-
-    def _fitting(self) -> int | None:
-        if not self._config.fills_memory:
-            return None
-        return self._run.memory.most_microbatches(Phase.MONITORING_UPPER, self._config.memory_limit_bytes)
 
     def _local(self, schedule: PipelineSchedule) -> _Local:
         timer, number = self._run.timer, schedule.num_microbatches
         timer.drain(wait=True)
         times = self._times(schedule)
-        step_ms = timer.step_ms(Phase.MONITORING_UPPER, number) or 0.0
-        local = _Local(
-            step_ms,
-            times.typical_ms(),
-            times.token_costs,
-            self._run.probes(),
-            rank=schedule.rank_of(min(self._run.pipeline.parameters)),
-            fitting=self._fitting(),
-        )
+        step_ms, fitting = timer.step_ms(Phase.MONITORING_UPPER, number) or 0.0, None
+        if self._config.fills_memory:
+            fitting = self._run.memory.most_microbatches(Phase.MONITORING_UPPER, self._config.memory_limit_bytes)
+        rank = schedule.rank_of(min(self._run.pipeline.parameters))
+        figures = times.typical_ms(), times.token_costs, self._run.probes()
+        local = _Local(step_ms, *figures, rank=rank, fitting=fitting)
         if not self._run.pipeline.traced:
             return replace(local, means=times.means())
         return replace(
@@ -296,10 +273,7 @@ class PlanMaker:
             )
 
     def _with_more_memory(self, known: Measurement, promised: Forecast, plan: FreezePlan) -> Iterator[str]:
-        """Say how much faster the first exact plan would be with more microbatches in memory.
-
-        Only problems that are solved at once are tried.
-        """
+        """Say how much faster the first exact plan would be with more microbatches in memory, if solved at once."""
         limits, more = self._problem(known).limits, len(known.schedule.ranks)
         later = self.job is None or self.job.reason
         has_more = limits.extra_microbatches or limits.fills_memory
@@ -308,9 +282,8 @@ class PlanMaker:
         if len(known.schedule.actions) > _SOLVED_AT_ONCE:
             return
         try:
-            roomy = solve(
-                PlanProblem(known, replace(limits, extra_microbatches=more)), self._config.solver_time_limit_s
-            )
+            problem = PlanProblem(known, replace(limits, extra_microbatches=more))
+            roomy = solve(problem, self._config.solver_time_limit_s)
         except TimelyFreezeError:  # the plan that was asked for is there
             return
         better = self._forecast(known, roomy)

@@ -80,7 +80,8 @@ class Replanning:
             if not why:
                 return None
             gaps = _gaps(known, plan, [rank.traces.unpack(ran) for rank in ranks])
-            times = {a: _times(b, slowest.get((a.stage, a.kind), 1.0)) for a, b in known.times.items()}
+            factors = {action: slowest.get((action.stage, action.kind), 1.0) for action in known.times}
+            times = {a: Bounds(b.lower * factors[a], b.upper * factors[a]) for a, b in known.times.items()}
             now = replace(known, times=times, **gaps._asdict(), learning=learning, batch_times=None)
             saved = max(0.0, now.span_ms - self._planned_ms(now, plan))
             return packed(now.of_step(max(rank.step_ms for rank in ranks) + saved)), "; ".join(why)
@@ -146,8 +147,7 @@ def _stable_samples(timer: ActionTimer, action: Action) -> Sequence[Sample]:
 def _gaps(known: Measurement, plan: FreezePlan, traces: Sequence[Sequence[tuple[int, Trace]]]) -> Gaps:
     """Return the gaps between the actions of the host's order, measured in steps that ran the plan's order.
 
-    If no step is complete, return the known gaps. Steps in the plan's order do not show where sends in the host's order
-    wait for their receivers.
+    Steps in the plan's order do not show where sends in the host's order wait for their receivers.
     """
     ran, host = plan.schedule or known.schedule, frozenset(known.schedule.actions)
     steps = list(complete_steps(ran, traces).values())
@@ -159,7 +159,3 @@ def _gaps(known: Measurement, plan: FreezePlan, traces: Sequence[Sequence[tuple[
         return known.gaps
     gaps = measure_gaps(ran, steps).renamed(in_host, host)
     return gaps if ran is known.schedule else gaps._replace(waits=known.waits)
-
-
-def _times(bounds: Bounds, factor: float) -> Bounds:
-    return Bounds(bounds.lower * factor, bounds.upper * factor)

@@ -27,13 +27,11 @@ _NOTES = 50  # the newest: a long run may begin or plan anew many times
 
 @dataclass
 class RunState:
-    """The state of one run. It is equal on all ranks, except for the values that stability checks compare with.
+    """The state of one run, equal on all ranks. Only rank 0 has the values that stability checks compare with.
 
-    Only the first rank has these.
-    ``schedule`` is the host's order of the batch that runs, or runs next; ``plans`` has a plan for each number of
-    microbatches. All plans are made from ``measurement``, which holds the times of one number of microbatches and was
-    made after step ``measured_at``. In ``host_order_step`` the host runs its own order, whatever the plan says.
-    ``taps`` is None until they have been checked.
+    ``schedule`` is the host's order of the batch that runs, or runs next. All ``plans`` are made from ``measurement``:
+    the times of one number of microbatches, known after step ``measured_at``. In ``host_order_step`` the host runs its
+    own order, whatever the plan says. ``taps`` is None until they have been checked.
     """
 
     phases: PhaseSchedule
@@ -61,13 +59,8 @@ class RunState:
         start = max(self.completed_steps, self.phases.warmup_end)
         phases = _phases(config, start)
         note = f"{'monitoring' if config.plans else 'freezing'} began again after step {start}: {reason}"
-        return RunState(
-            phases,
-            self.completed_steps,
-            self.schedule,
-            notes=(*self.notes, note)[-_NOTES:],
-            taps=self.taps,
-        )
+        notes = (*self.notes, note)[-_NOTES:]
+        return RunState(phases, self.completed_steps, self.schedule, notes=notes, taps=self.taps)
 
     def measure(self, known: Measurement, notes: tuple[str, ...] = ()) -> None:
         # A renewed measurement has no batch times: only steps that freeze nothing give them.
@@ -88,14 +81,8 @@ class RunState:
 
     def adopt(self, schedule: PipelineSchedule, planned: Planned) -> None:
         """Take a new plan into force for batches that the host runs in the order of ``schedule``."""
-        batch = BatchPlan(
-            schedule,
-            planned.plan,
-            unfrozen_step_ms=self.measured_for(schedule).unfrozen_step_ms,
-            planned_step_ms=planned.step_ms,
-            planned_at=self.completed_steps,
-        )
-        self.plans.put(batch)
+        unfrozen_ms, now = self.measured_for(schedule).unfrozen_step_ms, self.completed_steps
+        self.plans.put(BatchPlan(schedule, planned.plan, unfrozen_ms, planned.step_ms, planned_at=now))
         self.notes = (*self.notes, *planned.notes)[-_NOTES:]
 
     def turn_to(self, schedule: PipelineSchedule) -> None:
@@ -160,7 +147,6 @@ class RunState:
         return not self.plans and bool(self.measurement.times) and not self.failure
 
     def to_json(self, config: TimelyFreezeConfig, masks: StageMasks) -> dict[str, Any]:
-        """Plain values."""
         own = self.plans.of.get(self.measurement.schedule.num_microbatches)
         data = {
             "format": FORMAT,
@@ -259,11 +245,7 @@ def compatible_state(
 
 
 def _fits(state: RunState, order: PipelineSchedule, schedule: PipelineSchedule) -> bool:
-    """Return whether plans that were made for a host's ``order`` hold for its schedule.
-
-    With the same number of microbatches the orders must be equal. With another number the schedule must be of the same
-    kind: its ranks run the same stages.
-    """
+    """Return whether plans for a host's ``order`` hold for its ``schedule``, perhaps of other batches."""
     own = state.plans.of.get(schedule.num_microbatches)
     return same_pipeline(order, schedule) and (own is None or own.schedule == schedule)
 

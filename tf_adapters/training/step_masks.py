@@ -22,13 +22,7 @@ Scale = tuple[torch.nn.Parameter, float]
 
 
 class StepMasks:
-    """Masks of one step, each stage's drawn once.
-
-    Args:
-        draw: the masks of a stage in the current step, one for each microbatch.
-        parameters: this rank's stages, and the parameters of each by name.
-        ties: weights that several stages hold.
-    """
+    """Masks of one step. ``draw`` returns those of a stage, one for each microbatch, and is called once a stage."""
 
     def __init__(
         self, draw: Callable[[int], Sequence[Mask]], parameters: ParametersByStage, ties: Sequence[Tie]
@@ -57,7 +51,7 @@ class StepMasks:
     def frozen(self) -> Mapping[int, Sequence[frozenset[str]]]:
         """Return, for each of this rank's stages with masks, the names that each microbatch froze.
 
-        The name of a tied weight is among them only if all of its stages froze it.
+        The name of a tied weight is among them only if all of its stages froze it. Otherwise it still learns.
         """
         return {
             stage: [
@@ -68,7 +62,6 @@ class StepMasks:
         }
 
     def held_parameters(self) -> tuple[torch.nn.Parameter, ...]:
-        """This rank's parameters that every microbatch froze, on every stage that holds them."""
         return tuple(
             of_stage[name]
             for stage, of_stage in self._parameters.items()
@@ -114,7 +107,6 @@ class MaskTally:
         self._microbatches: Counter[int] = Counter()
 
     def add(self, step: int, phase: Phase, step_masks: StepMasks) -> None:
-        """Count the masks of a step. A weight that several stages hold is frozen where all of them froze it."""
         for stage, masks in step_masks.local().items():
             if step <= _MOST_STEPS:
                 shares = self._shares[stage]
@@ -130,10 +122,7 @@ class MaskTally:
         return {stage: tuple(shares) for stage, shares in self._shares.items()}
 
     def parameter_freeze_ratio(self) -> dict[int, dict[str, float]]:
-        """By stage and name, the share of stable freezing's microbatches in which a parameter was frozen.
-
-        A tied weight counts where all of its stages froze it: elsewhere it learns from the others' gradients.
-        """
+        """By stage and name, the share of stable freezing's microbatches in which a parameter was frozen."""
         return {
             stage: {name: count / self._microbatches[stage] for name, count in sorted(counts.items())}
             for stage, counts in self._frozen.items()

@@ -50,10 +50,7 @@ class TapFindings(Value):
             masks.leave_unsampled(stage, found)
 
     def without_overhead(self, bounds: Mapping[Action, Bounds]) -> dict[Action, Bounds]:
-        """Return ``bounds`` in which stages without a tap gain nothing from freezing.
-
-        Their measured differences are only the cost of timing.
-        """
+        """Return ``bounds`` without gains on stages that have no tap: what was measured there is the cost of timing."""
         return {
             action: of if self.shares.get(action.stage, 1.0) or not action.freezable else Bounds(of.upper, of.upper)
             for action, of in bounds.items()
