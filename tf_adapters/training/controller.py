@@ -173,6 +173,7 @@ class Controller:
 
     @property
     def execution(self) -> PipelineSchedule:
+        """Return the order of this step, equal on all ranks: the host's own, or the plan's."""
         return self.state.execution(self.step)
 
     def mask(self, stage: int, microbatch: int) -> Mask:
@@ -226,6 +227,7 @@ class Controller:
 
     @property
     def forecast(self) -> Forecast | None:
+        """Return the plan's promise for a whole step; None before there is a plan."""
         return self.state.forecast
 
     @property
