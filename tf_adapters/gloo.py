@@ -19,8 +19,6 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from tf_adapters.errors import UnsupportedError
 
-__all__ = ["gloo_group"]
-
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-__all__ = ["GOALS", "LEVERS", "Goal", "fallbacks", "with_goal"]
-
 Goal = Literal["exact", "pays", "paper"]
 
 DEFAULT: Goal = "exact"

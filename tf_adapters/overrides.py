@@ -8,8 +8,6 @@ from typing import Any
 
 from tf_adapters.errors import UnsupportedError
 
-__all__ = ["Overrides"]
-
 _ABSENT: Any = object()
 
 

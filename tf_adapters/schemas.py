@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["in_words"]
-
 
 def in_words(schema: Mapping[str, Any]) -> list[str]:
     """Return the values that a JSON schema without alternatives allows."""

@@ -9,8 +9,6 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from tf_adapters.errors import PlanInputError, first_problem
 
-__all__ = ["Value"]
-
 _V = TypeVar("_V", bound="Value")
 
 

@@ -13,8 +13,6 @@ from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.report.schema import Report
 from tf_adapters.schedule.ir import Kind, PipelineSchedule
 
-__all__ = ["Balance", "Cut", "balance"]
-
 _GAIN = 0.005  # least share by which moving a layer must shorten the batch: the times are not known more exactly
 
 

@@ -28,8 +28,6 @@ from tf_adapters.simulate.simulated_pipeline import carried_gaps, recut, stage_t
 from tf_adapters.simulate.simulation_page import GRADIENTS, held_text
 from tf_adapters.simulate.sources import PROMISED
 
-__all__ = ["Lever", "Levers", "levers", "levers_table"]
-
 _MOST_DEFERRED = 4_096  # actions up to which an order with deferral takes a second or two
 _ORDERS = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv")
 _MOVES_NO_FORWARDS = "megatron-core"  # its schedules keep their own order of forwards and input gradients

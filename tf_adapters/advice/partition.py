@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Kind
 
-__all__ = ["CutPipeline", "Cuts", "Piece"]
-
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)  # the columns of span_ms
 
 Cuts = tuple[int, ...]

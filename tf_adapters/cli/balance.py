@@ -12,8 +12,6 @@ from tf_adapters.errors import ConfigError, TimelyFreezeError
 from tf_adapters.report.page import Page, Table, print_page
 from tf_adapters.report.schema import Report
 
-__all__ = ["add_parser", "run"]
-
 _HEADER = ("stage", "rank", "layers", "parameters", "ms a microbatch", "layers then", "parameters then", "ms then")
 _REMARKS = (
     "memory is not in it: a stage with more layers also keeps more activations, the first ones most",

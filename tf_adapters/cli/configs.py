@@ -8,8 +8,6 @@ from pathlib import Path
 
 from tf_adapters.errors import ConfigError
 
-__all__ = ["add_parser", "ready_configs", "run"]
-
 _FOLDER = Path(__file__).resolve().parents[2] / "deepspeed_configs"
 """Next to the package, in a checkout and in an installed wheel."""
 _DESCRIPTION = """\

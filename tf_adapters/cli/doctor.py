@@ -15,8 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-__all__ = ["HOSTS", "TRAINERS", "SupportedHost", "add_parser", "run"]
-
 _CORE = {"torch": "2.5", "numpy": "1.26", "ortools": "9.10", "pydantic": "2.6", "scipy": "1.12"}
 _EXTRAS = {"matplotlib": ("plot", "Gantt charts"), "rich": ("cli", "coloured tables")}
 _BUILD_S = 600.0  # a lock older than this was left by a build that was killed

@@ -13,8 +13,6 @@ from tf_adapters.report.gantt import draw_panels
 from tf_adapters.report.layout import Panel
 from tf_adapters.report.trace import write_trace
 
-__all__ = ["add_output_arguments", "asked_for", "check_outputs", "write_outputs"]
-
 _LONGEST_NAME = 255  # bytes, on Linux
 
 

@@ -15,8 +15,6 @@ from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.solve import plan_from_json
 from tf_adapters.report.schema import write_atomically
 
-__all__ = ["add_parser", "load_json"]
-
 _DESCRIPTION = """\
 Read a pipeline schedule with each action's time, all frozen and nothing frozen, in ms;
 print how much of each backward's weight-gradient work to skip so that the batch ends earliest.

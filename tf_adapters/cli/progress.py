@@ -6,8 +6,6 @@ import sys
 import threading
 import time
 
-__all__ = ["ProgressLine"]
-
 _QUIET_S = 2.0  # work that ends sooner prints nothing
 _REWRITE_S, _LINE_S = 0.25, 2.0  # between updates of the one line on a terminal, and between lines elsewhere
 _COLUMNS = 100

@@ -16,8 +16,6 @@ from tf_adapters.report.plots import draw_plots
 from tf_adapters.report.schema import Report
 from tf_adapters.report.terminal import page
 
-__all__ = ["add_parser", "run"]
-
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     about = "show what freezing brought to a run, from its report.json; also while the run goes on"

@@ -16,8 +16,6 @@ from tf_adapters.simulate.simulation import Simulation, simulate
 from tf_adapters.simulate.simulation_page import chart_panels, comparison_page, planned_panels, simulation_page
 from tf_adapters.simulate.sources import Request, read_request
 
-__all__ = ["add_parser", "run"]
-
 _DESCRIPTION = """\
 What TimelyFreeze would bring to a pipeline: batch time, bubbles, critical path, freeze ratios, the gain at r_max and
 the most that any r_max could give without deferral; for one schedule in detail, for several side by side.

@@ -13,8 +13,6 @@ from tf_adapters.simulate.model_costs import SHAPES
 from tf_adapters.simulate.named_schedules import SCHEDULES, SINGLE, canonical
 from tf_adapters.simulate.options import Options
 
-__all__ = ["add_arguments", "read_options"]
-
 _SWEEP = "0.2,0.4,0.6,0.8,1"
 _TIMES, _RATIOS = "a finite time in ms of at least 0", "a number from 0 to 1"
 _EXPECTED = {

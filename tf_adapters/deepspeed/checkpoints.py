@@ -9,8 +9,6 @@ from typing import Any
 from tf_adapters.config import SECTION
 from tf_adapters.hosts.adapter import HostAdapter
 
-__all__ = ["keep_in_checkpoints"]
-
 
 def keep_in_checkpoints(adapter: HostAdapter, engine: Any, warmup_steps: Callable[[], int]) -> None:
     """Save the run's state in each checkpoint's ``client_state``, and resume from it after a load.

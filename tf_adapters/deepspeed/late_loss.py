@@ -19,8 +19,6 @@ from tf_adapters.hosts.support import missing_name, module_of
 
 _NAMES = ("_aggregate_total_loss", "_loss_stage_global_rank", "dp_group_loss", "is_pipe_parallel")
 
-__all__ = ["LateLoss", "loss_can_be_late", "meetings"]
-
 
 def loss_can_be_late(engine: Any) -> bool:
     """Return whether the engine sends its own loss and nothing more. It is the same on all ranks."""

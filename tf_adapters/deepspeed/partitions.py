@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-__all__ = ["Fragment", "flat_partitions", "fragments", "misplaced"]
-
 
 @dataclass(frozen=True)
 class Fragment:

@@ -27,8 +27,6 @@ from tf_adapters.hosts.support import Problem, first_problem, missing_name
 from tf_adapters.overrides import Overrides
 from tf_adapters.training.controller import Controller
 
-__all__ = ["DeepSpeedPostValidation", "post_validation_of", "post_validation_problem", "waits_for_norm"]
-
 _UTILS = ("clip_tensors_by_global_norm", "combine_grad_norm_groups", "dist", "get_global_norm_of_tensors")
 _ZERO_NAMES = (
     *("_model_parallel_all_reduce", "check_grad_overflow", "check_overflow", "scaled_global_norm"),

@@ -21,8 +21,6 @@ from tf_adapters.deepspeed.execution import TRANSFERS
 from tf_adapters.deepspeed.schedules import own_schedule
 from tf_adapters.hosts.support import Problem, module_of
 
-__all__ = ["replaced_problem"]
-
 
 def replaced_problem(engine: Any, settings: TimelyFreezeConfig) -> Problem:
     """Return a problem if the settings would replace another project's schedule by an order of ours."""

@@ -29,8 +29,6 @@ from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.training.controller import Controller
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 
-__all__ = ["HostAdapter", "attach_once", "is_adaptive"]
-
 StepHook = Callable[[torch.optim.Optimizer], None]
 
 _PARTIAL = f"{SECTION}_of_another_rank"

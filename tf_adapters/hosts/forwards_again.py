@@ -18,8 +18,6 @@ import torch
 from tf_adapters.hosts.post_validation import PostValidation
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
-__all__ = ["BeforeForwards", "ForwardsAgain", "RandomState", "Rewindable", "begins_backward", "forwards_in_prefix"]
-
 
 def forwards_in_prefix(
     order: PipelineSchedule, before: Mapping[Action, Sequence[Action]], rank: int

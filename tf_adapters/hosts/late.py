@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_map
 
 from tf_adapters.gloo import gloo_group
 
-__all__ = ["LateNorms", "LateSums", "LateTensor", "LateValues"]
-
 
 class _Message:
     """Values that are on their way, as a CPU tensor.

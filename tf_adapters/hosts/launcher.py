@@ -11,8 +11,6 @@ from pathlib import Path
 
 from tf_adapters.errors import TimelyFreezeError
 
-__all__ = ["check_script", "errors_in_one_line", "run_command", "run_script"]
-
 
 def check_script(module: str, script: str, usage: str) -> None:
     """Raise SystemExit: after printing ``usage`` for ``-h``, or with one line if the script is missing.

@@ -10,8 +10,6 @@ from tf_adapters.measuring.estimates import grouped
 from tf_adapters.measuring.layer_times import Layers
 from tf_adapters.selection.freeze_units import FreezeUnit, joined
 
-__all__ = ["blocks", "layer_of", "layers_of"]
-
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 

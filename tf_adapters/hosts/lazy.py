@@ -6,8 +6,6 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["exported"]
-
 
 def exported(module: str, names: Sequence[str]) -> Callable[[str], Any]:
     """Return a package's ``__getattr__`` that takes ``names`` from ``module``, imported at first use."""

@@ -20,8 +20,6 @@ from tf_adapters.hosts.late import LateNorms, LateSums, LateTensor
 from tf_adapters.hosts.update_copies import UpdateCopies
 from tf_adapters.training.controller import Controller
 
-__all__ = ["PostValidation", "Settles"]
-
 _LOOKED_AT = 20
 _MOST_MADE_AGAIN = 0.2
 """Largest share of the last ``_LOOKED_AT`` updates that were made again; above it updates wait for the norm."""

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["SentMessages"]
-
 
 class SentMessages:
     """Messages in the order in which they were sent. Each message is the transfers of some tensors."""

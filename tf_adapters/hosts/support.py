@@ -14,8 +14,6 @@ from tf_adapters.hosts.layers import layer_of
 from tf_adapters.measuring.layer_times import Layers
 from tf_adapters.weight_gradients.parameters import COMPILED, is_compiled
 
-__all__ = ["Problem", "compiled_problem", "first_problem", "missing_name", "module_of", "refuse"]
-
 Problem = str | None
 """The reason why a host cannot be frozen, in one line; None if it can."""
 

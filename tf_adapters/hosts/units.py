@@ -9,8 +9,6 @@ import torch
 
 from tf_adapters.selection.freeze_units import FreezeUnit
 
-__all__ = ["UnitRules", "units_of", "weights_with_biases"]
-
 Own = Mapping[str, torch.nn.Parameter]
 """A module's own trainable parameters, by the module's names for them (not those of submodules)."""
 

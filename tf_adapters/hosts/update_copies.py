@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["HeldCopies", "UpdateCopies"]
-
 
 class HeldCopies:
     """Copies of values that the next step must leave as they are."""

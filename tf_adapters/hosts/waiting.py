@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from tf_adapters.schedule.ir import Action, Kind
 
-__all__ = ["WaitingWeights"]
-
 
 class WaitingWeights:
     """The weight-gradient actions of one rank's row. Each is due when the action before it has run.

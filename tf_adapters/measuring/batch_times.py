@@ -26,8 +26,6 @@ from tf_adapters.schedule.durations import Count, Milliseconds, Quotient
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.values import Value
 
-__all__ = ["BatchTimes", "CriticalPart", "EdgeTimes", "RankTimes", "Straggler", "batch_times", "with_replicas"]
-
 _MOST_INTERVALS = 32_768
 """Most actions of all steps together, so that one rank analyses them in half a second. A single step may have more."""
 

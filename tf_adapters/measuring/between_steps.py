@@ -18,8 +18,6 @@ from tf_adapters.measuring.timer import Trace
 from tf_adapters.measuring.transfers import aligned
 from tf_adapters.schedule.ir import PipelineSchedule
 
-__all__ = ["BetweenSteps", "between_steps"]
-
 _EARLY = 0.1
 """A rank counts as early only if it begins the next step before the batch's end by more than a margin.
 

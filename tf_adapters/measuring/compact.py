@@ -13,8 +13,6 @@ from tf_adapters.measuring.timer import Interval, Trace
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 
-__all__ = ["PackedBounds", "PackedTraces"]
-
 
 @dataclass(frozen=True, slots=True)
 class PackedBounds:

@@ -22,8 +22,6 @@ from tf_adapters.schedule.ir import Action, Kind
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LayerTime", "LayerTimer", "Layers", "StageLayers"]
-
 Layers = Mapping[str, "torch.nn.Module"]
 """A stage's layers by name. No layer is inside another."""
 _REST, _WEIGHTS = "", "weight gradients"

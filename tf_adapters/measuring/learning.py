@@ -23,8 +23,6 @@ from tf_adapters.measuring.token_cost import CostPair, TokenCost
 from tf_adapters.schedule.durations import Quotient, Ratio
 from tf_adapters.values import Value
 
-__all__ = ["SAMPLED_AT", "Learning", "Probe", "StageLearning", "StepProgress"]
-
 SAMPLED_AT = 0.25
 """The share of the tokens at which the noise of a draw is measured."""
 

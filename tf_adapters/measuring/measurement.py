@@ -20,8 +20,6 @@ from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.schedule.period import PeriodicDag
 from tf_adapters.values import Value
 
-__all__ = ["NOTHING_MEASURED", "Measurement", "Steps"]
-
 Steps = Literal["meet", "overlap"]
 
 

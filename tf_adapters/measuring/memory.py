@@ -23,8 +23,6 @@ from tf_adapters.schedule.ir import Action, Kind
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HeldMemory", "MemoryMeter"]
-
 _STEPS = 4
 """Number of steps of a phase that are measured. Counters are slower to read than a clock, and hardly vary."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ["Phase"]
-
 
 class Phase(str, Enum):
     """The phases of paper section 3. Monitoring has two kinds of steps."""

@@ -22,8 +22,6 @@ from tf_adapters.schedule.ir import Action
 if TYPE_CHECKING:  # the planner imports this module, and no torch
     from tf_adapters.measuring.timer import ActionTimer
 
-__all__ = ["CostPair", "TokenCost", "measured_token_cost", "slower_cost"]
-
 _LEAST_KEPT = 1 / 4
 """The least share of the tokens. A sample's noise is proportional to ``1 / kept - 1``. A plan without a target asks for
 the earliest end, and without this limit would skip nearly all tokens of some microbatches."""

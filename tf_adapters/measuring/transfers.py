@@ -16,8 +16,6 @@ from tf_adapters.measuring.estimates import grouped, median
 from tf_adapters.measuring.timer import ActionTimer, Interval, Trace
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule, SendWait
 
-__all__ = ["NO_GAPS", "Gaps", "aligned", "complete_steps", "local_traces", "measure_gaps"]
-
 _MOST_INTERVALS = 4_096
 """Most intervals that a rank sends: 32 KB. A single step may have more."""
 

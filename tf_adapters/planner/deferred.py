@@ -22,8 +22,6 @@ from tf_adapters.schedule.deferral import (
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
-__all__ = ["describe_deferral", "plan_deferred"]
-
 _ROUNDS = 4
 """The most orders that are tried. Each later order is made for the weight gradients that the last plan left."""
 

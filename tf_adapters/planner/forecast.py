@@ -16,16 +16,6 @@ from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.schedule.period import PeriodicDag
 
-__all__ = [
-    "Forecast",
-    "cost_of_meeting",
-    "disappears",
-    "durations_under",
-    "forecast",
-    "planned_dag",
-    "stable_durations",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Forecast:

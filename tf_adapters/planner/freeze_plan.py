@@ -14,8 +14,6 @@ from tf_adapters.planner.program import SolverStatus
 from tf_adapters.schedule.durations import ActionText, Milliseconds, Order, Quotient, Share
 from tf_adapters.values import Value
 
-__all__ = ["FreezePlan", "FrontierPoint", "Makespan", "SolverReport"]
-
 _Noise = Annotated[
     float,
     BeforeValidator(lambda value: math.inf if value is None else value),

@@ -10,8 +10,6 @@ from tf_adapters.measuring.learning import Learning, StepProgress
 from tf_adapters.planner.freeze_plan import FreezePlan, FrontierPoint
 from tf_adapters.planner.problem import Limits, PlanProblem
 
-__all__ = ["SOLVES", "best_point", "describe_frontier", "plan_that_pays"]
-
 _BETWEEN = 4
 """Plans between the one without freezing and the one with the most."""
 

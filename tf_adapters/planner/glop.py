@@ -29,8 +29,6 @@ from tf_adapters.errors import SolverError
 from tf_adapters.planner.program import Corners, Floats, Flow, FreezeProgram, Optimum, SolverStatus
 from tf_adapters.schedule.dag import Edges
 
-__all__ = ["solve_glop"]
-
 _SLACKS = (1e-11, 1e-9, 1e-8, 1e-7)
 """Relative slacks, tried in turn. By this much, a solve may worsen a result of the earlier solves, such as the span.
 In large programs whose times all differ, GLOP's own tolerance can make the first slack infeasible."""

@@ -24,8 +24,6 @@ from tf_adapters.errors import SolverError
 from tf_adapters.planner.newton import Newton, StandardForm
 from tf_adapters.planner.program import Floats, FreezeProgram, Optimum, Progress, SolverStatus
 
-__all__ = ["solve_interior"]
-
 _PRICE = 2e-4
 """Price of all the freezing that the budgets allow, as a share of the unfrozen makespan."""
 

@@ -25,8 +25,6 @@ from scipy.sparse.linalg import splu
 
 from tf_adapters.planner.program import Corners, Floats, Flow, FreezeProgram
 
-__all__ = ["Newton", "StandardForm"]
-
 Indices = NDArray[np.int64]
 
 _BY_RATIO: Corners = ((0.0, 0.0), (1.0, 1.0))

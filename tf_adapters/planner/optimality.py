@@ -10,8 +10,6 @@ import numpy as np
 from tf_adapters.planner.program import Floats, FreezeProgram, Optimum
 from tf_adapters.schedule.dag import PipelineDag
 
-__all__ = ["lower_bound", "optimality_gap"]
-
 
 def optimality_gap(program: FreezeProgram, optimum: Optimum, target: float = 0.0) -> float:
     """The largest share by which other ratios within the budgets might shorten the span, down to ``target`` at most."""

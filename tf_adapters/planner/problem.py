@@ -16,8 +16,6 @@ from tf_adapters.measuring.token_cost import TokenCost, slower_cost
 from tf_adapters.schedule.durations import Ratio, Time
 from tf_adapters.values import Value
 
-__all__ = ["Limits", "PlanProblem"]
-
 _MOST_FROZEN = 0.9
 
 

@@ -21,8 +21,6 @@ from tf_adapters.planner.program import Floats, FreezeProgram, Optimum, Progress
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 
-__all__ = ["plan", "plan_from_json", "solve"]
-
 _SNAP = 1e-9
 _BUDGET_TOLERANCE = 1e-6
 _EXACT_UP_TO = 4_096

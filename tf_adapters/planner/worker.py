@@ -24,8 +24,6 @@ from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import PlanProblem
 from tf_adapters.planner.solve import plan_from_json
 
-__all__ = ["BackgroundPlan"]
-
 _GRACE_S = 5.0
 """For the process to start and to write its plan, beyond the solver's limit."""
 

@@ -15,8 +15,6 @@ from typing import TextIO
 from tf_adapters.report.layout import Block, Panel
 from tf_adapters.schedule.ir import Kind
 
-__all__ = ["ASCII", "BLOCKS", "ChartLine", "Glyphs", "bars", "glyphs_for", "legend"]
-
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:

@@ -12,8 +12,6 @@ from tf_adapters.report.schema import Report
 from tf_adapters.training import batch_words
 from tf_adapters.training.batch_words import milliseconds
 
-__all__ = ["batch_facts", "batch_of", "bubble_headline"]
-
 
 def batch_of(report: Report) -> BatchTimes | None:
     """Return the measured times of the batch, or those that follow from each action's median, if there are any."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tf_adapters.schedule.ir import Kind
 
-__all__ = ["BASE", "NAMES", "TERMINAL", "Rgb", "shade"]
-
 Rgb = tuple[float, float, float]
 
 BASE: dict[Kind, Rgb] = {

@@ -20,8 +20,6 @@ from tf_adapters.report.gantt_marks import (
 )
 from tf_adapters.report.layout import Panel
 
-__all__ = ["draw_panels"]
-
 _NARROW = 9.0  # points: the middle block's width below which a frame around it leaves too little of its colour
 _FRAMED_END = 1.1  # inches right of the longest batch for the text at its end
 

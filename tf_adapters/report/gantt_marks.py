@@ -12,17 +12,6 @@ from tf_adapters.report.colours import BASE, NAMES, shade
 from tf_adapters.report.layout import Block, Panel
 from tf_adapters.schedule.ir import Action, Kind
 
-__all__ = [
-    "Frame",
-    "explain",
-    "labelled_actions",
-    "mark_end",
-    "matplotlib_module",
-    "paint_axes",
-    "paint_blocks",
-    "rank_label",
-]
-
 _VANISHED: dict[str, Any] = {"marker": "^", "color": "black", "markersize": 5, "linestyle": "none"}
 _CRITICAL, _IDLE, _INK, _FAINT = "#d1105a", "#e9e9ec", "#222222", "#8a8a92"
 _ROW = 0.84  # share of a row's height that blocks fill

@@ -12,8 +12,6 @@ from tf_adapters.report.schema import BackwardSample, Report
 from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 
-__all__ = ["Block", "Panel", "after", "before", "exact", "measured", "panels_of", "stable_samples", "timeline"]
-
 
 @dataclass(frozen=True, slots=True)
 class Block:

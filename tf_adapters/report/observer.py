@@ -13,8 +13,6 @@ from tf_adapters.log import announce
 from tf_adapters.report.build import build_report, result_line
 from tf_adapters.training.run_view import LocalMeasurements, RunView
 
-__all__ = ["MetricSink", "RunReporter"]
-
 MetricSink = Callable[[Mapping[str, float]], None]
 """Takes a step's figures. One with a method ``due()`` is asked after each step whether it wants them."""
 

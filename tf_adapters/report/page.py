@@ -12,8 +12,6 @@ from tf_adapters.report.bars import ASCII, ChartLine, Glyphs, bars, glyphs_for, 
 from tf_adapters.report.colours import TERMINAL
 from tf_adapters.report.layout import Block, Panel
 
-__all__ = ["Page", "Table", "as_text", "print_page", "terminal_width"]
-
 _WIDTH = 100  # characters on a line of a file or a pipe
 
 

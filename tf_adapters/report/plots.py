@@ -24,8 +24,6 @@ from tf_adapters.report.schema import Report
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.training.phases import PhaseSchedule
 
-__all__ = ["FittedLine", "draw_plots", "fitted", "planned_ratio_by_step", "plots_of", "rank_parts"]
-
 Points = Sequence[tuple[float, float]]
 Draw = Callable[[Any, Report], None]
 

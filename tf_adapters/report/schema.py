@@ -23,8 +23,6 @@ from tf_adapters.measuring.transfers import Gaps
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.schedule.durations import Count, Milliseconds, Order, Quotient, Share
 
-__all__ = ["BackwardSample", "Batches", "Host", "Measured", "PeakMemory", "Phases", "Report", "Status"]
-
 FORMAT: Literal[1] = 1
 
 Status = Literal["warmup", "monitoring", "planning", "planned", "progressive", "stable", "disabled", "failed"]

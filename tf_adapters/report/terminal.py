@@ -14,8 +14,6 @@ from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.training.batch_words import milliseconds as _ms
 
-__all__ = ["page"]
-
 _NOTHING = "-"
 _SAME_PACE = 0.03  # a smaller change of pace is not mentioned
 _HEADER = (

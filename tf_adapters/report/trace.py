@@ -16,8 +16,6 @@ from tf_adapters.report.colours import NAMES
 from tf_adapters.report.gantt_marks import rank_label
 from tf_adapters.report.layout import Block, Panel
 
-__all__ = ["trace_events", "write_trace"]
-
 Event = dict[str, Any]
 
 

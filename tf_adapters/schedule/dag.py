@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from tf_adapters.errors import ScheduleError
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 
-__all__ = ["Edges", "PipelineDag"]
-
 Floats = NDArray[np.float64]
 
 

@@ -20,20 +20,6 @@ from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.schedule.period import PeriodicDag
 
-__all__ = [
-    "DeferralTimes",
-    "backward_of",
-    "defer",
-    "first_half",
-    "joined",
-    "keeps_order",
-    "most_held",
-    "most_in_flight",
-    "second_half",
-    "split",
-    "whole_microbatches_held",
-]
-
 Edge = tuple[Action, Action]
 
 _PATIENCE = (0.0, 0.5, 1.0)

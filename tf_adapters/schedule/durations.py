@@ -12,20 +12,6 @@ from pydantic import Field, PlainSerializer, PlainValidator, TypeAdapter
 from tf_adapters.errors import ScheduleError
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 
-__all__ = [
-    "ActionText",
-    "Bounds",
-    "BoundsPair",
-    "Count",
-    "EdgeText",
-    "Milliseconds",
-    "Order",
-    "Quotient",
-    "Ratio",
-    "Share",
-    "Time",
-]
-
 Milliseconds = Annotated[float, Field(ge=0, le=1e15)]  # so that sums are finite
 # A rounding error may put a mean of ratios above 1. The report is still valid.
 Share = Annotated[float, Field(ge=-1e-6, le=1 + 1e-6, allow_inf_nan=False)]

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 from tf_adapters.errors import ScheduleError
 
-__all__ = ["Action", "Kind", "PipelineSchedule", "SendWait"]
-
 
 class Kind(str, Enum):
     """The kind of work of an action. The value is its letter in an action's text."""

@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 
-__all__ = ["Receives", "in_time", "messages_taken", "receive_points"]
-
 
 class Receives(NamedTuple):
     """An order's ``receive_points`` and ``messages_taken``."""

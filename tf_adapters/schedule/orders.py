@@ -13,18 +13,6 @@ from tf_adapters.errors import ScheduleError
 from tf_adapters.schedule.deferral import first_half, second_half
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
-__all__ = [
-    "NAMES",
-    "dualpipev",
-    "gpipe",
-    "interleaved",
-    "interleaved_zero_bubble",
-    "looped_bfs",
-    "named_schedule",
-    "one_forward_one_backward",
-    "zbv",
-]
-
 
 def gpipe(ranks: int, microbatches: int) -> PipelineSchedule:
     """All forwards, then all backwards. Source: Huang et al., GPipe, 2019. Two stages, three microbatches::

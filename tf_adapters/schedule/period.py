@@ -21,8 +21,6 @@ import numpy as np
 from tf_adapters.schedule.dag import Edges, Floats, PipelineDag
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 
-__all__ = ["PeriodicDag"]
-
 
 @dataclass(frozen=True, eq=False)
 class PeriodicDag(PipelineDag):

@@ -15,8 +15,6 @@ from tf_adapters.schedule.deferral import whole_microbatches_held
 from tf_adapters.simulate.simulated_pipeline import Pipeline
 from tf_adapters.simulate.simulation import GoalPoint, gain_of
 
-__all__ = ["DRAWING", "MOST_ACTIONS", "PAPER", "WORTH_MEMORY", "goal_points"]
-
 DRAWING = TokenCost(fixed=0.1)
 """Assumed cost of sampling tokens without a measurement: a tenth of a weight gradient, for drawing and gathering."""
 

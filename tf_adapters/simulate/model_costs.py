@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
-__all__ = ["SHAPES", "LlamaShape", "StageCost", "action_bounds", "split_layers", "stage_costs"]
-
 _ATTENTION_BACKWARD = 2.5
 
 

@@ -12,8 +12,6 @@ from tf_adapters.errors import ConfigError, ScheduleError
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.schedule.orders import NAMES, named_schedule
 
-__all__ = ["SCHEDULES", "SINGLE", "Sizes", "canonical", "named_order", "read_csv"]
-
 SCHEDULES = {"1f1b" if name == "one_f_one_b" else name.replace("_", "-"): name for name in NAMES}
 """Names of ``schedule.orders`` by names on the command line."""
 

@@ -9,8 +9,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from tf_adapters.measuring.measurement import Steps
 from tf_adapters.simulate.named_schedules import Sizes
 
-__all__ = ["Options"]
-
 _Count = Annotated[int, Field(ge=1, le=1_000_000)]
 _Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Ratio = Annotated[float, Field(ge=0, le=1)]

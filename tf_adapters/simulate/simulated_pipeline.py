@@ -13,8 +13,6 @@ from tf_adapters.measuring.transfers import Gaps
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.simulate.model_costs import StageCost
 
-__all__ = ["Pipeline", "between_ranks", "carried_gaps", "recut", "stage_times"]
-
 _NOTHING = StageCost(0.0, 0.0, 0.0)
 
 

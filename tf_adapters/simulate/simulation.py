@@ -20,8 +20,6 @@ from tf_adapters.schedule.dag import PipelineDag
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.simulate.simulated_pipeline import Pipeline
 
-__all__ = ["Gain", "GoalPoint", "Holder", "Simulation", "SweepPoint", "gain_of", "held_by", "simulate"]
-
 _EXACT = "exact: weight gradients deferred, nothing frozen"
 _TOLERANCE = 1e-9  # of the makespan: slack below it is rounding
 _AT_ONCE = 32  # ranks; bounds the memory

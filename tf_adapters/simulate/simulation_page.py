@@ -10,8 +10,6 @@ from tf_adapters.report.page import Page, Table
 from tf_adapters.schedule.ir import Action
 from tf_adapters.simulate.simulation import Gain, GoalPoint, Simulation
 
-__all__ = ["GRADIENTS", "chart_panels", "comparison_page", "held_text", "planned_panels", "simulation_page"]
-
 GRADIENTS = {"exact": "all, the same bits", "pays": "{:.0%} of their time saved, unbiased", "paper": "{:.0%} skipped"}
 """Words for what becomes of the weight gradients, by goal; the number is the plan's mean freeze ratio."""
 

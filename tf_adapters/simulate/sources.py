@@ -19,8 +19,6 @@ from tf_adapters.simulate.named_schedules import Sizes, named_order, read_csv
 from tf_adapters.simulate.options import Options
 from tf_adapters.simulate.simulated_pipeline import Pipeline, between_ranks, carried_gaps, recut, stage_times
 
-__all__ = ["PROMISED", "Request", "read_request"]
-
 _FLOPS_PER_MS = 1e9  # of 1 TFLOP/s
 _DEFAULT_RATIO = 0.8
 PROMISED = (

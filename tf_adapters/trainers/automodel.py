@@ -26,8 +26,6 @@ from tf_adapters.torch_pipelining.units import TRAINED_BY_LOSS
 from tf_adapters.trainers.run import TrainerRun
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS, warmup_left
 
-__all__ = ["Freezing", "FreezingRecipe", "main"]
-
 _RECIPE = ("checkpointer", "lr_scheduler", "optimizer", "pp", "step_scheduler")
 
 

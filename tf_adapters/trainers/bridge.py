@@ -24,8 +24,6 @@ from tf_adapters.megatron.patching import patching
 from tf_adapters.trainers.run import TrainerRun
 from tf_adapters.training.phases import warmup_left
 
-__all__ = ["TimelyFreezeCallback"]
-
 _newest: TimelyFreezeCallback | None = None  # whose run trains, or has trained last
 
 

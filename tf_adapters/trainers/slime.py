@@ -17,8 +17,6 @@ from tf_adapters.megatron.entry import attach
 from tf_adapters.trainers.run import TrainerRun, read_state
 from tf_adapters.training.phases import warmup_left
 
-__all__ = ["before_train_step", "detach"]
-
 _STEP_KEY = "train/step"
 _run: ActorRun | None = None  # of this process, which trains one model
 

@@ -20,8 +20,6 @@ from tf_adapters.megatron.entry import attach
 from tf_adapters.trainers.run import TrainerRun, read_state
 from tf_adapters.training.phases import warmup_left
 
-__all__ = ["TimelyFreezeCallback", "register"]
-
 _TRAINER = ("args", "opt_param_scheduler", "optimizer", "state", "wrapped_models")
 
 

@@ -32,8 +32,6 @@ from tf_adapters.trainers.run import TrainerRun
 from tf_adapters.trainers.torchtitan_norm import meetings, replace_norm
 from tf_adapters.trainers.torchtitan_settings import JobSettings
 
-__all__ = ["Installed", "install", "main", "trainer_module"]
-
 _BUILT = ("checkpointer", "metrics_processor", "optimizers", "parallel_dims", "step")
 _CHECKPOINTER = ("enable", "load")
 _LOADING = ("_create_checkpoint_id", "_find_load_step", "exclude_from_loading", "folder", "states")

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from tf_adapters.measuring.batch_times import BatchTimes, EdgeTimes
 from tf_adapters.schedule.ir import Kind
 
-__all__ = ["KINDS", "bubbles", "held_by", "late_receives", "log_line", "milliseconds", "stragglers", "waits"]
-
 KINDS = {
     Kind.FORWARD.value: "forwards",
     Kind.BACKWARD.value: "backwards",

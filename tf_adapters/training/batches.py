@@ -21,8 +21,6 @@ from tf_adapters.schedule.durations import Bounds, Count, Order, Time
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.values import Value
 
-__all__ = ["MOST_NUMBERS", "BatchPlan", "BatchPlans", "carried_over", "most_seen", "same_pipeline"]
-
 MOST_NUMBERS = 16
 """Numbers of microbatches that have a plan at once."""
 

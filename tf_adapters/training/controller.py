@@ -44,8 +44,6 @@ from tf_adapters.weight_gradients.parameters import ParameterMask, any_compiled
 from tf_adapters.weight_gradients.taps import RowSampler, StageTaps
 from tf_adapters.weight_gradients.tokens import TokenSampler
 
-__all__ = ["Controller"]
-
 _LAYER_STEPS = 4
 """Number of steps in which layers are timed. They are the last of the warm-up, and no plan is made from them."""
 

@@ -21,8 +21,6 @@ from tf_adapters.training.replanning import Replanning
 from tf_adapters.training.state import RunState
 from tf_adapters.training.tap_findings import TapFindings
 
-__all__ = ["Decisions"]
-
 
 class Decisions:
     """Brings a run's state up to date at step boundaries. Every method is called on all ranks at the same point."""

@@ -15,8 +15,6 @@ from tf_adapters.selection.freeze_units import FreezeUnit, Tie
 from tf_adapters.selection.sampling import HeldValues
 from tf_adapters.weight_gradients.taps import StageTaps
 
-__all__ = ["HostInfo", "HostPipeline", "ParametersByStage"]
-
 ParametersByStage = Mapping[int, Mapping[str, torch.nn.Parameter]]
 
 

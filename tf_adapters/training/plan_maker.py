@@ -34,8 +34,6 @@ from tf_adapters.training import log_lines
 from tf_adapters.training.pipeline import HostPipeline
 from tf_adapters.training.tap_findings import TapFindings
 
-__all__ = ["Packed", "PlanJob", "PlanMaker", "Planned", "RunSetup", "packed", "unpacked"]
-
 _SOLVED_AT_ONCE = 1_000
 """Actions up to which planning takes about a second, no more than starting a process for it."""
 

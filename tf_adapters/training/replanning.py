@@ -28,8 +28,6 @@ from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.training import log_lines
 from tf_adapters.training.plan_maker import Packed, PlanJob, RunSetup, packed, unpacked
 
-__all__ = ["Replanning", "changes"]
-
 _NEWEST = 64
 """Samples of an action that are looked at, at most."""
 

@@ -16,8 +16,6 @@ from tf_adapters.training.plan_maker import RunSetup
 from tf_adapters.training.state import RunState
 from tf_adapters.training.step_masks import MaskTally
 
-__all__ = ["REPORTED", "LocalMeasurements", "Observer", "Points", "RunView"]
-
 REPORTED = (Phase.MONITORING_UPPER, Phase.MONITORING_LOWER, Phase.MONITORING_MIXED, Phase.STABLE)
 """The phases whose times are reported."""
 

@@ -12,8 +12,6 @@ from tf_adapters.selection.freeze_units import Tie
 from tf_adapters.selection.masks import NOTHING_FROZEN, Mask
 from tf_adapters.training.pipeline import ParametersByStage
 
-__all__ = ["MaskTally", "Scale", "StepMasks"]
-
 _MOST_STEPS = 1_024
 """Steps whose frozen share is recorded: enough for monitoring, the ramp and what follows."""
 

@@ -19,8 +19,6 @@ from tf_adapters.training.pipeline import HostPipeline
 from tf_adapters.values import Value
 from tf_adapters.weight_gradients.taps import StageTaps
 
-__all__ = ["TapFindings", "agree"]
-
 _SHOWN = 4
 """Parameters or types of layers, at most, that a line names."""
 
