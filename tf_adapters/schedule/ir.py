@@ -57,7 +57,6 @@ class Action:
 
     @property
     def freezable(self) -> bool:
-        """Return whether it computes weight gradients, which freezing can skip."""
         return self.kind.freezable
 
 
@@ -165,7 +164,7 @@ class PipelineSchedule:
         return self.sorted_by(None)
 
     def sorted_by(
-        self, key: Callable[[Action], Any] | None, also: Iterable[tuple[Action, Action]] = ()
+        self, key: Callable[[Action], Any] | None, also: Sequence[tuple[Action, Action]] = ()
     ) -> tuple[Action, ...]:
         """Return the ``execution_order`` that runs, of the actions that are ready, the one with the least ``key``.
 
@@ -189,7 +188,7 @@ class PipelineSchedule:
                 if waiting[target] == 0:
                     heapq.heappush(ready, (key(target), target))
         if len(order) < len(waiting):
-            raise self._deadlock(set(order))
+            raise self._deadlock(set(order), also)
         return tuple(order)
 
     def validate(self) -> PipelineSchedule:
@@ -275,10 +274,11 @@ class PipelineSchedule:
                 before = f"{action} comes before {needed} on rank {self.home[action.stage]}"
                 raise self._error(f"{before}, which it needs: they deadlock", action, needed)
 
-    def _deadlock(self, done: set[Action]) -> ScheduleError:
-        heads = [next((a for a in rank if a not in done), None) for rank in self.ranks]
-        stuck = [action for action in heads if action is not None]
-        waits = ", ".join(f"{action} waits for {self.source.get(action)}" for action in stuck)
+    def _deadlock(self, done: set[Action], also: Sequence[tuple[Action, Action]]) -> ScheduleError:
+        needed = {target: source for source, target in chain(also, self.transfers()) if source not in done}
+        left = ([action for action in rank if action not in done] for rank in self.ranks)
+        stuck = [rank[0] for rank in left if rank]
+        waits = ", ".join(f"{action} waits for {needed[action]}" for action in stuck)
         return self._error(f"the schedule deadlocks: {waits}", *stuck)
 
 

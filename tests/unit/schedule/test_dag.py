@@ -123,7 +123,7 @@ def test_a_wait_is_one_more_edge_and_joins_known_actions():
     assert dag.start_times(durations)[act("0B0")] == max(plain[act("0B0")], plain[act("1F1")] + 4.0)
     with pytest.raises(ScheduleError, match="1F1->0B7 is a wait between actions that this schedule does not have"):
         PipelineDag.from_schedule(schedule, waits={(act("1F1"), act("0B7")): 3.0})
-    with pytest.raises(ScheduleError):
+    with pytest.raises(ScheduleError, match="the schedule deadlocks: 0F0 waits for 0B1, 1F0 waits for 0F0"):
         PipelineDag.from_schedule(schedule, waits={(act("0B1"), act("0F0")): 0.0})
 
 
