@@ -12,6 +12,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -217,8 +218,9 @@ class _BF16(DeepSpeedPostValidation):
         def get_grads_for_norm() -> tuple[list[torch.Tensor], dict[str, Any]]:
             gradients, of_experts = host_gradients()
             own: list[torch.Tensor] = []
-            with Overrides() as inside:
-                inside.set(host.dist, "all_reduce", lambda tensor, *_, **__: own.append(tensor.clone()))
+            keep = {"all_reduce": lambda tensor, *_, **__: own.append(tensor.clone())}
+            with Overrides() as inside:  # for this module of the host only
+                inside.set(host, "dist", SimpleNamespace(**(vars(host.dist) | keep)))
                 host.get_global_norm_of_tensors(input_tensors=gradients, mpu=mpu, norm_type=outer.norm_type)
             self._expect_squares(own)
             return [torch.zeros(1, device=self._engine.device)], of_experts
