@@ -57,7 +57,11 @@ def build_report(run: RunView, ranks: Sequence[LocalMeasurements]) -> Report:
         status=_status(state),
         note=(*state.notes, *([state.failure] if state.failure else [])),
         step=state.completed_steps,
-        phases=Phases.model_validate(state.phases, from_attributes=True),
+        phases=Phases(
+            warmup_end=state.phases.warmup_end,
+            monitoring_end=state.phases.monitoring_end,
+            progressive_end=state.phases.progressive_end,
+        ),
         **{name: times[name] for name in ("times", *Gaps._fields, "steps", "between_steps") if name in times},
         plan=state.plan,
         measured=_measured(state, ranks),
