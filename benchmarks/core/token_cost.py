@@ -16,7 +16,7 @@ import torch
 from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
 from benchmarks.shared.measuring import keep_freed_memory, machine
-from tf_adapters.weight_gradients.taps import linear_gradient
+from tf_adapters.weight_gradients.tapped_layer import linear_gradient
 from tf_adapters.weight_gradients.tokens import TokenSampler
 
 RESULTS = result_file("core/token_cost.json")

@@ -27,7 +27,8 @@ from tf_adapters.planner.solve import solve
 from tf_adapters.selection.masks import Mask, StageMasks
 from tf_adapters.training.step_masks import StepMasks
 from tf_adapters.weight_gradients.gradient_noise import GradientNoise
-from tf_adapters.weight_gradients.taps import RowSampler, StageTaps, plain_layer
+from tf_adapters.weight_gradients.tapped_layer import plain_layer
+from tf_adapters.weight_gradients.taps import RowSampler, StageTaps
 from tf_adapters.weight_gradients.tokens import Chosen, TokenSampler
 from tf_adapters.weight_gradients.tokens import Rows as TokenRows
 
@@ -80,7 +81,7 @@ class Training:
         self.looks_in_a_row = 0  # that found another plan better
         self.chosen_progress = 1.0  # of a step by the plan in force, at the newest look
         self.stages = _first_weights(task, seed)
-        self.taps = {index: StageTaps(stage, plain_layer) for index, stage in enumerate(self.stages)}
+        self.taps = {index: StageTaps(stage, plain_layer, trusted=True) for index, stage in enumerate(self.stages)}
         for taps in self.taps.values():
             taps.install()
         weights = {i: {n: p for n, p in s.named_parameters() if n in self.taps[i].names} for i, s in self._numbered()}

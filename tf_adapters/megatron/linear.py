@@ -15,7 +15,7 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from tf_adapters.weight_gradients.engine_taps import linear_layer
-from tf_adapters.weight_gradients.taps import Choose, Parameters, TappedLayer, linear_gradient
+from tf_adapters.weight_gradients.tapped_layer import Choose, Parameters, TappedLayer, linear_gradient
 
 
 def tapped_layer(module: torch.nn.Module, sampled: bool = False) -> TappedLayer | None:

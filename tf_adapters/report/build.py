@@ -49,13 +49,14 @@ def build_report(run: RunView, ranks: Sequence[LocalMeasurements]) -> Report:
     state = run.state()
     known = state.measurement
     times = known.to_json()
+    of_ranks = [note for rank in ranks for note in rank.notes]
     return Report(
         host=Host(name=run.host.name, version=run.host.version, device=run.device),
         versions=_versions(),
         config=run.config.model_dump(),
         schedule=state.schedule,
         status=_status(state),
-        note=(*state.notes, *([state.failure] if state.failure else [])),
+        note=tuple(dict.fromkeys([*state.notes, *of_ranks, *([state.failure] if state.failure else [])])),
         step=state.completed_steps,
         phases=Phases(
             warmup_end=state.phases.warmup_end,
@@ -68,6 +69,7 @@ def build_report(run: RunView, ranks: Sequence[LocalMeasurements]) -> Report:
         frozen_share={str(s): shares for rank in ranks for s, shares in rank.frozen_share.items()},
         parameter_freeze_ratio={str(s): dict(of) for rank in ranks for s, of in rank.parameter_freeze_ratio.items()},
         tapped_share={str(stage): share for stage, share in state.taps.shares.items()} if state.taps else {},
+        copied_bytes={str(stage): copied for rank in ranks for stage, copied in sorted(rank.copied_bytes.items())},
         tokens=_tokens(state.plan, known.token_costs),
         gradient_signal=_signal(known.learning),
         batches=_batches(state.plans),

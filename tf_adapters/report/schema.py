@@ -144,7 +144,8 @@ class Report(_Model):
     ``frozen_share`` holds, by stage, the mean share frozen in steps 1, 2, .... ``parameter_freeze_ratio`` holds, by
     stage and name, the share of stable freezing's microbatches in which a parameter was frozen (a tied weight: on all
     of its stages). ``tapped_share`` is by stage, where weight gradients are deferred or sampled: the share of their
-    work that can be. ``tokens`` is by stage, where they are sampled. ``gradient_signal`` is by stage, where
+    work that can be. ``copied_bytes`` is by stage: what a step copies since others could have changed what waits for
+    its weight gradient. ``tokens`` is by stage, where they are sampled. ``gradient_signal`` is by stage, where
     ``max_freeze_ratio`` is "auto": the share of a batch's gradient that is signal, and its standard error. ``layers``
     holds, by stage, the times of its layers in the warm-up. ``batches`` is by number of microbatches, where they are
     mixed: all else is of the number that most steps had. ``batch_times`` is where the ranks' time goes with nothing
@@ -170,6 +171,7 @@ class Report(_Model):
     frozen_share: dict[str, tuple[Quotient, ...]] = Field(default_factory=dict)
     parameter_freeze_ratio: dict[str, dict[str, Share]] = Field(default_factory=dict)
     tapped_share: dict[str, Share] = Field(default_factory=dict)
+    copied_bytes: dict[str, int] = Field(default_factory=dict)
     tokens: dict[str, SampledTokens] = Field(default_factory=dict)
     gradient_signal: dict[str, tuple[Share, Quotient]] = Field(default_factory=dict)
     layers: dict[str, StageLayers] = Field(default_factory=dict)

@@ -51,18 +51,22 @@ class StageMasks:
         self._tokens = tokens
         # By stage, true if the stage trains parameters that no mask freezes.
         self.excludes = {stage: len(self.units[stage]) < len(of_stage) for stage, of_stage in units.items()}
+        self._all_units, self._all_excludes = dict(self.units), dict(self.excludes)
         self._uniform = {stage: UniformSelection(of_stage) for stage, of_stage in self.units.items()}
         self._hybrid: dict[int, tuple[frozenset[int], HybridSelection]] = {}  # the newest of each stage
         self._drawn: dict[int, tuple[_Drawn, tuple[Mask, ...]]] = {}  # the newest of each stage
         self._seed = seed
 
     def leave_unsampled(self, stage: int, names: Iterable[str]) -> None:
-        """With tokens: from now on treat these parameters as excluded, so that their gradients use all tokens."""
-        left = frozenset(names)
-        if not self._tokens or left.isdisjoint(self.names(stage)):
+        """With tokens: treat just these parameters as excluded from now on: their gradients use all tokens."""
+        if not self._tokens:
             return
-        self.units[stage] = tuple(unit for unit in self.units[stage] if left.isdisjoint(unit.names))
-        self.excludes[stage] = True
+        left = frozenset(names)
+        sampled = tuple(unit for unit in self._all_units[stage] if left.isdisjoint(unit.names))
+        if sampled == self.units[stage]:
+            return
+        self.units[stage] = sampled
+        self.excludes[stage] = self._all_excludes[stage] or len(sampled) < len(self._all_units[stage])
         self._drawn.pop(stage, None)
 
     @property

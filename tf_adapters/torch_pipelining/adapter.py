@@ -30,6 +30,7 @@ from tf_adapters.torch_pipelining.post_validation import Redo, TorchPostValidati
 from tf_adapters.torch_pipelining.replicas import (
     frozen_replica,
     inside_replica,
+    is_replicated,
     layers_with_taps,
     replica_count,
     reported_to_reducer,
@@ -91,6 +92,8 @@ class TorchPipeliningAdapter(HostAdapter):
                         stage.submod,
                         layers_with_taps(stage.submod, config.samples_tokens),
                         unsharded_adder(stage.submod),
+                        by_name=True,
+                        sole=not is_replicated(stage.submod),
                     )
                     for stage in tapped
                 },
@@ -123,8 +126,9 @@ class TorchPipeliningAdapter(HostAdapter):
             redo = None
             if self.validation is not None:
                 redo = functools.partial(Redo, validation=self.validation, begin_again=self.controller.begin_step)
-            rewritten = RewrittenOrder(self.schedule, redo)
+            rewritten = RewrittenOrder(self.schedule, self._loss, redo)
             overrides.wrap(self.schedule, "_step_microbatches", functools.partial(self._batch, rewritten))
+        overrides.wrap(self.schedule, "_maybe_compute_loss", self._loss)
         for stage in self._stages:
             overrides.wrap(stage, "forward_one_chunk", functools.partial(self._forward, stage))
             overrides.wrap(stage, "backward_one_chunk", functools.partial(self._backward, stage))
@@ -227,6 +231,23 @@ class TorchPipeliningAdapter(HostAdapter):
     def _forward(self, stage: Any, run: Callable[..., Any], fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._action(stage, Kind.FORWARD, fwd_chunk_id):
             return run(fwd_chunk_id, *args, **kwargs)
+
+    def _loss(
+        self,
+        run: Callable[..., None],
+        stage: Any,
+        output: Any,
+        targets: Any,
+        microbatch: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if not (self.in_batch and stage.is_last):
+            run(stage, output, targets, microbatch, *args, **kwargs)
+            return
+        frozen = self.controller.mask(stage.stage_index, microbatch).names
+        with self.controller.around_loss(stage.stage_index, microbatch), frozen_replica(stage.submod, frozen):
+            run(stage, output, targets, microbatch, *args, **kwargs)
 
     def _defers(self, stage: Any) -> bool:
         """Return whether taps defer this stage's weight gradients to their W."""

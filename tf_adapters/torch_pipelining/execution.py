@@ -7,6 +7,7 @@ Source: torch/distributed/pipelining/schedules.py (``_PipelineScheduleRuntime``)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,9 +20,17 @@ from tf_adapters.schedule.ir import PipelineSchedule
 class RewrittenOrder:
     """Runs the batches of one schedule object in another order."""
 
-    def __init__(self, schedule: Any, repeatable: Callable[[Any, Any], Any] | None = None) -> None:
-        """``repeatable(runtime, lowered order)`` returns this rank's actions, to iterate over in each batch."""
-        self._schedule, self._repeatable = schedule, repeatable
+    def __init__(
+        self,
+        schedule: Any,
+        around_loss: Callable[..., None],
+        repeatable: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
+        """``around_loss`` runs the schedule's ``_maybe_compute_loss``.
+
+        ``repeatable(runtime, lowered order)`` returns this rank's actions, to iterate over in each batch.
+        """
+        self._schedule, self._around_loss, self._repeatable = schedule, around_loss, repeatable
         self._single = isinstance(schedule, host.PipelineScheduleSingle)
         self._runtime: Any = None
         self._order: PipelineSchedule | None = None
@@ -57,9 +66,11 @@ class RewrittenOrder:
         schedule = self._schedule
         if not self._single:
             return schedule
-        return host._PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
+        runtime: Any = host._PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
             [schedule._stage], schedule._n_microbatches, loss_fn=schedule._loss_fn, scale_grads=schedule.scale_grads
         )
+        runtime._maybe_compute_loss = functools.partial(self._around_loss, runtime._maybe_compute_loss)
+        return runtime
 
     @contextmanager
     def _running(self) -> Iterator[Any]:

@@ -22,7 +22,6 @@ from tf_adapters.measuring.layer_times import LayerTimer
 from tf_adapters.measuring.memory import MemoryMeter
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.measuring.timer import ActionTimer, clock_for, is_capturing
-from tf_adapters.measuring.token_cost import TokenCost
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.schedule.deferral import first_half
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
@@ -36,13 +35,13 @@ from tf_adapters.training.freeze_ratios import FreezeRatios
 from tf_adapters.training.pipeline import HostPipeline
 from tf_adapters.training.plan_maker import RunSetup
 from tf_adapters.training.run_view import Observer, RunView
-from tf_adapters.training.state import RunState, compatible_state, for_other_ranks, saved_taps
+from tf_adapters.training.state import RunState, compatible_state, for_other_ranks
 from tf_adapters.training.step_masks import MaskTally, Scale, StepMasks
+from tf_adapters.training.tap_checks import TapChecks
+from tf_adapters.training.tapped_actions import TappedActions
 from tf_adapters.weight_gradients.activations import ActivationGraphs
 from tf_adapters.weight_gradients.gradient_noise import GradientNoise
 from tf_adapters.weight_gradients.parameters import ParameterMask, any_compiled
-from tf_adapters.weight_gradients.taps import RowSampler, StageTaps
-from tf_adapters.weight_gradients.tokens import TokenSampler
 
 _LAYER_STEPS = 4
 """Number of steps in which layers are timed. They are the last of the warm-up, and no plan is made from them."""
@@ -93,6 +92,8 @@ class Controller:
         self._setup = RunSetup(
             config, collectives, pipeline, self.masks, timer=self.timer, memory=self.memory, probes=self._noise.probes
         )
+        self._checks = TapChecks(pipeline.taps)
+        self._tapped_actions = TappedActions(self._setup, self._checks, self._noise)
         self._decisions = Decisions(self._setup, self.stability_checks, self._report)
 
     # --- what the host calls in every step -------------------------------------------------------------------
@@ -108,6 +109,11 @@ class Controller:
         phase = self.state.phases.phase(self.step)
         waits = not self.config.plans and phase is Phase.STABLE and not any(self.state.stability.stable.values())
         return Phase.MONITORING_UPPER if waits else phase
+
+    @property
+    def _timed_phase(self) -> Phase:
+        """The phase that this step's times count for: those of a step that checks all taps do not count."""
+        return Phase.WARMUP if self._checks.all else self.phase
 
     @property
     def schedule(self) -> PipelineSchedule:
@@ -128,13 +134,14 @@ class Controller:
                 "train without CUDA graphs"
             )
         self.state.host_order_step = self.step if in_host_order else None
+        if self.config.splits_backwards and not self.state.failure:
+            self._checks.begin_step(self.step, self.phase, self.state.taps)
         self._executed.clear()
         self.memory.start_step()
         self._step_masks.clear()
         if self._times_layers():
             self._layers.on(self._timed)
-        for taps in self.pipeline.taps.values():
-            taps.clear()
+        self._checks.begin_batch()
         self.timer.drain()
         self._step_start = self.timer.start_step(self.state.microbatches)
         self._step_masks.draw()
@@ -148,26 +155,34 @@ class Controller:
         Where weight gradients can wait, an INPUT_GRAD leaves them to ``compute_weight_gradients``; a BACKWARD computes
         them at its end.
         """
-        mask, phase = self.mask(action.stage, action.microbatch), self.phase
+        mask, phase = self.mask(action.stage, action.microbatch), self._timed_phase
         self._executed.append(action)
         with (
             self.parameter_masks[action.stage].frozen(mask.names),
             self._graphs_kept(action, mask, phase),
             self.timer.timed(phase, action, mask.share),
             self._layers.timed(action),
+            self._tapped(action),
         ):
-            yield from self._tapped(action)
+            yield
         self.memory.look(phase, action)
+
+    @contextmanager
+    def around_loss(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Around the loss of a microbatch where the host computes it apart from the forward.
+
+        Masks and taps are those of the forward: the loss may take gradients through a checkpointed layer, which then
+        runs again. The loss is not timed.
+        """
+        mask, action = self.mask(stage, microbatch), Action(stage, Kind.FORWARD, microbatch)
+        graphs = self._graphs_kept(action, mask, Phase.STABLE)
+        with self.parameter_masks[stage].frozen(mask.names), graphs, self._tapped(action):
+            yield
 
     def compute_weight_gradients(self, stage: int, microbatch: int) -> None:
         """A WEIGHT_GRAD of ``execution``: compute what the INPUT_GRAD of the microbatch has left."""
         with self.running(Action(stage, Kind.WEIGHT_GRAD, microbatch)):
             pass
-
-    @property
-    def checks_taps(self) -> bool:
-        """Return whether this step, the run's first, checks the taps."""
-        return self.config.splits_backwards and self.state.taps is None
 
     @property
     def execution(self) -> PipelineSchedule:
@@ -199,8 +214,8 @@ class Controller:
         Raises TimelyFreezeError on every rank if ``on_error`` is "raise" and anything of ours failed on one.
         """
         step, phase = self.step, self.phase
-        self.timer.stop_step(phase, self._step_start, step)
-        self.memory.stop_step(phase)
+        self.timer.stop_step(self._timed_phase, self._step_start, step)
+        self.memory.stop_step(self._timed_phase)
         self._layers.off()  # a copy of the model that is made between two steps has no hooks of ours
         self._noise.end(self.state.microbatches)
         self._tally.add(step, phase, self._step_masks)
@@ -208,8 +223,10 @@ class Controller:
         self.state.completed_steps = step
         if self._observer is not None:  # before decisions change the state that this step ran with
             self._observer.step_ended(self.view())
-        if self.checks_taps:
-            self._decisions.check_taps(self.state)
+        self._checks.end_step(step)
+        if self._checks.all or self._checks.again:
+            self._decisions.check_taps(self.state, whole=self._checks.all)
+            self._checks.all = self._checks.again = False
         self._decisions.after_step(self.state, self._executed)
 
     # --- what anybody may ask --------------------------------------------------------------------------------
@@ -238,7 +255,9 @@ class Controller:
         return self.config.report_path
 
     def view(self) -> RunView:
-        return RunView(self._setup, self.state, ratios=self._ratios, layers=self._layers, tally=self._tally)
+        return RunView(
+            self._setup, self.state, ratios=self._ratios, layers=self._layers, tally=self._tally, checks=self._checks
+        )
 
     def warn(self, text: str) -> None:
         """Log a warning and leave it in the report's notes. Called on all ranks."""
@@ -273,9 +292,6 @@ class Controller:
         is_first = self._collectives.rank == 0
         told = on_one_rank(self._collectives, lambda: for_other_ranks(data))
         chosen = data if is_first else told
-        findings = saved_taps(chosen)
-        if findings is not None:
-            findings.apply(self.pipeline.taps, self.masks)
         self.state = compatible_state(chosen, self.config, schedule=self.schedule, masks=self.masks, auto_warmup=warmup)
         self._forget_measured()
         phase = log_lines.phase(self.config, self.state.phases, self.step)
@@ -316,22 +332,15 @@ class Controller:
         if self._observer is not None:
             self._observer.report(self.view())
 
-    def _tapped(self, action: Action) -> Iterator[None]:
-        """The part of an action between its mask and its host, on a stage whose weight gradients can wait."""
-        taps = self.pipeline.taps.get(action.stage)
-        if taps is not None and self.checks_taps:
-            with taps.checking(action.microbatch):
-                yield
-        elif taps is None or not self._computed_apart(action):
-            yield
-        else:
-            with nullcontext() if action.kind is Kind.WEIGHT_GRAD else taps.recording(action.microbatch):
-                yield
-            if action.freezable:
-                self._input_gradients_done(action)
-            elif action.kind is Kind.INPUT_GRAD or not taps.owes(action.microbatch):
-                return  # if a backward ran inside a forward, its deferred weight gradients are still to be computed
-            self._compute(action.stage, taps, action.microbatch)
+    def _tapped(self, action: Action) -> AbstractContextManager[None]:
+        """The part of an action between its mask and its host."""
+        return self._tapped_actions.around(
+            self.state,
+            action,
+            shares=lambda microbatch: self.mask(action.stage, microbatch).share,
+            probes=self._ratios.probes(self.state, self.step),
+            halfway=self._input_gradients_done,
+        )
 
     def _input_gradients_done(self, action: Action) -> None:
         """Tell the meters of time, memory and layers that ``action`` computes only weight gradients from here on."""
@@ -347,34 +356,6 @@ class Controller:
         if mask.names:
             return graphs.kept(ends=mask.complete and action.stage == 0)
         return graphs.learned() if phase is Phase.WARMUP and action.kind is Kind.FORWARD else nullcontext()
-
-    def _computed_apart(self, action: Action) -> bool:
-        """Return whether the weight gradients of an action's microbatch are computed apart from its backward.
-
-        Before there is a plan they are always computed apart, so that they can be timed. Under a plan they are computed
-        apart only if they wait or are sampled in this step. The host's own backward computes them a little faster: what
-        it reads is still in the processor's caches.
-        """
-        plan = self.state.plan
-        if plan is None or Action(action.stage, Kind.WEIGHT_GRAD, action.microbatch) in plan.freeze_ratio:
-            return True
-        if not self.config.samples_tokens:
-            return False
-        return self.mask(action.stage, action.microbatch).share > 0.0 or self._ratios.probes(self.state, self.step)
-
-    def _compute(self, stage: int, taps: StageTaps, microbatch: int) -> None:
-        with self.pipeline.accumulating():
-            taps.compute(microbatch, self._token_sampler(stage, microbatch))
-
-    def _token_sampler(self, stage: int, microbatch: int) -> RowSampler | None:
-        ratio = self.mask(stage, microbatch).share
-        if not self.config.samples_tokens:
-            return None
-        if not ratio:
-            return self._noise.observer(stage)
-        cost, caps = self.state.measurement.token_costs.get(stage, TokenCost()), self.masks.caps(stage)
-        key = (self.config.seed, self.step, stage, microbatch)
-        return TokenSampler(key, lambda weight: cost.kept(ratio * caps.get(weight, 0.0)))
 
     def _times_layers(self) -> bool:
         last = self.state.phases.warmup_end

@@ -42,24 +42,36 @@ class Decisions:
         """Decide what the next step does. Raises TimelyFreezeError on every rank if ``on_error`` is "raise"."""
         self._guarded(state, lambda: self._decide(state, executed))
 
-    def check_taps(self, state: RunState) -> None:
-        """After the step that checked the taps: leave to the host the layers that no tap understands."""
+    def check_taps(self, state: RunState, whole: bool) -> None:
+        """After a step that checked the taps: leave to the host the layers that no tap understands.
+
+        ``whole`` says that the step has checked all layers.
+        """
         taps = self._pipeline.taps
-
-        def check() -> None:
-            state.taps = findings = tap_findings.agree(self._collectives, self._pipeline)
-            findings.apply(taps, self._masks)
-            for line in findings.lines():
-                state.note(line)
-                self.say(line)
-            if text := findings.described():
-                self.say(text)
-
-        if state.failure:  # nothing is tapped any more
+        if state.failure:  # nothing is planned any more
             for of_stage in taps.values():
                 of_stage.end_check()
         else:
-            self._guarded(state, check)
+            self._guarded(state, lambda: self._take_findings(state, whole))
+
+    def _take_findings(self, state: RunState, whole: bool) -> None:
+        before, step = state.taps, state.completed_steps
+        findings = tap_findings.agree(self._collectives, self._pipeline)
+        first_step = step if before is None else before.first_step
+        good_step = step if whole or before is None else before.good_step
+        state.taps = findings = replace(findings, first_step=first_step, good_step=good_step)
+        findings.apply(self._pipeline.taps, self._masks)
+        if before is not None:
+            for line in findings.changed_lines(before):
+                text = f"step {step}: {line}"
+                state.note(text)
+                announce(self._collectives.rank, text, logging.WARNING)
+            return
+        for line in findings.lines():
+            state.note(line)
+            self.say(line)
+        if text := findings.described():
+            self.say(text)
 
     def resume_planning(self, state: RunState) -> None:
         """Make the plan that a checkpoint says was still being made."""

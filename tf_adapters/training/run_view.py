@@ -15,6 +15,7 @@ from tf_adapters.training.freeze_ratios import FreezeRatios
 from tf_adapters.training.plan_maker import RunSetup
 from tf_adapters.training.state import RunState
 from tf_adapters.training.step_masks import MaskTally
+from tf_adapters.training.tap_checks import TapChecks
 
 REPORTED = (Phase.MONITORING_UPPER, Phase.MONITORING_LOWER, Phase.MONITORING_MIXED, Phase.STABLE)
 """The phases whose times are reported."""
@@ -32,7 +33,8 @@ class LocalMeasurements:
 
     Ranks that are not traced have only steps and memory: the rest is the same on each replica. ``forward_ms`` holds
     the medians of stable freezing's forwards. ``stage`` is any stage of the rank, and shows its place in the pipeline.
-    ``peak_bytes`` was measured, by phase; ``planned_peak_bytes`` is expected under the plan.
+    ``notes`` are about its own layers; ``copied_bytes``, by stage, is what the newest step copied since others could have
+    changed what waits. ``peak_bytes`` was measured, by phase; ``planned_peak_bytes`` is expected under the plan.
     """
 
     stage: int
@@ -44,6 +46,8 @@ class LocalMeasurements:
     frozen_share: Mapping[int, tuple[float, ...]]
     parameter_freeze_ratio: Mapping[int, Mapping[str, float]]
     layers: Mapping[int, StageLayers]
+    notes: tuple[str, ...]
+    copied_bytes: Mapping[int, int]
 
 
 class RunView:
@@ -53,12 +57,20 @@ class RunView:
     """
 
     def __init__(
-        self, setup: RunSetup, state: RunState, *, ratios: FreezeRatios, layers: LayerTimer, tally: MaskTally
+        self,
+        setup: RunSetup,
+        state: RunState,
+        *,
+        ratios: FreezeRatios,
+        layers: LayerTimer,
+        tally: MaskTally,
+        checks: TapChecks,
     ) -> None:
         self.config, self.host, self.device = setup.config, setup.pipeline.host, setup.timer.device
         self._stages, self._traced = sorted(setup.pipeline.parameters), setup.pipeline.traced
         self._masks, self._timer, self._memory = setup.masks, setup.timer, setup.memory
         self._state, self._ratios, self._layers, self._tally = state, ratios, layers, tally
+        self._notes, self._copied_bytes = checks.notes, checks.copied_bytes
 
     def state(self) -> RunState:
         """Return a copy of the run's state, for the number of microbatches that most steps had."""
@@ -98,6 +110,8 @@ class RunView:
             frozen_share=self._tally.frozen_share() if self._traced else {},
             parameter_freeze_ratio=self._tally.parameter_freeze_ratio() if self._traced else {},
             layers=self._layers.times() if self._traced else {},
+            notes=tuple(self._notes),
+            copied_bytes=dict(self._copied_bytes),
         )
 
     @property

@@ -31,7 +31,7 @@ class RunState:
 
     ``schedule`` is the host's order of the batch that runs, or runs next. All ``plans`` are made from ``measurement``:
     the times of one number of microbatches, known after step ``measured_at``. In ``host_order_step`` the host runs its
-    own order, whatever the plan says. ``taps`` is None until they have been checked.
+    own order, whatever the plan says. ``taps`` is None until this process has checked them.
     """
 
     phases: PhaseSchedule
@@ -56,7 +56,8 @@ class RunState:
 
     def restarted(self, config: TimelyFreezeConfig, reason: str) -> RunState:
         """The same step, with monitoring still to come (or still the warm-up, where that is not over)."""
-        start = max(self.completed_steps, self.phases.warmup_end)
+        unchecked = config.splits_backwards and self.taps is None  # the next step checks the taps
+        start = max(self.completed_steps + unchecked, self.phases.warmup_end)
         phases = _phases(config, start)
         note = f"{'monitoring' if config.plans else 'freezing'} began again after step {start}: {reason}"
         notes = (*self.notes, note)[-_NOTES:]
@@ -158,7 +159,6 @@ class RunState:
             "plans": [batch.to_json() for batch in self.plans.of.values()],
             "notes": list(self.notes),
             "stability": self.stability.to_json(),
-            **({} if self.taps is None else {"taps": self.taps.to_json()}),
         }
         return {**data, "checksum": _digest(data)}
 
@@ -175,7 +175,6 @@ class RunState:
             measured_at=data["measured_at"],
             notes=tuple(data["notes"]),
             stability=StabilityState.from_json(data.get("stability")),
-            taps=TapFindings.from_json(data["taps"]) if "taps" in data else None,
         )
 
 
@@ -262,14 +261,6 @@ def _read(data: Any, schedule: PipelineSchedule) -> RunState:
         return RunState.from_json(data if data["format"] == FORMAT else _of_format_2(data, schedule), schedule)
     except KeyError as error:
         raise ValueError(f"lacks {error}") from None
-
-
-def saved_taps(data: Any) -> TapFindings | None:
-    """Return the findings about taps in a saved state; None if it has no readable ones."""
-    try:
-        return TapFindings.from_json(data["taps"])
-    except (AttributeError, LookupError, TypeError, ValueError):
-        return None
 
 
 def _is_intact(data: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The findings of a run's first step about its taps: the layers that have one, and their share of the work.
+"""The findings of a check of a run's taps: the layers that have one, and their share of the work.
 
 All ranks agree on them.
 """
@@ -6,7 +6,7 @@ All ranks agree on them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.training.pipeline import HostPipeline
 from tf_adapters.values import Value
+from tf_adapters.weight_gradients.reasons import PROVISIONAL
 from tf_adapters.weight_gradients.taps import StageTaps
 
 _SHOWN = 4
@@ -34,15 +35,25 @@ class TapFindings(Value):
         left: by stage and parameter, why the layer is left to the host.
         shares: by stage, the share in [0, 1] of the weight-gradient work that taps can defer or sample.
         others: by stage, the types of the layers without a tap, those with most work first.
+        first_step: the step of this process's first check.
+        good_step: the newest step that checked all layers that have a tap.
     """
 
     left: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     shares: Mapping[int, Share] = field(default_factory=dict)
     others: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    first_step: int = 0
+    good_step: int = 0
+
+    @property
+    def has_unproven(self) -> bool:
+        """Return whether a layer may still be proven by a later check."""
+        return any(reason in PROVISIONAL for found in self.left.values() for reason in found.values())
 
     def apply(self, taps: Mapping[int, StageTaps], masks: StageMasks) -> None:
         """Stop tapping the layers that are left to the host. None of their tokens are sampled."""
-        for stage, found in self.left.items():
+        for stage in masks.stages:
+            found = self.left.get(stage, {})
             if stage in taps:
                 taps[stage].leave(found)
             masks.leave_unsampled(stage, found)
@@ -57,19 +68,35 @@ class TapFindings(Value):
     def lines(self) -> list[str]:
         """Return the lines of the log: one for each stage and reason, and one for each stage with few taps."""
         lines = []
-        for stage, found in self.left.items():
-            for reason in dict.fromkeys(found.values()):
-                names = _shown([name for name, why in found.items() if why == reason])
-                lines.append(f"stage {stage}: the host itself computes the weight gradient of {names}: {reason}")
+        for stage, reason, names in self._left_by_reason(TapFindings()):
+            lines.append(f"stage {stage}: the host itself computes the weight gradient of {names}: {reason}")
         for stage, share in self.shares.items():
             if share < _LITTLE:
                 lines.append(
                     f"stage {stage}: only {share:.0%} of the weight-gradient work can be deferred or sampled; no tap "
-                    f"for {_shown(self.others.get(stage, ()))}. torch.nn.Linear and the linear layers of Megatron-Core "
+                    f"for {shown(self.others.get(stage, ()))}. torch.nn.Linear and the linear layers of Megatron-Core "
                     "and Transformer Engine have one; "
                     'else use weight_gradients "in_place" with granularity "tensor"'
                 )
         return lines
+
+    def changed_lines(self, before: TapFindings) -> list[str]:
+        """Return the lines about layers that an earlier check had found right."""
+        return [
+            f"stage {stage}: the weight gradient of {names} is no longer what a tap computes: {reason}. The last check "
+            f"without a difference was in step {before.good_step}; gradients since then may be wrong. From now on the "
+            "host computes it"
+            for stage, reason, names in self._left_by_reason(before)
+            if reason not in PROVISIONAL
+        ]
+
+    def _left_by_reason(self, before: TapFindings) -> Iterator[tuple[int, str, str]]:
+        """Yield each stage, reason and names of parameters that were not left to the host ``before``."""
+        for stage, found in self.left.items():
+            earlier = {name for name, reason in before.left.get(stage, {}).items() if reason not in PROVISIONAL}
+            new = {name: reason for name, reason in found.items() if name not in earlier}
+            for reason in dict.fromkeys(new.values()):
+                yield stage, reason, shown([name for name, why in new.items() if why == reason])
 
     def described(self) -> str | None:
         """The share of the weight-gradient work that has a tap, in words; None without any stage."""
@@ -81,7 +108,10 @@ class TapFindings(Value):
 
 
 def agree(collectives: Collectives, pipeline: HostPipeline) -> TapFindings:
-    """Return the findings of all ranks. Replicas of a stage leave the same layers. Called on all ranks."""
+    """End the check of a step. Return the findings of all ranks: replicas of a stage leave the same layers.
+
+    Called on all ranks.
+    """
 
     def local() -> TapFindings:
         left, shares, others = {}, {}, {}
@@ -125,6 +155,6 @@ def _types(model: Any, units: Sequence[FreezeUnit]) -> list[str]:
     return [name for name, _ in work.most_common()]
 
 
-def _shown(names: Sequence[str]) -> str:
+def shown(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

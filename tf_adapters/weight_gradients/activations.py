@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tf_adapters.weight_gradients.parameters import any_compiled
-from tf_adapters.weight_gradients.taps import transforms_run
+from tf_adapters.weight_gradients.tapped_layer import transforms_run
 
 
 class _Requiring(torch.autograd.Function):

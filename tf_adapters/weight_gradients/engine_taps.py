@@ -11,21 +11,25 @@ Source: transformer_engine/pytorch/module/ (2.3 and newer).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from tf_adapters.weight_gradients.tap_check import (
-    NO_ROWS,
-    NOT_PLAIN,
-    QUANTIZED,
-    SPECIAL_WEIGHT,
-    TapCheck,
-    accumulates,
+from tf_adapters.weight_gradients.kept import Kept
+from tf_adapters.weight_gradients.reasons import NO_ROWS, NOT_PLAIN, QUANTIZED, SPECIAL_WEIGHT, USERS_HOOK
+from tf_adapters.weight_gradients.tap_function import accumulates
+from tf_adapters.weight_gradients.tapped_layer import (
+    Check,
+    Choose,
+    Parameters,
+    TappedLayer,
+    Taps,
+    has_users_hook,
+    plain_layer,
+    transforms_run,
 )
-from tf_adapters.weight_gradients.taps import Choose, Parameters, StageTaps, TappedLayer, plain_layer, transforms_run
 
 _ENGINE = "transformer_engine.pytorch"
 _OWN = ("transformer_engine.", "megatron.core.extensions.transformer_engine")
@@ -53,18 +57,46 @@ class _Aliases(torch.autograd.Function):
         return (None,) * (2 + len(gradients))
 
 
+class _Task(NamedTuple):
+    """A deferred function of a module, what it reads, and its other arguments."""
+
+    kept: list[Any]
+    others: list[Any]
+    function: Callable[..., Any]
+
+    @property
+    def tensors(self) -> list[Any]:
+        return [*map(_tensors, self.kept), *self.others]
+
+
+def _tensors(kept: Any) -> Any:
+    if isinstance(kept, list):
+        return [_tensors(part) for part in kept]
+    return kept.tensor if isinstance(kept, Kept) else kept
+
+
 class _Store:
     """Replaces a module's ``wgrad_store`` in one call."""
 
     def __init__(self) -> None:
-        self.tasks: list[tuple[Sequence[Any], Callable[..., Any]]] = []
+        self.tasks: list[_Task] = []
+        self.kept: list[Kept] = []
         self.aliases: dict[str, Any] = {}  # the module has only weak references to them
 
     def delay_wgrad_compute(self) -> bool:
         return True
 
     def put(self, tensors: Sequence[Any], function: Callable[..., Any]) -> None:
-        self.tasks.append((tensors, function))
+        """Take a deferred function. Of its ``tensors`` the first two are inputs and output gradients."""
+        self.tasks.append(_Task([self._keep(tensor) for tensor in tensors[:2]], list(tensors[2:]), function))
+
+    def _keep(self, tensor: Any) -> Any:
+        if isinstance(tensor, (list, tuple)):
+            return [self._keep(part) for part in tensor]
+        if type(tensor) is not torch.Tensor:  # quantized: the module has just made it, and nobody else has it
+            return tensor
+        self.kept.append(Kept(tensor))
+        return self.kept[-1]
 
 
 class EngineTap(TappedLayer):
@@ -92,10 +124,17 @@ class EngineTap(TappedLayer):
         own = self.module._parameters
         return {name: p for name in self.names if (p := own.get(name)) is not None and p.requires_grad}
 
-    def watched(self, check: TapCheck, call: partial[Any], output: Any, parameters: Parameters) -> None:
-        check.trust(self, parameters)
+    def watched(self, taps: Taps, check: Check, call: partial[Any], output: Any, parameters: Parameters) -> Any:
+        check.trust(self, parameters, self.kind(self._input_of(call)))
+        return output
+
+    def kind(self, inputs: Any) -> Hashable:
+        """Return the same for all inputs: the module's own functions know what they compute."""
+        return ()
 
     def reason_against(self, call: partial[Any], parameters: Sequence[torch.nn.Parameter]) -> str | None:
+        if has_users_hook(parameters):
+            return USERS_HOOK
         if transforms_run():
             return NOT_PLAIN
         if not all(type(parameter) is torch.nn.Parameter and parameter.is_leaf for parameter in parameters):
@@ -117,7 +156,7 @@ class EngineTap(TappedLayer):
         first = call.keywords.get("is_first_microbatch", getattr(module, "is_first_microbatch", None))
         return module.fuse_wgrad_accumulation and (bool(first) or any(value is True for value in call.args[1:]))
 
-    def tapped(self, taps: StageTaps, call: partial[Any], parameters: Parameters) -> Any:
+    def tapped(self, taps: Taps, call: partial[Any], parameters: Parameters) -> Any:
         """Run ``call`` with a store of ours, unless it overwrites the accumulated gradient."""
         if self._overwrites(call):
             return call()
@@ -128,7 +167,7 @@ class EngineTap(TappedLayer):
 
         def finish(received: Sequence[Any]) -> None:
             make = partial(self._make, store, trained, dict(zip(trained, received, strict=True)))
-            taps.keep(microbatch, self, parameters, make)
+            taps.keep(microbatch, self, parameters, make, store.kept)
 
         values = [parameter.detach() for parameter in trained.values()]
         aliases: Any = _Aliases.apply(finish, taps.anchor, *values)  # type: ignore[no-untyped-call]
@@ -167,10 +206,11 @@ class EngineTap(TappedLayer):
         """Run the module's deferred functions, for all tokens or some. Return gradients by name."""
         found: dict[str, Any] = {}
         products = self._products if self._grouped else [p for p in self._products if p[0] in trained]
-        for number, (tensors, function) in enumerate(store.tasks):
+        for number, task in enumerate(store.tasks):
+            tensors = task.tensors
             of_task = products if self._grouped else products[number : number + 1]
             rows, biases = (tensors, {}) if choose is None else _some_rows(tensors, of_task, choose)
-            result = function(*rows)
+            result = task.function(*rows)
             if self._grouped:
                 found |= dict(zip(self._weights, rows[2], strict=True))
                 of_biases = [name for product in of_task for name in product[1:]]

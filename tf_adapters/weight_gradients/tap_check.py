@@ -1,33 +1,37 @@
 """Find in one step the layers for which a tap computes the same weight gradients as the host.
 
-The host computes this whole step, and no layer is tapped. For each call of a layer that has a tap, the tap's weight
-gradient is computed as well. Both are compared when the host's gradient arrives at the parameter. If they differ in a
-bit, the layer is left to the host from then on. They differ if the gradient of the layer's input is taken twice, or if
-the layer's type computes another product. A layer is also left to the host if its weight is used outside of its own
-forward.
+The host computes this whole step. A tap on each layer computes the weight gradient as well. Both are compared when the
+host's gradient arrives at the parameter. If they differ in a bit, the layer is left to the host from then on. They
+differ if the gradient of the layer's input is taken twice, or if the layer's type computes another product. A layer is
+also left to the host if its weight or its gradient is used elsewhere within a batch. A layer whose gradient is zero
+proves nothing; the host computes it until a later check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-if TYPE_CHECKING:
-    from tf_adapters.weight_gradients.taps import TappedLayer
-
-ANOTHER_GRADIENT = "its weight gradient is not the product that a tap computes"
-OTHER_USES = "its weight is used outside of its own forward"
-NOT_CALLED = "its forward did not run in the first step"
-NOT_PLAIN = "it is called inside torch.func, or with complex, nested, sparse, distributed or not contiguous tensors"
-QUANTIZED = "it computes in MXFP8, FP4 or by a recipe of its own, where taps have not been tested"
-NO_ROWS = "it computes in FP8 or FP4, where tokens cannot be sampled"
-SPECIAL_WEIGHT = "its weight is no ordinary tensor: it is sharded, or kept in FP8"
-CHANGES = "its weight changes within a batch, as where an optimizer steps inside the backward"
+from tf_adapters.weight_gradients.reasons import (
+    ANOTHER_GRADIENT,
+    CHANGES,
+    CHECK_FAILED,
+    GRADIENT_READ,
+    NOT_CALLED,
+    OTHER_USES,
+    SECOND_DERIVATIVE,
+    TAKEN_AT_ONCE,
+    UNPROVEN,
+)
+from tf_adapters.weight_gradients.tap_function import Gradients, accumulates
+from tf_adapters.weight_gradients.tapped_layer import TappedLayer, is_of_host
 
 _SAMPLED = 4096
 """The most elements of a parameter that are compared to see whether it changes."""
@@ -36,31 +40,56 @@ _Place = tuple[int, torch.nn.Parameter]
 """A microbatch and a parameter."""
 
 
-def accumulates(node: Any) -> bool:
-    """Return whether the running backward accumulates into the leaf of this AccumulateGrad ``node``.
-
-    ``torch.autograd.grad`` does not, nor does a backward that names its inputs.
-    """
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch.autograd.grad for this leaf
-        return False
-
-
 class _Uses(TorchFunctionMode):
-    """Calls ``used`` with each parameter from which a function of torch computes a result that requires gradients."""
+    """Watches what functions of torch do with parameters.
 
-    def __init__(self, used: Callable[[torch.Tensor], None]) -> None:
+    ``used`` is called with each parameter from which a result is computed that requires gradients, ``read`` with each
+    whose ``.grad`` is read or set.
+    """
+
+    def __init__(self, used: Callable[[torch.Tensor], None], read: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
-        self._used = used
+        self._used, self._read = used, read
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__self__", None) is torch.Tensor.grad:
+            self._read(args[0])
         result = func(*args, **(kwargs or {}))
         if torch.is_grad_enabled() and isinstance(result, torch.Tensor) and result.requires_grad:
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, torch.nn.Parameter) and value is not result:
                     self._used(value)
         return result
+
+
+class _Watched:
+    """One call of a layer in the step that is checked: its gradients are added up for the comparison."""
+
+    def __init__(
+        self, check: TapCheck, layer: TappedLayer, parameters: Sequence[torch.nn.Parameter], microbatch: int
+    ) -> None:
+        self._check, self._layer, self._parameters, self._microbatch = check, layer, tuple(parameters), microbatch
+
+    def second_derivative(self) -> None:
+        self._check.not_understood(self._layer, SECOND_DERIVATIVE)
+
+    def keep(self, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
+        try:
+            with torch.no_grad():
+                gradients = self._layer.gradients(self._parameters, inputs, gradient)
+        except Exception:
+            self._check.not_understood(self._layer, CHECK_FAILED)
+        else:
+            self._check.add(self._microbatch, self._parameters, gradients)
+
+    def at_once(self, inputs: torch.Tensor, gradient: torch.Tensor) -> Gradients:
+        return ()
+
+    def input_gradient(self, inputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError  # the host's own layer has the whole graph
+
+    def with_graph(self, inputs: torch.Tensor, gradient: torch.Tensor) -> Gradients:
+        return ()
 
 
 class TapCheck:
@@ -71,39 +100,45 @@ class TapCheck:
     """
 
     def __init__(self, layers: Mapping[str, TappedLayer]) -> None:
-        self._layers = layers
+        self._layers, self._watched = layers, frozenset(layers.values())
         self._inside: TappedLayer | None = None  # whose own forward runs
         self._sums: dict[_Place, torch.Tensor] = {}
         self._hooks: list[tuple[Any, Any, bool]] = []  # parameter, handle, whether it had no hook before
         self._samples: dict[torch.nn.Parameter, tuple[TappedLayer, torch.Tensor]] = {}
         self._found: dict[tuple[TappedLayer, str], list[torch.Tensor | bool]] = {}  # whether a reason applies
+        self._compared: defaultdict[TappedLayer, dict[str, list[torch.Tensor]]] = defaultdict(dict)
+        self._trusted: set[TappedLayer] = set()
         self._called: set[TappedLayer] = set()
+        self.kinds: defaultdict[TappedLayer, set[Hashable]] = defaultdict(set)
         self.microbatch: int | None = None
 
-    def watch(
-        self, layer: TappedLayer, inputs: torch.Tensor, output: Any, parameters: Sequence[torch.nn.Parameter]
-    ) -> None:
-        """Compare the gradients of this call, in which the host's own computation has returned ``output``."""
-        microbatch, kept = self.microbatch, inputs.detach()
-        assert microbatch is not None
+    def watches(self, layer: TappedLayer) -> bool:
+        """Return whether the host computes this layer, for a comparison."""
+        return layer in self._watched
+
+    def watched(self, layer: TappedLayer, parameters: Sequence[torch.nn.Parameter], kind: Hashable) -> _Watched:
+        """Compare the gradients of this call, which the host computes."""
+        assert self.microbatch is not None
         for parameter in parameters:
             if parameter not in self._samples:
                 self._hook(layer, parameter)
-        self.trust(layer, parameters)
-        node = torch.autograd.graph.get_gradient_edge(parameters[0]).node
+        self._note_call(layer, parameters)
+        self.kinds[layer].add(kind)
+        return _Watched(self, layer, parameters, self.microbatch)
 
-        @torch.no_grad()
-        def add(gradient: torch.Tensor) -> None:
-            if accumulates(node):
-                for p, of_call in zip(parameters, layer.gradients(tuple(parameters), kept, gradient), strict=True):
-                    place = microbatch, p
-                    self._sums[place] = self._sums[place] + of_call if place in self._sums else of_call
+    def begin_batch(self) -> None:
+        """Drop what a batch that failed has left."""
+        self._sums.clear()
 
-        output.register_hook(add)
+    def add(self, microbatch: int, parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
+        """Add a call's gradients, as the tap computes them."""
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            place = microbatch, parameter
+            self._sums[place] = self._sums[place] + gradient if place in self._sums else gradient
 
     @contextmanager
     def looking(self, microbatch: int) -> Iterator[None]:
-        """Run a forward or a backward, and see which functions of torch use the layers' weights."""
+        """Run a forward, a loss or a backward, and see which functions of torch use the layers' weights."""
         parameters = {
             id(getattr(layer.module, name)): layer for layer in set(self._layers.values()) for name in layer.names
         }
@@ -113,15 +148,20 @@ class TapCheck:
             if layer is not None and layer is not self._inside:
                 self._note(layer, OTHER_USES, True)
 
-        self.microbatch = microbatch
+        def read(parameter: torch.Tensor) -> None:
+            layer = parameters.get(id(parameter))
+            if layer is not None and _by_user():
+                self._note(layer, GRADIENT_READ, True)
+
+        before, self.microbatch = self.microbatch, microbatch
         try:
-            with _Uses(used):
+            with _Uses(used, read):
                 yield
-            for parameter, (layer, before) in self._samples.items():
+            for parameter, (layer, sample) in self._samples.items():
                 if parameter.untyped_storage().size():  # FSDP frees the storage between two uses
-                    self._note(layer, CHANGES, (_sample(parameter) != before).any())
+                    self._note(layer, CHANGES, (_sample(parameter) != sample).any())
         finally:
-            self.microbatch = None
+            self.microbatch = before
 
     @contextmanager
     def inside(self, layer: TappedLayer) -> Iterator[None]:
@@ -132,56 +172,92 @@ class TapCheck:
         finally:
             self._inside = before
 
-    def trust(self, layer: TappedLayer, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Note a call of ``layer``. Its gradients need no comparison if the host's own functions compute them."""
-        self._called.add(layer)
-        for parameter in parameters:
-            if parameter not in self._samples:
-                self._samples[parameter] = layer, _sample(parameter).clone()
+    def trust(self, layer: TappedLayer, parameters: Sequence[torch.nn.Parameter], kind: Hashable) -> None:
+        """Note a call of ``layer``. Its gradients need no comparison: the host's own functions compute them."""
+        self._note_call(layer, parameters)
+        self._trusted.add(layer)
+        self.kinds[layer].add(kind)
 
     def not_understood(self, layer: TappedLayer, reason: str) -> None:
         """Note a call of ``layer`` whose gradients a tap cannot compute."""
         self._called.add(layer)
         self._note(layer, reason, True)
 
-    def end(self) -> dict[str, str]:
-        """End the step. Return why layers must be left to the host, by name of their parameters.
-
-        Waits for the device.
-        """
+    def end(self) -> dict[TappedLayer, str]:
+        """End the step. Return why layers must be left to the host. Waits for the device."""
         while self._hooks:
             parameter, handle, had_none = self._hooks.pop()
             handle.remove()
             if had_none:
                 parameter._backward_hooks = None
-        found = {layer: NOT_CALLED for layer in self._layers.values() if layer not in self._called}
+        found: dict[TappedLayer, str] = {}
         for (layer, reason), flags in self._found.items():
             if layer not in found and any(bool(flag) for flag in flags):
                 found[layer] = reason
-        return {name: found[layer] for name, layer in self._layers.items() if layer in found}
+        for layer in self._layers.values():
+            if layer not in self._called:
+                found.setdefault(layer, NOT_CALLED)
+            elif not self._is_proven(layer):
+                found.setdefault(layer, UNPROVEN)
+        return found
+
+    def _is_proven(self, layer: TappedLayer) -> bool:
+        """Return whether each parameter of the layer had a gradient that was not zero, and was compared."""
+        if layer in self._trusted:
+            return True
+        compared = self._compared[layer].values()
+        return bool(compared) and all(any(bool(flag) for flag in flags) for flags in compared)
+
+    def _note_call(self, layer: TappedLayer, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._called.add(layer)
+        for parameter in parameters:
+            if parameter not in self._samples:
+                self._samples[parameter] = layer, _sample(parameter).clone()
 
     def _hook(self, layer: TappedLayer, parameter: torch.nn.Parameter) -> None:
         """Compare each gradient that arrives at ``parameter`` with the tap's."""
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        name = next(name for name in layer.names if getattr(layer.module, name) is parameter)
+        flags = self._compared[layer].setdefault(name, [])
 
         @torch.no_grad()
-        def compare(gradient: torch.Tensor) -> None:
-            if self.microbatch is None or getattr(parameter, "grad_added_to_main_grad", False):
+        def compare(gradient: torch.Tensor | None) -> None:
+            if self.microbatch is None or gradient is None or getattr(parameter, "grad_added_to_main_grad", False):
                 return  # a fused kernel has accumulated the gradient already: this one is a dummy
+            if not accumulates(node):
+                self._note(layer, TAKEN_AT_ONCE, True)
+                return
             ours = self._sums.pop((self.microbatch, parameter), None)
             if ours is None:
                 self._note(layer, OTHER_USES, gradient.count_nonzero() > 0)
             else:
                 self._note(layer, ANOTHER_GRADIENT, _differs(ours, gradient))
+                flags.append((gradient != 0).any())
 
         had_none = parameter._backward_hooks is None
         handle = parameter.register_hook(compare)  # type: ignore[no-untyped-call]
         hooks: Any = parameter._backward_hooks
         others = [(key, hooks.pop(key)) for key in list(hooks) if key != handle.id]
-        hooks.update(others)  # after ours: a user's hooks may change the gradient
+        hooks.update(others)  # after ours: a host's hooks may change the gradient
         self._hooks.append((parameter, handle, had_none))
 
     def _note(self, layer: TappedLayer, reason: str, flag: torch.Tensor | bool) -> None:
         self._found.setdefault((layer, reason), []).append(flag)
+
+
+def _by_user() -> bool:
+    """Return whether code of the user's has called the function of torch that runs, not a host or torch itself."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back  # type: ignore[assignment]
+    while frame is not None:
+        module: str = frame.f_globals.get("__name__", "")
+        if is_of_host(module):
+            return False
+        if module != "torch" and not module.startswith("torch."):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _sample(parameter: torch.nn.Parameter) -> torch.Tensor:

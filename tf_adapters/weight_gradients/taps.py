@@ -1,41 +1,36 @@
-"""Weight gradients apart from the backward: a tap on a layer's output saves the tensors that they are computed from.
+"""Weight gradients apart from the backward: the taps on one stage's layers.
 
-A tapped layer's weight does not require gradients while the layer computes its output. The host's backward therefore
-computes only input gradients there. The tap's backward passes the output's gradient on unchanged, and saves it with the
-layer's input. ``StageTaps.compute`` computes the weight gradients later, from all tokens or a sample, in the order in
-which a host would have accumulated them. Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", which splits
-backwards into B and W.
+``StageTaps.compute`` computes the weight gradients from what the taps have kept, from all tokens or a sample, in the
+order in which a host would have accumulated them. Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", which
+splits backwards into B and W.
 
-A tap takes only the calls of a layer that it understands; the host computes all others. Before any layer is tapped, one
-step finds the layers whose gradients a tap computes bit for bit as the host does (``tap_check``).
+A tap takes only the calls of a layer that it understands; the host computes all others. The life of a layer:
+
+    watched     the first step, and audits: the host computes all, and the tap's gradients are compared (``tap_check``)
+    tapped      once a gradient that was not zero has been the same in every bit
+    left        the host computes it: the comparison failed, or something was seen that a tap does not understand
 """
 
 from __future__ import annotations
 
-import inspect
-from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple, Protocol
-from weakref import ref
+from typing import NamedTuple, Protocol
 
 import torch
 
-from tf_adapters.weight_gradients.parameters import without_gradients
-from tf_adapters.weight_gradients.tap_check import NOT_PLAIN, TapCheck, accumulates
-from tf_adapters.weight_gradients.tapped_classes import Run, intercept, release
+from tf_adapters.weight_gradients.kept import Kept, seal
+from tf_adapters.weight_gradients.reasons import OTHER_USES, PROVISIONAL
+from tf_adapters.weight_gradients.tap_check import TapCheck
+from tf_adapters.weight_gradients.tap_function import hand_over
+from tf_adapters.weight_gradients.tapped_layer import Make, Parameters, TappedLayer
 from tf_adapters.weight_gradients.tokens import Rows
 
-Choose = Callable[[str, torch.Tensor, torch.Tensor], Rows]
-"""Chooses rows of inputs ``[tokens, inputs]`` and output gradients ``[tokens, outputs]``, for a weight of a layer.
-
-The first argument is the layer's own name of the weight.
-"""
-
-Parameters = tuple[torch.nn.Parameter, ...]
+MakeLayer = Callable[[torch.nn.Module], TappedLayer | None]
 _Gradients = dict[torch.nn.Parameter, torch.Tensor]
+_Total = tuple[torch.Tensor | None, int]
+"""A parameter's ``.grad`` and the version of its values."""
 
 
 class RowSampler(Protocol):
@@ -44,197 +39,13 @@ class RowSampler(Protocol):
     def rows(self, weight: str, inputs: torch.Tensor, gradient: torch.Tensor) -> Rows: ...
 
 
-class _Tap(torch.autograd.Function):
-    """The layer's output, unchanged. The backward passes its gradient on, and to ``keep`` with the layer's input.
-
-    ``anchor`` requires gradients, so that the backward runs whether or not the layer's input does.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, keep: Callable[..., None], inputs: torch.Tensor, output: torch.Tensor, anchor: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(inputs)
-        ctx.keep = keep
-        return output.detach()  # no view of it: the host may change the outputs of its layers in place
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor, None]:
-        (inputs,) = ctx.saved_tensors
-        if accumulates(ctx.next_functions[-1][0]):  # torch.autograd.grad does not, such as inside a stage's forward
-            ctx.keep(inputs, gradient)
-        return None, None, gradient, None
-
-
-class _HandOver(torch.autograd.Function):
-    """Gives a parameter its first gradient in a backward, through all hooks.
-
-    No other reference to the gradient exists. The parameter therefore takes the tensor itself, as in a host's own
-    backward. It would copy a tensor that is passed to ``torch.autograd.backward``.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gradient: list[torch.Tensor], parameter: torch.nn.Parameter) -> torch.Tensor:
-        ctx.gradient = gradient
-        return parameter.new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, ctx.gradient.pop()
-
-
 class _Pending(NamedTuple):
-    """One call of a layer. ``make`` computes the gradients of its parameters."""
+    """One call of a layer. ``make`` computes the gradients of its parameters from what is ``kept``."""
 
     layer: TappedLayer
     parameters: Parameters
-    make: Callable[[Choose | None], tuple[torch.Tensor, ...]]
-
-
-class TappedLayer(ABC):
-    """One layer whose weight gradients are computed apart from its backward.
-
-    ``names`` are the module's own names of the parameters whose gradients pass the tap, the weight first. The first
-    argument of the module's forward is the input.
-    """
-
-    attribute = "forward"
-    """The method of the module that computes the output."""
-
-    def __init__(self, module: torch.nn.Module, names: tuple[str, ...] = ("weight",)) -> None:
-        self._module, self.names = ref(module), names
-        self._input = next(iter(inspect.signature(getattr(module, self.attribute)).parameters))
-        self._taps: StageTaps | None = None
-
-    @property
-    def module(self) -> torch.nn.Module:
-        module = self._module()
-        assert module is not None
-        return module
-
-    @abstractmethod
-    def gradients(
-        self, parameters: Parameters, inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of these parameters, in their shapes and types.
-
-        The weight's gradient is computed from the rows that ``choose`` returns, by default from all.
-        """
-
-    def install(self, taps: StageTaps) -> None:
-        self._taps = taps
-        intercept(self.module, self.attribute, self.forward)
-
-    def remove(self) -> None:
-        self._taps = None
-        module = self._module()
-        if module is not None:
-            release(module)
-
-    def training(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Parameters:
-        """Return the parameters that this call trains, the weight first if it trains.
-
-        They are looked up in each call, because FSDP replaces them while the module computes.
-        """
-        return tuple(p for name in self.names if (p := getattr(self.module, name)).requires_grad)
-
-    def forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module's ``run``, with the tap on its output while a microbatch is recorded."""
-        taps, call = self._taps, partial(run, *args, **kwargs)
-        if taps is None or taps.microbatch is None or not torch.is_grad_enabled() or self in taps.left:
-            return call()
-        parameters = self.training(args, kwargs)
-        if not parameters:
-            return call()
-        reason = self.reason_against(call, parameters)
-        if taps.check is None:
-            return call() if reason is not None else self.tapped(taps, call, parameters)
-        with taps.check.inside(self):
-            output = call()
-            if reason is None:
-                self.watched(taps.check, call, output, parameters)
-            else:
-                taps.check.not_understood(self, reason)
-        return output
-
-    def reason_against(self, call: partial[Any], parameters: Sequence[torch.nn.Parameter]) -> str | None:
-        """Return the reason why a tap cannot compute this call's gradients; None if it can."""
-        return None if _is_plain(self._input_of(call), parameters) else NOT_PLAIN
-
-    def watched(self, check: TapCheck, call: partial[Any], output: Any, parameters: Parameters) -> None:
-        """Let the step that is checked compare the tap's gradients of this call with the host's."""
-        check.watch(self, self._input_of(call), output, parameters)
-
-    def tapped(self, taps: StageTaps, call: partial[Any], parameters: Parameters) -> Any:
-        """Return the output of ``call``, without a copy. In its backward its gradient is saved with the input."""
-        microbatch = taps.microbatch
-        assert microbatch is not None
-
-        def keep(inputs: torch.Tensor, gradient: torch.Tensor) -> None:
-            taps.keep(microbatch, self, parameters, make=partial(self.gradients, parameters, inputs, gradient))
-
-        with without_gradients(parameters):
-            output = call()
-        return _Tap.apply(keep, self._input_of(call).detach(), output, taps.anchor)  # type: ignore[no-untyped-call]
-
-    def _input_of(self, call: partial[Any]) -> Any:
-        return call.args[0] if call.args else call.keywords.get(self._input)
-
-
-Make = Callable[[torch.nn.Module], TappedLayer | None]
-
-
-def _is_plain(inputs: Any, parameters: Sequence[torch.nn.Parameter]) -> bool:
-    """Return whether a layer's call is an ordinary product of real numbers, whose gradient a tap can compute.
-
-    It is not under a transform of ``torch.func`` or forward-mode differentiation, nor if the weight is itself computed,
-    nor for complex, nested, sparse or distributed tensors. An input of three or more dimensions has to be contiguous:
-    torch's product otherwise has other bits if its weight needs no gradient.
-    """
-    return (
-        type(inputs) in (torch.Tensor, torch.nn.Parameter)
-        and inputs.layout is torch.strided
-        and not inputs.is_nested
-        and inputs.is_floating_point()
-        and (inputs.ndim <= 2 or inputs.is_contiguous())
-        and all(isinstance(p, torch.nn.Parameter) and p.is_leaf and p.is_floating_point() for p in parameters)
-        and not transforms_run()
-    )
-
-
-def transforms_run() -> bool:
-    """Return whether a transform of ``torch.func`` or forward-mode differentiation is active."""
-    return bool(torch._C._are_functorch_transforms_active()) or torch.autograd.forward_ad._current_level >= 0
-
-
-class LinearTap(TappedLayer):
-    """``torch.nn.Linear``. The host's backward computes the gradient of the bias, a sum that takes little time."""
-
-    def gradients(
-        self, parameters: Parameters, inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        return (linear_gradient(parameters[0], inputs, gradient, choose),)
-
-
-def linear_gradient(
-    weight: torch.Tensor, inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose | None = None
-) -> torch.Tensor:
-    """Gradient of a weight ``[outputs, inputs]``, by the product that torch's own backward runs."""
-    inputs, gradient = inputs.reshape(-1, inputs.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-    if choose is not None:
-        inputs, gradient = choose("weight", inputs, gradient)
-    inputs = inputs.to(gradient.dtype)  # under autocast the layer computes in another type
-    return torch.mm(gradient.t(), inputs).to(weight.dtype)
-
-
-def _hand_over(gradient: list[torch.Tensor], parameter: torch.nn.Parameter) -> None:
-    """Accumulate the gradient, the only entry of the list, through the hooks on its parameter."""
-    if parameter.grad is None:
-        with torch.enable_grad():
-            node: torch.Tensor = _HandOver.apply(gradient, parameter)  # type: ignore[no-untyped-call]
-        torch.autograd.backward([node], [node.detach()])
-    else:
-        torch.autograd.backward([parameter], gradient)
+    make: Make
+    kept: Sequence[Kept]
 
 
 class StageTaps:
@@ -244,63 +55,153 @@ class StageTaps:
         model: the stage's module.
         make: returns the tap of a layer; None for a layer without one.
         accumulated: called whenever a microbatch's weight gradients have been accumulated apart from a backward.
+        by_name: whether ``torch.autograd.grad`` may ask for a tapped weight's gradient. The parameters of such a host
+            must have no hooks of its own, because they would run in each backward.
+        sole: whether only autograd changes the parameters' ``.grad`` within a batch.
+        trusted: whether layers are tapped although no check has proven them.
     """
 
-    def __init__(self, model: torch.nn.Module, make: Make, accumulated: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        make: MakeLayer,
+        accumulated: Callable[[], None] = lambda: None,
+        by_name: bool = False,
+        sole: bool = False,
+        trusted: bool = False,
+    ) -> None:
         self._layers, self._accumulated = _layers(model, make), accumulated
         self._prefixes = {layer: name[: name.rfind(".") + 1] for name, layer in self._layers.items()}
-        self.left: set[TappedLayer] = set()  # layers that are left to the host
-        self.microbatch: int | None = None  # whose forward or backward runs
+        self.by_name, self._sole, self._trusted = by_name, sole, trusted
+        self.microbatch: int | None = None  # whose forward, loss or backward runs
         self.check: TapCheck | None = None  # in the step that is checked
-        self._pending: dict[int, deque[_Pending]] = {}
         self.anchor = torch.zeros(0, requires_grad=True)  # so that a tap's backward runs
+        self._paused = False  # whether the host computes all layers that are not checked
+        self.copied_bytes = 0  # in this step, by tensors that others could have changed
+        self._left: dict[TappedLayer, str] = {}  # layers that are left to the host, and why
+        self._proven: dict[TappedLayer, set[Hashable]] = {}  # tapped layers, and the kinds of their calls
+        self._surprises: dict[TappedLayer, str] = {}  # layers that are left from the next step on
+        self._pending: dict[int, deque[_Pending]] = {}
+        self._kept: list[Kept] = []  # by the backward that runs
+        self._totals: dict[torch.nn.Parameter, _Total] = {}  # as the last tapped call or weight gradient left them
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the parameters whose gradients can be computed apart."""
-        return frozenset(name for name, layer in self._layers.items() if layer not in self.left)
+        """Names of the parameters whose gradients may be computed apart."""
+        return frozenset(name for name, layer in self._layers.items() if layer not in self._left)
 
     def install(self) -> None:
         for layer in self._prefixes:
             layer.install(self)
 
     def remove(self) -> None:
+        self.end_check()
         for layer in self._prefixes:
             layer.remove()
 
-    def leave(self, names: Iterable[str]) -> None:
-        """Leave the layers of these parameters to the host from now on."""
-        self.left.update(self._layers[name] for name in names if name in self._layers)
+    # --- which layers are tapped -----------------------------------------------------------------------------
+
+    def taps(self, layer: TappedLayer, kind: Hashable) -> bool:
+        """Return whether a call of this kind of input is tapped."""
+        if self._trusted:
+            return layer not in self._left
+        return not self._paused and kind in self._proven.get(layer, ())
+
+    def surprised(self, layer: TappedLayer, reason: str) -> None:
+        """Note that a tap has seen something that no check had: the host computes the layer from the next step on."""
+        self._surprises.setdefault(layer, reason)
+
+    def end_check(self) -> dict[str, str]:
+        """End the step that is checked. Return why layers are left to the host, by name of their parameters."""
+        check, self.check = self.check, None
+        reasons = {} if check is None else check.end()
+        reasons |= self._left | self._surprises
+        for layer, kinds in check.kinds.items() if check is not None else ():
+            if layer not in reasons:
+                self._proven.setdefault(layer, set()).update(kinds)
+        return {name: reasons[layer] for name, layer in self._layers.items() if layer in reasons}
+
+    def leave(self, reasons: Mapping[str, str]) -> None:
+        """Leave the layers of these parameters to the host from now on, for these reasons.
+
+        A layer that is not proven yet is tried again in the next check.
+        """
+        for name, reason in reasons.items():
+            layer = self._layers.get(name)
+            if layer is not None:
+                self._proven.pop(layer, None)
+                if reason not in PROVISIONAL:
+                    self._left[layer] = reason
+
+    # --- what a step does ------------------------------------------------------------------------------------
 
     @contextmanager
     def checking(self, microbatch: int) -> Iterator[None]:
-        """Run a forward or a backward of the step that is checked: the host computes all, and the tap compares."""
-        self.check = self.check or TapCheck(self._layers)
+        """Run a part of the step that is checked: the host computes all, and the taps compare."""
+        if self.check is None:
+            self.check = TapCheck({name: layer for name, layer in self._layers.items() if layer not in self._left})
         with self.recording(microbatch), self.check.looking(microbatch):
             yield
 
-    def end_check(self) -> dict[str, str]:
-        """End the step that is checked. Return why layers must be left to the host, by name of their parameters."""
-        check, self.check = self.check, None
-        return {} if check is None else check.end()
+    @contextmanager
+    def checking_again(self, microbatch: int, tapped: bool) -> Iterator[None]:
+        """Run a part of a step that checks only the layers that are not proven. Others go on being ``tapped`` or not."""
+        if self.check is None:
+            unproven = {n: layer for n, layer in self._layers.items() if layer not in self._left | self._proven}
+            self.check = TapCheck(unproven)
+        self._paused = not tapped
+        try:
+            with self.recording(microbatch), self.check.looking(microbatch):
+                yield
+        finally:
+            self._paused = False
 
     @contextmanager
     def recording(self, microbatch: int) -> Iterator[None]:
-        """Run a forward, or a backward, which may repeat forwards, and save what weight gradients need."""
-        self.microbatch = microbatch
+        """Run a forward, a loss or a backward of a microbatch, and keep what its weight gradients need."""
+        outer, self.microbatch = self.microbatch, microbatch
+        kept_outside, self._kept = self._kept, []
         try:
             yield
         finally:
-            self.microbatch = None
+            self.copied_bytes += seal(self._kept)
+            self.microbatch, self._kept = outer, kept_outside
 
-    def clear(self) -> None:
-        """Drop the pending gradients and the check of an earlier step."""
+    def begin_batch(self) -> None:
+        """Drop the pending gradients of a batch that failed."""
         self._pending.clear()
-        self.end_check()
+        self._totals.clear()
+        if self.check is not None:
+            self.check.begin_batch()
+
+    def take_surprises(self) -> dict[str, str]:
+        """Return what taps have seen since the last call, by name of their parameters."""
+        surprises, self._surprises = self._surprises, {}
+        self._left |= surprises
+        for layer in surprises:
+            self._proven.pop(layer, None)
+        return {name: surprises[layer] for name, layer in self._layers.items() if layer in surprises}
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """The microbatches whose weight gradients are still to be computed, in the order of their backwards."""
+        return tuple(microbatch for microbatch, calls in self._pending.items() if calls)
 
     def owes(self, microbatch: int) -> bool:
         """Return whether weight gradients of this microbatch are still to be computed."""
         return bool(self._pending.get(microbatch))
+
+    def keep(
+        self, microbatch: int, layer: TappedLayer, parameters: Parameters, make: Make, kept: Sequence[Kept]
+    ) -> None:
+        """Note that a backward has reached a call of ``layer``. ``make`` computes its weight gradients later."""
+        self._kept += kept
+        self._pending.setdefault(microbatch, deque()).append(_Pending(layer, parameters, make, kept))
+
+    def compute_all(self) -> None:
+        """Compute all weight gradients that are pending, from all tokens."""
+        for microbatch in self.pending:
+            self.compute(microbatch)
 
     @torch.no_grad()  # a host may receive gradients into tensors that require gradients
     def compute(self, microbatch: int, sampler: RowSampler | None = None) -> None:
@@ -312,10 +213,30 @@ class StageTaps:
         calls = Counter(parameter for call in pending for parameter in call.parameters)
         sums: _Gradients = {}
         while pending:
-            complete = self._add_up(pending.popleft(), sampler, calls, sums)
+            call = pending.popleft()
+            complete = self._add_up(call, sampler, calls, sums)
             for parameter in tuple(complete):
-                _hand_over([complete.pop(parameter)], parameter)
+                self._accumulate(call.layer, parameter, [complete.pop(parameter)])
         self._accumulated()
+
+    def _accumulate(self, layer: TappedLayer, parameter: torch.nn.Parameter, gradient: list[torch.Tensor]) -> None:
+        if not self._sole:
+            hand_over(gradient, parameter)
+            return
+        if parameter in self._totals and not _is_same(self._totals[parameter], _total(parameter)):
+            self.surprised(layer, OTHER_USES)
+        hand_over(gradient, parameter)
+        self._totals[parameter] = _total(parameter)
+
+    def host_accumulated(self) -> None:
+        """Note that the host's own backward has added gradients of a microbatch."""
+        self._totals.clear()
+
+    def called(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Note the parameters' ``.grad`` before the first tapped call of a batch: nobody else should change it."""
+        for parameter in parameters if self._sole else ():
+            if parameter not in self._totals:
+                self._totals[parameter] = _total(parameter)
 
     def _add_up(
         self, call: _Pending, sampler: RowSampler | None, calls: Counter[torch.nn.Parameter], sums: _Gradients
@@ -337,18 +258,17 @@ class StageTaps:
         prefix = self._prefixes[call.layer]
         return call.make(lambda weight, inputs, gradient: sampler.rows(prefix + weight, inputs, gradient))
 
-    def keep(
-        self,
-        microbatch: int,
-        layer: TappedLayer,
-        parameters: Parameters,
-        make: Callable[[Choose | None], tuple[torch.Tensor, ...]],
-    ) -> None:
-        """Note that a backward has reached a call of ``layer``. ``make`` computes its weight gradients later."""
-        self._pending.setdefault(microbatch, deque()).append(_Pending(layer, parameters, make))
+
+def _total(parameter: torch.nn.Parameter) -> _Total:
+    total = parameter.grad
+    return total, 0 if total is None else total._version
 
 
-def _layers(model: torch.nn.Module, make: Make) -> dict[str, TappedLayer]:
+def _is_same(before: _Total, now: _Total) -> bool:
+    return before[0] is now[0] and before[1] == now[1]
+
+
+def _layers(model: torch.nn.Module, make: MakeLayer) -> dict[str, TappedLayer]:
     """Return the layers of a model that have a tap, by the model's names of their parameters.
 
     A layer that shares a parameter has none, since a tap sees only the gradients that pass its own layer. Nor has a
@@ -362,14 +282,3 @@ def _layers(model: torch.nn.Module, make: Make) -> dict[str, TappedLayer]:
             if layer is not None:
                 layers.update((f"{prefix}.{name}" if prefix else name, layer) for name in layer.names)
     return layers
-
-
-def plain_layer(module: torch.nn.Module, kind: type[torch.Tensor] = torch.nn.Parameter) -> TappedLayer | None:
-    """Return the tap of torch's own linear layer, if its weight is of this ``kind``; None for others.
-
-    A layer that computes with a DTensor has no tap, for example: a rank holds only a shard of the weight.
-    """
-    weight = vars(module)["_parameters"].get("weight")
-    if type(module) is not torch.nn.Linear or type(weight) is not kind:
-        return None
-    return LinearTap(module) if weight.requires_grad and weight.is_floating_point() else None

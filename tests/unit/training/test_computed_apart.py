@@ -16,7 +16,8 @@ from tf_adapters.schedule.ir import Kind, PipelineSchedule
 from tf_adapters.testing.plans import force_plan, tensor_units
 from tf_adapters.training.controller import Controller
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
-from tf_adapters.weight_gradients.taps import StageTaps, plain_layer
+from tf_adapters.weight_gradients.tapped_layer import plain_layer
+from tf_adapters.weight_gradients.taps import StageTaps
 
 FUSED = gpipe(1, 2)
 SPLIT = PipelineSchedule.from_text([["0F0", "0F1", "0I0", "0B1", "0W0"]])
@@ -54,7 +55,7 @@ def steps(
             with controller.running(action):
                 if action.kind is Kind.FORWARD:
                     output = outputs[action.microbatch] = model(inputs[action.microbatch].requires_grad_())
-                    tapped = "_Tap" in output.grad_fn.name()
+                    tapped = "Tap" in output.grad_fn.name()
                     seen.setdefault(controller.phase, set()).add((action.microbatch, tapped))
                 else:
                     outputs.pop(action.microbatch).sum().backward()

@@ -12,7 +12,7 @@ from transformer_engine_jobs import install
 
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.transformer_engine_on_cpu import FOLDER
-from tf_adapters.weight_gradients.tap_check import NO_ROWS, NOT_CALLED, QUANTIZED
+from tf_adapters.weight_gradients.reasons import NO_ROWS, NOT_CALLED, QUANTIZED
 
 pytestmark = pytest.mark.distributed  # a process of its own
 

@@ -12,7 +12,8 @@ from tf_adapters.measuring.learning import SAMPLED_AT, Learning, Probe
 from tf_adapters.measuring.token_cost import TokenCost
 from tf_adapters.weight_gradients import gradient_noise
 from tf_adapters.weight_gradients.gradient_noise import GradientNoise
-from tf_adapters.weight_gradients.taps import StageTaps, plain_layer
+from tf_adapters.weight_gradients.tapped_layer import plain_layer
+from tf_adapters.weight_gradients.taps import StageTaps
 from tf_adapters.weight_gradients.tokens import TokenSampler
 
 MICROBATCHES = 4
@@ -137,7 +138,7 @@ def test_the_noise_of_draws_is_what_draws_show():
     torch.manual_seed(1)
     layer = nn.Linear(12, 10)
     stage = nn.Sequential(layer)
-    taps = StageTaps(stage, plain_layer)
+    taps = StageTaps(stage, plain_layer, trusted=True)
     taps.install()
     noise = GradientNoise({0: {"0.weight": layer.weight}})
     inputs, gradients = torch.randn(2, 400, 12), torch.randn(2, 400, 10) * torch.rand(2, 400, 1) ** 3

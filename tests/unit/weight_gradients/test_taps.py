@@ -5,15 +5,23 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tf_adapters.weight_gradients.tap_check import ANOTHER_GRADIENT, CHANGES, NOT_CALLED, NOT_PLAIN, OTHER_USES
-from tf_adapters.weight_gradients.taps import StageTaps, plain_layer
+from tf_adapters.weight_gradients.reasons import (
+    ANOTHER_GRADIENT,
+    CHANGES,
+    NOT_PLAIN,
+    OTHER_USES,
+    SECOND_DERIVATIVE,
+    USERS_HOOK,
+)
+from tf_adapters.weight_gradients.tapped_layer import plain_layer
+from tf_adapters.weight_gradients.taps import StageTaps
 
 
 class Copies(TorchDispatchMode):
@@ -26,6 +34,19 @@ class Copies(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.number += func._overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_)
         return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def own_forward() -> Iterator[None]:
+    own = torch.nn.Linear.forward
+    yield
+    torch.nn.Linear.forward = own
+
+
+def of_host(hook: Any) -> Any:
+    """The same hook, as if a host had put it on a parameter: a layer with a hook of the user's has no tap."""
+    hook.__module__ = "deepspeed.runtime"
+    return hook
 
 
 def apart(model: torch.nn.Module, inputs: torch.Tensor) -> int:
@@ -60,7 +81,7 @@ def test_a_layer_that_is_called_twice_adds_up_first() -> None:
     model(inputs).sum().backward()
     expected, layer.weight.grad = layer.weight.grad, None
     calls: list[int] = []
-    layer.weight.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    layer.weight.register_post_accumulate_grad_hook(of_host(lambda _: calls.append(1)))
     assert apart(model, inputs) == 0
     assert torch.equal(layer.weight.grad, expected)
     assert calls == [1]
@@ -73,7 +94,7 @@ def test_a_hook_sees_each_gradient_once_and_may_take_it_away() -> None:
         taken.append(parameter.grad)
         parameter.grad = None
 
-    layer.weight.register_post_accumulate_grad_hook(take)
+    layer.weight.register_post_accumulate_grad_hook(of_host(take))
     for _ in range(2):
         assert apart(layer, torch.ones(3, 5)) == 0
     assert torch.equal(taken[0], taken[1])
@@ -159,14 +180,14 @@ def step(model: torch.nn.Module, taps: StageTaps | None, batch: list[torch.Tenso
 
 USES = [
     (Product.plain, set()),
-    (with_forces, {ANOTHER_GRADIENT}),
+    (with_forces, {SECOND_DERIVATIVE}),
     (with_a_first_order_gradient, set()),
     (with_the_weight_apart, {OTHER_USES}),
     (with_a_computed_weight, {OTHER_USES}),
     (with_vmap, {NOT_PLAIN}),
     (with_jvp, {NOT_PLAIN}),
     (with_vjp, {NOT_PLAIN}),
-    (without_its_forward, {NOT_CALLED}),
+    (without_its_forward, {OTHER_USES}),
     (with_a_penalty_on_a_weight, {OTHER_USES}),
     (with_another_order_of_dimensions, {NOT_PLAIN}),
 ]
@@ -199,26 +220,53 @@ def test_a_complex_layer_has_no_tap() -> None:
     assert plain_layer(torch.nn.Linear(3, 3, dtype=torch.cfloat)) is None
 
 
-def test_a_function_of_somebody_elses_in_the_place_of_a_layers_forward_is_found_out(monkeypatch: Any) -> None:
+def rounded(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(x + (x.round() - x).detach(), layer.weight, layer.bias)
+
+
+@pytest.mark.parametrize(("after", "reason"), [(False, ANOTHER_GRADIENT), (True, OTHER_USES)])
+def test_a_function_in_place_of_a_layers_forward_is_found_out(monkeypatch: Any, after: bool, reason: str) -> None:
+    model = Product(Product.plain)
+    taps = StageTaps(model, plain_layer)
+    if after:
+        taps.install()
+    monkeypatch.setattr(torch.nn.Linear, "forward", rounded)
+    if not after:
+        taps.install()
+    step(model, taps, [torch.randn(5, 6)], check=True)
+    assert set(taps.end_check().values()) == {reason}
+    taps.remove()
+    assert torch.nn.Linear.forward is rounded
+
+
+def test_a_function_around_a_layers_forward_leaves_the_tap_inside(monkeypatch: Any) -> None:
     model = Product(Product.plain)
     taps = StageTaps(model, plain_layer)
     taps.install()
-    own = torch.nn.Linear.forward
-    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: own(self, x).square())
+    inside = torch.nn.Linear.forward
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: inside(self, x).square())
     step(model, taps, [torch.randn(5, 6)], check=True)
+    assert taps.end_check() == {}
     monkeypatch.undo()
-    assert set(taps.end_check().values()) == {ANOTHER_GRADIENT}
     taps.remove()
 
 
-def test_hooks_of_the_users_on_a_parameter_do_not_disturb_the_check() -> None:
+@pytest.mark.parametrize("users", [False, True])
+def test_hooks_on_a_parameter_do_not_disturb_the_check(users: bool) -> None:
     model, seen = Product(Product.plain), []
-    model.up.weight.register_hook(lambda gradient: gradient * 0.5)
-    model.up.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p))
+
+    def halve(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 0.5
+
+    def note_it(parameter: torch.nn.Parameter) -> None:
+        seen.append(parameter)
+
+    model.up.weight.register_hook(halve if users else of_host(halve))
+    model.up.weight.register_post_accumulate_grad_hook(note_it if users else of_host(note_it))
     taps = StageTaps(model, plain_layer)
     taps.install()
     step(model, taps, [torch.randn(5, 6)], check=True)
-    assert not taps.end_check()
+    assert taps.end_check() == ({"up.weight": USERS_HOOK} if users else {})
     assert len(seen) == 1
     assert len(model.up.weight._backward_hooks or ()) == 1
     taps.remove()
@@ -230,7 +278,7 @@ def test_weights_that_change_within_a_batch_are_left_to_the_host() -> None:
     def update(parameter: torch.nn.Parameter) -> None:
         parameter.data.add_(parameter.grad, alpha=-0.1)
 
-    model.up.weight.register_post_accumulate_grad_hook(update)
+    model.up.weight.register_post_accumulate_grad_hook(of_host(update))
     taps = StageTaps(model, plain_layer)
     taps.install()
     step(model, taps, [torch.randn(5, 6) for _ in range(2)], check=True)

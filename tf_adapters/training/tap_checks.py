@@ -1,0 +1,65 @@
+"""When a step checks the taps, and what taps have seen between two checks, on one rank.
+
+The first step of each process checks all layers: code may have changed since a checkpoint was saved. Layers that it
+could not prove, because their gradient was zero, are tried again in steps 2, 4, 8, ... after it. Later, each audit
+checks all layers again: a gradient may be used otherwise in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from tf_adapters.log import announce
+from tf_adapters.measuring.phase import Phase
+from tf_adapters.training.tap_findings import TapFindings, shown
+from tf_adapters.weight_gradients.taps import StageTaps
+
+AUDIT_INTERVAL = 700
+"""Steps from audit to audit. An audit costs about 0.6 steps: the host's order instead of the plan's, and the weight
+gradients a second time. That is below 0.1% of the time."""
+
+_MOST_NOTES = 20
+
+AUDITED = (Phase.PLANNING, Phase.PROGRESSIVE, Phase.STABLE)
+"""Phases with audits. The steps of the others are short in number, and their times are used."""
+
+
+class TapChecks:
+    """The checks of one rank's taps."""
+
+    def __init__(self, taps: Mapping[int, StageTaps]) -> None:
+        self._taps = taps
+        self.notes: list[str] = []
+        self.copied_bytes: dict[int, int] = {}
+        self.all = False  # whether the step that runs checks all layers
+        self.again = False  # whether it only tries again the layers that are not proven
+
+    def begin_step(self, step: int, phase: Phase, findings: TapFindings | None) -> None:
+        """Decide whether this step checks taps; equal on all ranks, as ``findings`` are."""
+        if findings is None:
+            self.all, self.again = True, False
+            return
+        self.all = step % AUDIT_INTERVAL == 0 and phase in AUDITED
+        since = step - findings.first_step
+        self.again = not self.all and findings.has_unproven and since & (since - 1) == 0
+
+    def begin_batch(self) -> None:
+        """Drop what a batch that failed has left."""
+        for taps in self._taps.values():
+            taps.begin_batch()
+
+    def end_step(self, step: int) -> None:
+        """Say what taps have seen in a step for the first time, and note what they have copied."""
+        for stage, taps in self._taps.items():
+            self.copied_bytes[stage], taps.copied_bytes = taps.copied_bytes, 0
+            seen = taps.take_surprises()
+            for reason in dict.fromkeys(seen.values()):
+                names = shown([name for name, why in seen.items() if why == reason])
+                text = (
+                    f"step {step}, stage {stage}: from now on the host itself computes the weight gradient of {names}: "
+                    f"{reason}"
+                )
+                self.notes.append(text)
+                del self.notes[:-_MOST_NOTES]
+                announce(0, text, logging.WARNING)  # other ranks do not know of it

@@ -1,0 +1,92 @@
+"""The weight gradients of an action on a stage with taps: kept in its backward, computed at its end or in its W.
+
+F    taps on the layers' outputs                            W    what I has kept becomes gradients, in order
+I    taps keep inputs and output gradients, which others
+     can no longer change when I has ended                  B    an I, then its W
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from tf_adapters.measuring.token_cost import TokenCost
+from tf_adapters.schedule.ir import Action, Kind
+from tf_adapters.training.plan_maker import RunSetup
+from tf_adapters.training.state import RunState
+from tf_adapters.training.tap_checks import TapChecks
+from tf_adapters.weight_gradients.gradient_noise import GradientNoise
+from tf_adapters.weight_gradients.taps import RowSampler, StageTaps
+from tf_adapters.weight_gradients.tokens import TokenSampler
+
+Shares = Callable[[int], float]
+"""The frozen share of a stage's work in a microbatch."""
+
+
+class TappedActions:
+    """Runs the actions of one rank's stages with their taps."""
+
+    def __init__(self, setup: RunSetup, checks: TapChecks, noise: GradientNoise) -> None:
+        self._config, self._pipeline, self._masks = setup.config, setup.pipeline, setup.masks
+        self._checks, self._noise = checks, noise
+
+    @contextmanager
+    def around(
+        self, state: RunState, action: Action, shares: Shares, probes: bool, halfway: Callable[[Action], None]
+    ) -> Iterator[None]:
+        """Run a host's computation inside.
+
+        ``halfway`` is called where only weight gradients of the action are left. ``probes`` says whether the step looks
+        at the noise of samples.
+        """
+        taps, microbatch = self._pipeline.taps.get(action.stage), action.microbatch
+        if taps is None:
+            yield
+            return
+        apart = not self._checks.all and self._computed_apart(state, action, shares(microbatch), probes)
+        with self._at_work(taps, action, apart):
+            yield
+        if action.freezable and not apart:
+            taps.host_accumulated()
+        elif action.freezable:
+            halfway(action)
+            self._compute(state, action.stage, microbatch, shares)
+        elif action.kind is Kind.FORWARD and taps.owes(microbatch):
+            # A backward ran inside this forward. The host accumulates its weight gradients now, after earlier ones.
+            for earlier in taps.pending:
+                self._compute(state, action.stage, earlier, shares)
+
+    def _at_work(self, taps: StageTaps, action: Action, apart: bool) -> AbstractContextManager[None]:
+        if action.kind is Kind.WEIGHT_GRAD:
+            return nullcontext()
+        if self._checks.all:
+            return taps.checking(action.microbatch)
+        if self._checks.again:
+            return taps.checking_again(action.microbatch, tapped=apart)
+        return taps.recording(action.microbatch) if apart else nullcontext()
+
+    def _computed_apart(self, state: RunState, action: Action, share: float, probes: bool) -> bool:
+        """Return whether the weight gradients of an action's microbatch are computed apart from its backward.
+
+        Before there is a plan they are always computed apart, so that they can be timed. Under a plan they are computed
+        apart only if they wait or are sampled in this step. The host's own backward computes them a little faster: what
+        it reads is still in the processor's caches.
+        """
+        plan = state.plan
+        if plan is None or Action(action.stage, Kind.WEIGHT_GRAD, action.microbatch) in plan.freeze_ratio:
+            return True
+        return self._config.samples_tokens and (share > 0.0 or probes)
+
+    def _compute(self, state: RunState, stage: int, microbatch: int, shares: Shares) -> None:
+        sampler = self._sampler(state, stage, microbatch, shares(microbatch))
+        with self._pipeline.accumulating():
+            self._pipeline.taps[stage].compute(microbatch, sampler)
+
+    def _sampler(self, state: RunState, stage: int, microbatch: int, share: float) -> RowSampler | None:
+        if not self._config.samples_tokens:
+            return None
+        if not share:
+            return self._noise.observer(stage)
+        cost, caps = state.measurement.token_costs.get(stage, TokenCost()), self._masks.caps(stage)
+        key = (self._config.seed, state.completed_steps + 1, stage, microbatch)
+        return TokenSampler(key, lambda weight: cost.kept(share * caps.get(weight, 0.0)))

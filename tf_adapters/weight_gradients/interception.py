@@ -1,0 +1,78 @@
+"""Call a function of ours around a method of some modules, without a change of the modules.
+
+The class gets a method that looks up the module it is called on. A module that is not intercepted runs the class's own
+method. So a module keeps its class, and a copy or a saved file of it has no trace of ours. The class gets its own
+method back with the last of its modules.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+
+Run = Callable[..., Any]
+Interceptor = Callable[[Run, tuple[Any, ...], dict[str, Any]], Any]
+"""Calls a module's method with its arguments and keywords, and may do more."""
+
+_Place = tuple[Any, str]
+"""A class and the name of its method."""
+
+_interceptions: WeakKeyDictionary[torch.nn.Module, Interception] = WeakKeyDictionary()
+_users: Counter[_Place] = Counter()
+_replaced: dict[_Place, tuple[Any, Any]] = {}  # the class's own method, None if it is inherited; ours
+
+
+class Interception:
+    """From now on ``interceptor`` is called where the ``method`` of this one module would run."""
+
+    def __init__(self, module: torch.nn.Module, method: str, interceptor: Interceptor) -> None:
+        self.interceptor = interceptor
+        self._module, self._place = ref(module), (type(module), method)
+        _interceptions[module] = self
+        if not _users[self._place]:
+            _replace(self._place)
+        _users[self._place] += 1
+
+    def remove(self) -> None:
+        """Let the module run its own method again."""
+        module = self._module()
+        if module is not None and _interceptions.get(module) is self:
+            del _interceptions[module]
+        _users[self._place] -= 1
+        if not _users[self._place]:
+            _restore(self._place)
+
+
+def _replace(place: _Place) -> None:
+    owner, method = place
+    run = getattr(owner, method)
+
+    @functools.wraps(run)
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a compiled model of this process has nothing of ours in its graphs
+            return run(self, *args, **kwargs)
+        interception = _interceptions.get(self)
+        if interception is None or _replaced[place][1] is not call:  # other code may have wrapped an older one of ours
+            return run(self, *args, **kwargs)
+        return interception.interceptor(MethodType(run, self), args, kwargs)
+
+    _replaced[place] = vars(owner).get(method), call
+    setattr(owner, method, call)
+
+
+def _restore(place: _Place) -> None:
+    """Restore the class's method. If other code has replaced ours since, it stays: ours only passes calls on."""
+    owner, method = place
+    own, ours = _replaced.pop(place)
+    if vars(owner).get(method) is not ours:
+        return
+    if own is None:
+        delattr(owner, method)
+    else:
+        setattr(owner, method, own)

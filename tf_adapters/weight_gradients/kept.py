@@ -1,0 +1,76 @@
+"""Tensors that wait for their weight gradient, and that nobody else can change meanwhile.
+
+Between the backward that saves a tensor and the weight gradient that reads it, other code may write to the tensor's
+memory: a function that changes its gradient in place, a ``.grad`` that is a view of it, a buffer that is filled again.
+
+While the backward runs, a kept tensor is a copy-on-write clone. Whoever writes through torch to the original gets new
+memory, so nothing is copied unless somebody writes. When the backward has ended, ``seal`` looks who else still holds
+the original. If nobody does, the memory is ours alone. Otherwise it is copied, since its holder may also write to it by
+a pointer, which copy-on-write does not see.
+Source: c10/core/impl/cow/COW.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+_MOST_SHARED = 4
+"""A tensor in a storage of more than so many times its bytes is copied at once: the storage is a buffer of others'."""
+
+_Place = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""The address of a tensor's values, and its shape and strides."""
+
+
+class Kept:
+    """One tensor as it was when it was kept; ``tensor`` requires no gradient."""
+
+    __slots__ = ("_original", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._original: torch.UntypedStorage | None = None
+        source = tensor.detach()
+        storage = source.untyped_storage()
+        if storage.nbytes() > _MOST_SHARED * source.nbytes:
+            self.tensor = _copy(source)
+            return
+        try:
+            self.tensor = torch._lazy_clone(source)
+        except (AttributeError, RuntimeError):  # an old torch, or memory that torch has not allocated itself
+            self.tensor = _copy(source)
+        else:
+            self._original = storage
+
+
+def seal(tensors: Iterable[Kept]) -> int:
+    """Make the memory of these tensors ours alone. Return the number of bytes that had to be copied for it."""
+    copies: dict[_Place, torch.Tensor] = {}
+    copied = 0
+    for kept in tensors:
+        original, kept._original = kept._original, None
+        if original is None or not _is_held(original):
+            continue
+        tensor = kept.tensor
+        place = torch._C._data_address(tensor), tuple(tensor.shape), tuple(tensor.stride())
+        if place not in copies:
+            copies[place] = _copy(tensor)
+            copied += copies[place].untyped_storage().nbytes()
+        kept.tensor = copies[place]
+    return copied
+
+
+def _is_held(storage: torch.UntypedStorage) -> bool:
+    """Return whether any tensor holds this storage. Our only reference is the storage's Python object."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 1
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor with its strides, so that a product of it has the same bits."""
+    shape: Sequence[int] = tensor.shape
+    strides: Any = tensor.stride()
+    if tensor.numel() == 0:
+        return tensor.clone()
+    length = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return tensor.as_strided((length,), (1,)).clone().as_strided(shape, strides)

@@ -1,0 +1,330 @@
+"""A layer whose weight gradients are computed apart from its backward, and torch's own linear layer as one.
+
+A tapped layer's weight does not require gradients while the layer computes its output. The host's backward therefore
+computes only input gradients there. The tap on the output saves the output's gradient with the layer's input.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+
+from tf_adapters.weight_gradients.interception import Interception, Run
+from tf_adapters.weight_gradients.kept import Kept
+from tf_adapters.weight_gradients.parameters import without_gradients
+from tf_adapters.weight_gradients.reasons import NOT_PLAIN, SECOND_DERIVATIVE, TAKEN_AT_ONCE, USERS_HOOK
+from tf_adapters.weight_gradients.tap_function import Diverted, Gradients, Tap, TappedCall
+from tf_adapters.weight_gradients.tokens import Rows
+
+Choose = Callable[[str, torch.Tensor, torch.Tensor], Rows]
+"""Chooses rows of inputs ``[tokens, inputs]`` and output gradients ``[tokens, outputs]``, for a weight of a layer.
+
+The first argument is the layer's own name of the weight.
+"""
+
+Parameters = tuple[torch.nn.Parameter, ...]
+Make = Callable[[Choose | None], tuple[torch.Tensor, ...]]
+"""Computes the gradients of a call's parameters."""
+
+_HOSTS = ("deepspeed", "megatron", "megatron_patches", "tf_adapters", "torch.distributed", "transformer_engine")
+"""Packages whose hooks on parameters, and reads of gradients, work as well if gradients come later."""
+
+
+class Taps(Protocol):
+    """What a layer needs to know of its stage's taps."""
+
+    microbatch: int | None
+    anchor: torch.Tensor
+    by_name: bool
+
+    @property
+    def check(self) -> Check | None: ...
+
+    def taps(self, layer: TappedLayer, kind: Hashable) -> bool: ...
+
+    def called(self, parameters: Parameters) -> None: ...
+
+    def keep(
+        self, microbatch: int, layer: TappedLayer, parameters: Parameters, make: Make, kept: Sequence[Kept]
+    ) -> None: ...
+
+    def surprised(self, layer: TappedLayer, reason: str) -> None: ...
+
+    def compute_all(self) -> None: ...
+
+
+class Check(Protocol):
+    """What a layer needs of a step that is checked."""
+
+    def watches(self, layer: TappedLayer) -> bool: ...
+
+    def inside(self, layer: TappedLayer) -> Any: ...
+
+    def trust(self, layer: TappedLayer, parameters: Parameters, kind: Hashable) -> None: ...
+
+    def watched(self, layer: TappedLayer, parameters: Parameters, kind: Hashable) -> TappedCall: ...
+
+    def not_understood(self, layer: TappedLayer, reason: str) -> None: ...
+
+
+class TappedLayer(ABC):
+    """One layer whose weight gradients are computed apart from its backward.
+
+    ``names`` are the module's own names of the parameters whose gradients pass the tap, the weight first. The first
+    argument of the module's forward is the input.
+    """
+
+    attribute = "forward"
+    """The method of the module that computes the output."""
+
+    def __init__(self, module: torch.nn.Module, names: tuple[str, ...] = ("weight",)) -> None:
+        self._module, self.names = ref(module), names
+        self.input_name = next(iter(inspect.signature(getattr(module, self.attribute)).parameters))
+        self._taps: Taps | None = None
+        self._interception: Interception | None = None
+
+    @property
+    def module(self) -> torch.nn.Module:
+        module = self._module()
+        assert module is not None
+        return module
+
+    @abstractmethod
+    def gradients(
+        self, parameters: Parameters, inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the gradients of these parameters, in their shapes and types.
+
+        The weight's gradient is computed from the rows that ``choose`` returns, by default from all.
+        """
+
+    def install(self, taps: Taps) -> None:
+        self._taps = taps
+        self._interception = Interception(self.module, self.attribute, self.forward)
+
+    def remove(self) -> None:
+        self._taps = None
+        interception, self._interception = self._interception, None
+        if interception is not None:
+            interception.remove()
+
+    def training(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Parameters:
+        """Return the parameters that this call trains, the weight first if it trains.
+
+        They are looked up in each call, because FSDP replaces them while the module computes.
+        """
+        return tuple(p for name in self.names if (p := getattr(self.module, name)).requires_grad)
+
+    def forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module's ``run``, with the tap on its output while a microbatch is recorded."""
+        taps, call = self._taps, partial(run, *args, **kwargs)
+        if taps is None or taps.microbatch is None or not torch.is_grad_enabled():
+            return call()
+        parameters = self.training(args, kwargs)
+        if not parameters:
+            return call()
+        if taps.check is not None and taps.check.watches(self):
+            return self.checked(taps, taps.check, call, parameters)
+        inputs = self._input_of(call)
+        if not taps.taps(self, self.kind(inputs)) or self.reason_against(call, parameters) is not None:
+            return call()
+        return self.tapped(taps, call, parameters)
+
+    def checked(self, taps: Taps, check: Check, call: partial[Any], parameters: Parameters) -> Any:
+        """Let the host compute a call of a step that is checked, and watch its gradients."""
+        with check.inside(self):
+            output = call()
+            reason = self.reason_against(call, parameters)
+            if reason is None:
+                return self.watched(taps, check, call, output, parameters)
+        check.not_understood(self, reason)
+        return output
+
+    def reason_against(self, call: partial[Any], parameters: Sequence[torch.nn.Parameter]) -> str | None:
+        """Return the reason why a tap cannot compute this call's gradients; None if it can."""
+        if has_users_hook(parameters):
+            return USERS_HOOK
+        return None if _is_plain(self._input_of(call), parameters) else NOT_PLAIN
+
+    def kind(self, inputs: Any) -> Hashable:
+        """Return what a product depends on besides its values: a kind that no check has seen has no tap."""
+        device = inputs.device.type if isinstance(inputs, torch.Tensor) else "cpu"
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return getattr(inputs, "dtype", None), getattr(inputs, "ndim", None), cast
+
+    def watched(self, taps: Taps, check: Check, call: partial[Any], output: Any, parameters: Parameters) -> Any:
+        """Return ``output`` with a tap that only compares: the step compares its gradients with the host's."""
+        inputs = self._input_of(call)
+        watch = check.watched(self, parameters, self.kind(inputs))
+        return Tap.apply(watch, inputs.detach(), output, taps.anchor)  # type: ignore[no-untyped-call]
+
+    def tapped(self, taps: Taps, call: partial[Any], parameters: Parameters) -> Any:
+        """Return the output of ``call``, without a copy. In its backward its gradient is saved with the input."""
+        taps.called(parameters)
+        with without_gradients(parameters):
+            output = call()
+        tapped, inputs = _Call(taps, self, parameters, call), self._input_of(call)
+        named = parameters if taps.by_name else ()
+        return Tap.apply(tapped, inputs, output, taps.anchor, *named)  # type: ignore[no-untyped-call]
+
+    def _input_of(self, call: partial[Any]) -> Any:
+        return call.args[0] if call.args else call.keywords.get(self.input_name)
+
+
+class _Call:
+    """One call of a layer whose backward has not come yet. It holds no reference to the call's input."""
+
+    def __init__(self, taps: Taps, layer: TappedLayer, parameters: Parameters, call: partial[Any]) -> None:
+        assert taps.microbatch is not None
+        self._taps, self._layer, self._parameters = taps, layer, parameters
+        self._microbatch = taps.microbatch
+        self._run, self._others = call.func, call.args[1:]
+        self._keywords = {name: value for name, value in call.keywords.items() if name != layer.input_name}
+
+    def second_derivative(self) -> None:
+        self._taps.surprised(self._layer, SECOND_DERIVATIVE)
+
+    def keep(self, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
+        kept = Kept(inputs), Kept(gradient)
+        make = partial(_from_kept, self._layer, self._parameters, *kept)
+        self._taps.keep(self._microbatch, self._layer, self._parameters, make, kept)
+
+    def at_once(self, inputs: torch.Tensor, gradient: torch.Tensor) -> Gradients:
+        self._taps.surprised(self._layer, TAKEN_AT_ONCE)
+        self._taps.compute_all()  # the host has accumulated earlier microbatches by now
+        with torch.no_grad():
+            return self._layer.gradients(self._parameters, inputs.detach(), gradient)
+
+    def input_gradient(self, inputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        apart = inputs.detach().requires_grad_()
+        with self._diverted():
+            output = self._again(apart)
+        return torch.autograd.grad(output, apart, gradient.detach(), create_graph=True)[0]
+
+    def with_graph(self, inputs: torch.Tensor, gradient: torch.Tensor) -> Gradients:
+        return torch.autograd.grad(self._again(inputs), self._parameters, gradient, create_graph=True)
+
+    def _again(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self._others or not self._keywords:
+            result: torch.Tensor = self._run(inputs, *self._others, **self._keywords)
+            return result
+        return self._run(**{self._layer.input_name: inputs}, **self._keywords)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _diverted(self) -> Iterator[None]:
+        """Compute the layer with aliases of its parameters, so that their further gradients are added to the tap's.
+
+        A host's backward adds up all gradients of a parameter before it accumulates them.
+        """
+        keywords, own = self._keywords, self._layer.module._parameters
+        aliases: dict[int, Any] = {}
+        for place, parameter in enumerate(self._parameters):
+            source = parameter if self._taps.by_name else parameter.detach()
+            take = functools.partial(self._take, place)
+            aliases[id(parameter)] = Diverted.apply(take, source, self._taps.anchor)  # type: ignore[no-untyped-call]
+        replaced = {name: value for name, value in own.items() if id(value) in aliases}
+        self._keywords = {name: aliases.get(id(value), value) for name, value in keywords.items()}
+        own.update({name: aliases[id(value)] for name, value in replaced.items()})
+        try:
+            yield
+        finally:
+            own.update(replaced)
+            self._keywords = keywords
+
+    def _take(self, place: int, gradient: torch.Tensor) -> None:
+        parameter, kept = self._parameters[place], Kept(gradient)
+        make = functools.partial(_as_kept, kept)
+        self._taps.keep(self._microbatch, self._layer, (parameter,), make, (kept,))
+
+
+def _from_kept(
+    layer: TappedLayer, parameters: Parameters, inputs: Kept, gradient: Kept, choose: Choose | None
+) -> tuple[torch.Tensor, ...]:
+    return layer.gradients(parameters, inputs.tensor, gradient.tensor, choose)
+
+
+def _as_kept(kept: Kept, choose: Choose | None) -> tuple[torch.Tensor, ...]:
+    return (kept.tensor,)
+
+
+def has_users_hook(parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether a hook on one of these is not a host's. It may need each microbatch's gradient in its backward."""
+    for parameter in parameters:
+        after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        for hooks in (parameter._backward_hooks, after):
+            if hooks and not all(_is_hosts(hook) for hook in hooks.values()):
+                return True
+    return False
+
+
+def _is_hosts(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return is_of_host(getattr(hook, "__module__", None) or type(hook).__module__)
+
+
+def is_of_host(module: str) -> bool:
+    """Return whether a module of this name belongs to a host or to this package."""
+    return any(module == host or module.startswith(f"{host}.") for host in _HOSTS)
+
+
+def _is_plain(inputs: Any, parameters: Sequence[torch.nn.Parameter]) -> bool:
+    """Return whether a layer's call is an ordinary product of real numbers, whose gradient a tap can compute.
+
+    It is not under a transform of ``torch.func`` or forward-mode differentiation, nor if the weight is itself computed,
+    nor for complex, nested, sparse or distributed tensors. An input of three or more dimensions has to be contiguous:
+    torch's product otherwise has other bits if its weight needs no gradient.
+    """
+    return (
+        type(inputs) in (torch.Tensor, torch.nn.Parameter)
+        and inputs.layout is torch.strided
+        and not inputs.is_nested
+        and inputs.is_floating_point()
+        and (inputs.ndim <= 2 or inputs.is_contiguous())
+        and all(isinstance(p, torch.nn.Parameter) and p.is_leaf and p.is_floating_point() for p in parameters)
+        and not transforms_run()
+    )
+
+
+def transforms_run() -> bool:
+    """Return whether a transform of ``torch.func`` or forward-mode differentiation is active."""
+    return bool(torch._C._are_functorch_transforms_active()) or torch.autograd.forward_ad._current_level >= 0
+
+
+class LinearTap(TappedLayer):
+    """``torch.nn.Linear``. The host's backward computes the gradient of the bias, a sum that takes little time."""
+
+    def gradients(
+        self, parameters: Parameters, inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        return (linear_gradient(parameters[0], inputs, gradient, choose),)
+
+
+def linear_gradient(
+    weight: torch.Tensor, inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose | None = None
+) -> torch.Tensor:
+    """Gradient of a weight ``[outputs, inputs]``, by the product that torch's own backward runs."""
+    inputs, gradient = inputs.reshape(-1, inputs.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+    if choose is not None:
+        inputs, gradient = choose("weight", inputs, gradient)
+    inputs = inputs.to(gradient.dtype)  # under autocast the layer computes in another type
+    return torch.mm(gradient.t(), inputs).to(weight.dtype)
+
+
+def plain_layer(module: torch.nn.Module, kind: type[torch.Tensor] = torch.nn.Parameter) -> TappedLayer | None:
+    """Return the tap of torch's own linear layer, if its weight is of this ``kind``; None for others.
+
+    A layer that computes with a DTensor has no tap, for example: a rank holds only a shard of the weight.
+    """
+    weight = vars(module)["_parameters"].get("weight")
+    if type(module) is not torch.nn.Linear or type(weight) is not kind:
+        return None
+    return LinearTap(module) if weight.requires_grad and weight.is_floating_point() else None
