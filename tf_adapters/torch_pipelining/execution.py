@@ -7,7 +7,7 @@ Source: torch/distributed/pipelining/schedules.py (``_PipelineScheduleRuntime``)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +19,8 @@ from tf_adapters.schedule.ir import PipelineSchedule
 class RewrittenOrder:
     """Runs the batches of one schedule object in another order."""
 
-    def __init__(self, schedule: Any, repeatable: Callable[[Any, Any], Any] | None = None) -> None:
-        """``repeatable(runtime, lowered order)`` returns this rank's actions, to iterate over in each batch."""
-        self._schedule, self._repeatable = schedule, repeatable
+    def __init__(self, schedule: Any) -> None:
+        self._schedule = schedule
         self._single = isinstance(schedule, host.PipelineScheduleSingle)
         self._runtime: Any = None
         self._order: PipelineSchedule | None = None
@@ -47,8 +46,6 @@ class RewrittenOrder:
         try:
             runtime._prepare_schedule_with_comms(lists)
             self._lowered, self._order = runtime.pipeline_order_with_comms, order
-            if self._repeatable is not None:
-                self._lowered = {**self._lowered, runtime.rank: self._repeatable(runtime, self._lowered)}
         finally:
             runtime.pipeline_order_with_comms = own
 

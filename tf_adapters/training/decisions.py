@@ -187,8 +187,7 @@ class Decisions:
             self._say_memory(batch)
         if plan.frontier:
             self.say(f"max_freeze_ratio auto: {describe_frontier(plan)}")
-        known, pipeline = state.measured_for(schedule), self._pipeline
-        meeting = log_lines.meeting(known, plan, pipeline.meetings, pipeline.waits_for_norm)
+        meeting = log_lines.meeting(state.measured_for(schedule), plan, self._pipeline.meetings)
         for line in (log_lines.planned(plan, batch.forecast), *([meeting] if meeting else []), *planned.notes):
             self.say(line)
 
