@@ -297,7 +297,13 @@ class TimelyFreezeConfig(BaseModel):
 
 
 def _without_retired(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without the retired ones. A line of the log names each of those."""
+    """Return the settings without the retired ones. A line of the log names each of those.
+
+    Raises ConfigError for one of ``REMOVED``.
+    """
+    for name, advice in REMOVED.items():
+        if name in settings:
+            raise ConfigError(f"{SECTION}.{name} is retired: {advice}")
     kept = {name: value for name, value in settings.items() if name not in RETIRED}
     for name in settings.keys() & RETIRED.keys():
         _say_retired(name)
@@ -347,8 +353,6 @@ def find_section(host_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _unknown_key(key: str) -> str:
-    if key in REMOVED:
-        return f"{SECTION}.{key} is retired: {REMOVED[key]}"
     close = difflib.get_close_matches(key, TimelyFreezeConfig.model_fields, n=1, cutoff=0.6)
     hint = f'did you mean "{close[0]}"?' if close else f"allowed are {', '.join(TimelyFreezeConfig.model_fields)}"
     return f"{SECTION} has an unknown key {_quoted(key)}: {hint}"

@@ -1,8 +1,9 @@
 """Speed with deferred weight gradients where ranks need not meet between steps, on every host, on emulated devices.
 
 Equal stages, 1F1B, no gradient clipping; then with clipping, on DeepSpeed with ZeRO 1, where ranks meet for the norm.
-Nothing else in the loop of the benchmark makes ranks meet: losses are read at the end. Every operation sleeps as long as a slow device would compute: order, communication and waiting are the engine's
-own, durations are emulated, and no figure says anything about a GPU.
+Nothing else in the loop of the benchmark makes ranks meet: losses are read at the end. Every operation sleeps as long
+as a slow device would compute: order, communication and waiting are the engine's own, durations are emulated, and no
+figure says anything about a GPU.
 
 Writes results/hosts/overlapping.json, host by host, and the table into docs/deferral.md.
 """
