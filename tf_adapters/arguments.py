@@ -12,13 +12,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tf_adapters.config import RETIRED, SECTION, TimelyFreezeConfig, allowed, read_setting
+from tf_adapters.config import REMOVED, RETIRED, SECTION, TimelyFreezeConfig, allowed, read_setting
 from tf_adapters.errors import ConfigError
 from tf_adapters.goals import LEVERS
 
 Spelling = Callable[[str], str]
 """Gives the option of a setting by its name; an empty name stands for the switch."""
 _FIELDS = {name: field for name, field in TimelyFreezeConfig.model_fields.items() if name != "enabled"}
+_OLD = (*RETIRED, *REMOVED)
 
 
 def dashed(name: str) -> str:
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser, spelling: Spelling = dashed) 
             metavar=name.split("_")[-1].upper(),
             help=f"{description} (default: {'by goal' if name in LEVERS else field.default})",
         )
-    for name in RETIRED:
+    for name in _OLD:
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         parser.add_argument(spelling(name), dest=f"{SECTION}_{name}", **options)
     _check_after_parsing(parser, spelling)
@@ -55,9 +56,9 @@ def config_from_args(args: argparse.Namespace, spelling: Spelling = dashed) -> T
     Raises ConfigError if a setting is given but freezing is not switched on.
     """
     given = vars(args)
-    settings = {name: given[f"{SECTION}_{name}"] for name in (*_FIELDS, *RETIRED) if f"{SECTION}_{name}" in given}
+    settings = {name: given[f"{SECTION}_{name}"] for name in (*_FIELDS, *_OLD) if f"{SECTION}_{name}" in given}
     settings = {name: value for name, value in settings.items() if value is not None or name not in LEVERS}
-    if given.get(SECTION):
+    if given.get(SECTION) or settings.keys() & REMOVED.keys():
         return TimelyFreezeConfig(**settings)
     for name, value in settings.items():
         if name in _FIELDS and value != _default(name):

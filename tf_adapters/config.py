@@ -37,6 +37,12 @@ RETIRED = {
 }
 """Settings of version 0.1.0 that have no effect any more, and what to do instead. The next version refuses them."""
 
+REMOVED = {
+    "optimizer_step": "updates are the host's own again. Leave it out; jobs that clip gradients still gain from "
+    "deferral within a step"
+}
+"""Settings that are refused with any value, and what to do instead."""
+
 
 class TimelyFreezeConfig(BaseModel):
     """Settings of one training run. Steps are optimizer steps, ratios are shares in [0, 1].
@@ -100,11 +106,6 @@ class TimelyFreezeConfig(BaseModel):
         None,
         description='extra_microbatches "auto": GiB that the tensors of a rank may fill; by default nine tenths of '
         "what its device has for them",
-    )
-    optimizer_step: Literal["synchronous", "post_validated"] = Field(
-        "synchronous",
-        description="synchronous: the update waits for the norm of all gradients, as in the host; post_validated: "
-        "ranks update at once, and make the update again if clipping was due (exact; with deferred)",
     )
     gradient_scale: Literal["skipped_as_zero", "computed_mean"] = Field(
         "skipped_as_zero",
@@ -173,8 +174,6 @@ class TimelyFreezeConfig(BaseModel):
             self._refuse_both("weight_gradients", "method", '"in_place" with it, since deferral needs a plan')
         if self.extra_microbatches and not deferred:
             self._refuse_both("extra_microbatches", "weight_gradients", f"0, {or_deferred}")
-        if self.post_validates and not deferred:
-            self._refuse_both("optimizer_step", "weight_gradients", f'"synchronous", {or_deferred}')
         if self.memory_limit is not None and not self.fills_memory:
             self._refuse_both("memory_limit", "extra_microbatches", 'null, or extra_microbatches "auto"')
         if self.is_auto and not self.plans:
@@ -200,15 +199,6 @@ class TimelyFreezeConfig(BaseModel):
     def is_auto(self) -> bool:
         """Return whether the plan is chosen by what it pays."""
         return self.max_freeze_ratio == "auto"
-
-    @property
-    def post_validates(self) -> bool:
-        return self.optimizer_step == "post_validated"
-
-    @property
-    def could_post_validate(self) -> bool:
-        """Return whether these settings would allow "post_validated", which they do not have."""
-        return self.defers and not self.post_validates
 
     @property
     def fills_memory(self) -> bool:
@@ -307,7 +297,13 @@ class TimelyFreezeConfig(BaseModel):
 
 
 def _without_retired(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without the retired ones. A line of the log names each of those."""
+    """Return the settings without the retired ones. A line of the log names each of those.
+
+    Raises ConfigError for one of ``REMOVED``.
+    """
+    for name, advice in REMOVED.items():
+        if name in settings:
+            raise ConfigError(f"{SECTION}.{name} is retired: {advice}")
     kept = {name: value for name, value in settings.items() if name not in RETIRED}
     for name in settings.keys() & RETIRED.keys():
         _say_retired(name)

@@ -52,7 +52,7 @@ def fallbacks(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """
     goal = GOALS.get(str(settings["goal"]), {})
     free = {name for name, value in goal.items() if settings[name] == value}
-    if settings["extra_microbatches"] or settings["optimizer_step"] != "synchronous":
+    if settings["extra_microbatches"]:
         free.discard("weight_gradients")
     seen: list[dict[str, Any]] = []
     for change in _NEARER:

@@ -1,9 +1,9 @@
 """Speed with deferred weight gradients where ranks need not meet between steps, on every host, on emulated devices.
 
-Equal stages, 1F1B, no gradient clipping; then with clipping, once with updates after the norm and once with updates
-before it, on DeepSpeed with ZeRO 1. Nothing else in the loop of the benchmark makes ranks meet: losses are read at the
-end. Every operation sleeps as long as a slow device would compute: order, communication and waiting are the engine's
-own, durations are emulated, and no figure says anything about a GPU.
+Equal stages, 1F1B, no gradient clipping; then with clipping, on DeepSpeed with ZeRO 1, where ranks meet for the norm.
+Nothing else in the loop of the benchmark makes ranks meet: losses are read at the end. Every operation sleeps as long
+as a slow device would compute: order, communication and waiting are the engine's own, durations are emulated, and no
+figure says anything about a GPU.
 
 Writes results/hosts/overlapping.json, host by host, and the table into docs/deferral.md.
 """
@@ -30,8 +30,8 @@ RESULTS = result_file("hosts/overlapping.json")
 PAGE = ROOT / "docs" / "deferral.md"
 RATES = {"deepspeed": 3e9, "megatron-core": 1e9, "torch": 1e9}
 """FLOP/s, at which a forward of a stage takes about 60 ms. DeepSpeed's microbatches have more rows."""
-STEPS = {"synchronous": ", clipped", "post_validated": ', clipped, `"optimizer_step": "post_validated"`'}
-"""The settings of trainings with clipping, and their words in the table."""
+CLIPPED = ", clipped"
+"""The end of the names of rows with clipping."""
 WIDE = "8 x 16"
 SIZES = {"4 x 8": (4, 8), WIDE: (8, 16)}
 """Pipeline ranks and microbatches."""
@@ -46,15 +46,13 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help=f"{WIDE} only runs on torch")
-    parser.add_argument("--only-clipped", nargs="+", choices=STEPS, help="measure only these rows with clipping")
     args = parser.parse_args()
     for size in args.sizes:
         for host in args.hosts:
-            if not args.only_clipped and (size != WIDE or host == "torch"):
+            if size != WIDE or host == "torch":
                 keep(f"{size}, {host}", measure(host, *SIZES[size]))
             if size != WIDE:
-                for step in args.only_clipped or STEPS:
-                    keep(f"{size}, {host}, {step}", measure(host, *SIZES[size], optimizer_step=step))
+                keep(f"{size}, {host}{CLIPPED}", measure(host, *SIZES[size], max_norm=MAX_NORM[host]))
     text = table(read_rows())
     put_table(PAGE, "overlapping", text)
     print(text)
@@ -63,8 +61,7 @@ def main() -> None:
 def keep(name: str, row: dict[str, Any]) -> None:
     """Replace the figures of a host at one size, and where they come from."""
     emulation = {"device": "emulated", "rates": RATES}
-    ways = ("", *(f", {step}" for step in STEPS))
-    order = [f"{size}, {host}{way}" for size in SIZES for host in HOSTS for way in ways]
+    order = [f"{size}, {host}{way}" for size in SIZES for host in HOSTS for way in ("", CLIPPED)]
     keep_row(RESULTS, "rows", {name: {**row, "machine": machine(*HOSTS)}}, order, **emulation)
 
 
@@ -73,10 +70,10 @@ def read_rows() -> dict[str, Any]:
     return read_part(RESULTS, "rows")
 
 
-def measure(host: str, ranks: int, microbatches: int, optimizer_step: str = "") -> dict[str, Any]:
+def measure(host: str, ranks: int, microbatches: int, max_norm: float = 0.0) -> dict[str, Any]:
     """The host alone, and with deferred weight gradients at three amounts of memory.
 
-    With an ``optimizer_step`` gradients are clipped.
+    With a ``max_norm`` above 0 gradients are clipped.
     """
     size = Size(
         ranks,
@@ -85,14 +82,13 @@ def measure(host: str, ranks: int, microbatches: int, optimizer_step: str = "") 
         context=16,
         micro_batch=2,
         microbatches=microbatches,
-        clip=MAX_NORM[host] if optimizer_step else 0.0,
+        clip=max_norm,
     )
     row: dict[str, Any] = {"clip": size.clip}
     with RankPool(ranks, functools.partial(setup, host)) as pool:
         alone = row["alone"] = _of_all(pool.run(run_alone, host, size, timeout_s=1200))
         for extra in (0, ranks // 2, ranks):
-            run = functools.partial(run_exact, host, size, extra, optimizer_step=optimizer_step or "synchronous")
-            exact = row[str(extra)] = _of_all(pool.run(run, timeout_s=1200))
+            exact = row[str(extra)] = _of_all(pool.run(run_exact, host, size, extra, timeout_s=1200))
             exact["speedup"] = alone["step_ms"] / exact["step_ms"]
             exact["measured_over_planned"] = exact["step_ms"] / exact["planned_ms"]
             exact["same_losses"] = exact["losses"] == alone["losses"]
@@ -112,13 +108,12 @@ def run_alone(host: str, size: Size) -> dict[str, Any]:
         return {"step_ms": step_ms(begins[SETTLE:]), "losses": losses, "emulation_error": device.error}
 
 
-def run_exact(host: str, size: Size, extra_microbatches: int, *, optimizer_step: str) -> dict[str, Any]:
+def run_exact(host: str, size: Size, extra_microbatches: int) -> dict[str, Any]:
     """The step in stable freezing beside the plan's, and the losses of all steps. Called on all ranks at once."""
     section = {
         "weight_gradients": "deferred",
         "max_freeze_ratio": 0.0,
         "extra_microbatches": extra_microbatches,
-        "optimizer_step": optimizer_step,
         "monitoring_precision": 0.02,
         "replan_threshold": 0.0,
     }
@@ -130,13 +125,11 @@ def run_exact(host: str, size: Size, extra_microbatches: int, *, optimizer_step:
         settled = controller.state.phases.progressive_end + SETTLE
         forecast, measurement = controller.forecast, controller.state.measurement
         training.detach()
-        notes = controller.state.notes
     return {
         "step_ms": step_ms(begins[settled:]),
         "planned_ms": forecast.planned_ms,
         "planned_speedup": forecast.unfrozen_ms / forecast.planned_ms,
         "steps": measurement.steps,
-        "notes": notes,
         "losses": losses,
         "emulation_error": device.error,
     }
@@ -170,14 +163,9 @@ def table(rows: dict[str, Any]) -> str:
     """One line for each size and host, one column for each amount of memory."""
     lines = []
     for name, row in rows.items():
-        size, host, *step = name.split(", ")
-        lines.append(
-            [
-                size,
-                HOSTS[host] + (STEPS[step[0]] if step else ""),
-                *(cell(row[extra]) for extra in row if extra.isdigit()),
-            ]
-        )
+        size, host, *way = name.split(", ")
+        words = HOSTS[host] + (CLIPPED if way else "")
+        lines.append([size, words, *(cell(row[extra]) for extra in row if extra.isdigit())])
     head = ["stages x microbatches", "host", "the host's memory", "1.5 times the memory", "twice the memory"]
     return markdown_table(head, lines)
 

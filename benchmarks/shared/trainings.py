@@ -203,7 +203,6 @@ def _torch(freezing: PairedSettings, alone: bool, size: Size) -> Training:
     def attach() -> Any:
         section = freezing.section()
         adapter = tf_adapters.torch_pipelining.attach(trainer.schedule, section, optimizer=trainer.optimizers)
-        trainer.clip = adapter.clip_grad_norm_
         adapters.append(adapter)
         return adapter
 

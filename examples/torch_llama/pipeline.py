@@ -36,7 +36,6 @@ class Trainer:
         self.layout = layout
         self.device = device
         self.max_norm: float | None = None  # of the gradients of all stages; None does not clip
-        self.clip: Callable[..., Tensor] = clip_grad_norm_
         self.finished_steps = 0
         mine = layout.stages_of(dist.get_rank())
         self.stages = {index: LlamaStage(whole, layout.layers_of(index), bf16).float().to(device) for index in mine}
@@ -59,7 +58,7 @@ class Trainer:
             optimizer.zero_grad()
         loss = self._run(self.schedule.step, batch)
         if self.max_norm is not None:
-            self.clip([p for stage in self.stages.values() for p in stage.parameters()], self.max_norm)
+            clip_grad_norm_([p for stage in self.stages.values() for p in stage.parameters()], self.max_norm)
         for optimizer in self.optimizers:
             optimizer.step()
         self.finished_steps += 1

@@ -104,12 +104,11 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
     freezing = None
     if args.freezing:  # TimelyFreeze: the rest follows from this call
         freezing = attach(trainer.schedule, args.freezing, optimizer=trainer.optimizers)
-        trainer.clip = freezing.clip_grad_norm_ if freezing else trainer.clip
     if args.resume:
         checkpoints.load(args.resume, trainer, freezing)
     train(trainer, training, held_out, args, freezing)
     if freezing:
-        freezing.detach()  # TimelyFreeze: leaves the final report, and makes the last update final
+        freezing.detach()  # TimelyFreeze: leaves the final report
     if args.save:
         models.save(args.config, trainer.stages.values(), args.save, tokenizer)
 

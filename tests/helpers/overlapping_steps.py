@@ -16,9 +16,6 @@ OVERLAPPING = {
 }
 """Exact deferral that begins after eight measured steps and keeps its plan."""
 
-POST_VALIDATED = {**OVERLAPPING, "optimizer_step": "post_validated", "monitoring_steps": 4}
-"""The same, with updates before the norm is known."""
-
 
 def assert_ranks_overlap(ranks: Sequence[Mapping[str, Any]]) -> None:
     """Every rank has the same plan, whose steps overlap and are shorter than the host's."""
@@ -30,14 +27,10 @@ def assert_ranks_overlap(ranks: Sequence[Mapping[str, Any]]) -> None:
     assert any("ranks do not meet between steps" in line for line in ranks[0]["log"])
 
 
-def assert_ranks_meet(ranks: Sequence[Mapping[str, Any]], reason: str, avoidable: bool = False) -> None:
-    """Every rank knows that ranks meet, and the log names ``reason`` if the measured cost is worth a line.
-
-    It also says what avoids the meeting if it is ``avoidable``.
-    """
-    avoided = '; optimizer_step "post_validated" does not wait for the norm' if avoidable else ""
+def assert_ranks_meet(ranks: Sequence[Mapping[str, Any]], reason: str) -> None:
+    """Every rank knows that ranks meet, and the log names ``reason`` if the measured cost is worth a line."""
     assert [rank["known"].steps for rank in ranks] == ["meet"] * len(ranks)
     assert ranks[0]["meetings"] == (reason,)
     for line in ranks[0]["log"]:
         if "all ranks meet between steps" in line:
-            assert line.endswith(f"what makes them meet: {reason}{avoided}")
+            assert line.endswith(f"what makes them meet: {reason}")

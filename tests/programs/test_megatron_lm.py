@@ -67,14 +67,6 @@ def test_deferral_without_freezing_keeps_the_losses(alone: dict[int, str], tmp_p
     check_deferred(report)
 
 
-def test_updates_before_the_norm_keep_the_losses(alone: dict[int, str], tmp_path: Path) -> None:
-    """The script clips by a norm of 1.0, its default. Each update is final before the next batch's first backward."""
-    output = train(*deferring(tmp_path, 0.0), "--timely-freeze-optimizer-step", "post_validated")
-    assert losses(output) == alone
-    report = Report.read(tmp_path / "timely_freeze" / "report.json")
-    assert "updates were made before the norm of all gradients was known" in report.note[-1]
-
-
 def test_it_freezes_and_defers(alone: dict[int, str], tmp_path: Path) -> None:
     output = train(*deferring(tmp_path, 0.8))
     report = Report.read(tmp_path / "timely_freeze" / "report.json")

@@ -26,7 +26,6 @@ from tf_adapters.deepspeed.execution import (
     FinishSends,
     InputGradients,
     OrderedSchedule,
-    RepeatedForwards,
     Transfers,
     WeightGradients,
     apart,
@@ -40,7 +39,6 @@ from tf_adapters.deepspeed.optimizers import (
     held_values,
     scale_gradients,
 )
-from tf_adapters.deepspeed.post_validation import DeepSpeedPostValidation, post_validation_of, waits_for_norm
 from tf_adapters.deepspeed.schedules import SCHEDULES, MicrobatchTracker, own_schedule, translate
 from tf_adapters.deepspeed.stages import (
     is_dualpipev,
@@ -72,8 +70,6 @@ _WARMUP_ATTRIBUTES = ("warmup_num_steps", "num_warmup_steps", "warmup_steps")
 
 class DeepSpeedAdapter(HostAdapter):
     """Runs a Controller inside one PipelineEngine. Made by ``tf_adapters.deepspeed.attach``."""
-
-    validation: DeepSpeedPostValidation | None
 
     def __init__(
         self,
@@ -120,8 +116,7 @@ class DeepSpeedAdapter(HostAdapter):
             traced=holds_first_rank(engine.grid.get_pipe_parallel_group()),
             replicas=engine.grid.get_data_parallel_world_size(),
             adaptive=is_adaptive([engine.basic_optimizer]),
-            meetings=meetings(engine, self._loss_is_late, self.config.post_validates),
-            waits_for_norm=waits_for_norm(engine, self.config),
+            meetings=meetings(engine, self._loss_is_late),
             warmup_steps=self._warmup_steps(),
             clock=clock_for(torch.device(engine.device)),
         )
@@ -156,9 +151,6 @@ class DeepSpeedAdapter(HostAdapter):
     # --- on and off ------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        self.validation = post_validation_of(self.engine, self.config, self.controller)
-        if self.validation is not None:
-            self.on_detach(self.validation.close)
         if self._loss_is_late:
             self._late_loss = LateLoss(self.engine)
             self.on_detach(self._late_loss.close)
@@ -169,8 +161,6 @@ class DeepSpeedAdapter(HostAdapter):
         self._holder = HeldParameters(engine)
         self._host_instructions: dict[type, Callable[..., None]] = dict(engine._INSTRUCTION_MAP)
         self.on_detach(self._holder.after_step)  # after a step that was cut off
-        if self.validation is not None:
-            self.validation.install(self, self._holder)
         self.around_steps(engine.basic_optimizer, self._holder.before_step, self._holder.after_step)
         wrapped = {
             host.ForwardPass: self._forward,
@@ -200,17 +190,13 @@ class DeepSpeedAdapter(HostAdapter):
     def _exec_schedule(self, run: Callable[[host.PipeSchedule], None], schedule: host.PipeSchedule) -> None:
         evaluates = isinstance(schedule, host.InferenceSchedule) or getattr(schedule, "forward_only", False)
         if evaluates:  # the second is DualPipeV's
-            self.settle()
             run(schedule)
             return
         refuse_another(schedule, self._own_schedule)
         try:
-            ours = self._begin_step()
-            self.in_batch = True
-            run(ours)
+            run(self._begin_step())
         finally:
             self._transfers = self._waiting = None
-            self.in_batch = False
         self._shapes_known = True
 
     def _begin_step(self) -> host.PipeSchedule:
@@ -219,40 +205,21 @@ class DeepSpeedAdapter(HostAdapter):
         refuse_compiled(engine)  # it may have been compiled after attaching
         if engine.micro_batches != controller.state.microbatches:
             controller.reschedule(self._orders(engine.micro_batches))
-        self._forget_forwards()
+        self._tracker = MicrobatchTracker()
+        self._losses.clear()
         in_host_order = not self._shapes_known and controller.pipeline.moves_forwards
         self._count_lost(in_host_order and controller.execution is not controller.schedule)
         controller.begin_step(in_host_order)
         size = {"micro_batches": engine.micro_batches, "stages": engine.num_stages, "stage_id": engine.stage_id}
         order = controller.execution
         row, rewritten = order.ranks[engine.stage_id], order is not controller.schedule
-        runs_ours = rewritten or self._is_gpipe or self.repeatable
-        if runs_ours and self._shapes_known and controller.pipeline.moves_forwards:
+        if (rewritten or self._is_gpipe) and self._shapes_known and controller.pipeline.moves_forwards:
             receives = self.receives(order)
             self._transfers = Transfers(engine, receives.taken)
-            repeated = None
-            if self.validation is not None and self.validation.pending:
-                repeated = RepeatedForwards(
-                    engine,
-                    self._transfers,
-                    validation=self.validation,
-                    begin_again=self._begin_again,
-                    order=order,
-                    before=receives.before,
-                )
-            return OrderedSchedule(row, **size, receives=receives.before, repeated=repeated)
-        self.settle()
+            return OrderedSchedule(row, **size, receives=receives.before)
         if rewritten:
             self._waiting = WaitingWeights(row, lambda a, _: controller.compute_weight_gradients(a.stage, a.microbatch))
         return self._schedule_type(**size)
-
-    def _begin_again(self) -> None:
-        self._forget_forwards()
-        self.controller.begin_step()
-
-    def _forget_forwards(self) -> None:
-        self._tracker = MicrobatchTracker()
-        self._losses.clear()
 
     def _count_lost(self, lost: bool) -> None:
         """Warn once if several steps in a row cannot run in the plan's order. The count is the same on all ranks."""

@@ -18,14 +18,12 @@ def keep_in_checkpoints(adapter: HostAdapter, engine: Any, warmup_steps: Callabl
     saved, loaded = inspect.signature(engine.save_checkpoint), inspect.signature(engine.load_checkpoint)
 
     def save(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        adapter.settle()
         bound = saved.bind(*args, **kwargs)
         client_state = bound.arguments.get("client_state") or {}
         bound.arguments["client_state"] = {**client_state, SECTION: adapter.controller.state_dict()}
         return run(*bound.args, **bound.kwargs)
 
     def load(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        adapter.settle()
         path, client_state = run(*args, **kwargs)
         weights_only = loaded.bind(*args, **kwargs).arguments.get("load_module_only", False)
         if path is not None:

@@ -9,17 +9,15 @@ Source: deepspeed/runtime/pipe/engine.py, schedule.py and p2p.py.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe import schedule as host
 
-from tf_adapters.hosts.forwards_again import ForwardsAgain, Rewindable
 from tf_adapters.hosts.sent import SentMessages
 from tf_adapters.overrides import Overrides
 from tf_adapters.schedule.ir import Action, Kind
@@ -48,8 +46,7 @@ BATCH_ENDING = (host.ReduceTiedGrads, host.ReduceGrads, host.OptimizerStep)
 class OrderedSchedule(host.PipeSchedule):  # type: ignore[misc]
     """The instructions of one stage for its row of an order.
 
-    ``receives`` maps an action to the actions whose inputs begin to be received before it. ``repeated`` are the first
-    forwards of the row if they may have to run again.
+    ``receives`` maps an action to the actions whose inputs begin to be received before it.
     """
 
     ending: tuple[type[host.PipeInstruction], ...] = (FinishSends, *BATCH_ENDING)
@@ -62,32 +59,20 @@ class OrderedSchedule(host.PipeSchedule):  # type: ignore[misc]
         stage_id: int,
         *,
         receives: Mapping[Action, tuple[Action, ...]] | None = None,
-        repeated: RepeatedForwards | None = None,
     ) -> None:
         super().__init__(micro_batches=micro_batches, stages=stages, stage_id=stage_id)
-        self._repeated = repeated
         self._row, self._buffers, self._receives = row, _buffers(row), receives or {}
 
     def steps(self) -> Iterator[list[host.PipeInstruction]]:
         """Yield the instructions of each action, then the instructions that end the batch."""
-        row, repeated = self._row, self._repeated
-        if repeated is not None:
-            first, row = row[: len(repeated.forwards)], row[len(repeated.forwards) :]
-            with repeated.rewindable():
-                yield from self._of(first)
-                if repeated.settle():
-                    yield from self._of(first)
-        yield from self._of(row)
-        yield [instruction() for instruction in self.ending]
-
-    def _of(self, actions: Iterable[Action]) -> Iterator[list[host.PipeInstruction]]:
-        for action in actions:
+        for action in self._row:
             if action in self._receives:
                 yield [BeginReceive(action=target) for target in self._receives[action]]
             if action.kind is Kind.WEIGHT_GRAD:
                 yield [WeightGradients(microbatch=action.microbatch)]
             else:
                 yield list(self._instructions(action, self._buffers[action.microbatch]))
+        yield [instruction() for instruction in self.ending]
 
     def num_pipe_buffers(self) -> int:
         """Return the largest number of microbatches that are between forward and input gradient at one time."""
@@ -189,60 +174,7 @@ class Transfers:
         else:
             self._sent[neighbour].keep(message)
 
-    def discard_activations(self, without_receive: int) -> None:
-        """Receive the activations that are under way, and drop them. ``without_receive`` have no receive yet."""
-        for _ in range(without_receive):
-            self.begin_receive(Action(self._engine.stage_id, Kind.FORWARD, 0))
-        coming = self._coming[host.RecvActivation]
-        while coming:
-            for work in coming.popleft()[2]:
-                work.wait()
-
     def finish(self) -> None:
         """Wait until all sent messages have arrived."""
         for sent in self._sent.values():
             sent.finish()
-
-
-class RepeatedForwards(ForwardsAgain):
-    """The first forwards of a batch, which run again if the last update has to be made again.
-
-    ``settings`` are those arguments of ``ForwardsAgain`` that do not follow from the engine.
-    """
-
-    def __init__(self, engine: Any, transfers: Transfers, **settings: Any) -> None:
-        super().__init__(
-            modules=[engine.module],
-            device=torch.device(engine.device),
-            tracker=checkpointing.get_cuda_rng_tracker(),
-            rank=engine.stage_id,
-            **settings,
-        )
-        self._engine, self._transfers = engine, transfers
-        self._data: Rewindable | None = None
-
-    @contextmanager
-    def rewindable(self) -> Iterator[None]:
-        """Let the forwards inside run again with the same data."""
-        iterator, self._offset = self._engine.data_iterator, self._engine.module.micro_offset
-        self.remember()
-        if iterator is not None:
-            self._data = self._engine.data_iterator = Rewindable(iterator, self.device)
-        try:
-            yield
-        finally:
-            self._engine.data_iterator = iterator
-
-    def settle(self) -> bool:
-        """Make sure that the last update is final. Return whether the forwards have to run again."""
-        if not self.validation.settle():
-            return False
-        engine = self._engine
-        self._transfers.discard_activations(self.unreceived)
-        engine.total_loss = engine.total_additional_losses = None
-        engine.fwd_outputs = []
-        engine.module.micro_offset = self._offset  # the seed of a layer's next forward depends on it
-        if self._data is not None:
-            self._data.rewind()
-        self.put_back()
-        return True

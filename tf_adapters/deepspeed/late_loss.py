@@ -29,10 +29,10 @@ def loss_can_be_late(engine: Any) -> bool:
     return bool(engine.is_pipe_parallel) and own and not more
 
 
-def meetings(engine: Any, loss_is_late: bool, norm_is_late: bool) -> tuple[str, ...]:
+def meetings(engine: Any, loss_is_late: bool) -> tuple[str, ...]:
     """Return what makes the pipeline's ranks meet between steps, as far as the engine's settings say."""
     outer = engine.optimizer
-    has_norm = not norm_is_late and getattr(outer, "compute_grad_norm", True)
+    has_norm = getattr(outer, "compute_grad_norm", True)
     found = {
         "the loss that train_batch sends to all ranks": not loss_is_late,
         f"gradient_clipping {engine.gradient_clipping():g}": has_norm and engine.gradient_clipping() > 0.0,
@@ -40,9 +40,7 @@ def meetings(engine: Any, loss_is_late: bool, norm_is_late: bool) -> tuple[str, 
         "BF16_Optimizer's norm of all gradients": has_norm
         and engine.bfloat16_enabled()
         and not engine.zero_optimization(),
-        "ZeRO's check_grad_overflow": not has_norm
-        and not norm_is_late
-        and getattr(outer, "check_grad_overflow", False),
+        "ZeRO's check_grad_overflow": not has_norm and getattr(outer, "check_grad_overflow", False),
         "the overflow check of fp16": engine.fp16_enabled(),
         "tied weights": bool(engine.module.tied_comms),
     }

@@ -16,7 +16,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from tf_adapters.deepspeed.partitions import flat_partitions, fragments
-from tf_adapters.hosts.update_copies import HeldCopies
+from tf_adapters.hosts.held_copies import HeldCopies
 from tf_adapters.selection.sampling import HeldValues, ParameterPiece
 from tf_adapters.training.step_masks import Scale
 

@@ -13,7 +13,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.deepspeed.partitions import misplaced
-from tf_adapters.deepspeed.post_validation import post_validation_problem
 from tf_adapters.deepspeed.replaced import replaced_problem
 from tf_adapters.deepspeed.stages import is_dualpipev, layers_by_stage
 from tf_adapters.hosts.agreement import refuse_other_schedules
@@ -60,7 +59,6 @@ def check(engine: Any, settings: TimelyFreezeConfig) -> None:
     refuse(compiled_problem(engine.module, engine.module, layers, settings))
     refuse(replaced_problem(engine, settings))
     refuse(_setting_problem(engine) or _optimizer_problem(engine) or _partition_problem(engine))
-    refuse(post_validation_problem(engine) if settings.post_validates else None)
     if is_dualpipev(engine):
         if settings.splits_backwards:
             refuse(f"DualPipeV overlaps two stages of a rank; use {settings.without_split} with it")

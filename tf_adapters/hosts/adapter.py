@@ -17,8 +17,6 @@ from tf_adapters.config import SECTION, TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.agreement import GivenConfig, agree_on_settings, gather_units
 from tf_adapters.hosts.layers import blocks
-from tf_adapters.hosts.post_validation import PostValidation
-from tf_adapters.measuring.phase import Phase
 from tf_adapters.overrides import Overrides
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.report.observer import MetricSink, RunReporter
@@ -62,8 +60,6 @@ class HostAdapter(ABC):
         self._undo.callback(collectives.close)
         self._undo.callback(self.overrides.restore)
         self._detached = False
-        self.in_batch = False  # whether a training batch runs
-        self.validation: PostValidation | None = None  # of updates before the norm is known
         self._receives: tuple[PipelineSchedule, FreezePlan | None, Receives] | None = None  # of the last step
         described: list[HostPipeline] = []
         made: list[Controller] = []
@@ -102,31 +98,6 @@ class HostAdapter(ABC):
         with self.abandoned_on_error():
             on_all_ranks(self.collectives, self.connect)
             on_all_ranks(self.collectives, install)
-
-    @property
-    def repeatable(self) -> bool:
-        """Return whether batches of this phase run in a way that can repeat their first forwards."""
-        monitored = self.controller.phase is not Phase.WARMUP and not self.controller.state.failure
-        return self.validation is not None and monitored
-
-    def settle(self) -> None:
-        """Make sure that the last update is final, if it was made before the norm was known. In a batch do nothing.
-
-        Code that saves or evaluates must call this before. The adapter does so where the host saves or evaluates.
-        """
-        if self.validation is not None and not self.in_batch and not self.validation.making_again:
-            self.validation.settle()
-
-    def settle_before(self, owner: Any, names: Iterable[str]) -> None:
-        """Make the last update final before each call of these functions of ``owner``, as far as it has them."""
-
-        def settle_and_run(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self.settle()
-            return run(*args, **kwargs)
-
-        for name in names:
-            if callable(getattr(owner, name, None)):
-                self.overrides.wrap(owner, name, settle_and_run)
 
     def metrics(self) -> MetricSink | None:
         """Return the function that receives this rank's figures after each step, if any."""
@@ -169,7 +140,6 @@ class HostAdapter(ABC):
         """
         if self._detached:
             return
-        self.settle()
         on_all_ranks(self.collectives, self.overrides.check)
         self._detached = True
         with self._undo:

@@ -58,13 +58,11 @@ class LateTensor(torch.Tensor):
     """
 
     plain: torch.Tensor
-    _message: _Message | LateSums | None
+    _message: _Message | None
     _read: Callable[[torch.Tensor], torch.Tensor]
 
     @staticmethod
-    def of(
-        message: _Message | LateSums, device: torch.device, read: Callable[[torch.Tensor], torch.Tensor]
-    ) -> LateTensor:
+    def of(message: _Message, device: torch.device, read: Callable[[torch.Tensor], torch.Tensor]) -> LateTensor:
         """Return a scalar tensor on ``device``, whose value is ``read(message.values)`` once they have arrived."""
         plain = torch.zeros((), dtype=message.values.dtype, device=device)
         late: LateTensor = torch.Tensor._make_subclass(LateTensor, plain)
@@ -97,32 +95,6 @@ def _plain(value: Any) -> Any:
 
 def _arrived(value: Any) -> Any:
     return LateTensor.arrive(value) if isinstance(value, LateTensor) else value
-
-
-class LateSums:
-    """Sums over ranks, each in a message of its own."""
-
-    def __init__(self, messages: Sequence[_Message], device: torch.device) -> None:
-        self._messages, self._device = messages, device
-
-    @property
-    def values(self) -> torch.Tensor:
-        """Return the sums if all of them have arrived, as a 1-d CPU tensor."""
-        return torch.cat([message.values for message in self._messages])
-
-    def wait(self) -> None:
-        """Wait for all messages. Raises RuntimeError if a rank that one comes from is gone."""
-        for message in self._messages:
-            message.wait()
-
-    def arrive(self) -> torch.Tensor:
-        """Wait for the sums, and return them as a 1-d tensor on the ranks' device."""
-        self.wait()
-        return self.values.to(self._device)
-
-    def late(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LateTensor:
-        """Return ``function`` of the sums, a scalar, as a tensor that waits for them."""
-        return LateTensor.of(self, self._device, lambda sums: function(sums.to(self._device)))
 
 
 class _OwnGroup:
@@ -196,24 +168,8 @@ class LateNorms(_OwnGroup):
 
     def norm(self, own: torch.Tensor) -> LateTensor:
         """Return the 2-norm over all ranks, a scalar; ``own`` is this rank's. Called on all ranks in the same order."""
-        return self.square_and_norm(own)[1]
-
-    def square_and_norm(self, own: torch.Tensor) -> tuple[LateTensor, LateTensor]:
-        """Return the square of the norm, too."""
-        message = self._send(own.detach().float().square())
-        square = LateTensor.of(message, self._device, itemgetter(0))
-        return square, LateTensor.of(message, self._device, lambda values: values[0].sqrt())
-
-    def sums(self, own: Sequence[torch.Tensor]) -> LateSums:
-        """Return the sums of scalars over all ranks. Called on all ranks in the same order.
-
-        Each scalar has its own message, as in the hosts. In a longer message gloo adds up the ranks' values in another
-        order.
-        """
-        return LateSums([self._send(of_rank.detach().float()) for of_rank in own], self._device)
-
-    def _send(self, own: torch.Tensor) -> _Message:
-        return self._begin_when_computed(own.reshape(1), self._add_up)
+        message = self._begin_when_computed(own.detach().float().square().reshape(1), self._add_up)
+        return LateTensor.of(message, self._device, lambda values: values[0].sqrt())
 
     def _add_up(self, values: torch.Tensor) -> Any:
         return self._group.allreduce([values])

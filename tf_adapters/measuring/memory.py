@@ -44,21 +44,18 @@ class HeldMemory:
         in_flight: by stage, memory of a microbatch from its forward to the end of its input gradient.
         waiting: by stage, memory of a microbatch from then until its weight gradients are computed.
         gradients: by stage, memory of all weight gradients from the first one on.
-        copies: memory of overwritten values that post-validation keeps until the first backward of a batch.
     """
 
     base: float
     in_flight: Mapping[int, float]
     waiting: Mapping[int, float]
     gradients: Mapping[int, float]
-    copies: float = 0.0
 
     def peak_bytes(self, row: Iterable[Action]) -> int:
         """Return the peak over the ends of these actions, in bytes, if the rank runs them in this order."""
         most = self.base
         for in_flight, waiting, having in _holdings(row):
-            held = 0.0 if having or any(waiting.values()) else self.copies
-            held += sum(self.in_flight.get(stage, 0.0) * count for stage, count in in_flight.items())
+            held = sum(self.in_flight.get(stage, 0.0) * count for stage, count in in_flight.items())
             held += sum(self.waiting.get(stage, 0.0) * count for stage, count in waiting.items())
             held += sum(self.gradients.get(stage, 0.0) for stage in having)
             most = max(most, self.base + held)
@@ -67,16 +64,15 @@ class HeldMemory:
     def most_microbatches(self, limit_bytes: float) -> int:
         """Return how many microbatches, each of the stage that holds most, this rank can hold within a limit."""
         of_one = max(max(self.in_flight[stage], self.waiting[stage]) for stage in self.in_flight)
-        left = limit_bytes - self.base - max(self.copies, sum(self.gradients.values()))
+        left = limit_bytes - self.base - sum(self.gradients.values())
         return max(0, int(left // of_one)) if of_one > 0.0 else 0
 
 
 class _Sample(NamedTuple):
-    """The bytes that a rank held at the end of an action, and those of copies among them."""
+    """The bytes that a rank held at the end of an action."""
 
     action: Action
     held: int
-    copies: int
 
 
 class MemoryMeter:
@@ -88,12 +84,9 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._held = device, _reader(device)
-        self.copied_bytes = 0
-        """Bytes of copies of the values that the last update overwrote, while it may have to be made again."""
         self.clear()
 
     def clear(self) -> None:
-        self._most_copied = 0
         self._peaks: dict[str, int] = {}
         self._steps = Counter[str]()
         self._ran: list[_Sample] = []  # of the current step
@@ -107,8 +100,7 @@ class MemoryMeter:
         """Read the memory at the end of ``action``, which may also be the first half (INPUT_GRAD) of a BACKWARD."""
         if self._held is None or self._steps[phase] >= _STEPS:
             return
-        self._most_copied = max(self._most_copied, self.copied_bytes)  # also of forwards that run again
-        self._ran.append(_Sample(action, self._held(), self.copied_bytes))
+        self._ran.append(_Sample(action, self._held()))
 
     def stop_step(self, phase: str) -> None:
         self._steps[phase] += 1
@@ -135,13 +127,13 @@ class MemoryMeter:
             for step in steps
             for in_flight, waiting, having in _holdings(ran.action for ran in step)
         ]
-        seen = [ran.held - ran.copies for step in steps for ran in step]
+        seen = [ran.held for step in steps for ran in step]
         base, *of_stages = np.linalg.lstsq(np.array(rows, float), np.array(seen, float), rcond=None)[0].tolist()
         in_flight, waiting, gradients = (
             dict(zip(stages, of_stages[start : start + len(stages)], strict=True))
             for start in range(0, 3 * len(stages), len(stages))
         )
-        return HeldMemory(base, in_flight, waiting=waiting, gradients=gradients, copies=self._most_copied)
+        return HeldMemory(base, in_flight, waiting=waiting, gradients=gradients)
 
     def most_microbatches(self, phase: str, limit_bytes: float | None) -> int | None:
         """Return how many microbatches this rank can hold, as measured in a phase; None if that is not known.

@@ -17,12 +17,10 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from tf_adapters.collectives import Collectives, holds_first_rank, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
-from tf_adapters.hosts.forwards_again import ForwardsAgain
 from tf_adapters.hosts.late import LateNorms
 from tf_adapters.hosts.layers import layers_of
 from tf_adapters.hosts.waiting import WaitingWeights
@@ -30,11 +28,10 @@ from tf_adapters.log import announce
 from tf_adapters.measuring.timer import clock_for
 from tf_adapters.megatron.chunks import Chunk, device_of
 from tf_adapters.megatron.ddp import before_reduction
-from tf_adapters.megatron.late_norm import clips, meetings, own_norm
+from tf_adapters.megatron.late_norm import meetings, own_norm
 from tf_adapters.megatron.linear import tapped_layer
 from tf_adapters.megatron.optimizers import HeldParameters, held_values, leaves, scale_gradients
 from tf_adapters.megatron.ordered import Links, OrderedBatch, is_replaceable
-from tf_adapters.megatron.post_validation import MegatronPostValidation, install, post_validation_problem
 from tf_adapters.megatron.schedules import PipelinePosition, translate
 from tf_adapters.megatron.units import chunk_units, tied_places
 from tf_adapters.report.observer import MetricSink
@@ -74,8 +71,6 @@ class MegatronModel:
 class MegatronAdapter(HostAdapter):
     """Runs a Controller for one model. Made by ``tf_adapters.megatron.attach``."""
 
-    validation: MegatronPostValidation | None
-
     def __init__(
         self,
         model: MegatronModel,
@@ -87,6 +82,7 @@ class MegatronAdapter(HostAdapter):
         self._model = model
         self._warmup_steps = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
         self._batch_seen = False
+        self._in_batch = False  # whether a training batch runs
         self._waiting: WaitingWeights | None = None
         self._ordered: OrderedBatch | None = None
         self._norm_is_late = config.defers and model.norm_can_be_late
@@ -108,10 +104,6 @@ class MegatronAdapter(HostAdapter):
 
     def connect(self) -> None:
         model = self._model
-        if self.config.post_validates and clips(model.optimizer):
-            modules = [chunk.model for chunk in self._chunks.values()]
-            self.validation = MegatronPostValidation(model.optimizer, modules, self.controller)
-            self.on_detach(self.validation.close)
         if self._norm_is_late:
             group = model.optimizer.chained_optimizers[0].get_grad_stats_parallel_group()
             self._late_norms = LateNorms(group, device_of(model.chunks))
@@ -127,9 +119,6 @@ class MegatronAdapter(HostAdapter):
         if (norms := self._late_norms) is not None:
             optimizers, device = model.optimizer.chained_optimizers, device_of(model.chunks)
             self.overrides.set(model.optimizer, "get_grad_norm", lambda: norms.norm(own_norm(optimizers, device)))
-        if self.validation is not None:
-            owners = (*model.chunks, *(chunk.model for chunk in self._chunks.values()))
-            install(self.validation, self, owners)
         for wrapped in model.chunks:
             self.overrides.set(wrapped, ATTRIBUTE, self)
             if self.config.gradient_scale != "skipped_as_zero" and isinstance(wrapped, DistributedDataParallel):
@@ -160,13 +149,7 @@ class MegatronAdapter(HostAdapter):
             traced=holds_first_rank(model.pp_group),
             replicas=model.replicas,
             adaptive=is_adaptive([model.optimizer]),
-            meetings=meetings(
-                model.chunks, model.optimizer, model.config, self._norm_is_late or self.config.post_validates
-            ),
-            waits_for_norm=self.config.could_post_validate
-            and model.moves_forwards
-            and clips(model.optimizer)
-            and post_validation_problem(model.chunks, model.optimizer, model.config) is None,
+            meetings=meetings(model.chunks, model.optimizer, model.config, self._norm_is_late),
             warmup_steps=self._warmup_steps,
             clock=clock_for(device_of(model.chunks)),
         )
@@ -180,7 +163,7 @@ class MegatronAdapter(HostAdapter):
     @property
     def statistics_agree(self) -> bool:
         """Return whether the optimizer's success and norm are equal on all ranks without a reduction."""
-        return (self._late_norms is not None or self.validation is not None) and not self._detached
+        return self._late_norms is not None and not self._detached
 
     # --- what the patches call -------------------------------------------------------------------------------
 
@@ -192,7 +175,7 @@ class MegatronAdapter(HostAdapter):
         self.controller.begin_step()
         self._batch_seen = True
         self._follow_plan(communicator)
-        self.in_batch = True
+        self._in_batch = True
         self._unscaled = set(self._by_stage)
         ordered = self._ordered.without_transfers() if self._ordered else nullcontext()
         try:
@@ -200,11 +183,11 @@ class MegatronAdapter(HostAdapter):
                 yield
             self._finish_weight_gradients()
         finally:
-            self.in_batch, self._waiting, self._ordered = False, None, None
+            self._in_batch, self._waiting, self._ordered = False, None, None
 
     def forward(self, run: functools.partial[Any], model: torch.nn.Module, microbatch: int | None) -> Any:
         """Run one microbatch's forward through one chunk, masked and timed; outside a training batch, just run it."""
-        if not self.in_batch or microbatch is None:
+        if not self._in_batch or microbatch is None:
             return run()
         chunk = self._chunks[id(model)]
         if self._ordered is not None:
@@ -255,8 +238,7 @@ class MegatronAdapter(HostAdapter):
         host's order stays, and only the deferred weight gradients run where the plan has put them.
         """
         order = self.controller.execution
-        if order is self.controller.schedule and not self.repeatable:
-            self.settle()
+        if order is self.controller.schedule:
             return
         row = order.ranks[self._position.rank]
 
@@ -269,30 +251,15 @@ class MegatronAdapter(HostAdapter):
 
         if self._model.moves_forwards and is_replaceable(communicator, self._model.pp_group):
             (chunk,) = self._chunks.values()
-            receives, device = self.receives(order), device_of(self._model.chunks)
-            again = None
-            if self.validation is not None and self.validation.pending:
-                again = ForwardsAgain(
-                    self.validation,
-                    begin_again=self.controller.begin_step,
-                    modules=[chunk.model],
-                    device=device,
-                    tracker=get_cuda_rng_tracker(),
-                    order=order,
-                    before=receives.before,
-                    rank=self._position.rank,
-                )
             self._ordered = OrderedBatch(
                 row,
-                receives=receives,
+                receives=self.receives(order),
                 links=self._links,
-                device=device,
+                device=device_of(self._model.chunks),
                 run=functools.partial(self._run, chunk=chunk),
                 compute=compute,
-                again=again,
             )
         else:
-            self.settle()
             self._waiting = WaitingWeights(row, compute)
 
     def _step(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -308,8 +275,6 @@ class MegatronAdapter(HostAdapter):
             result = run(*args, **kwargs)
         finally:
             self._hold(())
-        if self.validation is not None and self.validation.pending:
-            result = (result[0], self.validation.norm, *result[2:])
         with self._timed():
             self.controller.end_step()
         return result

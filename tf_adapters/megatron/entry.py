@@ -19,11 +19,9 @@ from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.adapter import attach_once
 from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules, same_on_all_ranks
-from tf_adapters.hosts.support import refuse
 from tf_adapters.megatron.adapter import HOST, MegatronAdapter, MegatronModel, adapter_of, tagged
 from tf_adapters.megatron.late_norm import norm_can_be_late
 from tf_adapters.megatron.patching import patching
-from tf_adapters.megatron.post_validation import post_validation_problem
 from tf_adapters.megatron.support import check, keeps_order
 from tf_adapters.report.observer import MetricSink
 
@@ -71,8 +69,6 @@ def attach(
 
     def make(ours: Collectives, settings: TimelyFreezeConfig) -> MegatronAdapter:
         agreed = _agreed_model(ours, chunks, optimizer, num_microbatches=num_microbatches, pp_group=pp_group)
-        if settings.post_validates and not agreed.moves_forwards:  # the same on all ranks
-            refuse("optimizer_step post_validated needs 1F1B on two or more stages, and sequences of one length")
         adapter = MegatronAdapter(agreed, settings, ours, metrics=metrics, warmup_steps=warmup_steps)
         on_all_ranks(ours, patch)
         return adapter
@@ -140,8 +136,6 @@ def patch_schedules() -> Callable[[], None]:
 def _on_batch(run: Any, model: Any, num_microbatches: int, forward_only: bool, communicator: Any) -> Any:
     adapter = adapter_of(model)
     if adapter is None or forward_only:
-        if adapter is not None:
-            adapter.settle()
         return run()
     global _running
     _running = adapter
@@ -176,8 +170,6 @@ def _on_backward(run: Any, output: Any) -> Any:
 def _check(chunks: Sequence[Any], optimizer: Any, settings: TimelyFreezeConfig) -> None:
     refuse_other_schedules(settings, "with Megatron-Core the schedule follows from the pipeline's sizes")
     check(chunks, optimizer, settings)
-    if settings.post_validates:
-        refuse(post_validation_problem(chunks, optimizer, get_model_config(chunks[0])))
 
 
 def _microbatches_of_the_run() -> int:

@@ -26,15 +26,12 @@ _NAMES = ("get_grad_stats_parallel_group", "get_main_grads_for_grad_norm")
 
 
 def norm_can_be_late(optimizer: Any) -> bool:
-    """Return whether this rank's optimizer only logs the norm, and always updates."""
-    return step_statistics_are_equal(optimizer) and not clips(optimizer)
-
-
-def step_statistics_are_equal(optimizer: Any) -> bool:
-    """Return whether this rank's optimizer always updates, and has the norm of all ranks.
+    """Return whether this rank's optimizer always updates, and only logs the norm of all ranks.
 
     If this holds on all ranks, the statistics of a step (success, norm, logged learning rate) are equal on all ranks.
     """
+    if any(_clip_grad(optimizer)):
+        return False
     if type(optimizer) is not ChainedOptimizer or not leaves(optimizer):
         return False
     if any(missing_name(of, ("get_grad_norm", *_NAMES)) for of in (optimizer, *optimizer.chained_optimizers)):
@@ -47,17 +44,12 @@ def step_statistics_are_equal(optimizer: Any) -> bool:
     return logged and not _scales_loss(optimizer) and not several and not counts
 
 
-def clips(optimizer: Any) -> bool:
-    """Return whether gradients are clipped by the norm of all of them."""
-    return any(_clip_grad(optimizer))
-
-
 def meetings(chunks: Sequence[Any], optimizer: Any, config: Any, norm_is_late: bool) -> tuple[str, ...]:
     """Return what makes the pipeline's ranks meet between steps, as far as the settings say."""
     timers, clip_grad = config.timers, _clip_grad(optimizer)
     limit = max(clip_grad, default=0.0)
     found = {
-        f"clip_grad {limit:g}": limit > 0.0 and not norm_is_late,
+        f"clip_grad {limit:g}": limit > 0.0,
         "the norm of all gradients, for the log": bool(clip_grad) and not norm_is_late and not limit,
         "the overflow check of fp16": _scales_loss(optimizer),
         "tied embeddings": any(

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from tf_adapters.hosts.update_copies import HeldCopies
+from tf_adapters.hosts.held_copies import HeldCopies
 from tf_adapters.selection.sampling import HeldValues, ParameterPiece
 from tf_adapters.training.step_masks import Scale
 

@@ -23,7 +23,6 @@ from megatron.core.pipeline_parallel import schedules as host
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_type
 
-from tf_adapters.hosts.forwards_again import ForwardsAgain, Rewindable, begins_backward
 from tf_adapters.hosts.sent import SentMessages
 from tf_adapters.overrides import Overrides
 from tf_adapters.schedule.deferral import most_held
@@ -87,7 +86,6 @@ class OrderedBatch:
         row: the rank's actions in order. Forwards, and backwards, are in the order of the microbatches.
         receives: the action before which each receive begins, and the messages that have arrived by then.
         compute: runs a WEIGHT_GRAD action; its flag says whether it is the last one.
-        again: how the first forwards run again if the last update has to be made again; None if it is final.
     """
 
     def __init__(
@@ -98,9 +96,7 @@ class OrderedBatch:
         device: torch.device,
         run: Run,
         compute: Callable[[Action, bool], None],
-        again: ForwardsAgain | None = None,
     ) -> None:
-        self._again, self._stale = again, list[Message]()
         self._row, self._receives, self._links, self._device = deque(row), receives, links, device
         self._run, self._compute = run, compute
         self._last = next((action for action in reversed(row) if action.kind is Kind.WEIGHT_GRAD), None)
@@ -147,62 +143,18 @@ class OrderedBatch:
         while self._row:
             self._advance()
         self._sent.finish()
-        while self._stale:
-            self._stale.pop().wait()
 
     def _take_arguments(self, call: functools.partial[Any]) -> None:
         self._forward_step = call.func
         self._arguments = inspect.signature(call.func).bind(*call.args, **call.keywords).arguments
-        if self._again is not None:
-            self._again.remember()
-            if self._arguments["data_iterator"] is not None:
-                self._arguments["data_iterator"] = Rewindable(self._arguments["data_iterator"], self._device)
         self._of_backward = {"config": self._arguments["config"]}
         if "model_type" in inspect.signature(host.backward_step).parameters:  # before 0.17
             self._of_backward["model_type"] = get_model_type(self._arguments["model"])
 
     def _advance(self) -> None:
         action = self._row.popleft()
-        if self._again is not None and begins_backward(action, self._receives.before.get(action, ())):
-            self._settle(self._again)
-            self._again = None
-        self._perform(action)
-
-    def _settle(self, again: ForwardsAgain) -> None:
-        """Make sure that the last update is final. If it was made again, run the forwards so far again."""
-        data = self._arguments["data_iterator"]
-        if again.validation.settle():
-            self._finish_messages(again)
-            self._stale += [of.sent for of in self._in_flight.values() if of.sent is not None]
-            self._in_flight.clear()
-            self._arguments["forward_data_store"].clear()
-            tokens, self._forwards = dict(self._tokens), 0  # the host has got those of some forwards
-            if data is not None:
-                data.rewind()
-            again.put_back()
-            for action in again.forwards:
-                self._perform(action)
-            self._tokens = tokens
-        if data is not None:
-            data.go_on()
-
-    def _finish_messages(self, again: ForwardsAgain) -> None:
-        """Receive the activations of old forwards that are under way."""
-        while self._coming:
-            self._coming.popitem()[1].wait()
-        for _ in range(again.unreceived):
-            self._links.receive(self._empty(Kind.FORWARD), -1).wait()
-
-    def _empty(self, kind: Kind) -> torch.Tensor:
-        """Return a buffer for the input of a forward or a backward."""
-        dtype, shape = self._arguments["config"].pipeline_dtype, self._shapes[kind is not Kind.FORWARD]
-        return torch.empty(shape, dtype=dtype, device=self._device)
-
-    def _perform(self, action: Action) -> None:
         for target in self._receives.before.get(action, ()):
-            forward = target.kind is Kind.FORWARD
-            buffer = self._empty(target.kind).requires_grad_(forward)
-            self._coming[target] = self._links.receive(buffer, -1 if forward else 1)
+            self._begin_receive(target)
         if action.kind is Kind.WEIGHT_GRAD:
             self._compute(action, action == self._last)
             return
@@ -213,6 +165,13 @@ class OrderedBatch:
             self._run_forward(action, received)
         else:
             self._run_backward(action, received)
+
+    def _begin_receive(self, action: Action) -> None:
+        """Begin to receive the input of a forward or a backward."""
+        forward = action.kind is Kind.FORWARD
+        dtype, shape = self._arguments["config"].pipeline_dtype, self._shapes[not forward]
+        buffer = torch.empty(shape, dtype=dtype, device=self._device, requires_grad=forward)
+        self._coming[action] = self._links.receive(buffer, -1 if forward else 1)
 
     def _run_forward(self, action: Action, inputs: list[Any]) -> None:
         microbatch, config = action.microbatch, self._arguments["config"]

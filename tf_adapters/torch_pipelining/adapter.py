@@ -19,14 +19,12 @@ from tf_adapters.collectives import Collectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.layers import layers_of
-from tf_adapters.hosts.post_validation import Settles
 from tf_adapters.hosts.units import units_of
 from tf_adapters.measuring.timer import clock_for
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.torch_pipelining.execution import RewrittenOrder
-from tf_adapters.torch_pipelining.post_validation import Redo, TorchPostValidation, own_norm
 from tf_adapters.torch_pipelining.replicas import (
     frozen_replica,
     inside_replica,
@@ -38,7 +36,14 @@ from tf_adapters.torch_pipelining.replicas import (
 )
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
 from tf_adapters.torch_pipelining.support import refuse_grad_scaler
-from tf_adapters.torch_pipelining.units import held_values, local_gradient, shared_parameters, trained_by_loss
+from tf_adapters.torch_pipelining.units import (
+    gradient_norm,
+    held_values,
+    local_gradient,
+    shared_parameters,
+    trained_by_loss,
+    with_alike_gradients,
+)
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 from tf_adapters.weight_gradients.taps import StageTaps
@@ -55,8 +60,6 @@ class TorchPipeliningAdapter(HostAdapter):
     backward; its time belongs to the measured rest of the step.
     """
 
-    validation: TorchPostValidation | None
-
     def __init__(
         self,
         schedule: Any,
@@ -69,6 +72,7 @@ class TorchPipeliningAdapter(HostAdapter):
     ) -> None:
         self.schedule = schedule
         self._scaler_checked = False
+        self._in_batch = False  # whether a training batch runs
         self._ran_backward: set[int] = set()  # stages with a backward in this batch
         self._stepped: set[int] = set()  # optimizers that have stepped in this step
         self._scaled: list[tuple[torch.Tensor, float]] = []  # scaled gradients and their scales
@@ -109,12 +113,6 @@ class TorchPipeliningAdapter(HostAdapter):
         super().__init__(config, collectives, describe, metrics)
         self._optimizers = tuple(optimizers)
 
-    def connect(self) -> None:
-        if self.config.post_validates:
-            stage = self._stages[0]
-            self.validation = TorchPostValidation(stage.group, torch.device(stage.device), self.controller)
-            self.on_detach(self.validation.close)
-
     def install(self) -> None:
         """Hook the optimizers, and mask and time the computations of the stages."""
         for optimizer in self._optimizers:
@@ -123,47 +121,36 @@ class TorchPipeliningAdapter(HostAdapter):
         overrides.wrap(self.schedule, "step", self._step)
         overrides.set(self.schedule, ATTRIBUTE, self)
         if self.config.defers:
-            redo = None
-            if self.validation is not None:
-                redo = functools.partial(Redo, validation=self.validation, begin_again=self.controller.begin_step)
-            rewritten = RewrittenOrder(self.schedule, self._loss, redo)
+            rewritten = RewrittenOrder(self.schedule, self._loss)
             overrides.wrap(self.schedule, "_step_microbatches", functools.partial(self._batch, rewritten))
         overrides.wrap(self.schedule, "_maybe_compute_loss", self._loss)
         for stage in self._stages:
             overrides.wrap(stage, "forward_one_chunk", functools.partial(self._forward, stage))
             overrides.wrap(stage, "backward_one_chunk", functools.partial(self._backward, stage))
             overrides.wrap(stage, "backward_weight_one_chunk", functools.partial(self._weight_gradients, stage))
-        if self.validation is not None:
-            settles = Settles(self.settle)
-            for owner in (*(stage.submod for stage in self._stages), *self._optimizers):
-                self.on_detach(owner.register_state_dict_pre_hook(settles).remove)
-                self.on_detach(owner.register_load_state_dict_pre_hook(settles).remove)
-            for stage in self._stages:  # a forward outside of a batch, before FSDP gathers weights for it
-                self.on_detach(stage.submod.register_forward_pre_hook(settles, prepend=True).remove)
 
     # --- the update ------------------------------------------------------------------------------------------
 
     def clip_grad_norm_(self, parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
         """Clip gradients by their 2-norm over all stages, as ``torch.nn.utils.clip_grad_norm_`` does for one process.
 
-        Call it on all ranks after ``schedule.step()``, with the parameters of this rank's stages. With
-        ``optimizer_step`` "post_validated" it returns at once, and the update that follows is made again if clipping
-        was due; the norm is then a tensor that waits when it is read.
+        Call it on all ranks after ``schedule.step()`` and before the optimizer's step, with the parameters of this
+        rank's stages. Returns the norm before clipping.
         """
-        validation, own = self.validation, list(parameters)
-        if validation is None or self._detached:
-            total = own_norm(own) ** 2.0
-            dist.all_reduce(total, group=self._stages[0].group)
-            total = total**0.5
-            torch.nn.utils.clip_grads_with_norm_(own, max_norm, total)
-            return total
-        return validation.clip(own, max_norm, speculate=self.controller.in_step and self.repeatable)
+        stage, alike = self._stages[0], with_alike_gradients(parameters)
+        total = torch.zeros((), device=stage.device)
+        for group in alike:
+            total += gradient_norm(group) ** 2
+        dist.all_reduce(total, group=stage.group)
+        total = total.sqrt()
+        for group in alike:
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+        return total
 
     # --- the host's step -------------------------------------------------------------------------------------
 
     def _step(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.schedule._has_backward:  # eval() also runs step()
-            self.settle()
             return run(*args, **kwargs)
         # Several batches may accumulate gradients for one update. All of them take the step's masks. The executed order
         # and the step's time are those of the last batch.
@@ -172,12 +159,12 @@ class TorchPipeliningAdapter(HostAdapter):
             self._scaler_checked = True
         self._unscale()
         self.controller.begin_step()
-        self.in_batch = True
+        self._in_batch = True
         self._ran_backward.clear()
         try:
             result = run(*args, **kwargs)
         finally:
-            self.in_batch = False
+            self._in_batch = False
         self._scale()
         if not self._optimizers:
             self.controller.end_step()
@@ -186,9 +173,7 @@ class TorchPipeliningAdapter(HostAdapter):
     def _batch(self, rewritten: RewrittenOrder, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a batch in the order of ``controller.execution``."""
         order = self.controller.execution
-        if not self.in_batch or (order is self.controller.schedule and not self.repeatable):
-            if self.validation is not None:
-                self.validation.settle()
+        if not self._in_batch or order is self.controller.schedule:
             return run(*args, **kwargs)
         return rewritten.run(order, *args, **kwargs)
 
@@ -211,16 +196,12 @@ class TorchPipeliningAdapter(HostAdapter):
         ``zero_grad(set_to_none=False)`` or a reducer would leave zeros, and momentum and decay would still move the
         parameter.
         """
-        if self.validation is not None and self.validation.making_again:
-            return  # the copies are of gradients from which these are gone
         for parameter in self.controller.held_parameters() if self.controller.in_step else ():
             parameter.grad = None
-        if self.validation is not None:
-            self.validation.before_update(optimizer)
 
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """End the step if this optimizer is the last one. Updates without a pipeline batch before them do not count."""
-        if self.controller.in_step and not (self.validation and self.validation.making_again):
+        if self.controller.in_step:
             self._stepped.add(id(optimizer))
             if len(self._stepped) == len(self._optimizers):
                 self._stepped.clear()
@@ -242,7 +223,7 @@ class TorchPipeliningAdapter(HostAdapter):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        if not (self.in_batch and stage.is_last):
+        if not (self._in_batch and stage.is_last):
             run(stage, output, targets, microbatch, *args, **kwargs)
             return
         frozen = self.controller.mask(stage.stage_index, microbatch).names
@@ -251,7 +232,7 @@ class TorchPipeliningAdapter(HostAdapter):
 
     def _defers(self, stage: Any) -> bool:
         """Return whether taps defer this stage's weight gradients to their W."""
-        return self.in_batch and stage.stage_index in self.controller.pipeline.taps
+        return self._in_batch and stage.stage_index in self.controller.pipeline.taps
 
     def _backward(
         self,
@@ -269,7 +250,7 @@ class TorchPipeliningAdapter(HostAdapter):
             run(bwd_chunk_id, loss=loss, full_backward=whole, last_backward=last_backward)
 
     def _reported(self, stage: Any, microbatch: int, last: bool) -> AbstractContextManager[None]:
-        if not self.in_batch:
+        if not self._in_batch:
             return nullcontext()
         first = stage.stage_index not in self._ran_backward
         self._ran_backward.add(stage.stage_index)
@@ -288,7 +269,7 @@ class TorchPipeliningAdapter(HostAdapter):
     @contextmanager
     def _action(self, stage: Any, kind: Kind, microbatch: int) -> Iterator[None]:
         """Mask and time one computation of a training batch inside. Evaluation runs without either."""
-        if not self.in_batch:
+        if not self._in_batch:
             yield
             return
         frozen = self.controller.mask(stage.stage_index, microbatch).names

@@ -20,17 +20,9 @@ from tf_adapters.schedule.ir import PipelineSchedule
 class RewrittenOrder:
     """Runs the batches of one schedule object in another order."""
 
-    def __init__(
-        self,
-        schedule: Any,
-        around_loss: Callable[..., None],
-        repeatable: Callable[[Any, Any], Any] | None = None,
-    ) -> None:
-        """``around_loss`` runs the schedule's ``_maybe_compute_loss``.
-
-        ``repeatable(runtime, lowered order)`` returns this rank's actions, to iterate over in each batch.
-        """
-        self._schedule, self._around_loss, self._repeatable = schedule, around_loss, repeatable
+    def __init__(self, schedule: Any, around_loss: Callable[..., None]) -> None:
+        """``around_loss`` runs the schedule's ``_maybe_compute_loss``."""
+        self._schedule, self._around_loss = schedule, around_loss
         self._single = isinstance(schedule, host.PipelineScheduleSingle)
         self._runtime: Any = None
         self._order: PipelineSchedule | None = None
@@ -56,8 +48,6 @@ class RewrittenOrder:
         try:
             runtime._prepare_schedule_with_comms(lists)
             self._lowered, self._order = runtime.pipeline_order_with_comms, order
-            if self._repeatable is not None:
-                self._lowered = {**self._lowered, runtime.rank: self._repeatable(runtime, self._lowered)}
         finally:
             runtime.pipeline_order_with_comms = own
 

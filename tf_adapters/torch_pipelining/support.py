@@ -40,8 +40,6 @@ def check(schedule: Any, optimizers: Sequence[Any], settings: TimelyFreezeConfig
         model = inside_replica(stage.submod)
         refuse(compiled_problem(stage.submod, model, layers_of(model), settings))
     refuse(_optimizer_problem(schedule, optimizers))
-    if settings is not None and settings.post_validates:
-        refuse(_post_validation_problem(schedule, optimizers))
 
 
 def check_split_backwards(schedule: Any, advice: str) -> None:
@@ -115,17 +113,6 @@ def _replaced_problem(schedule: Any) -> Problem:
         f"the schedule runs its batches in a loop of {module}, which a rewritten order would bypass; "
         'use weight_gradients "in_place"'
     )
-
-
-def _post_validation_problem(schedule: Any, optimizers: Sequence[Any]) -> Problem:
-    """Return a problem if an update cannot be made again, or forwards cannot be repeated."""
-    advice = 'use optimizer_step "synchronous"'
-    if not isinstance(schedule, host.PipelineScheduleSingle):
-        return f"optimizer_step post_validated needs one stage on each rank, such as 1F1B; {advice}"
-    if not optimizers:
-        return f"optimizer_step post_validated needs the optimizers of this rank; pass them to attach, or {advice}"
-    missing = missing_name(torch.nn.utils, ("clip_grads_with_norm_", "get_total_norm"), called="torch.nn.utils")
-    return missing and f"{missing}, which optimizer_step post_validated needs; {advice}"
 
 
 def _stage_problem(stage: Any, schedule: PipelineSchedule, has_optimizer: bool) -> Problem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -64,6 +64,21 @@ def _is_filled(cell: Any) -> bool:
         return cell.cell_contents is not None
     except ValueError:
         return False
+
+
+def with_alike_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """Return the parameters that have gradients, by the device mesh of the gradients. Plain tensors have none.
+
+    Torch computes no norm of DTensors and plain tensors together. Both occur in a stage with tensor parallelism.
+    """
+    meshes = ((getattr(p.grad, "device_mesh", None), p) for p in parameters if p.grad is not None)
+    return list(grouped(meshes).values())
+
+
+def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+    """Return the 2-norm of the gradients, a plain scalar, of parameters ``with_alike_gradients``."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:

@@ -89,7 +89,7 @@ class Installed(TrainerRun):
         refuse(missing_name(trainer.metrics_processor, _METRICS, called="torchtitan's MetricsProcessor"))
         self._trainer, warmup = trainer, job.lr_scheduler.warmup_steps
         optimizers = list(trainer.optimizers.optimizers)
-        reasons = meetings(job, settings.post_validates)
+        reasons = meetings(job)
         begin = functools.partial(attach, trainer.pp_schedule, settings, optimizer=optimizers, meetings=reasons)
         self.begin(begin, warmup)
         if self.adapter is not None:

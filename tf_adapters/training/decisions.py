@@ -70,8 +70,8 @@ class Decisions:
         for line in findings.lines():
             state.note(line)
             self.say(line)
-        if text := findings.described():
-            self.say(text)
+        if share := findings.described():
+            self.say(share)
 
     def resume_planning(self, state: RunState) -> None:
         """Make the plan that a checkpoint says was still being made."""
@@ -199,8 +199,7 @@ class Decisions:
             self._say_memory(batch)
         if plan.frontier:
             self.say(f"max_freeze_ratio auto: {describe_frontier(plan)}")
-        known, pipeline = state.measured_for(schedule), self._pipeline
-        meeting = log_lines.meeting(known, plan, pipeline.meetings, pipeline.waits_for_norm)
+        meeting = log_lines.meeting(state.measured_for(schedule), plan, self._pipeline.meetings)
         for line in (log_lines.planned(plan, batch.forecast), *([meeting] if meeting else []), *planned.notes):
             self.say(line)
 

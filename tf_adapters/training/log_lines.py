@@ -87,7 +87,7 @@ _WORTH_SAYING = 0.01
 """Share of a step from which the cost of meeting is said."""
 
 
-def meeting(known: Measurement, plan: FreezePlan, meetings: Sequence[str], waits_for_norm: bool = False) -> str:
+def meeting(known: Measurement, plan: FreezePlan, meetings: Sequence[str]) -> str:
     """Say whether the ranks meet between steps, why, and the cost. Empty if that changes next to nothing."""
     if plan.period_ms is not None:
         return (
@@ -98,8 +98,7 @@ def meeting(known: Measurement, plan: FreezePlan, meetings: Sequence[str], waits
     if cost <= _WORTH_SAYING * plan.makespan_ms.planned:
         return ""
     why = ", ".join(meetings) or "a norm over all gradients, a reduced loss or a barrier in the training loop"
-    avoided = '; optimizer_step "post_validated" does not wait for the norm' if waits_for_norm else ""
-    return f"all ranks meet between steps, which costs {cost:.1f} ms of each step; what makes them meet: {why}{avoided}"
+    return f"all ranks meet between steps, which costs {cost:.1f} ms of each step; what makes them meet: {why}"
 
 
 def filled_memory(known: Measurement, plan: FreezePlan) -> str:

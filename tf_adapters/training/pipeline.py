@@ -43,7 +43,6 @@ class HostPipeline:
         replicas: the number of replicas of the pipeline, each with its own microbatches; 1 where it is not known.
         adaptive: whether the optimizer divides by the size of the gradient, as Adam does.
         meetings: the reasons why all ranks meet between two steps, as far as the host's settings show them.
-        waits_for_norm: whether a norm is among them that ``optimizer_step`` "post_validated" could avoid.
         warmup_steps: the value of ``warmup_steps: "auto"``.
         clock: by default the clock of the device that the parameters live on.
     """
@@ -63,7 +62,6 @@ class HostPipeline:
     replicas: int = 1
     adaptive: bool = False
     meetings: Sequence[str] = ()
-    waits_for_norm: bool = False
     warmup_steps: int = 0
     clock: Clock | None = None
 

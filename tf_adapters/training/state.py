@@ -74,12 +74,6 @@ class RunState:
         if text not in self.notes:
             self.notes = (*self.notes, text)[-_NOTES:]
 
-    def renew_note(self, text: str) -> None:
-        """Leave a line in the report's notes in place of an earlier one that begins alike, up to the first colon."""
-        begin = text.partition(":")[0]
-        self.notes = tuple(note for note in self.notes if note.partition(":")[0] != begin)
-        self.note(text)
-
     def adopt(self, schedule: PipelineSchedule, planned: Planned) -> None:
         """Take a new plan into force for batches that the host runs in the order of ``schedule``."""
         unfrozen_ms, now = self.measured_for(schedule).unfrozen_step_ms, self.completed_steps

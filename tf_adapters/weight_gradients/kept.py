@@ -53,7 +53,7 @@ def seal(tensors: Iterable[Kept]) -> int:
         if original is None or not _is_held(original):
             continue
         tensor = kept.tensor
-        place = torch._C._data_address(tensor), tuple(tensor.shape), tuple(tensor.stride())
+        place = _address(tensor), tuple(tensor.shape), tuple(tensor.stride())
         if place not in copies:
             copies[place] = _copy(tensor)
             copied += copies[place].untyped_storage().nbytes()
@@ -64,6 +64,11 @@ def seal(tensors: Iterable[Kept]) -> int:
 def _is_held(storage: torch.UntypedStorage) -> bool:
     """Return whether any tensor holds this storage. Our only reference is the storage's Python object."""
     return int(torch._C._storage_Use_Count(storage._cdata)) > 1
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's values. ``data_ptr`` would copy them, since its caller may write."""
+    return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -247,16 +248,16 @@ class TapCheck:
 
 def _by_user() -> bool:
     """Return whether code of the user's has called the function of torch that runs, not a host or torch itself."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") == __name__:
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     while frame is not None:
         module: str = frame.f_globals.get("__name__", "")
         if is_of_host(module):
             return False
         if module != "torch" and not module.startswith("torch."):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

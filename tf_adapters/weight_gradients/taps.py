@@ -145,7 +145,7 @@ class StageTaps:
 
     @contextmanager
     def checking_again(self, microbatch: int, tapped: bool) -> Iterator[None]:
-        """Run a part of a step that checks only the layers that are not proven. Others go on being ``tapped`` or not."""
+        """Run a part of a step that checks only the layers that are not proven. Others are ``tapped`` or not."""
         if self.check is None:
             unproven = {n: layer for n, layer in self._layers.items() if layer not in self._left | self._proven}
             self.check = TapCheck(unproven)

@@ -787,9 +787,6 @@ class Adapter:
         self.seen.append(f"batch of {number}")
         return self
 
-    def settle(self) -> None:
-        """Nothing is updated here before a norm is known."""
-
     def __enter__(self) -> None:
         self.seen.append("begins")
 

@@ -21,11 +21,8 @@ from megatron_oracle import (
     check_oracle,
     check_same,
 )
-from megatron_post_validation import assert_same_bits, limited, trained
 from megatron_ranks import Case, setup_engine, start, teardown, train, train_step
 from megatron_reductions import reductions
-from overlapping_steps import POST_VALIDATED
-from post_validated_runs import ALWAYS
 from rank_pools import fork_ranks
 from run_checks import assert_tokens_drawn
 
@@ -250,12 +247,3 @@ def test_gathered_inputs_that_wait_are_in_the_planned_memory(four):
     for rank, alone in zip(four.run(memory, parallel), four.run(memory, case), strict=True):
         assert rank["measured"] == pytest.approx(rank["planned"], rel=0.1)
         assert rank["waiting"] > 0.9 * alone["waiting"]
-
-
-@pytest.mark.parametrize("model", [{}, FUSED], ids=["unfused", "fused"])
-def test_updates_that_are_made_again_are_the_hosts(engine, tmp_path, model):
-    """Forwards run again through Transformer Engine's layers, whose weight gradients wait."""
-    alone = limited(Case(engine=True, section=None, model=model, steps=9), ALWAYS)
-    ours = engine.run(trained, replace(alone, section=POST_VALIDATED, output_dir=str(tmp_path)))
-    assert_same_bits(ours, engine.run(trained, alone))
-    assert ours[0]["counts"] == (8, 8)

@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from tf_adapters.arguments import add_arguments, config_from_args
-from tf_adapters.config import RETIRED, TimelyFreezeConfig, allowed
+from tf_adapters.config import REMOVED, RETIRED, TimelyFreezeConfig, allowed
 from tf_adapters.errors import ConfigError
 from tf_adapters.goals import LEVERS
 
@@ -29,7 +29,6 @@ GOOD = {
     "weight_gradients": [("in_place", "in_place"), ("deferred", "deferred")],
     "extra_microbatches": [("0", 0), ("4", 4), ("auto", "auto")],
     "memory_limit": [("60", 60.0), ("0.5", 0.5)],
-    "optimizer_step": [("synchronous", "synchronous"), ("post_validated", "post_validated")],
     "gradient_scale": [("skipped_as_zero", "skipped_as_zero"), ("computed_mean", "computed_mean")],
     "warmup_steps": [("auto", "auto"), ("0", 0), ("300", 300)],
     "monitoring": [("mixed", "mixed"), ("halves", "halves")],
@@ -49,7 +48,6 @@ GOOD = {
 }
 NEEDS = {
     "extra_microbatches": {"weight_gradients": "deferred"},
-    "optimizer_step": {"weight_gradients": "deferred"},
     "memory_limit": {"weight_gradients": "deferred", "extra_microbatches": "auto"},
 }
 """What another setting has to be for some value of a setting to be allowed."""
@@ -72,7 +70,6 @@ BAD = {
     "granularity": ["row", "1", ""],
     "weight_gradients": ["later", "True", ""],
     "extra_microbatches": ["-1", "1.5", "all"],
-    "optimizer_step": ["later", "1", ""],
     "memory_limit": ["0", "-1", "nan", "60GB"],
     "gradient_scale": ["inverse", "mean", "0.5"],
     "warmup_steps": ["-1", "2.5", "automatic", "None", ""],
@@ -241,7 +238,19 @@ def test_an_argument_of_version_2_is_taken_and_not_shown() -> None:
     assert config_from_args(parse("--timely-freeze", *old)) == TimelyFreezeConfig(max_freeze_ratio=0.0)
     assert config_from_args(parse(*old)) is None
     shown = add_arguments(host_parser()).format_help()
-    assert not any(option(name) in shown for name in RETIRED)
+    assert not any(option(name) in shown for name in (*RETIRED, *REMOVED))
+
+
+@pytest.mark.parametrize("value", ["synchronous", "post_validated"])
+@pytest.mark.parametrize("switch", [["--timely-freeze"], []])
+def test_a_removed_argument_ends_the_program_with_the_line_of_its_setting(
+    switch: list[str], value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(*switch, "--timely-freeze-optimizer-step", value)
+    assert caught.value.code == 2
+    line = f"timely_freeze.optimizer_step is retired: {REMOVED['optimizer_step']}"
+    assert capsys.readouterr().err == f"pretrain.py: error: {line}\n"
 
 
 def test_the_last_of_two_values_counts() -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from tf_adapters.config import RETIRED, TimelyFreezeConfig, _say_retired, find_section
+from tf_adapters.config import REMOVED, RETIRED, TimelyFreezeConfig, _say_retired, find_section
 from tf_adapters.errors import ConfigError
 
 
@@ -25,7 +25,6 @@ def test_every_field_is_read():
         "weight_gradients": "deferred",
         "extra_microbatches": "auto",
         "memory_limit": 60.5,
-        "optimizer_step": "post_validated",
         "gradient_scale": "computed_mean",
         "warmup_steps": 3,
         "monitoring": "halves",
@@ -77,10 +76,6 @@ def test_every_field_is_read():
         ({"monitoring_precision": 0}, ["monitoring_precision is 0", "a number above 0, up to 1"]),
         ({"output_dir": 1}, ["output_dir is 1", "a path"]),
         ({"seed": -1}, ["seed is -1"]),
-        (
-            {"optimizer_step": "post_validated", "goal": "paper"},
-            ['timely_freeze.optimizer_step is "post_validated"', 'or weight_gradients "deferred"'],
-        ),
         ({"memory_limit": 0}, ["memory_limit is 0", "a number above 0, or null"]),
         ({"memory_limit": "60GB"}, ["memory_limit is '60GB'", "a number above 0, or null"]),
         (
@@ -123,6 +118,15 @@ def test_a_retired_setting_is_ignored_and_one_line_says_what_to_do(name, value, 
         assert TimelyFreezeConfig.parse({name: value, "seed": 7}) == TimelyFreezeConfig(seed=7)
     (line,) = caplog.messages
     assert line == f"timely_freeze: timely_freeze.{name} is no setting any more and is ignored: {RETIRED[name]}"
+
+
+@pytest.mark.parametrize("value", ["synchronous", "post_validated"])
+def test_a_removed_setting_is_refused_in_one_line(value):
+    line = f"timely_freeze.optimizer_step is retired: {REMOVED['optimizer_step']}"
+    for read in (TimelyFreezeConfig.parse, lambda section: TimelyFreezeConfig(**section)):
+        with pytest.raises(ConfigError) as caught:
+            read({"optimizer_step": value, "weight_gradients": "deferred"})
+        assert str(caught.value) == line
 
 
 @pytest.mark.parametrize(("value", "ratio"), [(False, 0.0), ("false", 0.0), (True, 0.5)])

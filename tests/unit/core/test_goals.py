@@ -94,5 +94,4 @@ def test_what_the_user_has_chosen_stays():
     ]
     deferred = [("auto", "token", "deferred"), ("auto", "tensor", "deferred")]
     assert nearest({"goal": "pays", "extra_microbatches": "auto"}) == deferred
-    assert nearest({"goal": "pays", "optimizer_step": "post_validated"}) == deferred
     assert nearest({"extra_microbatches": "auto"}) == [(0.0, "tensor", "deferred")]

@@ -85,21 +85,6 @@ def test_what_another_order_holds_follows_from_what_the_hosts_order_held(meter):
     assert model.peak_bytes(map(Action.parse, other)) == max(bytes_after(other))
 
 
-def test_copies_of_what_an_update_overwrote_are_there_until_a_backward_begins(meter):
-    meter, held = meter
-    row = ["0F0", "0F1", "0I0", "0W0", "0F2", "0I1", "0W1", "0I2", "0W2"]
-    for text, bytes_now in zip(row, bytes_after(row), strict=True):
-        meter.copied_bytes = 500 if text in ("0F0", "0F1") else 0
-        held[0] = bytes_now + meter.copied_bytes
-        meter.look("upper", Action.parse(text))
-    meter.stop_step("upper")
-    model = meter.held("upper")
-    assert (model.base, model.in_flight[0], model.copies) == pytest.approx((BASE, IN_FLIGHT, 500))
-    assert model.peak_bytes(map(Action.parse, row)) == meter.peak_bytes("upper") == BASE + 2 * IN_FLIGHT + 500
-    assert model.most_microbatches(BASE + 500 + 3 * IN_FLIGHT + 1) == 3
-    assert model.most_microbatches(BASE + 500 + 3 * IN_FLIGHT - 1) == 2
-
-
 def test_a_backward_whose_halves_are_seen_apart_holds_what_waits_in_its_midst(meter):
     meter, held = meter
     steps = [("0F0", 1_070), ("0I0", 1_020), ("0B0", 1_300), ("0F1", 1_370), ("0I1", 1_320), ("0B1", 1_300)]

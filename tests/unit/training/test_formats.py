@@ -12,7 +12,7 @@ from schedules import one_f_one_b
 
 from tf_adapters.cli import main
 from tf_adapters.cli.doctor import HOSTS, TRAINERS
-from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.config import REMOVED, TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
 from tf_adapters.report import Report
 from tf_adapters.selection.freeze_units import FreezeUnit
@@ -36,6 +36,14 @@ def test_a_report_of_every_format_is_shown_and_simulated(path: Path, capsys: pyt
     assert main(["show", str(path)]) == 0
     assert main(["simulate", str(path), "--sweep", "none"]) == 0
     assert "deepspeed" in capsys.readouterr().out
+
+
+def test_a_report_of_a_run_with_a_removed_setting_is_shown_and_simulated(tmp_path: Path) -> None:
+    data, path = load("report_format_1.json"), tmp_path / "report.json"
+    settings = {**data["config"], "weight_gradients": "deferred", **dict.fromkeys(REMOVED, "post_validated")}
+    path.write_text(json.dumps({**data, "config": settings}))
+    assert main(["show", str(path)]) == 0
+    assert main(["simulate", str(path), "--sweep", "none"]) == 0
 
 
 def test_a_report_of_a_newer_format_is_refused_with_one_line() -> None:

@@ -42,12 +42,6 @@ def test_ranks_that_meet_pay_for_it():
     )
 
 
-def test_a_norm_that_need_not_be_waited_for_is_said():
-    known = problem(4, "meet")
-    said = log_lines.meeting(known.measurement, solve(known), ["clip_grad 1"], True)
-    assert said.endswith('them meet: clip_grad 1; optimizer_step "post_validated" does not wait for the norm')
-
-
 def test_a_cost_of_next_to_nothing_is_not_said():
     one = problem(1, "meet")
     assert line(replace(one), "tied weights") == ""
