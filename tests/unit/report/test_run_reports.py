@@ -198,6 +198,25 @@ def test_figures_are_made_only_for_steps_that_they_are_wanted_of(
     assert all("afr_stage_0" in figures for figures in sink.taken)
 
 
+def test_a_metrics_function_that_fails_is_said_once_and_asked_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = []
+
+    def broken(figures: Mapping[str, float]) -> None:
+        asked.append(figures)
+        raise OSError("no space\nleft")
+
+    controller = controller_of(tmp_path)
+    assert isinstance(controller._observer, RunReporter)
+    controller._observer._metrics = broken
+    train(controller, 12)
+    assert len(asked) == 12
+    assert caplog.text.count("the metrics function failed") == 1
+    assert "the metrics function failed on rank 0: OSError: no space left; training goes on" in caplog.text
+    assert controller.state.failure is None
+
+
 @pytest.mark.parametrize("method", ["timely", "apf", "autofreeze", "timely+apf", "timely+autofreeze", "none"])
 def test_figures_are_of_the_step_that_ran(method: str, tmp_path: Path) -> None:
     """Stability checks, plans and phases change at the end of a step what the next one freezes."""
