@@ -147,9 +147,12 @@ class DeepSpeedAdapter(HostAdapter):
 
         def write(figures: Mapping[str, float]) -> None:
             samples = engine.global_samples
-            engine.monitor.write_events([(f"TimelyFreeze/{name}", value, samples) for name, value in figures.items()])
-            if given is not None:
-                given(figures)
+            events = [(f"TimelyFreeze/{name}", value, samples) for name, value in figures.items()]
+            try:
+                engine.monitor.write_events(events)
+            finally:  # the user's function gets its figures even if the monitor fails
+                if given is not None:
+                    given(figures)
 
         return write
 
@@ -358,8 +361,10 @@ class DeepSpeedAdapter(HostAdapter):
         self._host_instructions[host.ReduceGrads](engine, **kwargs)
 
     def _optimizer_step(self, engine: Any, **kwargs: Any) -> None:
-        self._host_instructions[host.OptimizerStep](engine, **kwargs)
-        self._holder.held = ()
+        try:
+            self._host_instructions[host.OptimizerStep](engine, **kwargs)
+        finally:
+            self._holder.held = ()
         self.controller.end_step()
 
     def _trains(self) -> bool:

@@ -337,9 +337,11 @@ class MegatronAdapter(HostAdapter):
         timers = self._model.config.timers
         if timers is not None:
             timers(TIMER, log_level=1).start()
-        yield
-        if timers is not None:
-            timers(TIMER).stop()
+        try:
+            yield
+        finally:  # a timer that runs already refuses to start
+            if timers is not None:
+                timers(TIMER).stop()
 
     def _warn_unseen(self) -> None:
         if not self._batch_seen:
