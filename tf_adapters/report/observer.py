@@ -45,8 +45,8 @@ class RunReporter:
             return
         self._said_metrics_failed = True
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        told = f"the metrics function failed on rank {self._collectives.rank}: {text}; training goes on"
-        announce(0, told, logging.WARNING)
+        rank = self._collectives.rank
+        announce(0, f"the metrics function failed on rank {rank}: {text}; training goes on", logging.WARNING)
 
     def report(self, run: RunView) -> None:
         """Write the report. Called on all ranks; none waits for rank 0. A full disk is no reason to stop freezing."""

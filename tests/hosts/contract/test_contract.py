@@ -409,7 +409,7 @@ def test_what_the_user_freezes_after_attach_trains_no_more(ranks, host):
 
 
 def frozen_by_the_user(host: str) -> tuple[bool, bool, float, float]:
-    """Whether a mask names a parameter that the user has frozen, whether it trains, its gradient's norm, the others'."""
+    """Whether masks name a parameter that the user has frozen, and whether it trains; its gradient's norm, and others'."""
     training = start(host, {})
     controller = training.controller
     training.step(0)
