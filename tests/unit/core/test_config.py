@@ -89,7 +89,10 @@ def test_every_field_is_read():
             {"memory_limit": 60, "extra_microbatches": 4, "weight_gradients": "deferred"},
             ["timely_freeze.memory_limit is 60 and timely_freeze.extra_microbatches is 4", 'extra_microbatches "auto"'],
         ),
-        ({"extra_microbatches": "all"}, ["extra_microbatches is 'all'", '"auto" or an integer from 0 to 1,000,000,000']),
+        (
+            {"extra_microbatches": "all"},
+            ["extra_microbatches is 'all'", '"auto" or an integer from 0 to 1,000,000,000'],
+        ),
         ({"enabled": "yes"}, ["enabled is 'yes'", "true or false"]),
         ({"method": "apf2"}, ["method is 'apf2'", '"timely", "timely+apf", "timely+autofreeze", "apf", "auto']),
         ({"apf_threshold": -0.1}, ["apf_threshold is -0.1", "a number from 0 to 1"]),
