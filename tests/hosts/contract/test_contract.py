@@ -77,6 +77,7 @@ def test_the_life_of_a_run_and_its_report(ranks, host, tmp_path):
     assert {s["action"] for s in measured["backward_ms"]} == {f"{s}B{m}" for s in (0, 1) for m in range(MICROBATCHES)}
     assert report["config"]["max_freeze_ratio"] == 0.8
     assert report["host"]["name"]
+    assert report["moves_forwards"]
     memory = measured["peak_memory_bytes"]
     assert [len(memory[phase]) for phase in ("unfrozen", "stable")] == [STAGES, STAGES]
     assert memory["planned"] is None  # the host's own order
@@ -409,7 +410,7 @@ def test_what_the_user_freezes_after_attach_trains_no_more(ranks, host):
 
 
 def frozen_by_the_user(host: str) -> tuple[bool, bool, float, float]:
-    """Whether masks name a parameter that the user has frozen, and whether it trains; its gradient's norm, and others'."""
+    """Whether masks name what the user has frozen, and whether that trains; its gradient's norm, and the others'."""
     training = start(host, {})
     controller = training.controller
     training.step(0)
