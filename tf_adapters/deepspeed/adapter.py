@@ -116,6 +116,7 @@ class DeepSpeedAdapter(HostAdapter):
             held_values=held_values(engine, parameters),
             taps={engine.stage_id: StageTaps(engine.module, layer)} if self.config.splits_backwards else {},
             accumulating=lambda: accumulating(engine),
+            microbatch_size=int(engine.train_micro_batch_size_per_gpu()),
             moves_forwards=not engine.dynamic_shape,  # with dynamic shapes, receives cannot begin early
             traced=holds_first_rank(engine.grid.get_pipe_parallel_group()),
             replicas=engine.grid.get_data_parallel_world_size(),

@@ -56,8 +56,8 @@ class MegatronModel:
     """A model as Megatron trains it on this rank: its chunks, their optimizer, and its place in the pipeline.
 
     ``config`` is the TransformerConfig, and ``num_microbatches`` the number of microbatches in a training batch.
-    ``moves_forwards`` says whether a plan may also move forwards, and ``norm_can_be_late`` whether all ranks only log
-    the norm of the gradients.
+    ``microbatch_size`` is in samples, None where Megatron does not know it. ``moves_forwards`` says whether a plan may
+    also move forwards, and ``norm_can_be_late`` whether all ranks only log the norm of the gradients.
     """
 
     chunks: Sequence[torch.nn.Module]
@@ -67,6 +67,7 @@ class MegatronModel:
     pp_group: Any
     expert_parallel_size: int = 1
     replicas: int = 1
+    microbatch_size: int | None = None
     moves_forwards: bool = False
     norm_can_be_late: bool = False
 
@@ -156,6 +157,7 @@ class MegatronAdapter(HostAdapter):
             models={stage: chunk.model for stage, chunk in by_stage.items()},
             layers={stage: layers_of(chunk.model) for stage, chunk in by_stage.items()},
             held_values=held_values(model.optimizer, parameters),
+            microbatch_size=model.microbatch_size,
             moves_forwards=model.moves_forwards,
             traced=holds_first_rank(model.pp_group),
             replicas=model.replicas,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.num_microbatches_calculator import get_micro_batch_size, get_num_microbatches
 from megatron.core.utils import get_model_config
 
 from megatron_patches import backward_step, communication, forward_backward, forward_step
@@ -110,6 +110,7 @@ def _agreed_model(
             pp_group=group,
             expert_parallel_size=max(1, int(parallel_state.get_expert_model_parallel_world_size())),
             replicas=int(parallel_state.get_data_parallel_world_size(with_context_parallel=True)),
+            microbatch_size=_microbatch_size_of_the_run(),
         )
         described.append(of_rank)
         return keeps_order(config, group.size(), len(chunks)), norm_can_be_late(optimizer)
@@ -178,6 +179,14 @@ def _check(chunks: Sequence[Any], optimizer: Any, settings: TimelyFreezeConfig) 
     check(chunks, optimizer, settings)
     if settings.post_validates:
         refuse(post_validation_problem(chunks, optimizer, get_model_config(chunks[0])))
+
+
+def _microbatch_size_of_the_run() -> int | None:
+    """Return the samples of a microbatch from Megatron's calculator; None if it is not initialized."""
+    try:
+        return int(get_micro_batch_size())
+    except AttributeError:
+        return None
 
 
 def _microbatches_of_the_run() -> int:
