@@ -66,7 +66,7 @@ def train_until_killed(train_step: Callable[[int], object], steps: int, killed_r
 def assert_nobody_waits(ranks: RankPool, job: Callable[..., None], case: Any, killed_rank: int) -> None:
     """Four ranks run the ``job``, which kills one of them. Each of the others ends by an error."""
     with pytest.raises(RanksFailed) as caught:
-        ranks.run(job, case, killed_rank, timeout_s=60)
+        ranks.run(job, case, killed_rank)
     codes = [7 if rank == killed_rank else 1 for rank in range(4)]
     assert str(caught.value) == "\n".join(
         f"rank {rank}:\ndied with exit code {code}" for rank, code in enumerate(codes)

@@ -22,6 +22,7 @@ from tf_adapters.errors import ConfigError, UnsupportedError
 from tf_adapters.hosts.agreement import agree_on_settings
 from tf_adapters.report import Report
 from tf_adapters.report.observer import RunReporter
+from tf_adapters.testing.ranks import HANG_S
 from tf_adapters.training import plan_maker
 from tf_adapters.training.freeze_ratios import FreezeRatios
 
@@ -95,7 +96,7 @@ def ended(folder: Path, code: str) -> str:
     folder = Path({str(folder)!r})
     """
     command = [sys.executable, "-c", textwrap.dedent(before) + code]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert process.returncode == 0, process.stderr
     return process.stderr
 
