@@ -24,7 +24,7 @@ from tf_adapters.megatron.adapter import HOST, MegatronAdapter, MegatronModel, a
 from tf_adapters.megatron.late_norm import norm_can_be_late
 from tf_adapters.megatron.patching import patching
 from tf_adapters.megatron.post_validation import post_validation_problem
-from tf_adapters.megatron.support import check, keeps_order
+from tf_adapters.megatron.support import check, keeps_order, missing_options
 from tf_adapters.report.observer import MetricSink
 
 __all__ = ["attach", "patch_schedules"]
@@ -64,7 +64,7 @@ def attach(
         UnsupportedError: freezing cannot be right with this model, on all ranks.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
-    patched = ExitStack()
+    patched, existing = ExitStack(), adapter_of(chunks)
 
     def patch() -> None:
         patched.callback(patch_schedules())
@@ -81,13 +81,25 @@ def attach(
         adapter = attach_once(
             connect=lambda: collectives or ProcessGroupCollectives(),
             host=HOST,
-            existing=adapter_of(chunks),
+            existing=existing,
             given=config,
             check=lambda settings: _check(chunks, optimizer, settings),
             make=make,
         )
         patched.pop_all()  # they stay after detach: a loop may hold a wrapped function
+    if adapter is not None and existing is None:
+        _warn_of_missing_options(adapter, get_model_config(chunks[0]))
     return adapter
+
+
+def _warn_of_missing_options(adapter: MegatronAdapter, config: Any) -> None:
+    """Warn if a newer Megatron has renamed options with which freezing would be wrong. Called on all ranks."""
+    missing = missing_options(config)
+    if missing:
+        adapter.controller.warn(
+            "this version of Megatron-Core does not have the options that tf-adapters checks for features it cannot "
+            f"freeze with: {', '.join(missing)}; if it has them under other names, leave these features off"
+        )
 
 
 def _agreed_model(
