@@ -26,6 +26,11 @@ from tf_adapters.schemas import in_words
 SECTION = "timely_freeze"
 
 _MOST_AUTO = 0.8
+_Steps = Annotated[int, Field(le=10**9)]
+"""Steps or microbatches, at most more than any run has."""
+
+_MOST_SECONDS, _MOST_GIB, _MOST_TIMES = 1e6, 1e6, 1e9
+"""The largest finite numbers that settings take: beyond any use, and small enough for alarms, solvers and JSON."""
 
 RETIRED = {
     "target_step_time_ms": "give target_speedup, the unfrozen step's time over the one that you want",
@@ -71,7 +76,7 @@ class TimelyFreezeConfig(BaseModel):
         description='r_max: the mean freeze ratio that no stage exceeds; "auto" freezes what pays, by the noise of the '
         "gradients, 0.8 at most and often nothing",
     )
-    target_speedup: Annotated[float, Field(ge=1)] | None = Field(
+    target_speedup: Annotated[float, Field(ge=1, le=_MOST_TIMES)] | None = Field(
         None, description="freeze the least that makes a step this many times as fast; by default, as fast as can be"
     )
     freeze_exclude: list[str] = Field(
@@ -97,12 +102,12 @@ class TimelyFreezeConfig(BaseModel):
         description="in_place: each backward computes them, as the host does; deferred: they are computed while the "
         "rank would idle (exact: the same gradients), and only those that do not fit there may be frozen",
     )
-    extra_microbatches: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+    extra_microbatches: Literal["auto"] | Annotated[_Steps, Field(ge=0)] = Field(
         0,
         description='deferred: how many microbatches more than the host\'s fullest rank a rank may hold; "auto" takes '
         "as many as fit into each rank's memory",
     )
-    memory_limit: Annotated[float, Field(gt=0)] | None = Field(
+    memory_limit: Annotated[float, Field(gt=0, le=_MOST_GIB)] | None = Field(
         None,
         description='extra_microbatches "auto": GiB that the tensors of a rank may fill; by default nine tenths of '
         "what its device has for them",
@@ -112,7 +117,7 @@ class TimelyFreezeConfig(BaseModel):
         description="skipped_as_zero: a skipped gradient counts as zero in the mean over microbatches, as in the "
         "paper; computed_mean: a gradient is the mean over the microbatches that computed it",
     )
-    warmup_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+    warmup_steps: Literal["auto"] | Annotated[_Steps, Field(ge=0)] = Field(
         "auto", description='T_w; "auto" takes the learning-rate warm-up of the host\'s scheduler'
     )
     monitoring: Literal["mixed", "halves"] = Field(
@@ -120,19 +125,19 @@ class TimelyFreezeConfig(BaseModel):
         description="mixed: every second step draws freeze ratios, and monitoring ends once it is precise; halves: as "
         "in the paper, nothing frozen in the first half, everything in the second",
     )
-    monitoring_steps: int = Field(40, ge=2, description="steps of monitoring; mixed monitoring may need fewer")
+    monitoring_steps: _Steps = Field(40, ge=2, description="steps of monitoring; mixed monitoring may need fewer")
     monitoring_precision: float = Field(
         0.02, gt=0, le=1, description="standard error, as a share of the times, at which mixed monitoring ends"
     )
-    progressive_steps: int = Field(50, ge=0, description="steps over which the freeze ratios rise to the plan's")
-    stability_check_interval: int = Field(
+    progressive_steps: _Steps = Field(50, ge=0, description="steps over which the freeze ratios rise to the plan's")
+    stability_check_interval: _Steps = Field(
         50, ge=1, description="steps between the stability checks of APF and AutoFreeze"
     )
     apf_threshold: float = Field(0.01, ge=0, le=1, description="T_APF: a score below it is stable")
     autofreeze_percentile: float = Field(
         80.0, ge=0, le=100, description="P_Auto: percentage of the layers that may count as stable"
     )
-    seed: int = Field(0, ge=0, description="masks are a function of (seed, step, stage, microbatch)")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="masks are a function of (seed, step, stage, microbatch)")
     schedule: Literal["host", "1f1b", "gpipe"] = Field(
         "host", description='the pipeline schedule to run; "host" keeps the one the host runs'
     )
@@ -140,12 +145,15 @@ class TimelyFreezeConfig(BaseModel):
         "warn", description="an error of ours: warn and train without freezing, or raise it on all ranks"
     )
     replan_threshold: float = Field(
-        0.1, ge=0, description="relative change of the measured times from which a new plan is made; 0: never"
+        0.1,
+        ge=0,
+        le=_MOST_TIMES,
+        description="relative change of the measured times from which a new plan is made; 0: never",
     )
-    replan_interval: int = Field(
+    replan_interval: _Steps = Field(
         100, ge=1, description="steps of stable freezing between checks of the times, and between updates of the report"
     )
-    solver_time_limit_s: float = Field(300.0, gt=0, description="seconds the planner may take")
+    solver_time_limit_s: float = Field(300.0, gt=0, le=_MOST_SECONDS, description="seconds the planner may take")
     output_dir: str = Field(
         ".",
         description="the report is written to <output_dir>/timely_freeze/report.json",

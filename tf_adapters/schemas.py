@@ -20,11 +20,16 @@ def in_words(schema: Mapping[str, Any]) -> list[str]:
         case {"type": "null"}:
             return ["null"]
         case {"minimum": low, "maximum": high}:
-            limits = f"from {low:g} to {high:g}"
+            limits = f"from {_shown(low)} to {_shown(high)}"
         case {"minimum": low}:
-            limits = f"of at least {low:g}"
+            limits = f"of at least {_shown(low)}"
         case {"exclusiveMinimum": low, "maximum": high}:
-            limits = f"above {low:g}, up to {high:g}"
+            limits = f"above {_shown(low)}, up to {_shown(high)}"
         case {"exclusiveMinimum": low}:
-            limits = f"above {low:g}"
+            limits = f"above {_shown(low)}"
     return [f"{'an integer' if schema['type'] == 'integer' else 'a number'} {limits}"]
+
+
+def _shown(limit: float) -> str:
+    """Return a limit as people write it: 0.5, 2, 1,000,000."""
+    return f"{int(limit):,}" if limit == int(limit) else f"{limit:g}"

@@ -15,8 +15,8 @@ from node_links import timed_run, way_ms
 from two_nodes import PORT, Node, node_folder
 
 from tf_adapters.report import Report
+from tf_adapters.testing.ranks import HANG_S
 
-pytestmark = pytest.mark.timeout(400)
 SILENT_AFTER_S = 5.0
 """The host's own timeout where a node falls silent."""
 EXAMPLE = ROOT / "examples" / "torch_llama" / "train.py"
@@ -70,7 +70,7 @@ def fault_torchrun_starts_the_example_on_two_nodes(nodes: tuple[Node, Node], tmp
     """As its README does, with ``--nnodes 2``: every node has its own agent, folder and output."""
     agents = [torchrun_on(node, EXAMPLE, *TINY, *freezing(), folder=tmp_path) for node in nodes]
     try:
-        said = [agent.communicate(timeout=150)[0] for agent in agents]
+        said = [agent.communicate(timeout=HANG_S)[0] for agent in agents]
     finally:
         for node in nodes:
             node.kill()

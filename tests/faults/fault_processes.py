@@ -18,8 +18,6 @@ from jobs import GRACE_S, Tell, start
 
 PHASES = ("warmup", "monitoring_upper", "planning", "progressive", "stable")
 
-pytestmark = pytest.mark.timeout(400)
-
 
 @each_host
 @pytest.mark.parametrize("phase", PHASES)
@@ -49,7 +47,7 @@ def fault_a_rank_is_stopped_for_20_s(host: str, phase: str, tmp_path: Path) -> N
         job.signal(1, signal.SIGSTOP)
         time.sleep(20.0)
         job.signal(1, signal.SIGCONT)
-        assert job.ended(120.0) == [0, 0]
+        assert job.ended() == [0, 0]
         last = job.events(0)[-1]
         assert last["failure"] is None
         assert last["phase"] == "stable"
@@ -63,7 +61,7 @@ def fault_a_rank_is_stopped_for_20_s(host: str, phase: str, tmp_path: Path) -> N
 def fault_ranks_fork_and_the_copies_end(host: str, tmp_path: Path) -> None:
     """As data loaders and other tools do; a copy that ends takes no report and no group along."""
     with start(fork_now_and_then, host, tmp_path) as job:
-        assert job.ended(120.0) == [0, 0]
+        assert job.ended() == [0, 0]
         assert job.events(0)[-1] == {"copies": [0, 0, 0], "failure": None, "status": None}
         report = report_of(tmp_path)
         assert report is not None
@@ -110,7 +108,7 @@ def fault_two_runs_share_a_folder(host: str, tmp_path: Path) -> None:
     }
     section["output_dir"] = str(tmp_path / "shared")
     with start(train, host, tmp_path / "a", section, 60) as one, start(train, host, tmp_path / "b", section, 60) as two:
-        assert one.ended(120.0) == two.ended(120.0) == [0, 0]
+        assert one.ended() == two.ended() == [0, 0]
         assert one.events(0)[-1]["failure"] is two.events(0)[-1]["failure"] is None
         report = report_of(tmp_path / "shared")
         assert report is not None
@@ -147,9 +145,9 @@ def fault_a_job_goes_on_in_new_processes(host: str, until: int, phase: str, tmp_
     """With the same losses, unless monitoring was cut off, which starts over."""
     section = {"warmup_steps": 4, "monitoring_steps": 8, "progressive_steps": 6, "monitoring_precision": 1e-6}
     with start(train_and_save, host, tmp_path / "a", section, until, 3) as first:
-        assert first.ended(120.0) == [0, 0], first.output(0)
+        assert first.ended() == [0, 0], first.output(0)
     with start(load_and_train, host, tmp_path / "b", section, str(tmp_path / "a" / "saved"), until, 3) as second:
-        assert second.ended(120.0) == [0, 0], second.output(0)
+        assert second.ended() == [0, 0], second.output(0)
     for rank in range(2):
         before, after = first.events(rank)[-1], second.events(rank)[-1]
         assert after["failure"] is None
@@ -197,7 +195,7 @@ def fault_torchrun_starts_the_ranks_again(host: str, tmp_path: Path) -> None:
     options = ["--standalone", "--max-restarts", "1", "--monitor-interval", "0.2"]
     # Without it, torch's ranks may find the addresses of the dead ones and wait for them, with or without us.
     store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    status, output = launching.torchrun(str(script), options=options, timeout_s=200, cwd=tmp_path, **store)
+    status, output = launching.torchrun(str(script), options=options, cwd=tmp_path, **store)
     assert status == 0, output
     for rank in range(2):
         assert json.loads((tmp_path / f"rank{rank}.txt").read_text()) == [1, 30, None, "stable"]

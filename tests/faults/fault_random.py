@@ -198,7 +198,7 @@ def check(host: str, numbers: range, folder: str) -> list[dict[str, int]]:
     pool, holding = rank_pool(host, hosts.STAGES), []
     for first in range(numbers.start, numbers.stop, IN_ONE_CALL):
         some = range(first, min(first + IN_ONE_CALL, numbers.stop))
-        of_ranks = pool.run(run_many, host, some, folder, timeout_s=200.0)
+        of_ranks = pool.run(run_many, host, some, folder)
         for of_runs in of_ranks:
             for outcome in of_runs:
                 assert outcome["worst"] <= TOLERANCE, "\n".join(outcome["log"])

@@ -30,10 +30,10 @@ from stage_cases import AROUND, KNOWN, LEAVES, Case, case_of_one, draw_case, sma
 from stage_runs import KNOWN_MODES, MODES, Outcome, run_case
 
 from tf_adapters.testing import RankPool, RanksFailed
+from tf_adapters.testing.ranks import HANG_S
 
 RANKS = 2
 PRELOAD = ("torch.distributed.pipelining", "torch._dynamo", "tf_adapters.torch_pipelining")
-CASE_S = 30.0
 MODES_OF_ONE = 5
 SHRINK_S = 60.0
 
@@ -61,7 +61,7 @@ def judge(pool: RankPool, case: Case, modes: Iterable[str] = tuple(MODES), plant
     result, modes = Result(case), tuple(modes)
     with tempfile.TemporaryDirectory(prefix="stages") as folder:
         try:
-            outcomes: list[Outcome] = pool.run(run_case, case, modes, folder, plant, timeout_s=CASE_S)
+            outcomes: list[Outcome] = pool.run(run_case, case, modes, folder, plant, timeout_s=HANG_S)
         except RanksFailed as failed:
             if len(modes) == 1:
                 result.wrong[modes[0]] = [f"ranks failed: {failed}"]

@@ -23,7 +23,7 @@ from typing import Any
 from rank_pools import PRELOAD, prepare
 from two_nodes import Node, node_folder
 
-from tf_adapters.testing.ranks import free_port
+from tf_adapters.testing.ranks import HANG_S, free_port
 
 Tell = Callable[..., None]
 Function = Callable[..., None]
@@ -52,7 +52,7 @@ class Job:
         path = self.folder / f"rank{rank}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait_for(self, told: Callable[[dict[str, Any]], bool], rank: int = 0, timeout_s: float = 120.0) -> None:
+    def wait_for(self, told: Callable[[dict[str, Any]], bool], rank: int = 0, timeout_s: float = HANG_S) -> None:
         """Until a rank has told something of which this holds."""
         deadline = time.monotonic() + timeout_s
         while not any(told(event) for event in self.events(rank)):
@@ -63,7 +63,7 @@ class Job:
     def signal(self, rank: int, number: signal.Signals) -> None:
         os.kill(self.ranks[rank].pid, number)
 
-    def ended(self, timeout_s: float) -> list[int]:
+    def ended(self, timeout_s: float = HANG_S) -> list[int]:
         """The exit codes, once all ranks have ended; a rank that does not is a hang."""
         deadline = time.monotonic() + timeout_s
         for rank, process in enumerate(self.ranks):

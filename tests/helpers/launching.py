@@ -20,18 +20,20 @@ from typing import Any
 
 from rank_pools import PRELOAD
 
-from tf_adapters.testing.ranks import free_port
+from tf_adapters.testing.ranks import HANG_S, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 
 
-def forked(script: str | Path, *arguments: object, timeout_s: float = 120) -> tuple[int, str]:
+def forked(script: str | Path, *arguments: object, timeout_s: float = HANG_S) -> tuple[int, str]:
     """Run a script on two forked ranks, as torchrun would; its exit code, and all that it said."""
     return _on_forked_ranks(_run_script, [str(script), *map(str, arguments)], timeout_s)
 
 
-def forked_deepspeed(script: str | Path, settings: Path, *arguments: object, timeout_s: float = 140) -> tuple[int, str]:
+def forked_deepspeed(
+    script: str | Path, settings: Path, *arguments: object, timeout_s: float = HANG_S
+) -> tuple[int, str]:
     """The same with freezing, as DeepSpeed's launcher would start ``tf_adapters.deepspeed``."""
     command = ["tf_adapters.deepspeed", str(script), "--deepspeed_config", str(settings), *map(str, arguments)]
     return _on_forked_ranks(_run_deepspeed, command, timeout_s)
@@ -94,7 +96,7 @@ def torchrun(
     script: str,
     *arguments: object,
     options: Sequence[str] = (),
-    timeout_s: float = 120,
+    timeout_s: float = HANG_S,
     cwd: Path = ROOT,
     **settings: str,
 ) -> tuple[int, str]:
@@ -115,7 +117,7 @@ def torchrun(
     return process.returncode, output
 
 
-def deepspeed(script: str | Path, settings: Path, *arguments: object, timeout_s: float = 140) -> tuple[int, str]:
+def deepspeed(script: str | Path, settings: Path, *arguments: object, timeout_s: float = HANG_S) -> tuple[int, str]:
     """Run a script on two ranks under DeepSpeed's launcher, with freezing; its exit code, and all that it said."""
     port = free_port()
     environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
@@ -146,6 +148,6 @@ def _end(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
-            process.communicate(timeout=60)
+            process.communicate(timeout=HANG_S)
         finally:
             process.kill()

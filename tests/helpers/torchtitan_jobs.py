@@ -20,7 +20,7 @@ from typing import Any
 
 from rank_pools import PRELOAD
 
-from tf_adapters.testing.ranks import free_port
+from tf_adapters.testing.ranks import HANG_S, free_port
 
 OLD = not find_spec("torchtitan") or metadata.version("torchtitan").startswith("0.2")
 """TorchTitan before 0.3: job files, and other names of a few arguments."""
@@ -84,7 +84,7 @@ def make_assets(folder: Path) -> None:
     (assets / "c4_test" / "data.json").write_text("\n".join(map(json.dumps, texts)))
 
 
-def run_jobs(folder: Path, jobs: Sequence[Sequence[str]], timeout_s: float = 200.0) -> list[list[Outcome]]:
+def run_jobs(folder: Path, jobs: Sequence[Sequence[str]], timeout_s: float = HANG_S) -> list[list[Outcome]]:
     """Run ``tf_adapters.trainers.torchtitan`` with each job's arguments on two ranks; by job and rank."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))

@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tf_adapters.testing.ranks import HANG_S
+
 CLOCK_AHEAD_S = 86_400
 PORT = 29_400  # nothing else listens on a new node
 _LINK = "link0"
@@ -138,7 +140,7 @@ class TwoNodes:
 
 
 def _run(command: list[object] | list[str]) -> None:
-    subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True, timeout=10)
+    subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True, timeout=HANG_S)
 
 
 def node_folder(folder: Path, number: int) -> Path:

@@ -15,6 +15,7 @@ from example_runs import said
 from launching import BIN, deepspeed, forked_deepspeed
 
 from tf_adapters.deepspeed.__main__ import main, split_arguments
+from tf_adapters.testing.ranks import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTION = {"max_freeze_ratio": 0.8, "warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2}
@@ -28,7 +29,7 @@ def launch(
     settings = tmp_path / "ds_config.json"
     settings.write_text(json.dumps({**PLAIN, "steps_per_print": 1, **config}))
     sizes = ("--steps", STEPS, "--width", 16, "--blocks", 2, "--context", 8)
-    return start(script, settings, *sizes, timeout_s=120)
+    return start(script, settings, *sizes)
 
 
 def steps_run(output: str) -> int:
@@ -55,7 +56,7 @@ def test_an_unmodified_script_trains_through_all_phases(tmp_path: Path) -> None:
     report = json.loads(path.read_text())
     assert report["status"] == "stable"
     assert report["host"]["name"] == "deepspeed"
-    shown = subprocess.run([BIN / "tf-adapters", "show", path], capture_output=True, text=True, timeout=60)
+    shown = subprocess.run([BIN / "tf-adapters", "show", path], capture_output=True, text=True, timeout=HANG_S)
     assert shown.returncode == 0, shown.stderr
     assert "stable" in shown.stdout
     assert "deepspeed" in shown.stdout

@@ -20,6 +20,7 @@ from benchmarks.gpu import acceptance as gpu
 from benchmarks.gpu.parts import Check, Options, Part
 from benchmarks.shared.files import ROOT, result_file
 from tf_adapters.testing import RankPool
+from tf_adapters.testing.ranks import HANG_S
 
 STARTED = "recompilations"
 """The part that is started as a script; the others' ranks are forked from a process that has imported everything."""
@@ -181,7 +182,7 @@ def test_a_part_runs_on_cpus_as_a_user_starts_it(files: list[str], tmp_path: Pat
     command = [sys.executable, "-m", "benchmarks.gpu.acceptance", "--device", "cpu", "--tiny", "--part", STARTED]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*command, *files], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+        [*command, *files], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
     check_passed(files, STARTED)

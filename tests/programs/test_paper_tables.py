@@ -156,7 +156,7 @@ def train(cell: Cell, ratio: float) -> dict[str, Any]:
 def test_a_cell_runs_on_its_hosts_engine(cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     with fork_ranks(cell.ranks, functools.partial(setup, cell.host)) as pool:
-        ranks = pool.run(train, cell, 0.5, timeout_s=120)
+        ranks = pool.run(train, cell, 0.5)
     assert {rank["failure"] for rank in ranks} == {None}
     assert all(rank["order"] == ranks[0]["order"] for rank in ranks)
     assert all(rank["masks"] == ranks[0]["masks"] for rank in ranks)

@@ -25,7 +25,7 @@ import tf_adapters
 from tf_adapters.cli import main
 from tf_adapters.cli.configs import ready_configs
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.testing.ranks import free_port
+from tf_adapters.testing.ranks import HANG_S, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = "import setuptools.build_meta as b; print(b.build_sdist({0!r})); print(b.build_wheel({0!r}))"
@@ -51,7 +51,7 @@ class Installed:
             env={**environment, "PATH": path, **settings},
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=HANG_S,
             check=False,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import soak
 
-pytestmark = [pytest.mark.programs, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.programs
 
 
 def test_a_run_is_planned_anew_saved_loaded_and_looked_at_beside_the_host_alone():

@@ -30,7 +30,6 @@ from tf_adapters.simulate.sources import PROMISED
 
 _MOST_DEFERRED = 4_096  # actions up to which an order with deferral takes a second or two
 _ORDERS = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv")
-_MOVES_NO_FORWARDS = "megatron-core"  # its schedules keep their own order of forwards and input gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +131,7 @@ class _Run:
         costs: Mapping[int, TokenCost] | None = None,
     ) -> Lever:
         self._progress(name)
-        moves = self._report.host.name != _MOVES_NO_FORWARDS
+        moves = self._report.forwards_may_move
         limits = Limits.of_training(ratio, defer=defer, extra_microbatches=extra, moves_forwards=moves)
         plan = solve(PlanProblem(replace(self._known, token_costs=costs or {}), limits))
         promised = forecast(self._known, plan, stage_0_vanishes=not self._report.config.get("freeze_exclude"))

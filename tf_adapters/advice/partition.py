@@ -92,7 +92,7 @@ class CutPipeline:
         shortest = self.span_ms(cuts)
         while True:
             moved = min(((self.span_ms(m), m) for m in _moves(cuts, self._last)), default=(shortest, cuts))
-            if moved[0] >= shortest * (1.0 - 1e-9):
+            if not moved[0] < shortest * (1.0 - 1e-9):  # no number is less than one that is not a number
                 return cuts
             shortest, cuts = moved
 

@@ -112,6 +112,7 @@ class DeepSpeedAdapter(HostAdapter):
             held_values=held_values(engine, parameters),
             taps={engine.stage_id: StageTaps(engine.module, layer)} if self.config.splits_backwards else {},
             accumulating=lambda: accumulating(engine),
+            microbatch_size=int(engine.train_micro_batch_size_per_gpu()),
             moves_forwards=not engine.dynamic_shape,  # with dynamic shapes, receives cannot begin early
             traced=holds_first_rank(engine.grid.get_pipe_parallel_group()),
             replicas=engine.grid.get_data_parallel_world_size(),
@@ -142,9 +143,12 @@ class DeepSpeedAdapter(HostAdapter):
 
         def write(figures: Mapping[str, float]) -> None:
             samples = engine.global_samples
-            engine.monitor.write_events([(f"TimelyFreeze/{name}", value, samples) for name, value in figures.items()])
-            if given is not None:
-                given(figures)
+            events = [(f"TimelyFreeze/{name}", value, samples) for name, value in figures.items()]
+            try:
+                engine.monitor.write_events(events)
+            finally:  # the user's function gets its figures even if the monitor fails
+                if given is not None:
+                    given(figures)
 
         return write
 
@@ -325,8 +329,10 @@ class DeepSpeedAdapter(HostAdapter):
         self._host_instructions[host.ReduceGrads](engine, **kwargs)
 
     def _optimizer_step(self, engine: Any, **kwargs: Any) -> None:
-        self._host_instructions[host.OptimizerStep](engine, **kwargs)
-        self._holder.held = ()
+        try:
+            self._host_instructions[host.OptimizerStep](engine, **kwargs)
+        finally:
+            self._holder.held = ()
         self.controller.end_step()
 
     def _trains(self) -> bool:

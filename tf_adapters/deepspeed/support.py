@@ -21,14 +21,14 @@ from tf_adapters.weight_gradients.parameters import COMPILED
 
 ENGINE_NAMES = (
     *("_INSTRUCTION_MAP", "_config", "_exec_schedule", "pipe_buffers", "save_checkpoint", "load_checkpoint"),
-    *("dynamic_shape", "reset_activation_shape", "pipe_recv_buf", "grad_layer"),
+    *("dynamic_shape", "reset_activation_shape", "pipe_recv_buf", "grad_layer", "has_moe_layers"),
 )
 TRANSFER_NAMES = ("send", "recv", "_grid", "_is_valid_send_recv")
 MODULE_NAMES = ("get_tied_weights_and_groups", "_layer_specs", "_local_start", "_local_stop")
 ZERO_NAMES = (
     *("single_partition_of_fp32_groups", "bit16_groups", "bit16_groups_flat", "parallel_partitioned_bit16_groups"),
     *("grad_partition_insertion_offset", "grad_start_offset", "get_param_id", "use_grad_accum_attribute"),
-    "real_dp_process_group",
+    *("real_dp_process_group", "cpu_offload"),
 )
 BF16_NAMES = (
     *("fp32_groups_flat_partition", "fp32_groups_gradients", "fp32_groups_has_gradients", "bf16_groups"),
@@ -98,7 +98,6 @@ def warnings(engine: Any) -> list[str]:
 
 def _setting_problem(engine: Any) -> Problem:
     alone = is_dualpipev(engine) and engine.num_stages == 1
-    has_experts = getattr(engine, "has_moe_layers", False)
     uses_apex = getattr(engine, "amp_enabled", lambda: False)()  # DeepSpeed before 0.19.8
     size = engine.grid.model_parallel_size
     autocasts = getattr(engine, "torch_autocast_enabled", lambda: False)()  # each rank has its own GradScaler
@@ -106,7 +105,7 @@ def _setting_problem(engine: Any) -> Problem:
         {
             "DualPipeV on one pipeline rank is not supported; use two or more, or the default pipeline engine": alone,
             f"model parallelism of size {size} inside pipeline stages is not supported": size > 1,
-            "mixture-of-experts layers are not supported with DeepSpeed's pipeline": has_experts,
+            "mixture-of-experts layers are not supported with DeepSpeed's pipeline": engine.has_moe_layers,
             "fp16 is not supported; use bf16 or fp32": engine.fp16_enabled(),
             "torch_autocast in fp16 is not supported: each stage scales the loss by itself and skips updates alone; "
             'use "dtype": "bfloat16"': autocasts and engine.torch_autocast_dtype() == torch.float16,

@@ -6,42 +6,70 @@ gloo group of ours while training goes on. Ranks get tensors that wait for the m
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from operator import itemgetter
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
+import torch.utils.dlpack
 from torch.utils._pytree import tree_map
 
+from tf_adapters.errors import UnsupportedError
 from tf_adapters.gloo import gloo_group
+from tf_adapters.overrides import Overrides
 
 
 class _Message:
-    """Values that are on their way, as a CPU tensor.
+    """Values that are on their way, as a CPU tensor. Any thread may wait for them.
 
     ``work`` is the transfer, or a Future of the transfer while a device still computes the values.
     """
 
     def __init__(self, values: torch.Tensor, work: Any) -> None:
         self.values, self._work = values, work
+        self._error: Exception | None = None  # of the transfer
+        self._waiting = threading.RLock()
 
     @property
     def arrived(self) -> bool:
-        if isinstance(self._work, Future):
-            if not self._work.done():
-                return False
-            self._work = self._work.result()
-        return self._work is None or bool(self._work.is_completed())
+        """Return whether ``wait`` would return or raise at once. Never waits."""
+        if not self._waiting.acquire(blocking=False):
+            return False  # another thread waits
+        try:
+            if isinstance(self._work, Future) and self._work.done():
+                self._attempt(self._finish_sending)
+            return self._work is None or (not isinstance(self._work, Future) and bool(self._work.is_completed()))
+        finally:
+            self._waiting.release()
 
     def wait(self) -> None:
-        """Wait for the message. Raises RuntimeError if a rank that it comes from is gone."""
-        if isinstance(self._work, Future):
-            self._work = self._work.result()
+        """Wait for the message. Each call raises RuntimeError if a rank that it comes from is gone."""
+        with self._waiting:
+            if self._work is not None:
+                self._attempt(self._finish)
+            if self._error is not None:
+                raise self._error
+
+    def _finish(self) -> None:
+        self._finish_sending()
         if self._work is not None:
             self._work.wait()
         self._work = None
+
+    def _finish_sending(self) -> None:
+        if isinstance(self._work, Future):
+            self._work = self._work.result()
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception as error:
+            self._error, self._work = error, None
 
 
 _FACTS = frozenset(
@@ -60,22 +88,33 @@ class LateTensor(torch.Tensor):
     plain: torch.Tensor
     _message: _Message | None
     _read: Callable[[torch.Tensor], torch.Tensor]
+    _reading: threading.RLock
 
     @staticmethod
     def of(message: _Message, device: torch.device, read: Callable[[torch.Tensor], torch.Tensor]) -> LateTensor:
-        """Return a scalar tensor on ``device``, whose value is ``read(message.values)`` once they have arrived."""
+        """Return a scalar tensor on ``device``, whose value is ``read(message.values)`` once they have arrived.
+
+        Until then its memory holds NaN, for C code that reads the memory and that nobody can make wait.
+        """
         plain = torch.zeros((), dtype=message.values.dtype, device=device)
+        if plain.is_floating_point():
+            plain.fill_(torch.nan)
         late: LateTensor = torch.Tensor._make_subclass(LateTensor, plain)
         late.plain, late._message = plain, message
-        late._read = read
+        late._read, late._reading = read, threading.RLock()
+        _EXPORTS.watch(late)
         return late
 
     def arrive(self) -> torch.Tensor:
-        """Wait for the value; return it as a plain tensor of the same storage."""
-        if self._message is not None:
-            message, self._message = self._message, None
-            message.wait()
-            self.plain.copy_(self._read(message.values))
+        """Wait for the value; return it as a plain tensor of the same storage. Any thread may call it.
+
+        Each call raises RuntimeError if the transfer has failed.
+        """
+        with self._reading:
+            if self._message is not None:
+                self._message.wait()
+                self.plain.copy_(self._read(self._message.values))
+                self._message = None
         return self.plain
 
     @classmethod
@@ -97,6 +136,42 @@ def _arrived(value: Any) -> Any:
     return LateTensor.arrive(value) if isinstance(value, LateTensor) else value
 
 
+class _Exports:
+    """Makes torch's ``to_dlpack`` wait for late values, for as long as there are groups that send them.
+
+    It is the one way to a tensor's memory in torch that asks neither ``__torch_function__`` nor ``__torch_dispatch__``.
+    """
+
+    def __init__(self) -> None:
+        self._groups = 0
+        self._overrides = Overrides()
+        self._unread = WeakValueDictionary[int, LateTensor]()
+
+    def watch(self, late: LateTensor) -> None:
+        self._unread[id(late)] = late
+
+    def begin(self) -> None:
+        if self._groups == 0:
+            for module in (torch, torch.utils.dlpack):
+                self._overrides.wrap(module, "to_dlpack", lambda export, tensor: export(_arrived(tensor)))
+        self._groups += 1
+
+    def end(self) -> None:
+        """Restore torch after the last group, when all values are there. A value that failed still says so."""
+        self._groups -= 1
+        if self._groups > 0:
+            return
+        for late in list(self._unread.values()):
+            with suppress(Exception):
+                LateTensor.arrive(late)
+        self._unread.clear()
+        with suppress(UnsupportedError):  # other code has wrapped the functions since, and calls ours
+            self._overrides.restore()
+
+
+_EXPORTS = _Exports()
+
+
 class _OwnGroup:
     """Sends messages between the ranks of a host's process group, and keeps each message until it has arrived."""
 
@@ -104,14 +179,18 @@ class _OwnGroup:
         self._group, self._device = gloo_group(group), device
         self._messages = deque[_Message]()
         self._sending = ThreadPoolExecutor(1) if device.type != "cpu" else None
+        self._close = ExitStack()
+        self._close.callback(_EXPORTS.end)
+        _EXPORTS.begin()
 
     def close(self) -> None:
         """Wait for every message, and free the group. Called on all ranks at the same point."""
-        while self._messages:
-            self._messages.popleft().wait()
-        if self._sending is not None:
-            self._sending.shutdown()
-        self._group = None
+        with self._close:  # a second call has nothing left to undo
+            while self._messages:
+                self._messages.popleft().wait()
+            if self._sending is not None:
+                self._sending.shutdown()
+            self._group = None
 
     def _begin(self, values: torch.Tensor, start: Callable[[torch.Tensor], Any]) -> _Message:
         """Send CPU values with ``start``, at once."""

@@ -53,8 +53,8 @@ class MegatronModel:
     """A model as Megatron trains it on this rank: its chunks, their optimizer, and its place in the pipeline.
 
     ``config`` is the TransformerConfig, and ``num_microbatches`` the number of microbatches in a training batch.
-    ``moves_forwards`` says whether a plan may also move forwards, and ``norm_can_be_late`` whether all ranks only log
-    the norm of the gradients.
+    ``microbatch_size`` is in samples, None where Megatron does not know it. ``moves_forwards`` says whether a plan may
+    also move forwards, and ``norm_can_be_late`` whether all ranks only log the norm of the gradients.
     """
 
     chunks: Sequence[torch.nn.Module]
@@ -64,6 +64,7 @@ class MegatronModel:
     pp_group: Any
     expert_parallel_size: int = 1
     replicas: int = 1
+    microbatch_size: int | None = None
     moves_forwards: bool = False
     norm_can_be_late: bool = False
 
@@ -145,6 +146,7 @@ class MegatronAdapter(HostAdapter):
             models={stage: chunk.model for stage, chunk in by_stage.items()},
             layers={stage: layers_of(chunk.model) for stage, chunk in by_stage.items()},
             held_values=held_values(model.optimizer, parameters),
+            microbatch_size=model.microbatch_size,
             moves_forwards=model.moves_forwards,
             traced=holds_first_rank(model.pp_group),
             replicas=model.replicas,
@@ -302,9 +304,11 @@ class MegatronAdapter(HostAdapter):
         timers = self._model.config.timers
         if timers is not None:
             timers(TIMER, log_level=1).start()
-        yield
-        if timers is not None:
-            timers(TIMER).stop()
+        try:
+            yield
+        finally:  # a timer that runs already refuses to start
+            if timers is not None:
+                timers(TIMER).stop()
 
     def _warn_unseen(self) -> None:
         if not self._batch_seen:

@@ -131,19 +131,41 @@ class FrozenGradients:
 
 @contextmanager
 def before_reduction(config: Any, finish: Callable[[int | None], None]) -> Iterator[None]:
-    """Run a batch inside. ``finish`` is called before the host reduces the gradients of a chunk, or of all (None)."""
+    """Run a batch inside. ``finish`` is called before the host reduces the gradients of a chunk, or of all (None).
 
-    def first(run: Callable[..., Any], *args: Any, chunk: int | None = None, **kwargs: Any) -> Any:
+    Megatron's interleaved schedule makes a list of a single ``grad_sync_func``, one entry for each chunk. The config
+    keeps that list after the batch, with the given function in it.
+    """
+    given, sync, finalize = config.grad_sync_func, config.grad_sync_func, config.finalize_model_grads_func
+    if isinstance(sync, (list, tuple)):
+        sync = [_after(finish, function, chunk) for chunk, function in enumerate(sync)]
+    elif sync is not None:
+        sync = _after(finish, sync)
+    with Overrides() as overrides:
+        if finalize is not None:
+            overrides.set(config, "finalize_model_grads_func", _after(finish, finalize))
+        config.grad_sync_func = sync
+        try:
+            yield
+        finally:
+            config.grad_sync_func = _without(config.grad_sync_func, sync, given)
+
+
+def _after(finish: Callable[[int | None], None], run: Callable[..., Any], chunk: int | None = None) -> Any:
+    """Return a function that calls ``finish(chunk)``, then ``run`` with its arguments."""
+
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
         finish(chunk)
         return run(*args, **kwargs)
 
-    sync, finalize = config.grad_sync_func, config.finalize_model_grads_func
-    with Overrides() as overrides:
-        if isinstance(sync, (list, tuple)):
-            of_chunks = [functools.partial(first, function, chunk=chunk) for chunk, function in enumerate(sync)]
-            overrides.set(config, "grad_sync_func", of_chunks)
-        elif sync is not None:
-            overrides.set(config, "grad_sync_func", functools.partial(first, sync))
-        if finalize is not None:
-            overrides.set(config, "finalize_model_grads_func", functools.partial(first, finalize))
-        yield
+    return call
+
+
+def _without(found: Any, ours: Any, given: Any) -> Any:
+    """Return ``found`` with the host's ``given`` function or functions instead of ``ours``."""
+    if found is ours:
+        return given
+    if isinstance(found, (list, tuple)):
+        return type(found)(given if function is ours else function for function in found)
+    return found  # other code has set another one

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.num_microbatches_calculator import get_micro_batch_size, get_num_microbatches
 from megatron.core.utils import get_model_config
 
 from megatron_patches import backward_step, communication, forward_backward, forward_step
@@ -22,7 +22,7 @@ from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules, sam
 from tf_adapters.megatron.adapter import HOST, MegatronAdapter, MegatronModel, adapter_of, tagged
 from tf_adapters.megatron.late_norm import norm_can_be_late
 from tf_adapters.megatron.patching import patching
-from tf_adapters.megatron.support import check, keeps_order
+from tf_adapters.megatron.support import check, keeps_order, missing_options
 from tf_adapters.report.observer import MetricSink
 
 __all__ = ["attach", "patch_schedules"]
@@ -62,7 +62,7 @@ def attach(
         UnsupportedError: freezing cannot be right with this model, on all ranks.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
-    patched = ExitStack()
+    patched, existing = ExitStack(), adapter_of(chunks)
 
     def patch() -> None:
         patched.callback(patch_schedules())
@@ -77,13 +77,25 @@ def attach(
         adapter = attach_once(
             connect=lambda: collectives or ProcessGroupCollectives(),
             host=HOST,
-            existing=adapter_of(chunks),
+            existing=existing,
             given=config,
             check=lambda settings: _check(chunks, optimizer, settings),
             make=make,
         )
         patched.pop_all()  # they stay after detach: a loop may hold a wrapped function
+    if adapter is not None and existing is None:
+        _warn_of_missing_options(adapter, get_model_config(chunks[0]))
     return adapter
+
+
+def _warn_of_missing_options(adapter: MegatronAdapter, config: Any) -> None:
+    """Warn if a newer Megatron has renamed options with which freezing would be wrong. Called on all ranks."""
+    missing = missing_options(config)
+    if missing:
+        adapter.controller.warn(
+            "this version of Megatron-Core does not have the options that tf-adapters checks for features it cannot "
+            f"freeze with: {', '.join(missing)}; if it has them under other names, leave these features off"
+        )
 
 
 def _agreed_model(
@@ -106,6 +118,7 @@ def _agreed_model(
             pp_group=group,
             expert_parallel_size=max(1, int(parallel_state.get_expert_model_parallel_world_size())),
             replicas=int(parallel_state.get_data_parallel_world_size(with_context_parallel=True)),
+            microbatch_size=_microbatch_size_of_the_run(),
         )
         described.append(of_rank)
         return keeps_order(config, group.size(), len(chunks)), norm_can_be_late(optimizer)
@@ -170,6 +183,14 @@ def _on_backward(run: Any, output: Any) -> Any:
 def _check(chunks: Sequence[Any], optimizer: Any, settings: TimelyFreezeConfig) -> None:
     refuse_other_schedules(settings, "with Megatron-Core the schedule follows from the pipeline's sizes")
     check(chunks, optimizer, settings)
+
+
+def _microbatch_size_of_the_run() -> int | None:
+    """Return the samples of a microbatch from Megatron's calculator; None if it is not initialized."""
+    try:
+        return int(get_micro_batch_size())
+    except AttributeError:
+        return None
 
 
 def _microbatches_of_the_run() -> int:

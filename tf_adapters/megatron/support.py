@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -45,6 +47,20 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("sequence_packing_scheduler", bool, _UNEVEN),
     ("dynamic_context_parallel", bool, _UNEVEN),
 )
+_ALSO_READ = (
+    *("recompute_granularity", "mtp_num_layers", "tp_comm_overlap", "tp_comm_bulk_wgrad", "tp_comm_overlap_rs_dgrad"),
+    *("tp_comm_overlap_disable_qkv", "tp_comm_overlap_disable_fc1", "overlap_p2p_comm_warmup_flush"),
+)
+"""Further options whose values decide what is refused or how a batch runs."""
+
+_NOT_SINCE_0_16 = {
+    **dict.fromkeys(("overlap_dispatch_backward_with_experts_wgrad", "moe_paged_stash"), (0, 18)),
+    **dict.fromkeys(("gtp_weight_remat_size", "expert_gtp_weight_remat_size"), (0, 19)),
+    **dict.fromkeys(("sequence_packing_scheduler", "dynamic_context_parallel", "mtp_detach_heads", "mtp_hsm"), None),
+    "mtp_use_repeated_layer": None,
+}
+"""The first version of an option, for those that 0.16 does not have; None if it is not in every later version."""
+
 _APART_TWICE = (
     "mtp_num_layers is set, and weight gradients apart from their backward (deferred, or of sampled tokens) were not "
     "checked where the output layer computes several times in a microbatch"
@@ -77,6 +93,21 @@ def check(chunks: Sequence[Any], optimizer: Any, settings: TimelyFreezeConfig | 
         refuse(_optimizer_problem(leaf) or missing_optimizer_name(leaf))
 
 
+def missing_options(config: Any) -> list[str]:
+    """Return the options that ``check`` reads and that this version of Megatron should have but does not.
+
+    An option that a new version has renamed would count as off, although it may be on. ``config`` is a
+    TransformerConfig.
+    """
+    version = tuple(map(int, re.findall(r"\d+", metadata.version("megatron-core"))[:2]))
+    missing = []
+    for name in (*(name for name, _, _ in _REFUSED), *_ALSO_READ):
+        since = _NOT_SINCE_0_16.get(name, (0, 16))
+        if since is not None and since <= version and not hasattr(config, name):
+            missing.append(name)
+    return missing
+
+
 def keeps_order(config: Any, pipeline_size: int, chunks: int) -> bool:
     """Return whether a plan must keep the host's order of forwards.
 
@@ -94,7 +125,7 @@ def keeps_order(config: Any, pipeline_size: int, chunks: int) -> bool:
 
 def _config_problem(config: Any) -> Problem:
     for field, wrong, why in _REFUSED:
-        value = getattr(config, field, None)  # a missing field is off
+        value = getattr(config, field, None)  # a missing field is off, and ``missing_options`` names it
         if value is not None and wrong(value):
             return f"{field} is {value!r}, and {why}"
     if _reduces_with_weight_gradients(config):

@@ -93,14 +93,19 @@ class TrainingLogs:
         return self._iteration % self._args.log_interval == 0 or self._writes
 
     def __call__(self, figures: Mapping[str, float]) -> None:
-        named = {f"timely-freeze/{name}": value for name, value in figures.items()} if self._writes else {}
+        try:
+            if self._writes:
+                self._write({f"timely-freeze/{name}": value for name, value in figures.items()})
+        finally:  # the log gathers on all ranks at once: a writer that fails on one must not keep it from there
+            if self._iteration % self._args.log_interval == 0:
+                self._timers.log([TIMER], normalizer=self._args.log_interval)
+
+    def _write(self, named: Mapping[str, float]) -> None:
         if self._tensorboard:
             for name, value in named.items():
                 self._tensorboard.add_scalar(name, value, self._iteration)
-        if self._wandb and named:
+        if self._wandb:
             self._wandb.log(named, self._iteration)
-        if self._iteration % self._args.log_interval == 0:
-            self._timers.log([TIMER], normalizer=self._args.log_interval)  # gathers: on all ranks at once
 
     @property
     def _iteration(self) -> int:

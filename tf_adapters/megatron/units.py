@@ -70,7 +70,10 @@ def tied_places(parameters: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> T
 
 
 def _token_share(prefix: str, config: Any, expert_parallel_size: int) -> float:
-    """Return the share of a rank's tokens that reach a module. An expert gets only the tokens routed to it."""
-    if "experts" not in prefix.split("."):
+    """Return the share of a rank's tokens that reach a module. An expert gets only the tokens routed to it.
+
+    A model without routed experts (``num_moe_experts`` is None) may still have a module of the user with this name.
+    """
+    if "experts" not in prefix.split(".") or config.num_moe_experts is None:
         return 1.0
     return float(config.moe_router_topk * expert_parallel_size / config.num_moe_experts)

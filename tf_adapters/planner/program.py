@@ -92,14 +92,22 @@ class FreezeProgram:
     def limited(self, microbatches: Collection[int], limit: float) -> FreezeProgram:
         """Return the program with a lower ``most`` for ``microbatches``: no mean over the stages exceeds ``limit``.
 
-        Ratios of the first stage stay free, since its backward disappears if it is frozen whole.
+        Ratios of the first stage stay free, since its backward disappears if it is frozen whole. Where the limit allows
+        less than one whole backward of a microbatch, the limit is each stage's.
         """
-        stages = len(self.stages)
-        others = max(0.0, (limit * stages - 1.0) / (stages - 1.0)) if stages > 1 else limit
-        among = np.array(
-            [a.microbatch in microbatches and (a.stage > 0 or stages == 1) for a in self.dag.actions], dtype=bool
-        )
-        return replace(self, most=np.where(among, np.minimum(self.most, others), self.most))
+        most = self.most.copy()
+        every = (position for positions in self.stages.values() for position in positions.tolist())
+        of_microbatch = grouped((self.dag.actions[position].microbatch, position) for position in every)
+        for microbatch in microbatches:
+            positions = of_microbatch[microbatch]
+            first = [position for position in positions if self.dag.actions[position].stage == 0]
+            others = [position for position in positions if position not in first]
+            left = limit * len(positions) - len(first)
+            if left >= 0.0 and others:
+                most[others] = np.minimum(most[others], left / len(others))
+            else:
+                most[positions] = np.minimum(most[positions], limit)
+        return replace(self, most=most)
 
     @property
     def overlap(self) -> bool:

@@ -32,6 +32,9 @@ _WIDEST_GAP = 1e-3
 _SECOND_TRY_S = 20.0
 """The most seconds that GLOP may then take."""
 
+LONGEST_S = 1e6
+"""Seconds of the longest time limit. A longer one, or infinity, counts as this: GLOP takes whole milliseconds."""
+
 _GLOP, _INTERIOR = "GLOP", "interior point"
 
 
@@ -83,8 +86,10 @@ def solve(problem: PlanProblem, time_limit_s: float | None = None, progress: Pro
     are missing or out of range, SolverError when no solver has a plan (within ``time_limit_s``, if given).
     """
     problem = problem.validate()
-    if time_limit_s is not None and not time_limit_s > 0.0:
-        raise PlanInputError(f"time_limit_s: {time_limit_s!r} is not a number of seconds above 0")
+    if time_limit_s is not None:
+        if not time_limit_s > 0.0:
+            raise PlanInputError(f"time_limit_s: {time_limit_s!r} is not a number of seconds above 0")
+        time_limit_s = min(time_limit_s, LONGEST_S)
     progress = progress or (lambda _: None)
     measurement, limits = problem.measurement, problem.limits
     if measurement.learning:
@@ -95,10 +100,13 @@ def solve(problem: PlanProblem, time_limit_s: float | None = None, progress: Pro
     program = FreezeProgram.of(problem)
     began = time.perf_counter()
     outcome = _optimise(program, limits.target_makespan_ms, time_limit_s, progress)
-    limit = limits.max_microbatch_freeze_ratio
-    while frozen := program.frozen_microbatches(outcome.ratios, limit):
+    limit, limited = limits.max_microbatch_freeze_ratio, set[int]()
+    while frozen := set(program.frozen_microbatches(outcome.ratios, limit)) - limited:  # each one is limited once
         everyone = len(program.dag.actions) > _EXACT_UP_TO
-        program = program.limited(range(measurement.schedule.num_microbatches) if everyone else frozen, limit)
+        if everyone:
+            frozen = set(range(measurement.schedule.num_microbatches))
+        limited |= frozen
+        program = program.limited(frozen, limit)
         outcome = _optimise(program, limits.target_makespan_ms, time_limit_s, progress)
     return _describe(measurement.schedule, program, outcome, time.perf_counter() - began)
 
@@ -143,8 +151,8 @@ def _optimise(program: FreezeProgram, target: float, time_limit_s: float | None,
 
 
 def _repair(program: FreezeProgram, ratios: Floats) -> Floats:
-    """Take the solver's tolerance out of ``ratios``: exact zeros and ones, budgets kept."""
-    repaired = np.clip(ratios, 0.0, 1.0)
+    """Take the solver's tolerance out of ``ratios``: exact zeros and ones, no ratio above its own limit or budget."""
+    repaired = np.clip(ratios, 0.0, program.most)
     repaired[repaired < _SNAP] = 0.0
     repaired[repaired > 1.0 - _SNAP] = 1.0
     for stage, positions in program.stages.items():

@@ -22,7 +22,7 @@ from pathlib import Path
 from tf_adapters.errors import PlanInputError, SolverError
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import PlanProblem
-from tf_adapters.planner.solve import plan_from_json
+from tf_adapters.planner.solve import LONGEST_S, plan_from_json
 
 _GRACE_S = 5.0
 """For the process to start and to write its plan, beyond the solver's limit."""
@@ -43,6 +43,7 @@ class BackgroundPlan:
         folder = Path(self._folder.name)
         self._plan, self._stderr = folder / "plan.json", folder / "stderr.txt"
         (folder / "input.json").write_text(json.dumps(problem.to_json()), encoding="utf-8")
+        time_limit_s = min(time_limit_s, LONGEST_S)
         self._limit_s = time_limit_s
         self._deadline = time.monotonic() + time_limit_s + _GRACE_S
         # The process finds the modules that this one does, and uses one core only.

@@ -75,6 +75,7 @@ def build_report(run: RunView, ranks: Sequence[LocalMeasurements]) -> Report:
         batches=_batches(state.plans),
         layers={str(s): of for rank in ranks for s, of in sorted(rank.layers.items())},
         batch_times=known.batch_times,
+        moves_forwards=run.moves_forwards,
     )
 
 

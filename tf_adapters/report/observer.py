@@ -21,18 +21,32 @@ class RunReporter:
     """An observer that writes the report on rank 0 of ``collectives``, the group of all ranks that train together.
 
     A process that ends without ``close`` still leaves a report: rank 0 writes what it knows by itself. ``metrics`` is
-    called on this rank after each step with named figures (ratios in [0, 1], ms).
+    called on this rank after each step with named figures (ratios in [0, 1], ms). It is code of the user or of the
+    host. If it raises, training goes on, and the first error is logged.
     """
 
     def __init__(self, collectives: Collectives, metrics: MetricSink | None = None) -> None:
         self._collectives, self._metrics = collectives, metrics
+        self._said_metrics_failed = False
         self._writer = _Writer(writes=collectives.rank == 0)
 
     def step_ended(self, run: RunView) -> None:
         """Give the figures of a step that has ended to whoever asked for them."""
         self._writer.see(run)
-        if self._metrics is not None and getattr(self._metrics, "due", lambda: True)():
-            self._metrics(run.figures())
+        try:
+            if self._metrics is not None and getattr(self._metrics, "due", lambda: True)():
+                self._metrics(run.figures())
+        except Exception as error:  # a rank that stopped here would leave the others waiting
+            self._warn_of_metrics(error)
+
+    def _warn_of_metrics(self, error: Exception) -> None:
+        """Warn on this rank, once: a sink that fails once often fails in every step."""
+        if self._said_metrics_failed:
+            return
+        self._said_metrics_failed = True
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        rank = self._collectives.rank
+        announce(0, f"the metrics function failed on rank {rank}: {text}; training goes on", logging.WARNING)
 
     def report(self, run: RunView) -> None:
         """Write the report. Called on all ranks; none waits for rank 0. A full disk is no reason to stop freezing."""

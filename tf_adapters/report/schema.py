@@ -150,7 +150,8 @@ class Report(_Model):
     holds, by stage, the times of its layers in the warm-up. ``batches`` is by number of microbatches, where they are
     mixed: all else is of the number that most steps had. ``batch_times`` is where the ranks' time goes with nothing
     frozen. ``steps`` says whether ranks "meet" between steps or steps "overlap"; if they overlap, ``between_steps`` has
-    each rank's time between steps in ms. All may be left out.
+    each rank's time between steps in ms. ``moves_forwards`` says whether a plan may change the host's order of forwards
+    and input gradients. All may be left out.
     """
 
     format: Literal[1] = FORMAT
@@ -179,6 +180,7 @@ class Report(_Model):
     batch_times: BatchTimes | None = None
     steps: Steps = "meet"
     between_steps: dict[str, Milliseconds] = Field(default_factory=dict)
+    moves_forwards: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values; the inverse of ``from_json``."""
@@ -210,6 +212,17 @@ class Report(_Model):
             return Measurement.from_json(facts)
         except PlanInputError as error:
             raise ConfigError(str(error)) from None
+
+    @property
+    def forwards_may_move(self) -> bool:
+        """Return whether a plan may move forwards.
+
+        Reports of earlier versions do not say it. There it is taken to be possible if each rank has one stage: every
+        host can do that, and not every host can with several stages.
+        """
+        if self.moves_forwards is not None:
+            return self.moves_forwards
+        return self.schedule.num_stages <= len(self.schedule.ranks)
 
     @property
     def max_freeze_ratio(self) -> float | None:

@@ -32,6 +32,7 @@ from tf_adapters.torch_pipelining.replicas import (
     layers_with_taps,
     replica_count,
     reported_to_reducer,
+    trained_replica,
     unsharded_adder,
 )
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
@@ -272,8 +273,8 @@ class TorchPipeliningAdapter(HostAdapter):
         if not self._in_batch:
             yield
             return
-        frozen = self.controller.mask(stage.stage_index, microbatch).names
         action = Action(stage.stage_index, kind, microbatch)
+        frozen = trained_replica(stage.submod, self.controller.mask(stage.stage_index, microbatch).names)
         with self.controller.running(action), frozen_replica(stage.submod, frozen):
             yield
 

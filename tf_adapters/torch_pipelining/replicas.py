@@ -37,21 +37,30 @@ def inside_replica(module: torch.nn.Module) -> torch.nn.Module:
     return inside
 
 
+def trained_replica(module: torch.nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """Return those names of an FSDP module whose parameters train now; nothing for another module.
+
+    Called before a mask is in force: what does not train then was frozen by the user, and must stay so.
+    """
+    if not isinstance(module, FSDPModule):
+        return ()
+    return tuple(name for name in names if module.get_parameter(name).requires_grad)
+
+
 @contextmanager
 def frozen_replica(module: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Freeze the unsharded parameters that an FSDP module computes with.
+    """Freeze the unsharded parameters that an FSDP module computes with. ``names`` are from ``trained_replica``.
 
     FSDP replaces sharded parameters by unsharded ones while it computes. They take over ``requires_grad`` when FSDP
     gathers them. The pipeline gathers them long before a microbatch and keeps them for several microbatches, so they
     must be frozen and restored separately.
     """
-    unsharded = names if isinstance(module, FSDPModule) else ()
-    for name in unsharded:
+    for name in names:
         module.get_parameter(name).requires_grad_(False)
     try:
         yield
     finally:
-        for name in unsharded:
+        for name in names:
             module.get_parameter(name).requires_grad_(True)
 
 
@@ -163,10 +172,12 @@ def _fire_hooks(parameters: Sequence[torch.nn.Parameter]) -> None:
     required = [parameter.requires_grad for parameter in parameters]
     for parameter in parameters:
         parameter.requires_grad_(True)
-    with torch.enable_grad():
-        _NoGradients.apply(*parameters).backward()  # type: ignore[no-untyped-call]
-    for parameter, before in zip(parameters, required, strict=True):
-        parameter.requires_grad_(before)
+    try:
+        with torch.enable_grad():
+            _NoGradients.apply(*parameters).backward()  # type: ignore[no-untyped-call]
+    finally:
+        for parameter, before in zip(parameters, required, strict=True):
+            parameter.requires_grad_(before)
 
 
 class _NoGradients(torch.autograd.Function):

@@ -276,7 +276,7 @@ class Controller:
 
         With APF and AutoFreeze save rank 0's: the others' lack what stability checks compare with (``is_whole``).
         """
-        return self.state.to_json(self.config, self.masks)
+        return self.state.to_json(self.config, self.masks, self.pipeline.plan_facts)
 
     @property
     def is_whole(self) -> bool:
@@ -292,7 +292,14 @@ class Controller:
         is_first = self._collectives.rank == 0
         told = on_one_rank(self._collectives, lambda: for_other_ranks(data))
         chosen = data if is_first else told
-        self.state = compatible_state(chosen, self.config, schedule=self.schedule, masks=self.masks, auto_warmup=warmup)
+        self.state = compatible_state(
+            chosen,
+            self.config,
+            schedule=self.schedule,
+            masks=self.masks,
+            auto_warmup=warmup,
+            host=self.pipeline.plan_facts,
+        )
         self._forget_measured()
         phase = log_lines.phase(self.config, self.state.phases, self.step)
         self._decisions.say(f"resumed after step {self.state.completed_steps}: {phase}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -39,6 +40,7 @@ class HostPipeline:
         layers: this rank's layers by stage and name. The model could be cut between them.
         accumulating: a context in which weight gradients computed later go where the host's backward puts them.
         moves_forwards: whether the host can run forwards and input gradients in another order, too.
+        microbatch_size: samples of a microbatch, as the host's settings have them; None where they do not say it.
         traced: whether transfers are measured on this rank's pipeline: true of one replica of the pipeline.
         replicas: the number of replicas of the pipeline, each with its own microbatches; 1 where it is not known.
         adaptive: whether the optimizer divides by the size of the gradient, as Adam does.
@@ -58,12 +60,19 @@ class HostPipeline:
     layers: Mapping[int, Layers] = field(default_factory=dict)
     accumulating: Callable[[], AbstractContextManager[None]] = nullcontext
     moves_forwards: bool = False
+    microbatch_size: int | None = None
     traced: bool = True
     replicas: int = 1
     adaptive: bool = False
     meetings: Sequence[str] = ()
     warmup_steps: int = 0
     clock: Clock | None = None
+
+    @property
+    def plan_facts(self) -> dict[str, Any]:
+        """Return the facts that a plan stands on and that are not in the settings, equal on all ranks, by name."""
+        known = {} if self.microbatch_size is None else {"microbatch_size": self.microbatch_size}
+        return {"moves_forwards": self.moves_forwards, **known}
 
     @property
     def device(self) -> torch.device:

@@ -67,6 +67,7 @@ class RunView:
         checks: TapChecks,
     ) -> None:
         self.config, self.host, self.device = setup.config, setup.pipeline.host, setup.timer.device
+        self.moves_forwards = setup.pipeline.moves_forwards
         self._stages, self._traced = sorted(setup.pipeline.parameters), setup.pipeline.traced
         self._masks, self._timer, self._memory = setup.masks, setup.timer, setup.memory
         self._state, self._ratios, self._layers, self._tally = state, ratios, layers, tally

@@ -141,11 +141,15 @@ class RunState:
         """Return whether everything is measured and only the first plan is missing."""
         return not self.plans and bool(self.measurement.times) and not self.failure
 
-    def to_json(self, config: TimelyFreezeConfig, masks: StageMasks) -> dict[str, Any]:
+    def to_json(
+        self, config: TimelyFreezeConfig, masks: StageMasks, host: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return plain JSON values. ``host`` has the facts of the host that a plan stands on, by name."""
         own = self.plans.of.get(self.measurement.schedule.num_microbatches)
         data = {
             "format": FORMAT,
             "fingerprint": fingerprint(config, own.schedule if own else self.schedule, masks),
+            "host": dict(host or {}),
             "completed_steps": self.completed_steps,
             "phases": list(astuple(self.phases)),
             "measurement": self.measurement.to_json(),
@@ -210,12 +214,16 @@ def compatible_state(
     schedule: PipelineSchedule,
     masks: StageMasks,
     auto_warmup: int,
+    host: Mapping[str, Any] | None = None,
 ) -> RunState:
     """The state to go on with: the saved one, or as much of it as still holds.
 
     Monitoring that a checkpoint interrupted starts over, for its times may come from another machine; a plan that was
-    still being made is made again. A plan for another pipeline, other parameters or another budget is dropped and
-    made anew; the step count stays.
+    still being made is made again. A plan for another pipeline, other parameters, another budget or other facts of the
+    ``host`` is dropped and made anew; the step count stays. Facts that the checkpoint does not have count as equal.
+
+    A plan that fills the memory is made anew in every run: what fits depends on the device, on the lengths of sequences
+    and on what else the process holds, and none of these is known before steps have run.
     """
     fresh = RunState.fresh(config, auto_warmup)
     fresh.schedule = schedule
@@ -230,11 +238,24 @@ def compatible_state(
     order = schedule if measured_with is None else measured_with.schedule
     if data.get("fingerprint") != fingerprint(config, order, masks) or not _fits(state, order, schedule):
         return state.restarted(config, "the checkpoint's plan is for another pipeline, model or budget")
+    if changed := _changed_facts(data, host or {}):
+        return state.restarted(config, f"the checkpoint's plan is for {changed}")
+    if config.fills_memory and state.measurement.times:
+        return state.restarted(config, "how many microbatches fit into memory is measured in every run")
     unplanned = not state.plans and not state.awaits_plan
     if config.plans and unplanned and state.completed_steps > state.phases.warmup_end:
         return state.restarted(config, "a checkpoint interrupted it")
     state.turn_to(schedule)
     return state
+
+
+def _changed_facts(data: Mapping[str, Any], host: Mapping[str, Any]) -> str:
+    """Return in words which facts of the host differ from the checkpoint's; an empty text if none do."""
+    saved = data.get("host")
+    before = saved if isinstance(saved, Mapping) else {}
+    return ", ".join(
+        f"{name} {before[name]!r}, not {value!r}" for name, value in host.items() if before.get(name, value) != value
+    )
 
 
 def _fits(state: RunState, order: PipelineSchedule, schedule: PipelineSchedule) -> bool:
@@ -299,6 +320,8 @@ def fingerprint(config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: S
         parts["target"] = [config.target_speedup, None]  # as checkpoints of versions that also had a target in ms
     if config.defers:
         parts["deferred"] = config.extra_microbatches
+    if config.fills_memory:
+        parts["memory_limit"] = config.memory_limit
     if config.samples_tokens:
         parts["granularity"] = config.granularity
     return _digest(parts)

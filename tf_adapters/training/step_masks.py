@@ -97,14 +97,21 @@ class StepMasks:
 
 
 class MaskTally:
-    """Counts frozen shares by stage and step, and how often stable freezing froze each parameter."""
+    """Counts frozen shares by stage and step, and how often stable freezing froze each parameter.
+
+    A run may load an earlier state and go on from there. Steps after that state then count no more.
+    """
 
     def __init__(self) -> None:
+        self._newest_step = 0
         self._shares: dict[int, list[float]] = defaultdict(list)
         self._frozen: dict[int, Counter[str]] = defaultdict(Counter)
         self._microbatches: Counter[int] = Counter()
 
     def add(self, step: int, phase: Phase, step_masks: StepMasks) -> None:
+        if step <= self._newest_step:
+            self._go_back_to(step)
+        self._newest_step = step
         for stage, masks in step_masks.local().items():
             if step <= _MOST_STEPS:
                 shares = self._shares[stage]
@@ -114,6 +121,13 @@ class MaskTally:
             self._microbatches[stage] += len(frozen)
             for names in frozen:
                 self._frozen[stage].update(names)
+
+    def _go_back_to(self, step: int) -> None:
+        """Forget ``step`` and all later ones. Counts of parameters begin again, as they do in a new process."""
+        for shares in self._shares.values():
+            del shares[step - 1 :]
+        self._frozen.clear()
+        self._microbatches.clear()
 
     def frozen_share(self) -> dict[int, tuple[float, ...]]:
         """By stage, the mean over microbatches of the work frozen, as a share of the freezable, in steps 1, 2, ..."""

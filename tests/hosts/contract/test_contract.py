@@ -77,6 +77,7 @@ def test_the_life_of_a_run_and_its_report(ranks, host, tmp_path):
     assert {s["action"] for s in measured["backward_ms"]} == {f"{s}B{m}" for s in (0, 1) for m in range(MICROBATCHES)}
     assert report["config"]["max_freeze_ratio"] == 0.8
     assert report["host"]["name"]
+    assert report["moves_forwards"]
     memory = measured["peak_memory_bytes"]
     assert [len(memory[phase]) for phase in ("unfrozen", "stable")] == [STAGES, STAGES]
     assert memory["planned"] is None  # the host's own order
@@ -397,6 +398,34 @@ def with_limit(host: str, folder: str) -> tuple[str | None, float, float]:
 
 
 # --- gradients -----------------------------------------------------------------------------------------------
+
+
+def test_what_the_user_freezes_after_attach_trains_no_more(ranks, host):
+    """Also where masks name it in every step."""
+    for named, still_trains, gradient, others in ranks(STAGES).run(frozen_by_the_user, host):
+        assert named
+        assert not still_trains
+        assert gradient == 0.0
+        assert others > 0.0
+
+
+def frozen_by_the_user(host: str) -> tuple[bool, bool, float, float]:
+    """Whether masks name what the user has frozen, and whether that trains; its gradient's norm, and the others'."""
+    training = start(host, {})
+    controller = training.controller
+    training.step(0)
+    force_plan(controller, 0.6)
+    (stage, of_stage), *_ = controller.pipeline.parameters.items()
+    everywhere = [controller.frozen_parameters(controller.step, stage, m) for m in range(MICROBATCHES)]
+    name = next(name for name in sorted(set().union(*everywhere)) if not all(name in names for names in everywhere))
+    of_stage[name].requires_grad_(False)
+    named = False
+    for number in (1, 2):
+        named |= any(name in controller.mask(stage, m).names for m in range(MICROBATCHES))
+        training.step(number)
+    norms = {key: float(gradient.norm()) for key, gradient in training.gradients().items()}
+    training.detach()
+    return named, of_stage[name].requires_grad, norms.pop((stage, name)), sum(norms.values())
 
 
 def test_the_optimizer_gets_the_mean_of_the_masked_full_gradients(ranks, host):

@@ -264,6 +264,61 @@ def test_every_bucket_is_reduced_as_soon_as_its_last_gradient_is_there(megatron,
     assert waited == deferred
 
 
+@pytest.mark.parametrize("section", [None, {"weight_gradients": "deferred"}], ids=["alone", "deferred"])
+def test_a_single_function_that_reduces_stays_the_hosts(megatron, section):
+    """The interleaved schedule makes a list of it in the first batch, and uses this list from then on."""
+    case = Case(vp=2, ddp=OVERLAP, align=True, section=section, ratios=section and 0.5, steps=3)
+    for kept, called in megatron(2).run(reduced_by_one_function, case):
+        assert kept
+        assert called == [2] * case.steps
+
+
+def reduced_by_one_function(case: Case) -> tuple[bool, list[int]]:
+    """Whether the config keeps the user's function for each chunk; how often each step calls it."""
+    from megatron.core.utils import get_model_config
+
+    chunks, optimizer, adapter = start(case)
+    config, chunk_of = get_model_config(chunks[0]), {p: chunk for chunk in chunks for p in chunk.parameters()}
+    called = []
+
+    def reduce(parameters: Any) -> None:
+        called[-1] += 1
+        chunk_of[next(iter(parameters))].start_grad_sync()
+
+    config.grad_sync_func = reduce
+    for step in range(case.steps):
+        called.append(0)
+        train_step(case, chunks, optimizer, step)
+    if adapter is not None:
+        adapter.detach()
+    return config.grad_sync_func == [reduce, reduce], called
+
+
+def test_a_timer_of_the_host_is_stopped_when_the_optimizer_fails(megatron):
+    """Megatron's timer refuses to start while it runs."""
+    assert megatron(2).run(failed_in_our_time, Case()) == [True, True]
+
+
+def failed_in_our_time(case: Case) -> bool:
+    from megatron.core.timers import Timers
+    from megatron.core.utils import get_model_config
+
+    chunks, optimizer, adapter = start(case)
+    get_model_config(chunks[0]).timers = Timers(log_level=2, log_option="minmax")
+    hold = adapter._hold
+
+    def failing(parameters: Any) -> None:
+        adapter._hold = hold
+        raise KeyError("mine")
+
+    adapter._hold = failing
+    with pytest.raises(KeyError, match="mine"):
+        train_step(case, chunks, optimizer, 0)
+    optimizer.step()
+    adapter.detach()
+    return True
+
+
 def test_a_parameter_frozen_in_the_first_steps_has_state_when_it_is_saved(megatron):
     for rank in megatron(2).run(train, Case(ratios=FROZEN), False):
         for step in rank["steps"]:

@@ -142,6 +142,20 @@ def test_every_refused_setting_is_one_that_megatron_has(field: str) -> None:
     assert field in TransformerConfig.__dataclass_fields__ or field in later
 
 
+def test_an_option_that_megatron_has_renamed_is_noticed() -> None:
+    assert support.missing_options(PLAIN) == []
+    renamed = SimpleNamespace(**{name: value for name, value in vars(PLAIN).items() if name != "delay_wgrad_compute"})
+    assert support.missing_options(renamed) == ["delay_wgrad_compute"]
+
+
+@pytest.mark.parametrize(("version", "noticed"), [("0.17.1", False), ("0.18.0rc2", True), ("0.20.0", True)])
+def test_an_option_of_a_later_version_is_missed_from_then_on(
+    version: str, noticed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(support.metadata, "version", lambda _: version)
+    assert ("moe_paged_stash" in support.missing_options(PLAIN)) is noticed
+
+
 @pytest.mark.parametrize("graph", ["transformer_engine", "full_iteration"])
 def test_every_kind_of_cuda_graph_is_refused(graph: str) -> None:
     assert refusal(config=SimpleNamespace(cuda_graph_impl=graph)) == f"cuda_graph_impl is {graph!r}, and {GRAPH}"

@@ -195,6 +195,11 @@ def test_a_grouped_expert_works_on_its_share_of_the_tokens_too() -> None:
     assert unit.work == 4 * 12.0 * 2 * 2 / 8
 
 
+def test_a_module_that_is_named_as_experts_works_on_all_tokens_of_a_dense_model() -> None:
+    model = nested("layers.0.experts.linear_fc1", RowParallelLinear())
+    assert units(model, DENSE) == {("layers.0.experts.linear_fc1.weight", "layers.0.experts.linear_fc1.bias"): 16.0}
+
+
 @pytest.mark.parametrize("path", ["layers.0.mlp.shared_experts.linear_fc1", "layers.0.mlp.router", "experts_norm"])
 def test_shared_experts_and_the_router_work_on_all_tokens(path: str) -> None:
     config = SimpleNamespace(moe_router_topk=1, num_moe_experts=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -311,10 +312,31 @@ def interrupted_by_user(case: Case) -> tuple[bool, bool]:
     return raised and trainable, run.train_step(1) > 0
 
 
+@pytest.mark.parametrize("replicas", ["fsdp", "fsdp kept"])
+def test_what_the_user_freezes_after_attach_does_not_move(replicas: str) -> None:
+    """FSDP computes with parameters of its own, whose flags are set apart from those that the user sees."""
+    case = Case(ranks=1, ratios=0.5, replicas=replicas, recorded=False)
+    for moved, others_moved, trains in pool(2).run(frozen_by_the_user, case):
+        assert (moved, trains) == (0.0, False)
+        assert others_moved > 0.0
+
+
+def frozen_by_the_user(case: Case) -> tuple[float, float, bool]:
+    """How far a parameter moves that the user has frozen, how far the others do, and whether it trains."""
+    run = attached(case)
+    run.train_step(0)
+    chosen = next(name for name in run.named if name.endswith("2.up.weight"))
+    run.named[chosen].requires_grad_(False)
+    before = values(run)
+    losses_of(run, range(1, 5))
+    moved = {name: float((after - before[name]).abs().max()) for name, after in values(run).items()}
+    return moved.pop(chosen), max(moved.values()), run.named[chosen].requires_grad
+
+
 # --- what the user sees --------------------------------------------------------------------------------------
 
 
-def test_metrics_come_after_every_step() -> None:
+def test_metrics_come_after_every_step_even_if_their_function_fails_on_one_rank() -> None:
     for figures in pool(2).run(measured, Case(section=LIFE)):
         assert len(figures) == 6
         assert set().union(*figures) == {"afr_stage_0", "afr_stage_1", "step_ms", "planned_step_ms"}
@@ -325,9 +347,13 @@ def measured(case: Case) -> list[dict[str, float]]:
 
     run = build(case)
     seen: list[dict[str, float]] = []
-    tf_adapters.torch_pipelining.attach(
-        run.schedule, case.settings(), optimizer=run.optimizers, metrics=lambda figures: seen.append(dict(figures))
-    )
+
+    def take(figures: Mapping[str, float]) -> None:
+        seen.append(dict(figures))
+        if torch.distributed.get_rank() == 1:
+            raise OSError("no space left on device")
+
+    tf_adapters.torch_pipelining.attach(run.schedule, case.settings(), optimizer=run.optimizers, metrics=take)
     losses_of(run, range(6))
     return seen
 

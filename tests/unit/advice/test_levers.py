@@ -12,7 +12,7 @@ from tf_adapters.planner.forecast import forecast
 from tf_adapters.planner.solve import solve
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action
-from tf_adapters.schedule.orders import one_forward_one_backward
+from tf_adapters.schedule.orders import interleaved, one_forward_one_backward
 
 
 def steps_of(found: Levers) -> dict[str, float]:
@@ -50,6 +50,18 @@ def test_each_lever_is_what_the_forecast_promises():
     assert 300.0 < exact < 400.0
     # A rank of 1F1B computes 240 ms; 20 ms are passed before it begins or after it ended, wherever it is.
     assert all(step >= 400.0 - (330.0 - 240.0) for name, step in steps.items() if not freezes(name))
+
+
+def test_forwards_move_where_the_run_says_that_they_may():
+    """Whatever the host is called. An older report does not say it: with one stage on a rank they may."""
+    schedule, host = one_forward_one_backward(4, 8), {"name": "megatron-core", "version": "0"}
+    exact = {}
+    for may in (True, False, None):
+        report = report_of(schedule, host=host, moves_forwards=may, steps="overlap")
+        exact[may] = min(ms for name, ms in steps_of(levers(report)).items() if name.startswith("goal exact"))
+    assert exact[True] < exact[False]
+    assert exact[None] == exact[True]
+    assert not report_of(interleaved(2, 4)).forwards_may_move
 
 
 def test_memory_is_counted_in_microbatches_of_a_whole_rank():

@@ -13,6 +13,7 @@ from sample_reports import report
 
 from tf_adapters.cli import main
 from tf_adapters.errors import SolverError
+from tf_adapters.testing.ranks import HANG_S
 
 GIVEN = ("--forward-ms", "10", "--backward-ms", "20")
 SIZE = ("--stages", "2", "--microbatches", "2")
@@ -335,7 +336,7 @@ def test_the_command_line_starts_without_the_heavy_packages() -> None:
         "import sys, tf_adapters.cli; tf_adapters.cli.build_parser();"
         " sys.exit(any(name in sys.modules for name in ('torch', 'matplotlib', 'ortools', 'rich')))"
     )
-    assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", check], timeout=HANG_S).returncode == 0
 
 
 DEFERRED = ("--schedule", "1f1b", "--ranks", "4", "--microbatches", "8", "--forward-ms", "10", "--backward-ms", "22")

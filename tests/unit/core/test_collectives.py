@@ -204,7 +204,7 @@ def groups_in_turn(number: int) -> bool:
 def test_ranks_that_are_in_other_numbers_of_groups() -> None:
     """The first and the last stage share a tied weight, and have a group for it that the stage between has not."""
     with fork_ranks(3) as ranks:
-        assert ranks.run(beside_a_tied_weight, timeout_s=60) == [[0, 1, 2]] * 3
+        assert ranks.run(beside_a_tied_weight) == [[0, 1, 2]] * 3
 
 
 def beside_a_tied_weight() -> list[int]:

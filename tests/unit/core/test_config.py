@@ -1,6 +1,8 @@
+import re
+
 import pytest
 
-from tf_adapters.config import REMOVED, RETIRED, TimelyFreezeConfig, _say_retired, find_section
+from tf_adapters.config import REMOVED, RETIRED, TimelyFreezeConfig, _say_retired, allowed, find_section
 from tf_adapters.errors import ConfigError
 
 
@@ -53,7 +55,7 @@ def test_every_field_is_read():
         ({"max_freeze_ratio": 1.5}, ["timely_freeze.max_freeze_ratio is 1.5", "a number from 0 to 1"]),
         ({"max_freeze_ratio": "0.8"}, ["max_freeze_ratio is '0.8'", "a number from 0 to 1"]),
         ({"max_freeze_ratio": float("nan")}, ["max_freeze_ratio is nan"]),
-        ({"target_speedup": 0.9}, ["target_speedup is 0.9", "a number of at least 1, or null"]),
+        ({"target_speedup": 0.9}, ["target_speedup is 0.9", "a number from 1 to 1,000,000,000, or null"]),
         ({"freeze_exclude": "*.bias"}, ["freeze_exclude is '*.bias'", "a list of names"]),
         ({"freeze_limits": ["*.bias"]}, ["freeze_limits is ['*.bias']", "an object of patterns and ratios from 0 to"]),
         ({"freeze_limits": {"a*": 0.1, "b*": 1.5}}, ['timely_freeze.freeze_limits["b*"] is 1.5', "ratios from 0 to"]),
@@ -68,26 +70,29 @@ def test_every_field_is_read():
             ],
         ),
         ({"granularity": "row"}, ["timely_freeze.granularity is 'row': allowed is \"tensor\""]),
-        ({"warmup_steps": -1}, ["warmup_steps is -1", '"auto" or an integer of at least 0']),
+        ({"warmup_steps": -1}, ["warmup_steps is -1", '"auto" or an integer from 0 to 1,000,000,000']),
         ({"warmup_steps": "automatic"}, ["warmup_steps is 'automatic'", '"auto"']),
         ({"warmup_steps": True}, ["warmup_steps is True"]),
-        ({"monitoring_steps": 1}, ["monitoring_steps is 1", "at least 2"]),
+        ({"monitoring_steps": 1}, ["monitoring_steps is 1", "from 2"]),
         ({"monitoring_steps": 2.5}, ["monitoring_steps is 2.5"]),
         ({"monitoring_precision": 0}, ["monitoring_precision is 0", "a number above 0, up to 1"]),
         ({"output_dir": 1}, ["output_dir is 1", "a path"]),
         ({"seed": -1}, ["seed is -1"]),
-        ({"memory_limit": 0}, ["memory_limit is 0", "a number above 0, or null"]),
-        ({"memory_limit": "60GB"}, ["memory_limit is '60GB'", "a number above 0, or null"]),
+        ({"memory_limit": 0}, ["memory_limit is 0", "a number above 0, up to 1,000,000, or null"]),
+        ({"memory_limit": "60GB"}, ["memory_limit is '60GB'", "a number above 0, up to 1,000,000, or null"]),
         (
             {"memory_limit": 60, "extra_microbatches": 4, "weight_gradients": "deferred"},
             ["timely_freeze.memory_limit is 60 and timely_freeze.extra_microbatches is 4", 'extra_microbatches "auto"'],
         ),
-        ({"extra_microbatches": "all"}, ["extra_microbatches is 'all'", '"auto" or an integer of at least 0']),
+        (
+            {"extra_microbatches": "all"},
+            ["extra_microbatches is 'all'", '"auto" or an integer from 0 to 1,000,000,000'],
+        ),
         ({"enabled": "yes"}, ["enabled is 'yes'", "true or false"]),
         ({"method": "apf2"}, ["method is 'apf2'", '"timely", "timely+apf", "timely+autofreeze", "apf", "auto']),
         ({"apf_threshold": -0.1}, ["apf_threshold is -0.1", "a number from 0 to 1"]),
         ({"autofreeze_percentile": 101}, ["autofreeze_percentile is 101", "a number from 0 to 100"]),
-        ({"stability_check_interval": 0}, ["stability_check_interval is 0", "an integer of at least 1"]),
+        ({"stability_check_interval": 0}, ["stability_check_interval is 0", "an integer from 1 to 1,000,000,000"]),
         ({"stability_check_interval": 2.0}, ["stability_check_interval is 2.0"]),
         ({"max_freze_ratio": 0.5}, ['unknown key "max_freze_ratio"', 'did you mean "max_freeze_ratio"?']),
         ({"colour": 1}, ['unknown key "colour"', "allowed are enabled, goal, method"]),
@@ -133,6 +138,18 @@ def test_a_removed_setting_is_refused_in_one_line(value):
 def test_a_run_that_was_to_freeze_nothing_still_freezes_nothing(value, ratio):
     section = {"method": "none", "max_freeze_ratio": 0.5, "monitoring_masks": value}
     assert TimelyFreezeConfig.parse(section) == TimelyFreezeConfig(method="none", max_freeze_ratio=ratio)
+
+
+NUMBERS = [name for name in TimelyFreezeConfig.model_fields if re.search(r"\b(number|integer)\b", allowed(name))]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e30, 10**400], ids=str)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_no_number_is_without_an_end(name, value):
+    """An infinite or huge one would end a solver or a process much later, or make a report that is no JSON."""
+    with pytest.raises(ConfigError, match=rf"^timely_freeze\.{name} is (inf|nan|1).*: allowed is ") as caught:
+        TimelyFreezeConfig(**{name: value})
+    assert "\n" not in str(caught.value)
 
 
 def test_all_wrong_settings_are_named_at_once():

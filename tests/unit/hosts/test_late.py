@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import io
 import pickle
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -13,7 +17,7 @@ import torch
 import torch.distributed as dist
 from rank_pools import fork_ranks
 
-from tf_adapters.hosts.late import LateNorms, LateTensor, LateValues
+from tf_adapters.hosts.late import LateNorms, LateTensor, LateValues, _Message
 from tf_adapters.testing import RankPool
 
 pytestmark = pytest.mark.distributed
@@ -39,6 +43,14 @@ def _all_reduced(late: torch.Tensor) -> float:
     return late.item()
 
 
+def _saved(late: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(late, file)
+    file.seek(0)
+    value: torch.Tensor = torch.load(file)
+    return value
+
+
 USES: dict[str, Callable[[torch.Tensor], Any]] = {
     "item": lambda late: late.item(),
     "float": float,
@@ -59,6 +71,15 @@ USES: dict[str, Callable[[torch.Tensor], Any]] = {
     "to": lambda late: late.to("cpu", torch.float64).item(),
     "all reduced": _all_reduced,
     "mean": lambda late: late.mean().item(),
+    "storage": lambda late: late.storage().tolist(),
+    "data": lambda late: late.data.item(),
+    "shallow copy": lambda late: copy.copy(late).item(),
+    "saved": lambda late: _saved(late).item(),
+    "dlpack, exported": lambda late: torch.from_dlpack(torch.utils.dlpack.to_dlpack(late)).item(),
+    "dlpack, exported by torch": lambda late: torch.from_dlpack(torch.to_dlpack(late)).item(),
+    "dlpack, its method": lambda late: torch.from_dlpack(late.__dlpack__()).item(),
+    "dlpack, numpy": lambda late: np.from_dlpack(late).tolist(),
+    "address": lambda late: ctypes.c_float.from_address(late.data_ptr()).value,
     "memory": lambda late: late.data_ptr() != 0 and late.item(),
 }
 
@@ -87,6 +108,72 @@ def used(name: str) -> list[Any]:
 def test_every_use_waits_for_the_value(pool: RankPool, name: str) -> None:
     _, (late, plain) = pool.run(used, name)
     assert late == plain
+
+
+def in_threads(use: Callable[[int], Any], begun: Callable[[], None] = lambda: None) -> list[Any]:
+    """What four threads get from ``use``, or their errors. ``begun`` is called once all of them run."""
+    found: list[Any] = [None] * 4
+    barrier = threading.Barrier(len(found) + 1)
+
+    def read(number: int) -> None:
+        barrier.wait()
+        try:
+            found[number] = use(number)
+        except RuntimeError as error:
+            found[number] = str(error)
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(len(found))]
+    for thread in threads:
+        thread.start()
+    barrier.wait()
+    begun()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def read_in_threads(_: int) -> list[Any]:
+    """On rank 1: what four threads read of two values of one message. Rank 0 sends once all of them run."""
+    values = LateValues(None, 0, CPU)
+    found: list[Any] = []
+    if dist.get_rank() == 0:
+        dist.barrier()
+        values.send(torch.tensor([7.0, 2.5]))
+    else:
+        late = values.receive(2)
+        found = in_threads(lambda number: float(late[number % 2]), dist.barrier)
+    values.close()
+    return found
+
+
+def test_every_thread_gets_the_value(pool: RankPool) -> None:
+    assert pool.run(read_in_threads, 0) == [[], [7.0, 2.5, 7.0, 2.5]]
+
+
+def test_every_reader_gets_the_error_of_the_transfer() -> None:
+    sending: Future[Any] = Future()
+    message = _Message(torch.zeros(1), sending)
+    late = [LateTensor.of(message, CPU, lambda values: values[0]) for _ in range(2)]
+    assert not message.arrived
+    assert in_threads(lambda n: float(late[n % 2]), lambda: sending.set_exception(RuntimeError("gone"))) == ["gone"] * 4
+    assert message.arrived
+    with pytest.raises(RuntimeError, match="gone"):
+        float(late[0])
+
+
+def exports_are_torchs(_: int) -> tuple[bool, bool]:
+    """Whether ``to_dlpack`` is torch's own while two groups are open, and after both are closed."""
+    before = torch.utils.dlpack.to_dlpack
+    first, second = LateValues(None, 0, CPU), LateNorms(None, CPU)
+    first.close()
+    first.close()
+    during = torch.utils.dlpack.to_dlpack is before
+    second.close()
+    return during, torch.utils.dlpack.to_dlpack is before and torch.to_dlpack is before
+
+
+def test_torch_is_as_before_once_nothing_is_late(pool: RankPool) -> None:
+    assert pool.run(exports_are_torchs, 0) == [(False, True)] * 2
 
 
 def in_order(count: int) -> list[float]:

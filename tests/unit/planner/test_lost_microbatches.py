@@ -51,6 +51,18 @@ def test_no_microbatch_is_frozen_above_the_limit_on_all_stages(
     assert max(plan.stage_freeze_ratio.values()) <= ratio + TOLERANCE
 
 
+@pytest.mark.parametrize("limit", [0.0, 0.01, 0.2, 0.25, 0.3])
+@pytest.mark.parametrize("exact_up_to", [10, 4_096], ids=["interior point", "GLOP"])
+def test_a_limit_below_one_stage_of_a_microbatch_is_kept(
+    limit: float, exact_up_to: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first stage alone, frozen whole, would be a quarter of the microbatch."""
+    monkeypatch.setattr("tf_adapters.planner.solve._EXACT_UP_TO", exact_up_to)
+    plan = solve(problem(one_forward_one_backward(4, 8), max_microbatch_freeze_ratio=limit))
+    assert max(means(plan).values()) <= limit + TOLERANCE
+    assert plan.makespan_ms.planned < plan.makespan_ms.unfrozen or limit == 0.0
+
+
 def test_the_fastest_plan_of_1f1b_loses_the_last_microbatch_and_the_limited_one_does_not() -> None:
     schedule = one_forward_one_backward(4, 8)
     fastest, limited = (solve(problem(schedule, max_microbatch_freeze_ratio=limit)) for limit in (1.0, 0.9))

@@ -45,6 +45,13 @@ def test_it_finds_the_plan_that_this_process_would():
     assert found.makespan_ms == ours.makespan_ms
 
 
+@pytest.mark.parametrize("limit", [float("inf"), 1e17, 1e6])
+def test_a_limit_that_nobody_waits_for_is_as_none(limit):
+    """A process's alarm takes no such number, and neither does GLOP."""
+    ours = solve(PROBLEM, time_limit_s=limit)
+    assert waited(BackgroundPlan(PROBLEM, time_limit_s=limit)).makespan_ms == ours.makespan_ms
+
+
 def test_it_leaves_no_files_and_no_process():
     made = BackgroundPlan(PROBLEM, time_limit_s=60.0)
     folder = Path(made._folder.name)

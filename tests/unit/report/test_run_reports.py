@@ -22,6 +22,7 @@ from tf_adapters.errors import ConfigError, UnsupportedError
 from tf_adapters.hosts.agreement import agree_on_settings
 from tf_adapters.report import Report
 from tf_adapters.report.observer import RunReporter
+from tf_adapters.testing.ranks import HANG_S
 from tf_adapters.training import plan_maker
 from tf_adapters.training.freeze_ratios import FreezeRatios
 
@@ -95,7 +96,7 @@ def ended(folder: Path, code: str) -> str:
     folder = Path({str(folder)!r})
     """
     command = [sys.executable, "-c", textwrap.dedent(before) + code]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert process.returncode == 0, process.stderr
     return process.stderr
 
@@ -196,6 +197,25 @@ def test_figures_are_made_only_for_steps_that_they_are_wanted_of(
     train(controller, 7)
     assert (sink.asked, len(sink.taken)) == (7, 2)
     assert all("afr_stage_0" in figures for figures in sink.taken)
+
+
+def test_a_metrics_function_that_fails_is_said_once_and_asked_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = []
+
+    def broken(figures: Mapping[str, float]) -> None:
+        asked.append(figures)
+        raise OSError("no space\nleft")
+
+    controller = controller_of(tmp_path)
+    assert isinstance(controller._observer, RunReporter)
+    controller._observer._metrics = broken
+    train(controller, 12)
+    assert len(asked) == 12
+    assert caplog.text.count("the metrics function failed") == 1
+    assert "the metrics function failed on rank 0: OSError: no space left; training goes on" in caplog.text
+    assert controller.state.failure is None
 
 
 @pytest.mark.parametrize("method", ["timely", "apf", "autofreeze", "timely+apf", "timely+autofreeze", "none"])

@@ -141,6 +141,32 @@ def test_a_plan_for_something_else_is_made_anew_and_the_step_stays(change: dict[
     assert state.notes[-1].startswith("monitoring began again after step 20: the checkpoint's plan is for another")
 
 
+def test_a_plan_that_fills_the_memory_is_made_anew_in_every_run() -> None:
+    """Sequences may be longer now, the limit lower, the device another: what fitted may not fit any more."""
+    config = TimelyFreezeConfig(warmup_steps=5, monitoring_steps=10, extra_microbatches="auto", memory_limit=60.0)
+    data = saved(planned_state(20), config)
+    again = resumed(data, config)
+    assert (again.completed_steps, again.plan, again.phases.warmup_end) == (20, None, 20)
+    assert again.notes[-1].endswith("how many microbatches fit into memory is measured in every run")
+    lower = config.model_copy(update={"memory_limit": 20.0})
+    assert fingerprint(lower, SCHEDULE, MASKS) != fingerprint(config, SCHEDULE, MASKS)
+    warming_up = RunState.fresh(config, AUTO_WARMUP)
+    assert resumed(saved(warming_up, config), config) == warming_up
+
+
+@pytest.mark.parametrize("facts", [{"moves_forwards": True, "microbatch_size": 4}, {"moves_forwards": False}])
+def test_a_plan_for_other_facts_of_the_host_is_made_anew(facts: dict[str, Any]) -> None:
+    before = {"moves_forwards": True, "microbatch_size": 2}
+    state = planned_state(20)
+    data = json.loads(json.dumps(state.to_json(CONFIG, MASKS, before)))
+    again = compatible_state(data, CONFIG, SCHEDULE, MASKS, auto_warmup=AUTO_WARMUP, host=facts)
+    assert (again.completed_steps, again.plan) == (20, None)
+    assert "the checkpoint's plan is for m" in again.notes[-1]
+    assert compatible_state(data, CONFIG, SCHEDULE, MASKS, auto_warmup=AUTO_WARMUP, host=before) == state
+    older = without(data, "host", "checksum")
+    assert compatible_state(older, CONFIG, SCHEDULE, MASKS, auto_warmup=AUTO_WARMUP, host=facts) == state
+
+
 def test_without_limits_a_fingerprint_is_what_it_was_before_there_were_any() -> None:
     assert fingerprint(CONFIG, SCHEDULE, MASKS) == "8a65c4ca15902a83"
     halves = [CONFIG.model_copy(update={"freeze_limits": {"1.*": limit}}) for limit in (0.4, 0.5)]
