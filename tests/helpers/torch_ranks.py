@@ -409,6 +409,7 @@ def train(case: Case) -> dict[str, Any]:
         steps = [_step(run, recorder, step) for step in range(case.steps)]
     result: dict[str, Any] = {"replica": run.replica, "steps": steps, "parameters": values(run)}
     if run.adapter is not None:
+        run.adapter.finish_step()  # the ranks decide before the next batch, or here
         controller = run.adapter.controller
         result |= {
             "draws": draws,
@@ -426,6 +427,8 @@ def _step(run: Run, recorder: GradientRecorder | None, step: int) -> dict[str, A
     phase = run.adapter.controller.phase.value if run.adapter is not None else None
     if recorder is None:
         return {"phase": phase, "loss": run.train_step(step)}
+    if run.adapter is not None:
+        run.adapter.finish_step()  # the ranks decide now, not before their next batch, which masks it has
     before, masks, trained = values(run), masks_of(run), trained_names(run)
     state_before = optimizer_state(run) if run.case.state else {}
     loss = run.train_step(step)

@@ -19,11 +19,17 @@ from deepspeed.runtime.pipe import schedule as host
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.deepspeed.execution import TRANSFERS
 from tf_adapters.deepspeed.schedules import own_schedule
-from tf_adapters.hosts.support import Problem, module_of
+from tf_adapters.hosts.support import Problem, foreign_module, module_of
 
 
 def replaced_problem(engine: Any, settings: TimelyFreezeConfig) -> Problem:
-    """Return a problem if the settings would replace another project's schedule by an order of ours."""
+    """Return a problem if the settings would leave out what another project does in the engine."""
+    backward = _replaced_backward(engine) if settings.splits_backwards else None
+    if backward:
+        return (
+            f"{backward} is not DeepSpeed's own, and it may use each microbatch's whole gradient; "
+            f"use {settings.without_split}"
+        )
     reorders = settings.defers and not engine.dynamic_shape
     if not reorders and settings.schedule == "host":
         return None
@@ -33,6 +39,12 @@ def replaced_problem(engine: Any, settings: TimelyFreezeConfig) -> Problem:
         f"{found} is not DeepSpeed's own, and {asked} would run without what it does; "
         'use schedule "host" and weight_gradients "in_place"'
     )
+
+
+def _replaced_backward(engine: Any) -> str | None:
+    """Return the name of the engine's instruction for a backward, if another project has replaced it."""
+    module = foreign_module(engine._INSTRUCTION_MAP.get(host.BackwardPass), ("deepspeed",))
+    return module and f"the engine's BackwardPass ({module})"
 
 
 def _replaced(engine: Any) -> str | None:

@@ -86,6 +86,9 @@ class HostAdapter(ABC):
     def install(self) -> None:
         """Install our hooks in the host. It must not communicate. An error on one rank is raised on all ranks."""
 
+    def finish_step(self) -> None:  # noqa: B027
+        """End the step that is open, if it is over and the host ends it later. Called on all ranks."""
+
     def put_in(self) -> None:
         """Change the host on all ranks. If one rank fails, no rank is changed and all raise the same error."""
 
@@ -143,6 +146,7 @@ class HostAdapter(ABC):
         on_all_ranks(self.collectives, self.overrides.check)
         self._detached = True
         with self._undo:
+            self.finish_step()
             self.controller.close()
 
     def abandon(self) -> None:

@@ -34,6 +34,21 @@ def module_of(function: Any) -> str:
     return str(getattr(inspect.unwrap(function), "__module__", "")) if callable(function) else str(function)
 
 
+def foreign_module(function: Any, packages: Iterable[str]) -> str | None:
+    """Return the module of a function, or of a wrapper around it, whose code is in none of ``packages``; else None.
+
+    Unlike its ``__module__``, the globals of a wrapper are not those of the function that it wraps.
+    """
+    known = tuple(packages)
+    while function is not None:
+        plain = getattr(function, "__func__", function)
+        module = str(getattr(plain, "__globals__", {}).get("__name__") or type(plain).__module__)
+        if module.split(".")[0] not in known:
+            return module
+        function = getattr(plain, "__wrapped__", None)
+    return None
+
+
 def missing_name(owner: Any, names: Iterable[str], called: str = "") -> Problem:
     """Return a problem that names the first of a host's (private) names that ``owner`` does not have.
 

@@ -21,6 +21,7 @@ from megatron.core.distributed import DistributedDataParallel
 from tf_adapters.collectives import Collectives, holds_first_rank, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
+from tf_adapters.hosts.boundaries import HeldSinceUpdate, UpdateSteps
 from tf_adapters.hosts.late import LateNorms
 from tf_adapters.hosts.layers import layers_of
 from tf_adapters.hosts.waiting import WaitingWeights
@@ -67,6 +68,7 @@ class MegatronModel:
     microbatch_size: int | None = None
     moves_forwards: bool = False
     norm_can_be_late: bool = False
+    updates_together: bool = False
 
 
 class MegatronAdapter(HostAdapter):
@@ -95,6 +97,8 @@ class MegatronAdapter(HostAdapter):
         self._orders = functools.lru_cache(MOST_NUMBERS)(translated)
         self._orders(model.num_microbatches)  # it communicates, which describe() must not
         super().__init__(config, collectives, self._describe, metrics)
+        self._steps = UpdateSteps(self.controller, collectives, optimizers=1, together=model.updates_together)
+        self._held = HeldSinceUpdate((model.optimizer,))
 
     def _take_place(self) -> None:
         model = self._model
@@ -172,9 +176,13 @@ class MegatronAdapter(HostAdapter):
     @contextmanager
     def batch(self, num_microbatches: int, communicator: Any = None) -> Iterator[None]:
         """Run one training batch inside. It communicates through a P2PCommunicator; None is the host's default."""
+        with self._timed():
+            self._steps.before_batch()  # all ranks run the batch, but an update may come on some of them only
         if num_microbatches != self.controller.state.microbatches:
             self.controller.reschedule(self._orders(num_microbatches))
         self.controller.begin_step()
+        self._steps.begin_batch()
+        self._held.add_batch(self.controller.held_parameters())
         self._batch_seen = True
         self._follow_plan(communicator)
         self._in_batch = True
@@ -265,21 +273,24 @@ class MegatronAdapter(HostAdapter):
             self._waiting = WaitingWeights(row, compute)
 
     def _step(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the optimizer's step, then end our step."""
+        """Run the optimizer's step, then close our step on this rank."""
         if not self.controller.in_step:
             self._warn_unseen()
             return run(*args, **kwargs)
         with self._timed():
             for stage in tuple(self._unscaled):  # without DistributedDataParallel
                 self._scale(stage)
-            self._hold(self.controller.held_parameters())
+            self._hold(self._held.take(self._model.optimizer))
         try:
             result = run(*args, **kwargs)
         finally:
             self._hold(())
         with self._timed():
-            self.controller.end_step()
+            self._steps.stepped(id(self._model.optimizer))
         return result
+
+    def finish_step(self) -> None:
+        self._steps.finish()
 
     def _hold(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         held = tuple(parameters)

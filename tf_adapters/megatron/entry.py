@@ -21,6 +21,7 @@ from tf_adapters.hosts.adapter import attach_once
 from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules, same_on_all_ranks
 from tf_adapters.megatron.adapter import HOST, MegatronAdapter, MegatronModel, adapter_of, tagged
 from tf_adapters.megatron.late_norm import norm_can_be_late
+from tf_adapters.megatron.optimizers import meets
 from tf_adapters.megatron.patching import patching
 from tf_adapters.megatron.support import check, keeps_order, missing_options
 from tf_adapters.report.observer import MetricSink
@@ -107,7 +108,7 @@ def _agreed_model(
         ours, "numbers of microbatches", lambda: num_microbatches or _microbatches_of_the_run()
     )
 
-    def describe() -> tuple[bool, bool]:
+    def describe() -> tuple[bool, bool, bool]:
         group = pp_group or parallel_state.get_pipeline_model_parallel_group()
         config = get_model_config(chunks[0])
         of_rank = MegatronModel(
@@ -121,10 +122,15 @@ def _agreed_model(
             microbatch_size=_microbatch_size_of_the_run(),
         )
         described.append(of_rank)
-        return keeps_order(config, group.size(), len(chunks)), norm_can_be_late(optimizer)
+        return keeps_order(config, group.size(), len(chunks)), norm_can_be_late(optimizer), meets(optimizer)
 
-    keeps, can_be_late = zip(*on_all_ranks(ours, describe), strict=True)
-    return replace(described[0], moves_forwards=not any(keeps), norm_can_be_late=all(can_be_late))
+    keeps, can_be_late, meet = zip(*on_all_ranks(ours, describe), strict=True)
+    return replace(
+        described[0],
+        moves_forwards=not any(keeps),
+        norm_can_be_late=all(can_be_late),
+        updates_together=all(meet),
+    )
 
 
 @patching()

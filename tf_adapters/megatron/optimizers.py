@@ -22,6 +22,16 @@ from tf_adapters.selection.sampling import HeldValues, ParameterPiece
 from tf_adapters.training.step_masks import Scale
 
 
+def meets(optimizer: Any) -> bool:
+    """Return whether a step of this optimizer exchanges the norm of the gradients with the other ranks of the pipeline.
+
+    Otherwise a rank may skip its own step, and the job still trains.
+    """
+    if isinstance(optimizer, ChainedOptimizer):
+        return bool(optimizer.chained_optimizers)
+    return isinstance(optimizer, MegatronOptimizer) and optimizer.config.clip_grad > 0
+
+
 class HeldParameters:
     """Leaves chosen parameters and their optimizer state unchanged in each step of one of ``leaves(optimizer)``."""
 

@@ -11,13 +11,14 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_model_config
 
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.layers import layers_of
-from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, missing_name, refuse
+from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, foreign_module, missing_name, refuse
 from tf_adapters.megatron.chunks import innermost
 from tf_adapters.megatron.optimizers import inner_of, leaves
 
@@ -85,8 +86,9 @@ def check(chunks: Sequence[Any], optimizer: Any, settings: TimelyFreezeConfig | 
         refuse(compiled_problem(chunk, model, layers_of(model), settings))
     config = get_model_config(chunks[0])
     refuse(_config_problem(config))
-    if settings is not None and settings.splits_backwards and getattr(config, "mtp_num_layers", None):
-        refuse(_APART_TWICE)
+    if settings is not None and settings.splits_backwards:
+        refuse(_APART_TWICE if getattr(config, "mtp_num_layers", None) else None)
+        refuse(_replaced_backward_problem(settings.without_split))
     if optimizer is None:
         refuse("the optimizer is None; pass the one that get_megatron_optimizer returned, or a torch optimizer")
     for leaf in leaves(optimizer):
@@ -120,6 +122,15 @@ def keeps_order(config: Any, pipeline_size: int, chunks: int) -> bool:
         or config.variable_seq_lengths
         or bool(getattr(config, "mtp_standalone", False))
         or not hasattr(P2PCommunicator, "_communicate")
+    )
+
+
+def _replaced_backward_problem(advice: str) -> Problem:
+    """Return a problem if another project has replaced or wrapped the function that runs a microbatch's backward."""
+    module = foreign_module(schedules.backward_step, ("megatron", "megatron_patches"))
+    return module and (
+        f"Megatron's backward_step was replaced by {module}, which may use each microbatch's whole gradient; "
+        f"use {advice}"
     )
 
 

@@ -40,6 +40,7 @@ def force_plan(controller: Controller, ratios: Ratios) -> None:
     With deferred weight gradients the order is rewritten for F of 1 ms, I of 2 ms and W of 1 ms. With two or more
     stages, two extra microbatches then also move forwards, if the host can.
     """
+    controller.decide()  # about the last step, before it looks like a step of this plan
     forward, backward = Bounds(1.0, 1.0), Bounds(2.0, 3.0)
     times = {a: forward if a.kind is Kind.FORWARD else backward for a in controller.schedule.actions}
     moves_forwards = controller.pipeline.moves_forwards

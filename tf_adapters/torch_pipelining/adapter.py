@@ -8,6 +8,7 @@ Source: torch/distributed/pipelining/schedules.py and stage.py.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from tf_adapters.collectives import Collectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
+from tf_adapters.hosts.boundaries import HeldSinceUpdate, UpdateSteps
 from tf_adapters.hosts.layers import layers_of
 from tf_adapters.hosts.units import units_of
 from tf_adapters.measuring.timer import clock_for
@@ -36,7 +38,7 @@ from tf_adapters.torch_pipelining.replicas import (
     unsharded_adder,
 )
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
-from tf_adapters.torch_pipelining.support import refuse_grad_scaler
+from tf_adapters.torch_pipelining.support import refuse_grad_scaler, replaced_backward
 from tf_adapters.torch_pipelining.units import (
     gradient_norm,
     held_values,
@@ -74,34 +76,30 @@ class TorchPipeliningAdapter(HostAdapter):
         self.schedule = schedule
         self._scaler_checked = False
         self._in_batch = False  # whether a training batch runs
-        self._ran_backward: set[int] = set()  # stages with a backward in this batch
-        self._stepped: set[int] = set()  # optimizers that have stepped in this step
+        self._backwards: Counter[int] = Counter()  # by stage, in this batch
         self._scaled: list[tuple[torch.Tensor, float]] = []  # scaled gradients and their scales
 
         def describe() -> HostPipeline:
             self._stages = stages_of(schedule)
+            order = translate(schedule)
+            self._split = {action.stage for action in order.actions if action.kind is Kind.WEIGHT_GRAD}
+            self._replaced = {
+                stage.stage_index: reason for stage in self._stages if (reason := replaced_backward(stage)) is not None
+            }
             models = {stage.stage_index: inside_replica(stage.submod) for stage in self._stages}
             parameters = {stage: dict(model.named_parameters()) for stage, model in models.items()}
             tapped = self._stages if config.splits_backwards else ()
             return HostPipeline(
                 host=HOST,
-                schedule=translate(schedule),
+                schedule=order,
                 units={stage: _units(schedule, model) for stage, model in models.items()},
                 parameters=parameters,
                 models=models,
                 layers={stage: layers_of(model) for stage, model in models.items()},
                 ties=shared_parameters(parameters),
                 held_values=held_values(parameters),
-                taps={
-                    stage.stage_index: StageTaps(
-                        stage.submod,
-                        layers_with_taps(stage.submod, config.samples_tokens),
-                        unsharded_adder(stage.submod),
-                        by_name=True,
-                        sole=not is_replicated(stage.submod),
-                    )
-                    for stage in tapped
-                },
+                taps={stage.stage_index: self._taps(stage) for stage in tapped},
+                host_backwards=self._replaced,
                 moves_forwards=True,
                 traced=holds_first_rank(self._stages[0].group),
                 adaptive=is_adaptive(optimizers),
@@ -113,6 +111,21 @@ class TorchPipeliningAdapter(HostAdapter):
 
         super().__init__(config, collectives, describe, metrics)
         self._optimizers = tuple(optimizers)
+        self._steps = UpdateSteps(self.controller, collectives, len(self._optimizers))
+        self._held = HeldSinceUpdate(self._optimizers)
+
+    def _taps(self, stage: Any) -> StageTaps:
+        """Return the taps of a stage: none where the stage's own backward needs the weight gradients."""
+        layer = layers_with_taps(stage.submod, self.config.samples_tokens)
+        if stage.stage_index in self._replaced:
+            layer = lambda _: None  # noqa: E731
+        return StageTaps(
+            stage.submod,
+            layer,
+            unsharded_adder(stage.submod),
+            by_name=True,
+            sole=not is_replicated(stage.submod),
+        )
 
     def install(self) -> None:
         """Hook the optimizers, and mask and time the computations of the stages."""
@@ -154,14 +167,19 @@ class TorchPipeliningAdapter(HostAdapter):
         if not self.schedule._has_backward:  # eval() also runs step()
             return run(*args, **kwargs)
         # Several batches may accumulate gradients for one update. All of them take the step's masks. The executed order
-        # and the step's time are those of the last batch.
+        # and the step's time are those of the last batch. Ranks decide before a batch, which all of them run: an update
+        # may come on some ranks only.
         if not self._scaler_checked:  # a GradScaler may have been made after attaching; it is the same on every rank
             refuse_grad_scaler()
             self._scaler_checked = True
+        self._steps.before_batch()
         self._unscale()
         self.controller.begin_step()
+        if self._optimizers:
+            self._steps.begin_batch()
+            self._held.add_batch(self.controller.held_parameters())
         self._in_batch = True
-        self._ran_backward.clear()
+        self._backwards.clear()
         try:
             result = run(*args, **kwargs)
         finally:
@@ -170,6 +188,9 @@ class TorchPipeliningAdapter(HostAdapter):
         if not self._optimizers:
             self.controller.end_step()
         return result
+
+    def finish_step(self) -> None:
+        self._steps.finish()
 
     def _batch(self, rewritten: RewrittenOrder, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a batch in the order of ``controller.execution``."""
@@ -186,8 +207,8 @@ class TorchPipeliningAdapter(HostAdapter):
             gradient.mul_(factor)
 
     def _unscale(self) -> None:
-        """Undo the scaling before another batch of the same step adds its gradients."""
-        for gradient, factor in self._scaled if self.controller.in_step else ():
+        """Undo the scaling before another batch adds its gradients for the same update."""
+        for gradient, factor in () if self._steps.boundaries.has_updated else self._scaled:
             gradient.div_(factor)
         self._scaled = []
 
@@ -197,16 +218,12 @@ class TorchPipeliningAdapter(HostAdapter):
         ``zero_grad(set_to_none=False)`` or a reducer would leave zeros, and momentum and decay would still move the
         parameter.
         """
-        for parameter in self.controller.held_parameters() if self.controller.in_step else ():
+        for parameter in self._held.take(optimizer):
             parameter.grad = None
 
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """End the step if this optimizer is the last one. Updates without a pipeline batch before them do not count."""
-        if self.controller.in_step:
-            self._stepped.add(id(optimizer))
-            if len(self._stepped) == len(self._optimizers):
-                self._stepped.clear()
-                self.controller.end_step()
+        """Close the step on this rank if this optimizer is the last one. The update of another rank may not come."""
+        self._steps.stepped(id(optimizer))
 
     # --- a stage's computations ------------------------------------------------------------------------------
 
@@ -232,8 +249,13 @@ class TorchPipeliningAdapter(HostAdapter):
             run(stage, output, targets, microbatch, *args, **kwargs)
 
     def _defers(self, stage: Any) -> bool:
-        """Return whether taps defer this stage's weight gradients to their W."""
-        return self._in_batch and stage.stage_index in self.controller.pipeline.taps
+        """Return whether an I of this stage is the host's whole backward, from which taps defer weight gradients.
+
+        If the stage's backward is not torch's, an I that a plan has made is whole too, and its W computes nothing.
+        """
+        index = stage.stage_index
+        tapped = index in self.controller.pipeline.taps and not (index in self._replaced and index in self._split)
+        return self._in_batch and tapped
 
     def _backward(
         self,
@@ -247,14 +269,16 @@ class TorchPipeliningAdapter(HostAdapter):
         # If taps defer the weight gradients, the host's full backward is only an input gradient.
         whole = full_backward or self._defers(stage)
         kind = Kind.BACKWARD if full_backward else Kind.INPUT_GRAD
+        self._backwards[stage.stage_index] += 1
+        if whole and not full_backward and stage.stage_index in self._replaced:  # torch would say it to the W
+            last_backward = self._backwards[stage.stage_index] == self.controller.state.microbatches
         with self._reported(stage, bwd_chunk_id, last_backward), self._action(stage, kind, bwd_chunk_id):
             run(bwd_chunk_id, loss=loss, full_backward=whole, last_backward=last_backward)
 
     def _reported(self, stage: Any, microbatch: int, last: bool) -> AbstractContextManager[None]:
         if not self._in_batch:
             return nullcontext()
-        first = stage.stage_index not in self._ran_backward
-        self._ran_backward.add(stage.stage_index)
+        first = self._backwards[stage.stage_index] == 1
         names = self.controller.mask(stage.stage_index, microbatch).names
         return reported_to_reducer(stage.submod, names, first=first, last=last)
 

@@ -14,7 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.layers import layers_of
-from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, missing_name, module_of, refuse
+from tf_adapters.hosts.support import (
+    Problem,
+    compiled_problem,
+    first_problem,
+    foreign_module,
+    missing_name,
+    module_of,
+    refuse,
+)
 from tf_adapters.schedule.ir import Kind, PipelineSchedule
 from tf_adapters.torch_pipelining.replicas import adds_up_in_another_type, inside_replica, reshards_after_forward
 from tf_adapters.torch_pipelining.schedules import stages_of, translate
@@ -24,6 +32,7 @@ STAGE_NAMES = (
     *("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk", "device"),
     *("dw_builder", "group", "is_first", "submod"),
 )
+BACKWARD_NAMES = ("backward_one_chunk", "backward_weight_one_chunk", "backward_maybe_with_nosync")
 FSDP_NAMES = ("_get_fsdp_state",)
 FSDP_STATE_NAMES = ("_auto_reshard_after_forward", "_fsdp_param_groups")
 _COMPUTATIONS = {*(kind.value for kind in Kind), "OVERLAP_F_B"}
@@ -72,6 +81,21 @@ def refuse_grad_scaler() -> None:
             "a torch.amp.GradScaler is enabled, which skips updates on single ranks of a pipeline; "
             "use bfloat16 autocast, or GradScaler(enabled=False)"
         )
+
+
+def replaced_backward(stage: Any) -> str | None:
+    """Return why a stage's weight gradients must stay in its backward: the backward is not torch's; None if it is.
+
+    Such a backward may use each microbatch's whole gradient. For example, it clips the gradient, or reduces it.
+    """
+    for name in BACKWARD_NAMES:
+        method = getattr(stage, name, None)
+        module = foreign_module(method, ("torch",))
+        if method is not None and module is not None:
+            owner = next(cls for cls in (stage, *type(stage).__mro__) if name in vars(cls))
+            called = type(stage).__name__ if owner is stage else owner.__name__
+            return f"{called}.{name} of {module} is not torch's own, and it may use each microbatch's whole gradient"
+    return None
 
 
 def _grad_scalers() -> list[torch.amp.GradScaler]:

@@ -1,7 +1,7 @@
 """The one loop that every host shares: warm up, monitor, plan, freeze progressively, freeze stably.
 
 A host adapter translates its schedule, then calls ``begin_step``, wraps every action in ``running`` and calls
-``end_step``. Everything that ranks must agree on happens in ``end_step`` (``decisions``).
+``end_step``. Everything that ranks must agree on happens in its second half, ``decide`` (``decisions``).
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class Controller:
         self._noise = GradientNoise(freezable if config.is_auto else {})
         self._executed: list[Action] = []
         self._step_start: Any = None
+        self.waits_for_update = False  # no update seems to come: until one does, the host computes everything
         self._setup = RunSetup(
             config, collectives, pipeline, self.masks, timer=self.timer, memory=self.memory, probes=self._noise.probes
         )
@@ -135,7 +136,7 @@ class Controller:
             )
         self.state.host_order_step = self.step if in_host_order else None
         if self.config.splits_backwards and not self.state.failure:
-            self._checks.begin_step(self.step, self.phase, self.state.taps)
+            self._checks.begin_step(self.step, self.phase, self.state.taps, waits=self.waits_for_update)
         self._executed.clear()
         self.memory.start_step()
         self._step_masks.clear()
@@ -209,10 +210,12 @@ class Controller:
         return self._step_masks.scales() if self.config.gradient_scale == "computed_mean" else {}
 
     def end_step(self) -> None:
-        """The host has updated the weights. Decides, on all ranks at once, what the next step does.
+        """The host has updated the weights on all ranks: ``close_step``, then ``decide``."""
+        self.close_step()
+        self.decide()
 
-        Raises TimelyFreezeError on every rank if ``on_error`` is "raise" and anything of ours failed on one.
-        """
+    def close_step(self) -> None:
+        """The host has updated the weights on this rank. No message is sent."""
         step, phase = self.step, self.phase
         self.timer.stop_step(self._timed_phase, self._step_start, step)
         self.memory.stop_step(self._timed_phase)
@@ -224,6 +227,16 @@ class Controller:
         if self._observer is not None:  # before decisions change the state that this step ran with
             self._observer.step_ended(self.view())
         self._checks.end_step(step)
+        self.state.undecided = True
+
+    def decide(self) -> None:
+        """Decide what the next step does, after ``close_step``. Called on all ranks at the same point.
+
+        Raises TimelyFreezeError on every rank if ``on_error`` is "raise" and anything of ours failed on one.
+        """
+        if not self.state.undecided:
+            return
+        self.state.undecided = False
         if self._checks.all or self._checks.again:
             self._decisions.check_taps(self.state, whole=self._checks.all)
             self._checks.all = self._checks.again = False
@@ -289,9 +302,11 @@ class Controller:
         ``auto_warmup`` is what ``warmup_steps: "auto"`` stands for now; by default what the pipeline says.
         """
         warmup = self.pipeline.warmup_steps if auto_warmup is None else auto_warmup
-        is_first = self._collectives.rank == 0
         told = on_one_rank(self._collectives, lambda: for_other_ranks(data))
-        chosen = data if is_first else told
+        chosen = data if self._collectives.rank == 0 else told
+        self._step_start = None
+        self._executed.clear()
+        self._checks.forget()
         self.state = compatible_state(
             chosen,
             self.config,
@@ -344,6 +359,7 @@ class Controller:
         return self._tapped_actions.around(
             self.state,
             action,
+            waits=self.waits_for_update,
             shares=lambda microbatch: self.mask(action.stage, microbatch).share,
             probes=self._ratios.probes(self.state, self.step),
             halfway=self._input_gradients_done,

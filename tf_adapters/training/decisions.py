@@ -114,6 +114,8 @@ class Decisions:
     def _verify(self, state: RunState, executed: Sequence[Action]) -> None:
         """Check each order once: the host's own after the warm-up, a plan's in its first step."""
         step, number = state.completed_steps, state.microbatches
+        if not executed:  # on no rank: the step ran before a resume
+            return
         order = state.execution(step)
         rewritten = None if order is state.schedule else order
         if step > state.phases.warmup_end and self._verified.get(number, state.schedule) != rewritten:

@@ -37,6 +37,7 @@ class HostPipeline:
         models: this rank's modules by stage, as their forwards call them.
         held_values: this rank's values of a parameter, as its optimizer updates them; by default ``parameters``.
         taps: this rank's layers whose weight gradients can wait, by stage; the units say which they are.
+        host_backwards: this rank's stages whose weight gradients must stay in the host's backward, and why.
         layers: this rank's layers by stage and name. The model could be cut between them.
         accumulating: a context in which weight gradients computed later go where the host's backward puts them.
         moves_forwards: whether the host can run forwards and input gradients in another order, too.
@@ -57,6 +58,7 @@ class HostPipeline:
     ties: Sequence[Tie] = ()
     held_values: HeldValues | None = None
     taps: Mapping[int, StageTaps] = field(default_factory=dict)
+    host_backwards: Mapping[int, str] = field(default_factory=dict)
     layers: Mapping[int, Layers] = field(default_factory=dict)
     accumulating: Callable[[], AbstractContextManager[None]] = nullcontext
     moves_forwards: bool = False

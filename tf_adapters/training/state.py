@@ -31,7 +31,8 @@ class RunState:
 
     ``schedule`` is the host's order of the batch that runs, or runs next. All ``plans`` are made from ``measurement``:
     the times of one number of microbatches, known after step ``measured_at``. In ``host_order_step`` the host runs its
-    own order, whatever the plan says. ``taps`` is None until this process has checked them.
+    own order, whatever the plan says. ``taps`` is None until this process has checked them. ``undecided`` says that the
+    last step is over, but ranks have not yet decided about the next one.
     """
 
     phases: PhaseSchedule
@@ -45,6 +46,7 @@ class RunState:
     stability: StabilityState = field(default_factory=StabilityState)
     host_order_step: int | None = field(default=None, compare=False)
     taps: TapFindings | None = None
+    undecided: bool = False
 
     @classmethod
     def fresh(cls, config: TimelyFreezeConfig, auto_warmup: int) -> RunState:
@@ -157,6 +159,7 @@ class RunState:
             "plans": [batch.to_json() for batch in self.plans.of.values()],
             "notes": list(self.notes),
             "stability": self.stability.to_json(),
+            **({"undecided": True} if self.undecided else {}),
         }
         return {**data, "checksum": _digest(data)}
 
@@ -173,6 +176,7 @@ class RunState:
             measured_at=data["measured_at"],
             notes=tuple(data["notes"]),
             stability=StabilityState.from_json(data.get("stability")),
+            undecided=data.get("undecided") is True,
         )
 
 

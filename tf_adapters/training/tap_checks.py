@@ -35,14 +35,25 @@ class TapChecks:
         self.all = False  # whether the step that runs checks all layers
         self.again = False  # whether it only tries again the layers that are not proven
 
-    def begin_step(self, step: int, phase: Phase, findings: TapFindings | None) -> None:
-        """Decide whether this step checks taps; equal on all ranks, as ``findings`` are."""
-        if findings is None:
+    def begin_step(self, step: int, phase: Phase, findings: TapFindings | None, waits: bool) -> None:
+        """Decide whether this step checks taps; equal on all ranks, as ``findings`` are.
+
+        A step that ``waits`` for an update that does not seem to come checks nothing: it may never end.
+        """
+        if waits:
+            self.forget()
+        elif findings is None:
             self.all, self.again = True, False
-            return
-        self.all = step % AUDIT_INTERVAL == 0 and phase in AUDITED
-        since = step - findings.first_step
-        self.again = not self.all and findings.has_unproven and since & (since - 1) == 0
+        else:
+            since = step - findings.first_step
+            self.all = step % AUDIT_INTERVAL == 0 and phase in AUDITED
+            self.again = not self.all and findings.has_unproven and since & (since - 1) == 0
+
+    def forget(self) -> None:
+        """Give up a check that has begun."""
+        self.all = self.again = False
+        for taps in self._taps.values():
+            taps.end_check()
 
     def begin_batch(self) -> None:
         """Drop what a batch that failed has left."""
@@ -52,6 +63,7 @@ class TapChecks:
     def end_step(self, step: int) -> None:
         """Say what taps have seen in a step for the first time, and note what they have copied."""
         for stage, taps in self._taps.items():
+            taps.stop_watching()
             self.copied_bytes[stage], taps.copied_bytes = taps.copied_bytes, 0
             seen = taps.take_surprises()
             for reason in dict.fromkeys(seen.values()):

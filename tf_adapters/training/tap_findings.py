@@ -23,6 +23,9 @@ from tf_adapters.weight_gradients.taps import StageTaps
 _SHOWN = 4
 """Parameters or types of layers, at most, that a line names."""
 
+OWN_BACKWARD = "the stage's own backward"
+"""Stands for the layers of a stage that has no taps since its backward is not the host's."""
+
 _LITTLE = 0.1
 """The share of a stage's weight-gradient work below which a line says what has no tap."""
 
@@ -71,7 +74,7 @@ class TapFindings(Value):
         for stage, reason, names in self._left_by_reason(TapFindings()):
             lines.append(f"stage {stage}: the host itself computes the weight gradient of {names}: {reason}")
         for stage, share in self.shares.items():
-            if share < _LITTLE:
+            if share < _LITTLE and OWN_BACKWARD not in self.others.get(stage, ()):
                 lines.append(
                     f"stage {stage}: only {share:.0%} of the weight-gradient work can be deferred or sampled; no tap "
                     f"for {shown(self.others.get(stage, ()))}. torch.nn.Linear and the linear layers of Megatron-Core "
@@ -116,12 +119,16 @@ def agree(collectives: Collectives, pipeline: HostPipeline) -> TapFindings:
     def local() -> TapFindings:
         left, shares, others = {}, {}, {}
         for stage, taps in pipeline.taps.items():
+            units, reason = pipeline.units.get(stage, ()), pipeline.host_backwards.get(stage)
             left[stage] = taps.end_check()
+            if reason is not None:
+                left[stage] = {name: reason for unit in units for name in unit.names}
             names = taps.names - left[stage].keys()
-            units = pipeline.units.get(stage, ())
             apart, work = _work(units, names), sum(unit.work for unit in units)
             shares[stage] = apart / work if work else 1.0
             others[stage] = _types(pipeline.models.get(stage), [u for u in units if names.isdisjoint(u.names)])
+            if reason is not None:
+                others[stage] = [OWN_BACKWARD]
         return TapFindings(left, shares, others)
 
     return decide_from_all(collectives, local, _merge)

@@ -32,15 +32,23 @@ class TappedActions:
 
     @contextmanager
     def around(
-        self, state: RunState, action: Action, shares: Shares, probes: bool, halfway: Callable[[Action], None]
+        self,
+        state: RunState,
+        action: Action,
+        *,
+        waits: bool,
+        shares: Shares,
+        probes: bool,
+        halfway: Callable[[Action], None],
     ) -> Iterator[None]:
         """Run a host's computation inside.
 
-        ``halfway`` is called where only weight gradients of the action are left. ``probes`` says whether the step looks
+        A step that ``waits`` for an update that does not seem to come has no plan and is the host's own. ``halfway`` is
+        called where only weight gradients of the action are left. ``probes`` says whether the step looks
         at the noise of samples.
         """
         taps, microbatch = self._pipeline.taps.get(action.stage), action.microbatch
-        if taps is None:
+        if taps is None or waits and state.plan is None:
             yield
             return
         apart = not self._checks.all and self._computed_apart(state, action, shares(microbatch), probes)

@@ -184,13 +184,17 @@ class TapCheck:
         self._called.add(layer)
         self._note(layer, reason, True)
 
-    def end(self) -> dict[TappedLayer, str]:
-        """End the step. Return why layers must be left to the host. Waits for the device."""
+    def stop_watching(self) -> None:
+        """Take our hooks from the parameters."""
         while self._hooks:
             parameter, handle, had_none = self._hooks.pop()
             handle.remove()
             if had_none:
                 parameter._backward_hooks = None
+
+    def end(self) -> dict[TappedLayer, str]:
+        """Return why layers must be left to the host. Waits for the device."""
+        self.stop_watching()
         found: dict[TappedLayer, str] = {}
         for (layer, reason), flags in self._found.items():
             if layer not in found and any(bool(flag) for flag in flags):

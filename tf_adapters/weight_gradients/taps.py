@@ -111,6 +111,11 @@ class StageTaps:
         """Note that a tap has seen something that no check had: the host computes the layer from the next step on."""
         self._surprises.setdefault(layer, reason)
 
+    def stop_watching(self) -> None:
+        """Take the check's hooks from the parameters: the step is over."""
+        if self.check is not None:
+            self.check.stop_watching()
+
     def end_check(self) -> dict[str, str]:
         """End the step that is checked. Return why layers are left to the host, by name of their parameters."""
         check, self.check = self.check, None

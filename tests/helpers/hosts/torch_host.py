@@ -39,7 +39,10 @@ class TorchTraining:
         self.controller = self.adapter.controller
 
     def step(self, number: int) -> list[float]:
-        return [self.run.train_step(number)]
+        losses = [self.run.train_step(number)]
+        if self.adapter is not None:
+            self.adapter.finish_step()  # the ranks decide now, not before their next batch
+        return losses
 
     def parameters(self) -> Tensors:
         return self._by_stage(values(self.run))

@@ -5,6 +5,7 @@ And batches that may not run in a plan's order since their shapes are made unkno
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -121,6 +122,31 @@ def attach_with(name: str, section: dict[str, Any]) -> tuple[str, bool]:
         with pytest.raises(UnsupportedError) as caught:
             tf_adapters.deepspeed.attach(engine)
         return str(caught.value), vars(engine).keys() == before.keys()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_backward_that_is_not_deepspeeds_keeps_its_weight_gradients(pools: Any, dynamic: bool) -> None:
+    for line in pools(2).run(attach_with_own_backward, Case(section=DEFERRED, dynamic_shape=dynamic)):
+        assert "the engine's BackwardPass (test_deepspeed_replaced) is not DeepSpeed's own" in line
+        assert line.endswith('; use weight_gradients "in_place"')
+
+
+def attach_with_own_backward(case: Case) -> str:
+    import tf_adapters.deepspeed
+
+    run = PipelineEngine._INSTRUCTION_MAP[host.BackwardPass]
+
+    @functools.wraps(run)  # it looks like DeepSpeed's
+    def clipped(engine: Any, buffer_id: int) -> None:
+        run(engine, buffer_id)
+        torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 0.1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PipelineEngine._INSTRUCTION_MAP, host.BackwardPass, clipped)
+        engine = build_engine(case)
+        with pytest.raises(UnsupportedError) as caught:
+            tf_adapters.deepspeed.attach(engine)
+        return str(caught.value)
 
 
 @pytest.mark.parametrize("name", REPLACED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from megatron.core.optimizer.optimizer import (
     FP32Optimizer,
     MegatronOptimizer,
 )
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
@@ -120,6 +122,25 @@ def test_a_setting_that_freezing_cannot_be_right_with_is_refused(field: str) -> 
 def test_what_megatron_needs_for_delayed_weight_gradients_hides_no_advice() -> None:
     both = SimpleNamespace(delay_wgrad_compute=True, overlap_moe_expert_parallel_comm=True)
     assert refusal(config=both) == f"delay_wgrad_compute is True, and {DELAYED}"
+
+
+def test_a_backward_that_is_not_megatrons_keeps_its_weight_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = schedules.backward_step
+    chunk, deferred = Chunk(), TimelyFreezeConfig.parse({"weight_gradients": "deferred"})
+    check([chunk], sgd(chunk), deferred)
+
+    @functools.wraps(run)  # it looks like Megatron's
+    def clipped(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(schedules, "backward_step", clipped)
+    with pytest.raises(UnsupportedError) as caught:
+        check([chunk], sgd(chunk), deferred)
+    assert str(caught.value) == (
+        f"{PREFIX}Megatron's backward_step was replaced by test_megatron_support, which may use each microbatch's "
+        'whole gradient; use weight_gradients "in_place"'
+    )
+    check([chunk], sgd(chunk), TimelyFreezeConfig.parse({"weight_gradients": "in_place"}))
 
 
 @pytest.mark.parametrize("field", REFUSED)

@@ -260,7 +260,7 @@ def with_another_schedule(case: Case, instead: str) -> str:
 
     original, adapter.translate = adapter.translate, translate
     try:
-        losses_of(attached(case), range(2))
+        losses_of(attached(case), range(3))  # the ranks compare what they ran before the next batch
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -377,15 +377,15 @@ def frozen(case: Case) -> dict[str, Any]:
         run.schedule, case.settings(), optimizer=run.optimizers, metrics=lambda step: figures.append(dict(step))
     )
     shares: dict[int, list[float]] = {stage: [] for stage in adapter.controller.parameter_masks}
-    end_step = adapter.controller.end_step
+    close_step = adapter.controller.close_step
 
     def recorded() -> None:
         number = adapter.controller.schedule.num_microbatches
         for stage, of_stage in shares.items():
             of_stage.append(sum(adapter.controller.mask(stage, m).share for m in range(number)) / number)
-        end_step()
+        close_step()
 
-    adapter.controller.end_step = recorded
+    adapter.controller.close_step = recorded
     losses_of(run, range(8))
     return {"shares": shares, "figures": figures}
 

@@ -240,3 +240,10 @@ def test_a_state_that_was_edited_or_cut_off_is_said_and_monitoring_begins_anew(
 def test_a_state_without_a_checksum_is_read_as_before() -> None:
     state = planned_state(20)
     assert resumed(without(saved(state), "checksum")) == state
+
+
+def test_a_state_says_that_ranks_have_still_to_decide() -> None:
+    state = RunState.fresh(CONFIG, AUTO_WARMUP)
+    assert "undecided" not in state.to_json(CONFIG, MASKS)
+    state.undecided = True
+    assert RunState.from_json(state.to_json(CONFIG, MASKS), SCHEDULE).undecided
