@@ -9,18 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from hostile import WIDTH, Situation, check, copies
-from hostile_runs import MICROBATCHES, SECTION, STEPS, trained
+from hostile_runs import MICROBATCHES, RATIOS, SECTION, STEPS, nothing, trained
 from hostile_situations import SITUATIONS
 from rank_pools import rank_pool
-from stage_training import pipeline_group
+from stage_runs import on_both
+from stage_training import forget_groups, pipeline_group
 from torch_ranks import device_mesh
 
 from tf_adapters.testing import force_plan, masked_gradients, relative_error
 
 pytestmark = pytest.mark.distributed
-
-RATIOS = {"monitoring": None, "a plan that defers": 0.0}
-"""The freeze ratio of a plan that is in force from the first step on; None: no plan."""
 
 OF_PARAMETERS = ("multi-grad hook", "weight hook", "accumulated hook", "step in the backward")
 IN_THE_LOSS = ("penalty", "penalty, from step 3", "backward with inputs")
@@ -97,12 +95,16 @@ def train(
     ratio: float | None = None,
     states: list[Any] | None = None,
 ) -> dict[str, Any]:
-    """Run a situation on this rank. ``states`` are what another run has saved, by rank."""
-    situation = SITUATIONS[name]()
+    """Run a situation on this rank; an error on one ends the run on both. ``states`` are of another run, by rank."""
+    situation, found = SITUATIONS[name](), nothing()
     if sharded:
         device_mesh(1, 2)  # its groups outlive the run
+    kept = list(dist.distributed_c10d._world.pg_map)
     state = None if states is None else states[dist.get_rank()]
-    return trained(situation, partial(Run, situation, sharded, section, ratio), state)
+    start = partial(Run, situation, sharded, section, ratio)
+    _, found["raised"] = on_both(partial(trained, situation, start, found, state), kept)
+    forget_groups(kept)
+    return found
 
 
 @cache
