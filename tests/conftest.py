@@ -12,7 +12,7 @@ from two_nodes import Node, TwoNodes, why_not
 
 # What these assert is shown as in a test module.
 pytest.register_assert_rewrite(
-    "deepspeed_oracle", "megatron_oracle", "torch_oracle", "disturbed_runs", "jobs", "user_layers"
+    "deepspeed_oracle", "megatron_oracle", "torch_oracle", "disturbed_runs", "hostile", "jobs", "user_layers"
 )
 BUFFERS = pytest.StashKey[set[Path]]()
 

@@ -6,10 +6,10 @@ import logging
 
 
 class Lines(logging.Handler):
-    """Collects them while it is entered."""
+    """Collects them while it is entered, from a level on."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, level: int = logging.NOTSET) -> None:
+        super().__init__(level)
         self.seen: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
