@@ -144,7 +144,11 @@ def check(situation: Situation, ours: list[dict[str, Any]], alone: list[dict[str
     said = [line for rank in ours for line in rank["said"]]
     raised = next((rank["raised"] for rank in ours if rank["raised"]), "")
     if situation.verdict is Verdict.LOUD and (wrong or raised):
-        named = any(_names_step(line, wrong[0][0]) for line in said) if wrong else any(error in raised for error in REFUSALS)
+        named = (
+            any(_names_step(line, wrong[0][0]) for line in said)
+            if wrong
+            else any(error in raised for error in REFUSALS)
+        )
         assert named, "; ".join([raised, *first])
         return
     assert not raised, raised

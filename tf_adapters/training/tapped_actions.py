@@ -48,7 +48,7 @@ class TappedActions:
         at the noise of samples.
         """
         taps, microbatch = self._pipeline.taps.get(action.stage), action.microbatch
-        if taps is None or waits and state.plan is None:
+        if taps is None or (waits and state.plan is None):
             yield
             return
         apart = not self._checks.all and self._computed_apart(state, action, shares(microbatch), probes)

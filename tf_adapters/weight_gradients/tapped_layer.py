@@ -302,6 +302,10 @@ def transforms_run() -> bool:
 class LinearTap(TappedLayer):
     """``torch.nn.Linear``. The host's backward computes the gradient of the bias, a sum that takes little time."""
 
+    def kind(self, inputs: Any) -> Hashable:
+        """Return also the function that multiplies: other code may replace it during the run."""
+        return super().kind(inputs), torch.nn.functional.linear
+
     def gradients(
         self, parameters: Parameters, inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose | None = None
     ) -> tuple[torch.Tensor, ...]:
