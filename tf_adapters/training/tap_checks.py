@@ -68,10 +68,13 @@ class TapChecks:
             seen = taps.take_surprises()
             for reason in dict.fromkeys(seen.values()):
                 names = shown([name for name, why in seen.items() if why == reason])
-                text = (
+                self._warn(
                     f"step {step}, stage {stage}: from now on the host itself computes the weight gradient of {names}: "
                     f"{reason}"
                 )
-                self.notes.append(text)
-                del self.notes[:-_MOST_NOTES]
-                announce(0, text, logging.WARNING)  # other ranks do not know of it
+
+    def _warn(self, text: str) -> None:
+        """Log a warning on this rank and note it for the report. Other ranks do not know of it."""
+        self.notes.append(text)
+        del self.notes[:-_MOST_NOTES]
+        announce(0, text, logging.WARNING)

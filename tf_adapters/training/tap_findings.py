@@ -85,13 +85,15 @@ class TapFindings(Value):
 
     def changed_lines(self, before: TapFindings) -> list[str]:
         """Return the lines about layers that an earlier check had found right."""
-        return [
-            f"stage {stage}: the weight gradient of {names} is no longer what a tap computes: {reason}. The last check "
-            f"without a difference was in step {before.good_step}; gradients since then may be wrong. From now on the "
-            "host computes it"
-            for stage, reason, names in self._left_by_reason(before)
-            if reason not in PROVISIONAL
-        ]
+        lines = []
+        for stage, reason, names in self._left_by_reason(before):
+            if reason not in PROVISIONAL:
+                lines.append(
+                    f"stage {stage}: the weight gradient of {names} is no longer what a tap computes: {reason}. The "
+                    f"last check without a difference was in step {before.good_step}; gradients since then may be "
+                    "wrong. From now on the host computes it"
+                )
+        return lines
 
     def _left_by_reason(self, before: TapFindings) -> Iterator[tuple[int, str, str]]:
         """Yield each stage, reason and names of parameters that were not left to the host ``before``."""
