@@ -285,6 +285,38 @@ class GradientOfWeightFromTheStart(GradientOfWeight):
     verdict = Verdict.LEFT
 
 
+class AskedInForward(Situation):
+    """The forward scales its output by the gradients of its weights, which ``ask`` returns."""
+
+    verdict, begins = Verdict.LOUD, 2
+
+    def __init__(self, *args: Any, ask: Callable[[Tensor, Block], Tensor], begins: int = 2, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.ask, self.begins = ask, begins
+
+    def forward(self, block: Block, x: Tensor) -> Tensor:
+        output = block.through_b(torch.tanh(block.through_a(x)))
+        if self.hostile and output.requires_grad:
+            output = output * (1 + self.ask(output.square().mean(), block))
+        return output
+
+
+def by_grad(value: Tensor, block: Block) -> Tensor:
+    weights = [block.a.weight, block.b.weight]
+    found = torch.autograd.grad(value, weights, retain_graph=True, allow_unused=True)
+    return sum(torch.zeros(()) if gradient is None else gradient.norm() for gradient in found)  # type: ignore[return-value]
+
+
+def by_grad_with_graph(value: Tensor, block: Block) -> Tensor:
+    (gradient,) = torch.autograd.grad(value, block.b.weight, create_graph=True)
+    return gradient.square().mean()
+
+
+def by_backward(value: Tensor, block: Block) -> Tensor:
+    value.backward(inputs=[block.b.weight], retain_graph=True)
+    return torch.zeros(())
+
+
 class Stop(torch.autograd.Function):
     """The input. The backward returns no gradient while ``stops``."""
 
@@ -464,6 +496,9 @@ SITUATIONS: dict[str, Callable[..., Situation]] = {
     "gradient of a weight, unused": partial(GradientOfWeightFromTheStart, unused=True),
     "gradient of a weight, from step 3": partial(GradientOfWeight, begins=2),
     "gradient of a weight, unused, from step 3": partial(GradientOfWeight, unused=True, begins=2),
+    "gradient of a weight in the forward, from step 3": partial(AskedInForward, ask=by_grad),
+    "penalty by a weight in the forward, from step 3": partial(AskedInForward, ask=by_grad_with_graph),
+    "backward with inputs in the forward, from step 3": partial(AskedInForward, ask=by_backward),
     "no gradient": NoGradient,
     "no gradient, from step 3": partial(NoGradient, begins=2),
     "multi-grad hook": MultiGradHook,
