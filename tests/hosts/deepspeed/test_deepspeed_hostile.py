@@ -28,7 +28,10 @@ REFUSED = [
 ]
 """The engine raises an error if the loss function takes a gradient, with or without us."""
 
-NAMES = [name for name in SITUATIONS if name not in (*ELSEWHERE, *REFUSED)]
+WRONG = "stolen gradient"
+"""The engine alone computes wrong gradients: the parameter takes the engine's receive buffer as its gradient."""
+
+NAMES = [name for name in SITUATIONS if name not in (*ELSEWHERE, *REFUSED, WRONG)]
 
 
 class Run:
