@@ -169,6 +169,17 @@ class WorkspaceOfInputs(StaticGradient):
         return x + layer(block.workspace).view(x.shape)
 
 
+class TwoCheckpoints(Situation):
+    """Two checkpointed parts call the same layers. Each part's own backward accumulates their gradients."""
+
+    def forward(self, block: Block, x: Tensor) -> Tensor:
+        run = lambda hidden: hidden + block.through_b(torch.tanh(block.through_a(hidden)))  # noqa: E731
+        hidden = x if x.requires_grad else x.detach().requires_grad_()
+        for _ in range(2):
+            hidden = checkpoint(run, hidden, use_reentrant=True)
+        return hidden
+
+
 # --- more is asked of autograd than the product ----------------------------------------------------------------------
 
 
@@ -482,6 +493,7 @@ SITUATIONS: dict[str, Callable[..., Situation]] = {
     "static gradient": StaticGradient,
     "workspace": Workspace,
     "workspace of inputs": WorkspaceOfInputs,
+    "two checkpoints": TwoCheckpoints,
     "gradient in the loss": GradientInLoss,
     "gradient in the loss, from step 3": partial(GradientInLoss, begins=2),
     "gradient in the loss of a checkpoint": GradientInLossOfCheckpointed,

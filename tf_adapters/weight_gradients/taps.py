@@ -29,7 +29,9 @@ from tf_adapters.weight_gradients.tapped_layer import Make, Parameters, TappedLa
 from tf_adapters.weight_gradients.tokens import Rows
 
 MakeLayer = Callable[[torch.nn.Module], TappedLayer | None]
-_Gradients = dict[torch.nn.Parameter, torch.Tensor]
+_Sum = tuple[int, torch.nn.Parameter]
+"""A backward, by torch's number, and a parameter: the backward adds up its gradients before it accumulates them."""
+
 _Total = tuple[torch.Tensor | None, int]
 """A parameter's ``.grad`` and the version of its values."""
 
@@ -43,10 +45,16 @@ class RowSampler(Protocol):
 class _Pending(NamedTuple):
     """One call of a layer. ``make`` computes the gradients of its parameters from what is ``kept``."""
 
+    backward: int  # the number of the one that has reached it, of which a microbatch may have several
     layer: TappedLayer
     parameters: Parameters
     make: Make
     kept: Sequence[Kept]
+
+    @property
+    def sums(self) -> list[_Sum]:
+        """The sums that this call adds to, one for each of its parameters."""
+        return [(self.backward, parameter) for parameter in self.parameters]
 
 
 class StageTaps:
@@ -206,7 +214,8 @@ class StageTaps:
     ) -> None:
         """Note that a backward has reached a call of ``layer``. ``make`` computes its weight gradients later."""
         self._kept += kept
-        self._pending.setdefault(microbatch, deque()).append(_Pending(layer, parameters, make, kept))
+        call = _Pending(torch._C._current_graph_task_id(), layer, parameters, make, kept)
+        self._pending.setdefault(microbatch, deque()).append(call)
 
     def named(self, parameters: Parameters) -> Sequence[torch.Tensor]:
         """Return the tensors that get the gradients of these parameters if other code asks for them by name."""
@@ -226,8 +235,8 @@ class StageTaps:
         They are computed from the rows that ``sampler`` returns, by default from all tokens.
         """
         pending = self._pending.pop(microbatch, deque())
-        calls = Counter(parameter for call in pending for parameter in call.parameters)
-        sums: _Gradients = {}
+        calls = Counter(place for call in pending for place in call.sums)
+        sums: dict[_Sum, torch.Tensor] = {}
         while pending:
             call = pending.popleft()
             complete = self._add_up(call, sampler, calls, sums)
@@ -255,17 +264,20 @@ class StageTaps:
                 self._totals[parameter] = _total(parameter)
 
     def _add_up(
-        self, call: _Pending, sampler: RowSampler | None, calls: Counter[torch.nn.Parameter], sums: _Gradients
-    ) -> _Gradients:
-        """Return gradients of the parameters that no later call uses. Those of the others wait in ``sums``.
+        self, call: _Pending, sampler: RowSampler | None, calls: Counter[_Sum], sums: dict[_Sum, torch.Tensor]
+    ) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Return gradients of the parameters that no later call of the same backward uses. Others wait in ``sums``.
 
         A host's backward also adds up the gradients of several calls before it accumulates them.
         """
-        complete: _Gradients = {}
-        for parameter, gradient in zip(call.parameters, self._gradients(call, sampler), strict=True):
-            calls[parameter] -= 1
-            total = sums.pop(parameter) + gradient if parameter in sums else gradient
-            (sums if calls[parameter] else complete)[parameter] = total
+        complete: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for place, gradient in zip(call.sums, self._gradients(call, sampler), strict=True):
+            calls[place] -= 1
+            total = sums.pop(place) + gradient if place in sums else gradient
+            if calls[place]:
+                sums[place] = total
+            else:
+                complete[place[1]] = total
         return complete
 
     def _gradients(self, call: _Pending, sampler: RowSampler | None) -> tuple[torch.Tensor, ...]:
