@@ -29,15 +29,19 @@ _replaced: dict[_Place, tuple[Any, Any]] = {}  # the class's own method, None if
 
 
 class Interception:
-    """From now on ``interceptor`` is called where the ``method`` of this one module would run."""
+    """From now on ``interceptor`` is called where the ``method`` of this one module would run.
+
+    ``call`` is the method that does so. Methods of ours for base classes, and older ones, only pass calls on.
+    """
 
     def __init__(self, module: torch.nn.Module, method: str, interceptor: Interceptor) -> None:
         self.interceptor = interceptor
         self._module, self._place = ref(module), (type(module), method)
-        _interceptions[module] = self
         if not _users[self._place]:
             _replace(self._place)
         _users[self._place] += 1
+        self.call = _replaced[self._place][1]
+        _interceptions[module] = self
 
     def remove(self) -> None:
         """Let the module run its own method again."""
@@ -58,7 +62,7 @@ def _replace(place: _Place) -> None:
         if torch.compiler.is_compiling():  # a compiled model of this process has nothing of ours in its graphs
             return run(self, *args, **kwargs)
         interception = _interceptions.get(self)
-        if interception is None or _replaced[place][1] is not call:  # other code may have wrapped an older one of ours
+        if interception is None or interception.call is not call:  # ours of a base class, or an older one
             return run(self, *args, **kwargs)
         return interception.interceptor(MethodType(run, self), args, kwargs)
 

@@ -20,8 +20,8 @@ import torch
 _MOST_SHARED = 4
 """A tensor in a storage of more than so many times its bytes is copied at once: the storage is a buffer of others'."""
 
-_Place = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""The address of a tensor's values, and its shape and strides."""
+_Place = tuple[int, torch.dtype, int, tuple[int, ...], tuple[int, ...]]
+"""The address of a tensor's storage, and the type, offset, shape and strides of the tensor in it."""
 
 
 class Kept:
@@ -53,7 +53,8 @@ def seal(tensors: Iterable[Kept]) -> int:
         if original is None or not _is_held(original):
             continue
         tensor = kept.tensor
-        place = _address(tensor), tuple(tensor.shape), tuple(tensor.stride())
+        shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+        place = _address(tensor), tensor.dtype, tensor.storage_offset(), shape, strides
         if place not in copies:
             copies[place] = _copy(tensor)
             copied += copies[place].untyped_storage().nbytes()
@@ -67,7 +68,7 @@ def _is_held(storage: torch.UntypedStorage) -> bool:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's values. ``data_ptr`` would copy them, since its caller may write."""
+    """Return the address of a tensor's storage. ``data_ptr`` would copy the values, since its caller may write."""
     return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]
 
 

@@ -70,7 +70,7 @@ def steps(
 def test_a_backward_that_is_not_split_is_the_hosts_own_once_there_is_a_plan(tmp_path, schedule):
     seen = steps(tmp_path, schedule, weight_gradients="deferred", max_freeze_ratio=0.0)
     apart = {0: schedule is SPLIT, 1: False}
-    assert seen[Phase.WARMUP] == {(0, False), (1, False)}  # the first step, which checks the taps
+    assert seen[Phase.WARMUP] == {(0, True), (1, True)}  # the first step, in which taps only compare
     assert seen[Phase.MONITORING_UPPER] == {(0, True), (1, True)}
     assert seen[Phase.STABLE] == set(apart.items())
 
