@@ -133,8 +133,8 @@ def copies(named: Mapping[str, Any]) -> dict[str, Any]:
 def check(situation: Situation, ours: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
     """Raise AssertionError if a run is not what the situation's verdict asks for.
 
-    Each rank has ``steps``, what each update left by name; ``said``, the lines that a user sees; and ``raised``, the
-    error that ended the run.
+    Each rank has ``steps``, what each update left by name; ``first``, the number that lines give to the first of them;
+    ``said``, the lines that a user sees; and ``raised``, the error that ended the run.
     """
     wrong: list[tuple[int, str]] = []
     for number, (mine, theirs) in enumerate(zip(ours, alone, strict=True)):
@@ -145,7 +145,7 @@ def check(situation: Situation, ours: list[dict[str, Any]], alone: list[dict[str
     raised = next((rank["raised"] for rank in ours if rank["raised"]), "")
     if situation.verdict is Verdict.LOUD and (wrong or raised):
         named = (
-            any(_names_step(line, wrong[0][0]) for line in said)
+            any(_names_step(line, ours[0]["first"] - 1 + wrong[0][0]) for line in said)
             if wrong
             else any(error in raised for error in REFUSALS)
         )

@@ -30,9 +30,10 @@ class HostRun(Protocol):
 def nothing(raised: str = "") -> dict[str, Any]:
     """Return what is known of a run on one rank before it begins.
 
-    It is what each step left, the lines that a user saw, the error that ended the run, and the state that it saved.
+    It is what each step left, the package's number of the first step, the lines that a user saw, the error that ended
+    the run, and the state that it saved.
     """
-    return {"steps": [], "said": [], "raised": raised, "saved": {}}
+    return {"steps": [], "first": 1, "said": [], "raised": raised, "saved": {}}
 
 
 def trained(
@@ -47,6 +48,8 @@ def trained(
         host = start()
         if state is not None:
             host.adapter.load_state_dict(state)
+        if host.adapter is not None:
+            found["first"] = host.adapter.controller.step
         for number in range(STEPS):
             found["steps"].append(host.step(number))
         if host.adapter is not None:

@@ -169,6 +169,17 @@ class WorkspaceOfInputs(StaticGradient):
         return x + layer(block.workspace).view(x.shape)
 
 
+class TwoCheckpoints(Situation):
+    """Two checkpointed parts call the same layers. Each part's own backward accumulates their gradients."""
+
+    def forward(self, block: Block, x: Tensor) -> Tensor:
+        run = lambda hidden: hidden + block.through_b(torch.tanh(block.through_a(hidden)))  # noqa: E731
+        hidden = x if x.requires_grad else x.detach().requires_grad_()
+        for _ in range(2):
+            hidden = checkpoint(run, hidden, use_reentrant=True)
+        return hidden
+
+
 # --- more is asked of autograd than the product ----------------------------------------------------------------------
 
 
@@ -283,6 +294,38 @@ class GradientOfWeight(GradientInLoss):
 
 class GradientOfWeightFromTheStart(GradientOfWeight):
     verdict = Verdict.LEFT
+
+
+class AskedInForward(Situation):
+    """The forward scales its output by the gradients of its weights, which ``ask`` returns."""
+
+    verdict, begins = Verdict.LOUD, 2
+
+    def __init__(self, *args: Any, ask: Callable[[Tensor, Block], Tensor], begins: int = 2, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.ask, self.begins = ask, begins
+
+    def forward(self, block: Block, x: Tensor) -> Tensor:
+        output = block.through_b(torch.tanh(block.through_a(x)))
+        if self.hostile and output.requires_grad:
+            output = output * (1 + self.ask(output.square().mean(), block))
+        return output
+
+
+def by_grad(value: Tensor, block: Block) -> Tensor:
+    weights = [block.a.weight, block.b.weight]
+    found = torch.autograd.grad(value, weights, retain_graph=True, allow_unused=True)
+    return sum(torch.zeros(()) if gradient is None else gradient.norm() for gradient in found)  # type: ignore[return-value]
+
+
+def by_grad_with_graph(value: Tensor, block: Block) -> Tensor:
+    (gradient,) = torch.autograd.grad(value, block.b.weight, create_graph=True)
+    return gradient.square().mean()
+
+
+def by_backward(value: Tensor, block: Block) -> Tensor:
+    value.backward(inputs=[block.b.weight], retain_graph=True)
+    return torch.zeros(())
 
 
 class Stop(torch.autograd.Function):
@@ -450,6 +493,7 @@ SITUATIONS: dict[str, Callable[..., Situation]] = {
     "static gradient": StaticGradient,
     "workspace": Workspace,
     "workspace of inputs": WorkspaceOfInputs,
+    "two checkpoints": TwoCheckpoints,
     "gradient in the loss": GradientInLoss,
     "gradient in the loss, from step 3": partial(GradientInLoss, begins=2),
     "gradient in the loss of a checkpoint": GradientInLossOfCheckpointed,
@@ -464,6 +508,9 @@ SITUATIONS: dict[str, Callable[..., Situation]] = {
     "gradient of a weight, unused": partial(GradientOfWeightFromTheStart, unused=True),
     "gradient of a weight, from step 3": partial(GradientOfWeight, begins=2),
     "gradient of a weight, unused, from step 3": partial(GradientOfWeight, unused=True, begins=2),
+    "gradient of a weight in the forward, from step 3": partial(AskedInForward, ask=by_grad),
+    "penalty by a weight in the forward, from step 3": partial(AskedInForward, ask=by_grad_with_graph),
+    "backward with inputs in the forward, from step 3": partial(AskedInForward, ask=by_backward),
     "no gradient": NoGradient,
     "no gradient, from step 3": partial(NoGradient, begins=2),
     "multi-grad hook": MultiGradHook,

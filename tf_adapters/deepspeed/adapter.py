@@ -28,7 +28,6 @@ from tf_adapters.deepspeed.execution import (
     OrderedSchedule,
     Transfers,
     WeightGradients,
-    apart,
 )
 from tf_adapters.deepspeed.late_loss import LateLoss, loss_can_be_late, meetings
 from tf_adapters.deepspeed.optimizers import (
@@ -274,8 +273,6 @@ class DeepSpeedAdapter(HostAdapter):
             if kind in (host.RecvActivation, host.RecvGrad):
                 self._compute_waiting()
             self._host_instructions[kind](engine, *args, **kwargs)
-            if kind is host.RecvGrad and self._waiting is not None:
-                engine.grad_layer = apart(engine.grad_layer)
         elif kind is BeginReceive:
             self._transfers.begin_receive(*args, **kwargs)
         elif kind is FinishSends:

@@ -111,11 +111,6 @@ def _buffers(row: tuple[Action, ...]) -> dict[int, int]:
     return buffers
 
 
-def apart(received: Any) -> Any:
-    """Copy received gradients, which are still needed when the engine receives the next ones into the same buffer."""
-    return received.clone() if torch.is_tensor(received) else [tensor.clone() for tensor in received]
-
-
 _BUFFER = {host.RecvActivation: "pipe_recv_buf", host.RecvGrad: "grad_layer"}
 """The engine's attribute with the receive buffer of each instruction."""
 
@@ -141,7 +136,7 @@ class Transfers:
         engine, forward = self._engine, action.kind is Kind.FORWARD
         instruction = host.RecvActivation if forward else host.RecvGrad
         source = p2p._grid.stage_to_global(stage_id=engine.prev_stage if forward else engine.next_stage)
-        # New buffers: deferred weight gradients may still need the earlier tensors.
+        # New buffers: more than one message may be coming, and earlier ones may still be in use.
         like = getattr(engine, _BUFFER[instruction])
         buffers = torch.empty_like(like) if torch.is_tensor(like) else type(like)(map(torch.empty_like, like))
         works = [dist.irecv(buffer, source) for buffer in ([buffers] if torch.is_tensor(buffers) else buffers)]

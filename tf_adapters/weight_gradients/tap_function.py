@@ -43,7 +43,7 @@ class Tap(torch.autograd.Function):
     """The layer's output, unchanged.
 
     ``anchor`` requires gradients, so that the backward runs whether or not the layer's input does. Only a backward that
-    accumulates gradients everywhere reaches it. ``weights`` may be empty: then no gradient can be asked for by name.
+    accumulates gradients everywhere reaches it. ``weights``, or what stands for them, get gradients by name.
     """
 
     @staticmethod
@@ -99,21 +99,26 @@ class _GraphOnly(torch.autograd.Function):
 
 
 class Diverted(torch.autograd.Function):
-    """A weight's values, unchanged. The backward gives the weight's gradient to ``take`` if it would be accumulated."""
+    """A weight's ``values``, unchanged. The backward gives their gradient to ``take`` if it would be accumulated.
+
+    Otherwise it is the gradient of ``named``, by which the weight's gradient can be asked for.
+    """
 
     @staticmethod
-    def forward(ctx: Any, take: Callable[[torch.Tensor], None], weight: torch.Tensor, anchor: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, take: Callable[[torch.Tensor], None], values: torch.Tensor, named: torch.Tensor, anchor: torch.Tensor
+    ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.take = take
-        return weight.detach()
+        return values.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, torch.Tensor | None, None]:
-        anchor = ctx.next_functions[1][0]
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, torch.Tensor | None, None]:
+        anchor = ctx.next_functions[2][0]
         if gradient is None or torch.is_grad_enabled() or not accumulates(anchor):
-            return None, gradient, None
+            return None, None, gradient, None
         ctx.take(gradient)
-        return None, None, None
+        return None, None, None, None
 
 
 class _HandOver(torch.autograd.Function):

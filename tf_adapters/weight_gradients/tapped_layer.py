@@ -20,7 +20,7 @@ import torch
 from tf_adapters.weight_gradients.interception import Interception, Run
 from tf_adapters.weight_gradients.kept import Kept
 from tf_adapters.weight_gradients.parameters import without_gradients
-from tf_adapters.weight_gradients.reasons import NOT_PLAIN, SECOND_DERIVATIVE, TAKEN_AT_ONCE, USERS_HOOK
+from tf_adapters.weight_gradients.reasons import NOT_PLAIN, SECOND_DERIVATIVE, USERS_HOOK
 from tf_adapters.weight_gradients.tap_function import Diverted, Gradients, Tap, TappedCall
 from tf_adapters.weight_gradients.tokens import Rows
 
@@ -43,7 +43,6 @@ class Taps(Protocol):
 
     microbatch: int | None
     anchor: torch.Tensor
-    by_name: bool
 
     @property
     def check(self) -> Check | None: ...
@@ -58,7 +57,9 @@ class Taps(Protocol):
 
     def surprised(self, layer: TappedLayer, reason: str) -> None: ...
 
-    def compute_all(self) -> None: ...
+    def named(self, parameters: Parameters) -> Sequence[torch.Tensor]: ...
+
+    def asked_by_name(self, layer: TappedLayer) -> None: ...
 
 
 class Check(Protocol):
@@ -172,7 +173,7 @@ class TappedLayer(ABC):
         with without_gradients(parameters):
             output = call()
         tapped, inputs = _Call(taps, self, parameters, call), self._input_of(call)
-        named = parameters if taps.by_name else ()
+        named = taps.named(parameters)
         return Tap.apply(tapped, inputs, output, taps.anchor, *named)  # type: ignore[no-untyped-call]
 
     def _input_of(self, call: partial[Any]) -> Any:
@@ -198,8 +199,7 @@ class _Call:
         self._taps.keep(self._microbatch, self._layer, self._parameters, make, kept)
 
     def at_once(self, inputs: torch.Tensor, gradient: torch.Tensor) -> Gradients:
-        self._taps.surprised(self._layer, TAKEN_AT_ONCE)
-        self._taps.compute_all()  # the host has accumulated earlier microbatches by now
+        self._taps.asked_by_name(self._layer)
         with torch.no_grad():
             return self._layer.gradients(self._parameters, inputs.detach(), gradient)
 
@@ -226,10 +226,11 @@ class _Call:
         """
         keywords, own = self._keywords, self._layer.module._parameters
         aliases: dict[int, Any] = {}
+        named = self._taps.named(self._parameters)
         for place, parameter in enumerate(self._parameters):
-            source = parameter if self._taps.by_name else parameter.detach()
             take = functools.partial(self._take, place)
-            aliases[id(parameter)] = Diverted.apply(take, source, self._taps.anchor)  # type: ignore[no-untyped-call]
+            alias: Any = Diverted.apply(take, parameter.detach(), named[place], self._taps.anchor)  # type: ignore[no-untyped-call]
+            aliases[id(parameter)] = alias
         replaced = {name: value for name, value in own.items() if id(value) in aliases}
         self._keywords = {name: aliases.get(id(value), value) for name, value in keywords.items()}
         own.update({name: aliases[id(value)] for name, value in replaced.items()})

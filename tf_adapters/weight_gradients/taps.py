@@ -15,20 +15,23 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
 
 from tf_adapters.weight_gradients.kept import Kept, seal
-from tf_adapters.weight_gradients.reasons import OTHER_USES, PROVISIONAL
+from tf_adapters.weight_gradients.reasons import OTHER_USES, PROVISIONAL, TAKEN_AT_ONCE
+from tf_adapters.weight_gradients.stand_ins import StandIns
 from tf_adapters.weight_gradients.tap_check import TapCheck
 from tf_adapters.weight_gradients.tap_function import hand_over
 from tf_adapters.weight_gradients.tapped_layer import Make, Parameters, TappedLayer
 from tf_adapters.weight_gradients.tokens import Rows
 
 MakeLayer = Callable[[torch.nn.Module], TappedLayer | None]
-_Gradients = dict[torch.nn.Parameter, torch.Tensor]
+_Sum = tuple[int, torch.nn.Parameter]
+"""A backward, by torch's number, and a parameter: the backward adds up its gradients before it accumulates them."""
+
 _Total = tuple[torch.Tensor | None, int]
 """A parameter's ``.grad`` and the version of its values."""
 
@@ -42,10 +45,16 @@ class RowSampler(Protocol):
 class _Pending(NamedTuple):
     """One call of a layer. ``make`` computes the gradients of its parameters from what is ``kept``."""
 
+    backward: int  # the number of the one that has reached it, of which a microbatch may have several
     layer: TappedLayer
     parameters: Parameters
     make: Make
     kept: Sequence[Kept]
+
+    @property
+    def sums(self) -> list[_Sum]:
+        """The sums that this call adds to, one for each of its parameters."""
+        return [(self.backward, parameter) for parameter in self.parameters]
 
 
 class StageTaps:
@@ -55,8 +64,9 @@ class StageTaps:
         model: the stage's module.
         make: returns the tap of a layer; None for a layer without one.
         accumulated: called whenever a microbatch's weight gradients have been accumulated apart from a backward.
-        by_name: whether ``torch.autograd.grad`` may ask for a tapped weight's gradient. The parameters of such a host
-            must have no hooks of its own, because they would run in each backward.
+        by_name: whether a tapped call's graph has an edge to the weight itself, by which other code can ask for its
+            gradient. The parameters must have no hooks of the host, since these would run in each backward. Without
+            it, stand-ins get these gradients (``stand_ins``).
         sole: whether only autograd changes the parameters' ``.grad`` within a batch.
         trusted: whether layers are tapped although no check has proven them.
     """
@@ -72,7 +82,8 @@ class StageTaps:
     ) -> None:
         self._layers, self._accumulated = _layers(model, make), accumulated
         self._prefixes = {layer: name[: name.rfind(".") + 1] for name, layer in self._layers.items()}
-        self.by_name, self._sole, self._trusted = by_name, sole, trusted
+        self._stand_ins = None if by_name else StandIns()
+        self._sole, self._trusted = sole, trusted
         self.microbatch: int | None = None  # whose forward, loss or backward runs
         self.check: TapCheck | None = None  # in the step that is checked
         self.anchor = torch.zeros(0, requires_grad=True)  # so that a tap's backward runs
@@ -166,8 +177,10 @@ class StageTaps:
         """Run a forward, a loss or a backward of a microbatch, and keep what its weight gradients need."""
         outer, self.microbatch = self.microbatch, microbatch
         kept_outside, self._kept = self._kept, []
+        asked = nullcontext() if self._stand_ins is None else self._stand_ins.asked()
         try:
-            yield
+            with asked:
+                yield
         finally:
             self.copied_bytes += seal(self._kept)
             self.microbatch, self._kept = outer, kept_outside
@@ -201,12 +214,19 @@ class StageTaps:
     ) -> None:
         """Note that a backward has reached a call of ``layer``. ``make`` computes its weight gradients later."""
         self._kept += kept
-        self._pending.setdefault(microbatch, deque()).append(_Pending(layer, parameters, make, kept))
+        call = _Pending(torch._C._current_graph_task_id(), layer, parameters, make, kept)
+        self._pending.setdefault(microbatch, deque()).append(call)
 
-    def compute_all(self) -> None:
-        """Compute all weight gradients that are pending, from all tokens."""
-        for microbatch in self.pending:
-            self.compute(microbatch)
+    def named(self, parameters: Parameters) -> Sequence[torch.Tensor]:
+        """Return the tensors that get the gradients of these parameters if other code asks for them by name."""
+        return parameters if self._stand_ins is None else [self._stand_ins.of(p) for p in parameters]
+
+    def asked_by_name(self, layer: TappedLayer) -> None:
+        """Note that other code asks for the gradients of a layer's parameters in the middle of a microbatch."""
+        self.surprised(layer, TAKEN_AT_ONCE)
+        if self._stand_ins is None:  # they may be accumulated: the host has accumulated earlier microbatches by now
+            for microbatch in self.pending:
+                self.compute(microbatch)
 
     @torch.no_grad()  # a host may receive gradients into tensors that require gradients
     def compute(self, microbatch: int, sampler: RowSampler | None = None) -> None:
@@ -215,8 +235,8 @@ class StageTaps:
         They are computed from the rows that ``sampler`` returns, by default from all tokens.
         """
         pending = self._pending.pop(microbatch, deque())
-        calls = Counter(parameter for call in pending for parameter in call.parameters)
-        sums: _Gradients = {}
+        calls = Counter(place for call in pending for place in call.sums)
+        sums: dict[_Sum, torch.Tensor] = {}
         while pending:
             call = pending.popleft()
             complete = self._add_up(call, sampler, calls, sums)
@@ -244,17 +264,20 @@ class StageTaps:
                 self._totals[parameter] = _total(parameter)
 
     def _add_up(
-        self, call: _Pending, sampler: RowSampler | None, calls: Counter[torch.nn.Parameter], sums: _Gradients
-    ) -> _Gradients:
-        """Return gradients of the parameters that no later call uses. Those of the others wait in ``sums``.
+        self, call: _Pending, sampler: RowSampler | None, calls: Counter[_Sum], sums: dict[_Sum, torch.Tensor]
+    ) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Return gradients of the parameters that no later call of the same backward uses. Others wait in ``sums``.
 
         A host's backward also adds up the gradients of several calls before it accumulates them.
         """
-        complete: _Gradients = {}
-        for parameter, gradient in zip(call.parameters, self._gradients(call, sampler), strict=True):
-            calls[parameter] -= 1
-            total = sums.pop(parameter) + gradient if parameter in sums else gradient
-            (sums if calls[parameter] else complete)[parameter] = total
+        complete: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for place, gradient in zip(call.sums, self._gradients(call, sampler), strict=True):
+            calls[place] -= 1
+            total = sums.pop(place) + gradient if place in sums else gradient
+            if calls[place]:
+                sums[place] = total
+            else:
+                complete[place[1]] = total
         return complete
 
     def _gradients(self, call: _Pending, sampler: RowSampler | None) -> tuple[torch.Tensor, ...]:

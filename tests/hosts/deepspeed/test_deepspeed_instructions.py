@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed_ranks import Case, batch, build_engine
 
 from tf_adapters.testing import force_plan
@@ -59,11 +58,13 @@ def recorded(case: Case) -> list[str]:
         return instruction
 
     with pytest.MonkeyPatch.context() as patch:
-        for kind, run in PipelineEngine._INSTRUCTION_MAP.items():
-            patch.setitem(PipelineEngine._INSTRUCTION_MAP, kind, recording(kind.__name__, run))
         engine = build_engine(case)
         adapter = tf_adapters.deepspeed.attach(engine)
         assert adapter is not None
+        for kind, run in adapter._host_instructions.items():  # before attaching, other instructions are refused
+            runs_ours = engine._INSTRUCTION_MAP[kind] is not run
+            table = adapter._host_instructions if runs_ours else engine._INSTRUCTION_MAP
+            patch.setitem(table, kind, recording(kind.__name__, run))
         controller = adapter.controller
         force_plan(controller, case.ratios)
         patch.setattr(controller, "compute_weight_gradients", recording("W", controller.compute_weight_gradients))

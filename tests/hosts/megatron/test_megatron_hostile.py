@@ -42,14 +42,15 @@ CASE = Case(layers=2, beside="hostile")
 NAMES = (
     *("nothing hostile", "stolen gradient", "gradient changed in place", "gradient changed through numpy"),
     *("gradient changed by a hook", "norm in place next to a branch", "static input", "static input through numpy"),
+    *(name for name in SITUATIONS if name.endswith("in the forward, from step 3")),
     *("static gradient", "workspace", "workspace of inputs", "penalty in the forward", "no gradient", "weight hook"),
-    *("accumulated hook", "zero first gradient", "zero first gradient, penalty", "linear replaced"),
+    *("accumulated hook", "two checkpoints", "zero first gradient", "zero first gradient, penalty", "linear replaced"),
 )
 """Situations that can occur here. The loss has one gradient only: Megatron's cross entropy computes it in place."""
 
 OF_TORCH = ("zero first gradient", "linear replaced")
 KINDS: dict[str, Sequence[str]] = {"torch": NAMES, "local": [name for name in NAMES if name not in OF_TORCH]}
-KINDS["Transformer Engine"] = [name for name in KINDS["local"] if "penalty" not in name]
+KINDS["Transformer Engine"] = [n for n in KINDS["local"] if "penalty" not in n and "in the forward" not in n]
 PAIRS = [(kind, name) for kind, names in KINDS.items() for name in names]
 
 

@@ -39,7 +39,9 @@ def test_masks_leave_the_oracles_gradients(megatron: Any, layer: str, section: d
 def test_layers_that_are_left_to_the_host_are_named_with_the_reason(megatron: Any) -> None:
     case = Case(beside="Energy", ratios=0.0, section=DEFERRED)
     for rank in megatron(2).run(train, case, False):
-        assert any("layer.down.weight" in note and "is not the product" in note for note in rank["notes"])
+        assert any(
+            "layer.down.weight" in note and "a gradient of its gradient is taken" in note for note in rank["notes"]
+        )
 
 
 def copied(case: Case) -> list[bool]:

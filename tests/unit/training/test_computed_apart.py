@@ -63,6 +63,7 @@ def steps(
         if not config.samples_tokens:
             torch.testing.assert_close(model[0].weight.grad, expected)
         controller.end_step()
+    taps[0].remove()
     return seen
 
 

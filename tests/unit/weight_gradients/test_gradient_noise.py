@@ -158,6 +158,7 @@ def test_the_noise_of_draws_is_what_draws_show():
         for draw in range(300)
         for m in range(2)
     ]
+    taps.remove()
     (probe,) = noise.probes()[0]
     assert probe.draws == pytest.approx(sum(missed) / len(missed), rel=0.15)
 

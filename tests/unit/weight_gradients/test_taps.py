@@ -18,6 +18,7 @@ from tf_adapters.weight_gradients.reasons import (
     NOT_PLAIN,
     OTHER_USES,
     SECOND_DERIVATIVE,
+    TAKEN_AT_ONCE,
     USERS_HOOK,
 )
 from tf_adapters.weight_gradients.tapped_layer import plain_layer
@@ -51,7 +52,7 @@ def of_host(hook: Any) -> Any:
 
 def apart(model: torch.nn.Module, inputs: torch.Tensor) -> int:
     """Forward and backward with the weight gradients last; how many copies those made."""
-    taps = StageTaps(model, plain_layer)
+    taps = StageTaps(model, plain_layer, trusted=True)
     taps.install()
     with taps.recording(0):
         model(inputs).sum().backward()
@@ -99,6 +100,33 @@ def test_a_hook_sees_each_gradient_once_and_may_take_it_away() -> None:
         assert apart(layer, torch.ones(3, 5)) == 0
     assert torch.equal(taken[0], taken[1])
     assert taken[0] is not taken[1]
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_weights_gradient_can_be_asked_for_by_name(by_name: bool) -> None:
+    """Without an edge to the weight, no hook of a host on it runs before the gradient is accumulated."""
+    layer, calls = torch.nn.Linear(5, 5, bias=False), []
+    inputs = torch.randn(3, 5)
+    (expected,) = torch.autograd.grad(layer(inputs).square().sum(), layer.weight)
+    layer.weight.register_hook(of_host(calls.append))
+    taps = StageTaps(layer, plain_layer, by_name=by_name, trusted=True)
+    taps.install()
+    with taps.recording(0):
+        loss = layer(inputs).square().sum()
+        for unused in (False, True):
+            (found,) = torch.autograd.grad(loss, layer.weight, retain_graph=True, allow_unused=unused)
+            assert torch.equal(found, expected)
+        with pytest.raises(RuntimeError, match="allow_unused=True"):
+            torch.autograd.grad(inputs.requires_grad_().sum(), layer.weight)
+        loss.backward(inputs=[layer.weight], retain_graph=True)
+        assert torch.equal(layer.weight.grad, expected)
+        calls.clear()
+        loss.backward()
+    assert calls == ([None] if by_name else [])
+    taps.compute(0)
+    assert torch.equal(layer.weight.grad, 2 * expected)
+    assert set(taps.take_surprises().values()) == {TAKEN_AT_ONCE}
+    taps.remove()
 
 
 class Product(torch.nn.Module):
