@@ -167,7 +167,7 @@ class EngineTap(TappedLayer):
 
         def finish(received: Sequence[Any]) -> None:
             make = partial(self._make, store, trained, dict(zip(trained, received, strict=True)))
-            taps.keep(microbatch, self, parameters, make, store.kept)
+            taps.keep(microbatch, self, parameters, make=make, kept=store.kept)
 
         values = [parameter.detach() for parameter in trained.values()]
         aliases: Any = _Aliases.apply(finish, taps.anchor, *values)  # type: ignore[no-untyped-call]

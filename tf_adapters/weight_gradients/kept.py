@@ -53,8 +53,7 @@ def seal(tensors: Iterable[Kept]) -> int:
         if original is None or not _is_held(original):
             continue
         tensor = kept.tensor
-        shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-        place = _address(tensor), tensor.dtype, tensor.storage_offset(), shape, strides
+        place = _place(tensor)
         if place not in copies:
             copies[place] = _copy(tensor)
             copied += copies[place].untyped_storage().nbytes()
@@ -67,9 +66,10 @@ def _is_held(storage: torch.UntypedStorage) -> bool:
     return int(torch._C._storage_Use_Count(storage._cdata)) > 1
 
 
-def _address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage. ``data_ptr`` would copy the values, since its caller may write."""
-    return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]
+def _place(tensor: torch.Tensor) -> _Place:
+    """Return where a tensor is. ``data_ptr`` would copy its values, since the caller may write to them."""
+    address = int(torch._C._data_address(tensor))  # type: ignore[attr-defined]
+    return address, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ class Taps(Protocol):
     def called(self, parameters: Parameters) -> None: ...
 
     def keep(
-        self, microbatch: int, layer: TappedLayer, parameters: Parameters, make: Make, kept: Sequence[Kept]
+        self, microbatch: int, layer: TappedLayer, parameters: Parameters, *, make: Make, kept: Sequence[Kept]
     ) -> None: ...
 
     def surprised(self, layer: TappedLayer, reason: str) -> None: ...
@@ -196,7 +196,7 @@ class _Call:
     def keep(self, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
         kept = Kept(inputs), Kept(gradient)
         make = partial(_from_kept, self._layer, self._parameters, *kept)
-        self._taps.keep(self._microbatch, self._layer, self._parameters, make, kept)
+        self._taps.keep(self._microbatch, self._layer, self._parameters, make=make, kept=kept)
 
     def at_once(self, inputs: torch.Tensor, gradient: torch.Tensor) -> Gradients:
         self._taps.asked_by_name(self._layer)
@@ -243,7 +243,7 @@ class _Call:
     def _take(self, place: int, gradient: torch.Tensor) -> None:
         parameter, kept = self._parameters[place], Kept(gradient)
         make = functools.partial(_as_kept, kept)
-        self._taps.keep(self._microbatch, self._layer, (parameter,), make, (kept,))
+        self._taps.keep(self._microbatch, self._layer, (parameter,), make=make, kept=(kept,))
 
 
 def _from_kept(

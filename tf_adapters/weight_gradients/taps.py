@@ -210,11 +210,13 @@ class StageTaps:
         return bool(self._pending.get(microbatch))
 
     def keep(
-        self, microbatch: int, layer: TappedLayer, parameters: Parameters, make: Make, kept: Sequence[Kept]
+        self, microbatch: int, layer: TappedLayer, parameters: Parameters, *, make: Make, kept: Sequence[Kept]
     ) -> None:
         """Note that a backward has reached a call of ``layer``. ``make`` computes its weight gradients later."""
         self._kept += kept
-        call = _Pending(torch._C._current_graph_task_id(), layer, parameters, make, kept)
+        call = _Pending(
+            backward=torch._C._current_graph_task_id(), layer=layer, parameters=parameters, make=make, kept=kept
+        )
         self._pending.setdefault(microbatch, deque()).append(call)
 
     def named(self, parameters: Parameters) -> Sequence[torch.Tensor]:
