@@ -145,7 +145,7 @@ class TappedLayer(ABC):
             output = call()
             reason = self.reason_against(call, parameters)
             if reason is None:
-                return self.watched(taps, check, call, output, parameters)
+                return self.watched(taps, check, call, output=output, parameters=parameters)
         check.not_understood(self, reason)
         return output
 
