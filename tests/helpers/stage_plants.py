@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from stage_cases import BEGINS_LATER, MICROBATCHES, Case, case_of_one
 from stage_training import Training
+from torch.autograd.function import FunctionCtx
 
 from tf_adapters.training.controller import Controller
 from tf_adapters.weight_gradients import tap_function, tapped_layer, taps
 from tf_adapters.weight_gradients.kept import Kept
 from tf_adapters.weight_gradients.tap_check import TapCheck
-from tf_adapters.weight_gradients.tapped_layer import LinearTap
+from tf_adapters.weight_gradients.tapped_layer import LinearTap, TappedLayer
 
 Plant = Callable[[ExitStack], None]
 
@@ -96,6 +97,27 @@ def other_gradients_unseen(stack: ExitStack) -> None:
     stack.enter_context(patch.object(taps, "_is_same", lambda before, now: True))
 
 
+def zeros_for_none(stack: ExitStack) -> None:
+    """A tap gets zeros where autograd has no gradient."""
+    stack.enter_context(patch.object(FunctionCtx, "set_materialize_grads", lambda ctx, value: None))
+
+
+def class_of_ours(stack: ExitStack) -> None:
+    """A tapped layer has a class of ours."""
+    install, remove = TappedLayer.install, TappedLayer.remove
+
+    def changing(layer: TappedLayer, given: Any) -> None:
+        install(layer, given)
+        layer.module.__class__ = type("Tapped", (type(layer.module),), {})
+
+    def changing_back(layer: TappedLayer) -> None:
+        layer.module.__class__ = type(layer.module).__base__
+        remove(layer)
+
+    stack.enter_context(patch.object(TappedLayer, "install", changing))
+    stack.enter_context(patch.object(TappedLayer, "remove", changing_back))
+
+
 PLANTS: dict[str, Plant] = {
     "masks": shifted_masks,
     "raise on rank 1": raises_on_rank_1,
@@ -108,6 +130,8 @@ PLANTS: dict[str, Plant] = {
     "kind": kinds_alike,
     "writes": writes_unseen,
     "other gradients": other_gradients_unseen,
+    "none": zeros_for_none,
+    "class": class_of_ours,
 }
 
 FOUND: dict[str, tuple[Case, ...]] = {
@@ -127,6 +151,8 @@ FOUND: dict[str, tuple[Case, ...]] = {
     "graph": (case_of_one("PenaltyInLoss", "", BEGINS_LATER), case_of_one("PenaltyInForward", "", BEGINS_LATER)),
     "kind": (case_of_one("LinearReplaced", "", BEGINS_LATER),),
     "other gradients": (case_of_one("WeightElsewhere", "norm", BEGINS_LATER),),
+    "none": (case_of_one("NoGradient"), case_of_one("NoGradient", "", BEGINS_LATER)),
+    "class": (case_of_one("TypeLoop"),),
 }
 """By plant, cases whose result is wrong with it, or is only said with it, and never wrong without it."""
 
