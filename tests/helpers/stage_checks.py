@@ -165,7 +165,7 @@ def computed(case: Case, index: int, model: nn.Module) -> dict[str, Named]:
     """Outputs and gradients of a stage alone."""
     outputs = model(*example(case, index))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    trained = [output.sum() for output in outputs if output.requires_grad]
+    trained = [output.square().sum() for output in outputs if output.requires_grad]
     if trained:
         torch.autograd.backward(trained)
     return {
