@@ -51,6 +51,14 @@ def test_what_begins_in_the_middle_of_a_run_is_said() -> None:
     assert "step 2: gradient stages.1.parts.1.layer.weight" in result.said["nothing, deferred"]
 
 
+def test_what_begins_while_the_host_accumulates_other_microbatches_is_said() -> None:
+    """With an extra microbatch, the host's own backwards come between a tapped forward and its backward."""
+    case = Case(147, ((Spec("WeightElsewhere", 5, way="norm", begins=1),), ()), extra_microbatches=1)
+    result = judge(rank_pool("torch", 2), case, ("nothing, deferred",))
+    assert not result.wrong, str(result)
+    assert result.said
+
+
 def test_what_one_rank_raises_is_found_and_the_next_mode_goes_on() -> None:
     case = Case(1, ((Spec("Linear"),), (Spec("Linear"),)))
     modes = ("nothing, deferred", "masks, in place")
