@@ -5,7 +5,8 @@
     python tests/faults/random_stages.py --first 17 --seeds 1 --shrink
 
 A case is a pure function of its seed. Cases that the host alone cannot train are skipped; cases that the package
-refuses with its own error count as refused; every other difference is a failure. Parts and modes that are known to fail
+refuses with its own error count as refused, and differences in a step that a note of the run names as said; every other
+difference is a failure. Parts and modes that are known to fail
 (``KNOWN``, ``KNOWN_MODES``) stay out, unless ``--known``.
 """
 
@@ -26,7 +27,7 @@ from queue import SimpleQueue
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
-from stage_cases import AROUND, KNOWN, LEAVES, Case, case_of_one, draw_case, smaller
+from stage_cases import KNOWN, Case, cases_of_one, draw_case, smaller
 from stage_runs import KNOWN_MODES, MODES, Outcome, run_case
 
 from tf_adapters.testing import RankPool, RanksFailed
@@ -45,6 +46,7 @@ class Result:
     case: Case
     skipped: str = ""
     refused: dict[str, str] = field(default_factory=dict)
+    said: dict[str, str] = field(default_factory=dict)
     wrong: dict[str, list[str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -76,6 +78,7 @@ def judge(pool: RankPool, case: Case, modes: Iterable[str] = tuple(MODES), plant
             result.wrong[mode] = list(dict.fromkeys(texts))
     for outcome in outcomes:
         result.refused |= outcome.refused
+        result.said |= outcome.said
     return result
 
 
@@ -143,12 +146,13 @@ def main() -> int:
     without: Collection[str] = () if args.known else KNOWN
     cases = [draw_case(number, without) for number in range(args.first, args.first + args.seeds)]
     if args.each:
-        cases = [case_of_one(kind) for kind in (*LEAVES, *AROUND)]
+        cases = cases_of_one()
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()  # of what was skipped or refused
     began = time.monotonic()
     for result in judge_all(cases, shrunk=args.shrink, modes_of=lambda _: args.modes or tuple(MODES)):
         kind = "failed" if result.wrong else "skipped" if result.skipped else "refused" if result.refused else "right"
+        kind = "said" if kind == "right" and result.said else kind
         counts[kind] += 1
         reasons.update({result.skipped: 1} if result.skipped else set(result.refused.values()))
         if result.wrong:

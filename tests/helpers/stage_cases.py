@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import stage_autograd_parts
+import stage_hostile_parts
 import torch
 from rank_pools import seed
 from stage_parts import PARTS, ROWS, VOCABULARY, WIDTH, Part, Tensor
@@ -19,23 +20,33 @@ SHARES = "Shares"  # a linear layer whose weight is that of one before it
 AROUND = tuple(name for name, kind in PARTS.items() if kind.takes)
 LEAVES = (*(name for name, kind in PARTS.items() if not kind.takes), AGAIN, SHARES)
 assert stage_autograd_parts.Around.takes == 1
+HOSTILE = tuple(stage_hostile_parts.HOSTILE)
+BEGINS_LATER = 2
+"""A step in which all layers are tapped."""
+
+HOSTILE_SHARE = 0.2
+"""The share of hostile parts among all."""
 
 KNOWN = {
     "GradientOfAWeight": "a forward that calls torch.autograd.grad by a parameter raises where that is masked",
+    "OptimizerInBackward": "a plan may run forwards before updates of their weights that the host runs first",
 }
 """Parts, alone or inside another, that the package fails with today: to be taken from this list once it does not."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A part: its kind, the number that it is built from, and the parts inside it."""
+    """A part: its kind and way, the number that it is built from, the parts inside it, and when it begins."""
 
     kind: str
     number: int = 1
     inside: tuple[Spec, ...] = ()
+    way: str = ""
+    begins: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind}({', '.join(map(str, self.inside))})" if self.inside else self.kind
+        name = self.kind + (f":{self.way}" if self.way else "") + (f"@{self.begins}" if self.begins else "")
+        return f"{name}({', '.join(map(str, self.inside))})" if self.inside else name
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -71,6 +82,16 @@ class Case:
     def half(self) -> bool:
         return bool(self.kinds & {"Half", "AutocastOutput", "Autocast"})
 
+    @property
+    def steps(self) -> int:
+        """The first step checks all layers. Hostile parts may begin later, or be proven later."""
+        return 4 if self.kinds & {*HOSTILE} else 2
+
+    @property
+    def no_oracle(self) -> str:
+        """Why masked gradients cannot be compared with those of one process; empty if they can."""
+        return next((PARTS[kind].no_oracle for kind in sorted(self.kinds & {*HOSTILE}) if PARTS[kind].no_oracle), "")
+
 
 def draw_case(number: int, without: Collection[str] = KNOWN) -> Case:
     """The case of a number. ``without`` some kinds of parts it has others in their place."""
@@ -93,10 +114,25 @@ def draw_case(number: int, without: Collection[str] = KNOWN) -> Case:
     )
 
 
-def case_of_one(kind: str) -> Case:
-    """A part of one kind between plain layers, on both stages."""
+def cases_of_one() -> list[Case]:
+    """A part of each kind, in each of its ways, between plain layers on both stages."""
+    kinds = [(kind, PARTS.get(kind, Part)) for kind in (*LEAVES, *AROUND)]
+    return [
+        case_of_one(kind, way, begins)
+        for kind, of in kinds
+        for way in of.ways
+        for begins in ((0, BEGINS_LATER) if of.later else (0,))
+    ]
+
+
+def case_of_one(kind: str, way: str = "", begins: int = 0, **settings: Any) -> Case:
     inside = tuple(Spec("Linear", 10 + n) for n in range(PARTS[kind].takes if kind in PARTS else 0))
-    return Case(0, tuple((Spec("Linear", 1 + s), Spec(kind, 3 + s, inside), Spec("Norm", 5 + s)) for s in range(2)))
+    one = Spec(kind, 3, inside, way, begins)
+    return Case(
+        0,
+        tuple((Spec("Linear", 1 + s), replace(one, number=3 + s), Spec("Norm", 5 + s)) for s in range(2)),
+        **settings,
+    )
 
 
 def _draw_spec(draw: random.Random, without: Collection[str], above: tuple[str, ...] = ()) -> Spec:
@@ -107,11 +143,16 @@ def _draw_spec(draw: random.Random, without: Collection[str], above: tuple[str, 
         return not known and ("Checkpointed" not in above or _repeats(name))
 
     around = [name for name in AROUND if len(above) < 2 and allowed(name)]
-    leaves = [name for name in LEAVES if (not above or name in PARTS) and allowed(name)]
-    kind = draw.choice(around if around and draw.random() < (0.25 if above else 0.4) else leaves)
-    takes = PARTS[kind].takes if kind in PARTS else 0
-    inside = tuple(_draw_spec(draw, without, (*above, kind)) for _ in range(takes))
-    return Spec(kind, draw.randrange(1, 10**6), inside)
+    hostile = [name for name in HOSTILE if allowed(name)]
+    leaves = [name for name in LEAVES if name not in HOSTILE and (not above or name in PARTS) and allowed(name)]
+    if hostile and draw.random() < HOSTILE_SHARE:
+        kind = draw.choice(hostile)
+    else:
+        kind = draw.choice(around if around and draw.random() < (0.25 if above else 0.4) else leaves)
+    of = PARTS.get(kind, Part)
+    inside = tuple(_draw_spec(draw, without, (*above, kind)) for _ in range(of.takes))
+    begins = draw.choice((0, 1, BEGINS_LATER)) if of.later else 0
+    return Spec(kind, draw.randrange(1, 10**6), inside, draw.choice(of.ways), begins)
 
 
 def _repeats(kind: str) -> bool:
@@ -129,6 +170,11 @@ def smaller(case: Case) -> Iterator[Case]:
         a, b, c, d = case.stages
         yield replace(case, stages=(a + b, c + d), schedule="Schedule1F1B")
     plain = Case(case.number, case.stages)
+    for s, stage in enumerate(case.stages):
+        for p, spec in enumerate(stage):
+            if spec.begins:
+                changed = (*stage[:p], replace(spec, begins=0), *stage[p + 1 :])
+                yield replace(case, stages=(*case.stages[:s], changed, *case.stages[s + 1 :]))
     for name in ("pair", "tokens", "adaptive", "set_to_none", "extra_microbatches", "gradient_scale"):
         if getattr(case, name) != getattr(plain, name):
             yield replace(case, **{name: getattr(plain, name)})
@@ -150,13 +196,35 @@ class Stage(nn.Module):
     def _make(self, spec: Spec) -> nn.Module:
         if spec.kind == AGAIN and len(self.parts):
             return self.parts[-1]
-        layer: Any = PARTS.get(spec.kind, PARTS["Linear"])(spec.number, tuple(map(self._make, spec.inside)))
+        kind: Any = PARTS.get(spec.kind, PARTS["Linear"])
+        layer = kind(spec.number, tuple(map(self._make, spec.inside)), spec.way, spec.begins)
         if spec.kind == SHARES:
             others = [m for m in self.parts.modules() if type(m) is nn.Linear and m.weight.dtype == torch.float32]
             same = [other for other in others if other.weight.shape == (WIDTH, WIDTH)]
             if same:
                 layer.layer.weight = same[0].weight
         return layer  # type: ignore[no-any-return]
+
+    @property
+    def own_parts(self) -> list[Part]:
+        return [module for module in self.modules() if isinstance(module, Part)]
+
+    def begin(self, step: int) -> None:
+        """A step begins, counted from 0."""
+        for own in self.own_parts:
+            own.step = step
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of a microbatch, with what the parts of this stage, the last one, add to it."""
+        loss: Tensor = nn.functional.smooth_l1_loss(outputs.float(), targets)
+        for own in self.own_parts:
+            loss = own.term(loss, outputs)
+        return loss
+
+    def end(self) -> None:
+        """The optimizer has updated the weights."""
+        for own in self.own_parts:
+            own.end()
 
     def forward(self, *inputs: Tensor) -> Any:
         x, side = inputs if len(inputs) == 2 else (inputs[0], inputs[0])
@@ -187,6 +255,13 @@ class Whole(nn.Module):
             x = stage(*x) if isinstance(x, tuple) else stage(x)
         return x  # type: ignore[no-any-return]
 
+    def begin(self, step: int) -> None:
+        for stage in self.stages:
+            stage.begin(step)  # type: ignore[operator]
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.stages[-1].loss(outputs, targets)  # type: ignore[operator,no-any-return]
+
 
 def batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of a step: a pure function of its arguments."""
@@ -200,10 +275,6 @@ def batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
 
 def microbatches(case: Case, step: int) -> list[tuple[Tensor, Tensor]]:
     return list(zip(*(tensor.chunk(MICROBATCHES) for tensor in batch(case, step)), strict=True))
-
-
-def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.smooth_l1_loss(outputs.float(), targets)
 
 
 def example(case: Case, index: int) -> tuple[Tensor, ...]:

@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from stage_cases import Case, Stage, Whole, example, loss_fn, microbatches
+from stage_cases import Case, Stage, Whole, example, microbatches
 from stage_training import Named, Training, gathered
 from torch import nn
 
 from tf_adapters.testing import masked_gradients, relative_error
 from tf_adapters.testing.oracle import recorded_draws
-
-STEPS = 2
 
 Check = Callable[[Case, Training, Any, Any], list[str]]
 
@@ -27,7 +25,7 @@ Check = Callable[[Case, Training, Any, Any], list[str]]
 def against_host(case: Case, run: Training, reference: Any, copies: Any) -> list[str]:
     """With nothing frozen, the host's own bits."""
     wrong: list[str] = []
-    for number in range(STEPS):
+    for number in range(case.steps):
         wrong += [f"step {number}: {text}" for text in differences(run.step(number), reference[number])]
     return wrong
 
@@ -59,7 +57,7 @@ def apart(one: torch.Tensor | None, other: torch.Tensor | None) -> str:
 def against_oracle(case: Case, run: Training, reference: Any, copies: Any) -> list[str]:
     """With whole tensors frozen, the mean over microbatches of what the masks leave."""
     wrong: list[str] = []
-    for number in range(STEPS):
+    for number in range(case.steps):
         of_step = step_against_oracle(case, run, number, run.masks(), case.gradient_scale)
         wrong += [f"step {number}: {text}" for text in of_step]
     return wrong
@@ -76,7 +74,8 @@ def step_against_oracle(
     if dist.get_rank() == 0:
         whole = Whole(case)
         whole.load_state_dict(states)
-        expected = masked_gradients(whole, microbatches(case, number), loss_fn, masks.__getitem__, gradient_scale)
+        whole.begin(number)
+        expected = masked_gradients(whole, microbatches(case, number), whole.loss, masks.__getitem__, gradient_scale)
         largest = max(float(g.abs().double().norm()) for g in expected.values())
         for name, of_oracle in expected.items():
             mine = actual[name] if actual[name] is not None else torch.zeros_like(of_oracle)
@@ -95,11 +94,13 @@ def error_of(mine: torch.Tensor, of_oracle: torch.Tensor) -> float:
 
 def against_host_where_no_token_is_drawn(case: Case, run: Training, reference: Any, copies: Any) -> list[str]:
     """With tokens sampled, the host's own gradients of all weights that no draw was made for, and none that is lost."""
+    able: set[str] = set()  # in any step: a later one may leave a layer to the host
     with recorded_draws() as draws:
-        steps = [run.step(number) for number in range(STEPS)]
+        steps = []
+        for number in range(case.steps):
+            steps.append(run.step(number))
+            able |= able_to_be_sampled(case, run)
     drawn = {f"stages.{stage}.{name}" for (_, stage, _), of_stage in draws.items() for name in of_stage}
-    masks = run.adapter.controller.masks
-    able = {f"stages.{stage}.{name}" for stage in range(len(case.stages)) for name in masks.caps(stage)}
     wrong = [f"{name} is never sampled, but was" for name in sorted(drawn - able)]
     mine, theirs = ({n: g for n, g in s["gradient"].items() if n not in drawn} for s in (steps[0], reference[0]))
     wrong += differences({"gradient": mine}, {"gradient": theirs})
@@ -109,6 +110,11 @@ def against_host_where_no_token_is_drawn(case: Case, run: Training, reference: A
             if lost or (gradient is not None and not bool(gradient.isfinite().all())):
                 wrong.append(f"step {number}: gradient {name} is lost or not finite")
     return wrong
+
+
+def able_to_be_sampled(case: Case, run: Training) -> set[str]:
+    masks = run.adapter.controller.masks
+    return {f"stages.{stage}.{name}" for stage in range(len(case.stages)) for name in masks.caps(stage)}
 
 
 # --- copies, and what detaching leaves -----------------------------------------------------------------------------
@@ -159,7 +165,7 @@ def computed(case: Case, index: int, model: nn.Module) -> dict[str, Named]:
     """Outputs and gradients of a stage alone."""
     outputs = model(*example(case, index))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    trained = [output.sum() for output in outputs if output.requires_grad]
+    trained = [output.square().sum() for output in outputs if output.requires_grad]
     if trained:
         torch.autograd.backward(trained)
     return {

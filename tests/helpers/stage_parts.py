@@ -20,17 +20,35 @@ class Part(nn.Module):
     """One part, built from a number: the same again wherever it stands.
 
     ``takes`` parts inside it. ``repeats`` is false where a checkpoint, which computes twice, would change what it does.
+    ``ways`` are variants of it. If it may be hostile from a ``later`` step on, it ``begins`` in that step.
+    ``no_oracle`` says why masked gradients cannot be compared with those of one process.
     """
 
     takes = 0
     repeats = True
+    ways: tuple[str, ...] = ("",)
+    later = False
+    no_oracle = ""
 
-    def __init__(self, number: int, inside: tuple[nn.Module, ...] = ()) -> None:
+    def __init__(self, number: int, inside: tuple[nn.Module, ...] = (), way: str = "", begins: int = 0) -> None:
         super().__init__()
         seed(number)
         self.inside = nn.ModuleList(inside)
         self.seen: list[Tensor] = []  # what the user's hooks have seen in this step
+        self.way, self.begins, self.step = way, begins, 0
         self.build(random.Random(number))
+
+    @property
+    def hostile(self) -> bool:
+        """Whether it has begun."""
+        return self.step >= self.begins
+
+    def term(self, loss: Tensor, output: Tensor) -> Tensor:
+        """Return the loss of a microbatch, from that before it and the model's output. Called on the last stage."""
+        return loss
+
+    def end(self) -> None:
+        """The optimizer has updated the weights."""
 
     def build(self, draw: random.Random) -> None:
         self.layer = nn.Linear(WIDTH, WIDTH, bias=draw.random() < 0.7)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import torch.distributed as dist
-from stage_cases import MICROBATCHES, Case, Whole, loss_fn, microbatches
-from stage_checks import CHECKS, STEPS, copied_by, differences, duplicated, root_of, saved, step_against_oracle
+from stage_cases import MICROBATCHES, Case, Whole, microbatches
+from stage_checks import CHECKS, copied_by, differences, duplicated, root_of, saved, step_against_oracle
+from stage_hostile_parts import ACCUMULATED
+from stage_plants import planted
 from stage_traces import changes, traces, traces_of_host
 from stage_training import Named, Training, forget_groups, gathered
 
@@ -38,7 +39,7 @@ MODES: dict[str, tuple[dict[str, Any], float | None]] = {
 KNOWN_MODES: tuple[str, ...] = ()
 """Modes that the package fails with today, whatever the parts."""
 
-REFUSED = ("raised ConfigError", "raised UnsupportedError")
+REFUSED = ("raised ConfigError", "raised UnsupportedError", "raised TimelyFreezeError")
 OF_THE_OTHER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 """Errors that gloo raises on a rank because the other one has failed."""
 
@@ -49,6 +50,7 @@ class Outcome:
 
     skipped: str = ""
     refused: dict[str, str] = field(default_factory=dict)  # by mode
+    said: dict[str, str] = field(default_factory=dict)  # by mode: a difference that a note of the run names
     wrong: dict[str, list[str]] = field(default_factory=dict)  # by mode
 
 
@@ -75,11 +77,20 @@ def run_modes(case: Case, modes: tuple[str, ...], folder: str, kept: list[Any]) 
     if host_differs(case):
         return Outcome(skipped="the host alone computes other gradients than one process does")
     for mode in modes:
-        wrong, raised = on_both(lambda mode=mode: run_mode(case, mode, *alone, folder), kept)
+        if mode.startswith("masks") and case.no_oracle:
+            continue
+        found, raised = on_both(lambda mode=mode: run_mode(case, mode, *alone, folder), kept)
         if raised.startswith(REFUSED):
             outcome.refused[mode] = raised
-        elif raised or wrong:
-            outcome.wrong[mode] = [raised] if raised else wrong
+            continue
+        if raised:
+            outcome.wrong[mode] = [raised]
+            continue
+        wrong, said = without_said(*found, consequences=mode.startswith("nothing"))
+        if wrong:
+            outcome.wrong[mode] = wrong
+        elif said:
+            outcome.said[mode] = said
     return outcome
 
 
@@ -107,31 +118,43 @@ def host_alone(case: Case) -> tuple[list[dict[str, Named]], dict[int, list[Any]]
         stage: [make for make in (duplicated, saved) if not isinstance(copied_by(make, model), str)]
         for stage, model in alone.models.items()
     }
-    return [alone.step(number) for number in range(STEPS + 1)], copies
+    return [alone.step(number) for number in range(case.steps + 1)], copies
 
 
 def host_differs(case: Case) -> bool:
-    """Torch's split backwards may: a hook on an activation runs in both halves of them."""
+    """Torch's split backwards may: a hook on an activation runs in both halves of them.
+
+    So may gradients that are changed in place: where one process has one tensor, two stages have two.
+    """
+    if "ZeroBubble" in case.schedule and case.kinds & {*ACCUMULATED}:
+        return True
+    if case.no_oracle:
+        return False
     alone = Training(case)
     alone.record()
-    return bool(step_against_oracle(case, alone, 0, {m: set() for m in range(MICROBATCHES)}, case.gradient_scale))
+    nothing: dict[int, set[str]] = {m: set() for m in range(MICROBATCHES)}
+    steps = range(case.steps if case.steps > 2 else 1)
+    return any(step_against_oracle(case, alone, number, nothing, case.gradient_scale) for number in steps)
 
 
 def untrainable(case: Case) -> str:
     """Why one process alone cannot train the whole model; the same on every rank."""
     try:
         whole = Whole(case)
-        for inputs, targets in microbatches(case, 0):
-            loss = loss_fn(whole(inputs), targets)
-            loss.backward()
-            if not bool(loss.isfinite()):
-                return "the loss is not finite"
+        for step in (0, case.steps - 1):
+            whole.begin(step)
+            for inputs, targets in microbatches(case, 0):
+                loss = whole.loss(whole(inputs), targets)
+                loss.backward()
+                if not bool(loss.isfinite()):
+                    return "the loss is not finite"
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return ""
 
 
-def run_mode(case: Case, mode: str, reference: Any, copies: Any, folder: str) -> list[str]:
+def run_mode(case: Case, mode: str, reference: Any, copies: Any, folder: str) -> tuple[list[str], set[int]]:
+    """Return what is wrong, and the steps that this rank's notes name."""
     section, share = MODES[mode]
     if share == 1.0 and "granularity" not in section:
         section = {**section, "gradient_scale": case.gradient_scale}
@@ -144,29 +167,34 @@ def run_mode(case: Case, mode: str, reference: Any, copies: Any, folder: str) ->
     if share is not None:
         force_plan(run.adapter.controller, share * case.ratio)
     wrong = CHECKS[mode.partition(",")[0]](case, run, reference, copies)
+    named = steps_named(run)
     run.adapter.detach()
     after = [traces(model) for model in run.models.values()], traces_of_host(run)
     wrong += [f"after detach(): {text}" for text in changes(before, after)]
     if mode.startswith("nothing"):
-        wrong += [f"after detach(): {text}" for text in differences(run.step(STEPS), reference[STEPS])]
-    return wrong
+        last = differences(run.step(case.steps), reference[case.steps])
+        wrong += [f"step {case.steps}: after detach(): {text}" for text in last]
+    return wrong, named
 
 
-@contextmanager
-def planted(fault: str) -> Iterator[None]:
-    """A fault that is made on purpose, so that it is seen that the comparison finds it."""
-    own_masks, own_step = Training.masks, Training.step
+def steps_named(run: Training) -> set[int]:
+    """Return the steps that the notes in the report name. The run's own numbers are other ones."""
+    controller = run.adapter.controller
+    notes = [*controller.state.notes, *controller.view().local_measurements().notes]
+    return {n for n, own in run.own_steps.items() if any(re.search(rf"\bstep {own}\b", note) for note in notes)}
 
-    def shifted(run: Training) -> dict[int, set[str]]:
-        return {m: own_masks(run)[(m + 1) % MICROBATCHES] for m in range(MICROBATCHES)}
 
-    def failing(run: Training, number: int) -> Any:
-        deferred = run.adapter is not None and run.adapter.config.defers
-        if deferred and dist.get_rank() == 1 and number == 1:
-            raise ZeroDivisionError("planted")
-        return own_step(run, number)
+def without_said(wrong: list[str], named: set[int], consequences: bool) -> tuple[list[str], str]:
+    """Return this rank's differences without those in steps that a rank's notes have ``named``, and one of those.
 
-    masks = shifted if fault == "masks" else own_masks
-    step = failing if fault == "raise on rank 1" else own_step
-    with patch.object(Training, "masks", masks), patch.object(Training, "step", step):
-        yield
+    A run that goes on from other values than the host's has ``consequences``: only its first difference counts. Called
+    on both ranks.
+    """
+    named = set[int]().union(*gathered({str(dist.get_rank()): named}).values())
+    steps = {text: int(found[1]) for text in wrong if (found := re.match(r"step (\d+): ", text))}
+    if consequences:
+        of_ranks = gathered({str(dist.get_rank()): sorted(set(steps.values()))})
+        first = min((n for of_rank in of_ranks.values() for n in of_rank), default=None)
+        named = set(steps.values()) if first in named else set()
+    said = [text for text, number in steps.items() if number in named]
+    return [text for text in wrong if text not in said], (said or [""])[0]

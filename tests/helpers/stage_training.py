@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_pools import destroy_groups
-from stage_cases import MICROBATCHES, Case, Stage, batch, example, loss_fn, seen_by_hooks
+from stage_cases import MICROBATCHES, Case, Stage, batch, example, seen_by_hooks
 from stage_parts import ROWS, WIDTH
 from torch import nn
 
@@ -50,7 +50,7 @@ class Training:
             takes, gives = sent if i else example(case, 0), sent if i < count - 1 else sent[:1]
             stages.append(PipelineStage(model, i, count, torch.device("cpu"), takes, gives, group=group))
         kind = getattr(host, case.schedule)
-        self.schedule = kind(stages[0] if count == 2 else stages, MICROBATCHES, loss_fn=loss_fn)
+        self.schedule = kind(stages[0] if count == 2 else stages, MICROBATCHES, loss_fn=self._loss)
         trained = [p for model in self.models.values() for p in model.parameters() if p.requires_grad]
         trained = list(dict.fromkeys(trained)) or [nn.Parameter(torch.zeros(1))]
         if case.adaptive:
@@ -58,8 +58,12 @@ class Training:
         else:
             self.optimizer = torch.optim.SGD(trained, lr=1e-2, momentum=0.9, weight_decay=0.1)
         self.adapter: Any = None
+        self.own_steps: dict[int, int] = {}  # by a step's number, that of the run
         self._gradients: Named = {}
         self._recorder: Any = None
+
+    def _loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.models[len(self.case.stages) - 1].loss(outputs, targets)
 
     def attach(self, section: dict[str, Any], folder: str) -> None:
         settings = {**SECTION, **section, "output_dir": folder}
@@ -81,11 +85,17 @@ class Training:
     def step(self, number: int) -> dict[str, Named]:
         """One update, and all that it has left."""
         self.optimizer.zero_grad(set_to_none=self.case.set_to_none)
+        for model in self.models.values():
+            model.begin(number)
+        if self.adapter is not None:
+            self.own_steps[number] = self.adapter.controller.step
         inputs, targets = batch(self.case, number)
         losses: list[torch.Tensor] = []
         first, last = 0 in self.models, len(self.case.stages) - 1 in self.models
         self.schedule.step(*([inputs] if first else []), **({"target": targets, "losses": losses} if last else {}))
         self.optimizer.step()
+        for model in self.models.values():
+            model.end()
         return {
             "loss": {str(n): loss.detach() for n, loss in enumerate(losses)},
             "gradient": dict(self._gradients),

@@ -244,7 +244,7 @@ class TorchPipeliningAdapter(HostAdapter):
         if not (self._in_batch and stage.is_last):
             run(stage, output, targets, microbatch, *args, **kwargs)
             return
-        frozen = self.controller.mask(stage.stage_index, microbatch).names
+        frozen = trained_replica(stage.submod, self.controller.mask(stage.stage_index, microbatch).names)
         with self.controller.around_loss(stage.stage_index, microbatch), frozen_replica(stage.submod, frozen):
             run(stage, output, targets, microbatch, *args, **kwargs)
 

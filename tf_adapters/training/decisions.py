@@ -61,6 +61,7 @@ class Decisions:
         good_step = step if whole or before is None else before.good_step
         state.taps = findings = replace(findings, first_step=first_step, good_step=good_step)
         findings.apply(self._pipeline.taps, self._masks)
+        self.plan_maker.weights_change = findings.weights_change
         if before is not None:
             for line in findings.changed_lines(before):
                 text = f"step {step}: {line}"

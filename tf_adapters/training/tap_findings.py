@@ -17,7 +17,8 @@ from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.training.pipeline import HostPipeline
 from tf_adapters.values import Value
-from tf_adapters.weight_gradients.reasons import PROVISIONAL
+from tf_adapters.weight_gradients.reasons import CHANGES, PROVISIONAL
+from tf_adapters.weight_gradients.tapped_layer import may_update_in_backward
 from tf_adapters.weight_gradients.taps import StageTaps
 
 _SHOWN = 4
@@ -38,6 +39,7 @@ class TapFindings(Value):
         left: by stage and parameter, why the layer is left to the host.
         shares: by stage, the share in [0, 1] of the weight-gradient work that taps can defer or sample.
         others: by stage, the types of the layers without a tap, those with most work first.
+        weights_change: whether weights change within a batch, as where an optimizer steps in backward hooks.
         first_step: the step of this process's first check.
         good_step: the newest step that checked all layers that have a tap.
     """
@@ -45,6 +47,7 @@ class TapFindings(Value):
     left: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     shares: Mapping[int, Share] = field(default_factory=dict)
     others: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    weights_change: bool = False
     first_step: int = 0
     good_step: int = 0
 
@@ -131,7 +134,9 @@ def agree(collectives: Collectives, pipeline: HostPipeline) -> TapFindings:
             others[stage] = _types(pipeline.models.get(stage), [u for u in units if names.isdisjoint(u.names)])
             if reason is not None:
                 others[stage] = [OWN_BACKWARD]
-        return TapFindings(left, shares, others)
+        reasons = {reason for found in left.values() for reason in found.values()}
+        parameters = [parameter for of_stage in pipeline.parameters.values() for parameter in of_stage.values()]
+        return TapFindings(left, shares, others, CHANGES in reasons or may_update_in_backward(parameters))
 
     return decide_from_all(collectives, local, _merge)
 
@@ -149,6 +154,7 @@ def _merge(ranks: Sequence[TapFindings]) -> TapFindings:
         {stage: dict(sorted(left[stage].items())) for stage in sorted(left) if left[stage]},
         {stage: shares[stage] for stage in sorted(shares)},
         others,
+        any(rank.weights_change for rank in ranks),
     )
 
 

@@ -10,6 +10,7 @@ QUANTIZED = "it computes in MXFP8, FP4 or by a recipe of its own, where taps hav
 NO_ROWS = "it computes in FP8 or FP4, where tokens cannot be sampled"
 SPECIAL_WEIGHT = "its weight is no ordinary tensor: it is sharded, or kept in FP8"
 CHANGES = "its weight changes within a batch, as where an optimizer steps inside the backward"
+WRITTEN_BY_POINTER = "other code writes to its input or output gradient in the backward, unseen by torch (numpy, .data)"
 USERS_HOOK = "a hook on its weight may need the gradient of each microbatch at once"
 GRADIENT_READ = "other code reads or sets its .grad within a batch"
 TAKEN_AT_ONCE = "its gradient is taken by torch.autograd.grad, or by a backward that names its inputs"

@@ -3,8 +3,9 @@
 The host computes this whole step. A tap on each layer computes the weight gradient as well. Both are compared when the
 host's gradient arrives at the parameter. If they differ in a bit, the layer is left to the host from then on. They
 differ if the gradient of the layer's input is taken twice, or if the layer's type computes another product. A layer is
-also left to the host if its weight or its gradient is used elsewhere within a batch. A layer whose gradient is zero
-proves nothing; the host computes it until a later check.
+also left to the host if its weight or its gradient is used elsewhere within a batch, or if its input or its output's
+gradient is changed in the same backward without torch's notice. A layer whose gradient is zero proves nothing; the host
+computes it until a later check.
 """
 
 from __future__ import annotations
@@ -30,12 +31,16 @@ from tf_adapters.weight_gradients.reasons import (
     SECOND_DERIVATIVE,
     TAKEN_AT_ONCE,
     UNPROVEN,
+    WRITTEN_BY_POINTER,
 )
 from tf_adapters.weight_gradients.tap_function import Gradients, accumulates
 from tf_adapters.weight_gradients.tapped_layer import TappedLayer, is_of_host
 
 _SAMPLED = 4096
-"""The most elements of a parameter that are compared to see whether it changes."""
+"""The most elements of a tensor that are compared to see whether it changes."""
+
+_MOST_REACHED_BYTES = 2**28
+"""The most bytes that a check holds longer than the host does, in one backward: a job may have no more memory."""
 
 _Place = tuple[int, torch.nn.Parameter]
 """A microbatch and a parameter."""
@@ -75,6 +80,7 @@ class _Watched:
         self._check.not_understood(self._layer, SECOND_DERIVATIVE)
 
     def keep(self, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._check.reached(self._layer, inputs, gradient)
         try:
             with torch.no_grad():
                 gradients = self._layer.gradients(self._parameters, inputs, gradient)
@@ -106,6 +112,8 @@ class TapCheck:
         self._sums: dict[_Place, torch.Tensor] = {}
         self._hooks: list[tuple[Any, Any, bool]] = []  # parameter, handle, whether it had no hook before
         self._samples: dict[torch.nn.Parameter, tuple[TappedLayer, torch.Tensor]] = {}
+        self._reached: list[tuple[TappedLayer, torch.Tensor, int, torch.Tensor]] = []  # by the backward that runs
+        self._reached_bytes = 0
         self._found: dict[tuple[TappedLayer, str], list[torch.Tensor | bool]] = {}  # whether a reason applies
         self._compared: defaultdict[TappedLayer, dict[str, list[torch.Tensor]]] = defaultdict(dict)
         self._trusted: set[TappedLayer] = set()
@@ -137,6 +145,15 @@ class TapCheck:
             place = microbatch, parameter
             self._sums[place] = self._sums[place] + gradient if place in self._sums else gradient
 
+    def reached(self, layer: TappedLayer, *tensors: torch.Tensor) -> None:
+        """Note the values of what a tap would keep, to see at the end of the backward whether they have changed."""
+        for tensor in tensors:
+            self._reached_bytes += tensor.nbytes
+            if self._reached_bytes > _MOST_REACHED_BYTES:
+                return
+            seen = tensor.detach()
+            self._reached.append((layer, seen, seen._version, _sample(seen).clone()))
+
     @contextmanager
     def looking(self, microbatch: int) -> Iterator[None]:
         """Run a forward, a loss or a backward, and see which functions of torch use the layers' weights."""
@@ -161,8 +178,20 @@ class TapCheck:
             for parameter, (layer, sample) in self._samples.items():
                 if parameter.untyped_storage().size():  # FSDP frees the storage between two uses
                     self._note(layer, CHANGES, (_sample(parameter) != sample).any())
+            self._look_for_changes()
         finally:
             self.microbatch = before
+            self._reached.clear()
+            self._reached_bytes = 0
+
+    def _look_for_changes(self) -> None:
+        """Note the layers whose input or output's gradient was changed by a pointer, since a tap reached it.
+
+        Torch counts other changes, and a kept tensor stands them.
+        """
+        for layer, tensor, version, sample in self._reached:
+            if tensor._version == version and tensor.untyped_storage().size():
+                self._note(layer, WRITTEN_BY_POINTER, _differs(sample, _sample(tensor)))
 
     @contextmanager
     def inside(self, layer: TappedLayer) -> Iterator[None]:
@@ -265,8 +294,8 @@ def _by_user() -> bool:
     return False
 
 
-def _sample(parameter: torch.nn.Parameter) -> torch.Tensor:
-    flat = parameter.detach().reshape(-1)
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().reshape(-1)
     return flat[:: -(-flat.numel() // _SAMPLED)] if flat.numel() else flat
 
 

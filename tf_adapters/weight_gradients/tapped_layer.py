@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -256,14 +256,18 @@ def _as_kept(kept: Kept, choose: Choose | None) -> tuple[torch.Tensor, ...]:
     return (kept.tensor,)
 
 
-def has_users_hook(parameters: Iterable[torch.Tensor]) -> bool:
+def has_users_hook(parameters: Sequence[torch.Tensor]) -> bool:
     """Return whether a hook on one of these is not a host's. It may need each microbatch's gradient in its backward."""
-    for parameter in parameters:
-        after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
-        for hooks in (parameter._backward_hooks, after):
-            if hooks and not all(_is_hosts(hook) for hook in hooks.values()):
-                return True
-    return False
+    return any(_has_users(p._backward_hooks) for p in parameters) or may_update_in_backward(parameters)
+
+
+def may_update_in_backward(parameters: Sequence[torch.Tensor]) -> bool:
+    """Return whether a hook on one of these, which is not a host's, runs when its gradient has been accumulated."""
+    return any(_has_users(getattr(p, "_post_accumulate_grad_hooks", None)) for p in parameters)
+
+
+def _has_users(hooks: Any) -> bool:
+    return bool(hooks) and not all(_is_hosts(hook) for hook in hooks.values())
 
 
 def _is_hosts(hook: Any) -> bool:

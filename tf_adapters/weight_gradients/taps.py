@@ -256,8 +256,11 @@ class StageTaps:
         self._totals[parameter] = _total(parameter)
 
     def host_accumulated(self) -> None:
-        """Note that the host's own backward has added gradients of a microbatch."""
-        self._totals.clear()
+        """Note that the host's own backward has added gradients of a microbatch.
+
+        Tapped calls of other microbatches may wait for their backward: what changes a ``.grad`` there is still noticed.
+        """
+        self._totals = {parameter: _total(parameter) for parameter in self._totals}
 
     def called(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Note the parameters' ``.grad`` before the first tapped call of a batch: nobody else should change it."""
