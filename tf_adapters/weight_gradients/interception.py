@@ -37,8 +37,8 @@ class Interception:
     def __init__(self, module: torch.nn.Module, method: str, interceptor: Interceptor) -> None:
         self.interceptor = interceptor
         self._module, self._place = ref(module), (type(module), method)
-        if not _users[self._place]:
-            _replace(self._place)
+        if self._place not in _replaced or vars(type(module)).get(method) is not _replaced[self._place][1]:
+            _replace(self._place)  # also if other code has replaced ours since
         _users[self._place] += 1
         self.call = _replaced[self._place][1]
         _interceptions[module] = self

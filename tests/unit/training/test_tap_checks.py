@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,24 @@ class Run:
         return dict(self.controller.state.taps.left.get(0, {}))
 
 
-def test_a_gradient_of_zero_proves_nothing_until_a_later_step_shows_another(tmp_path, monkeypatch):
-    run = Run(tmp_path, monkeypatch)
+Make = Callable[..., Run]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    made: list[Run] = []
+
+    def make(**settings: Any) -> Run:
+        made.append(Run(tmp_path, monkeypatch, **settings))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.taps.remove()
+
+
+def test_a_gradient_of_zero_proves_nothing_until_a_later_step_shows_another(make_run: Make) -> None:
+    run = make_run()
     both = {"up.weight": UNPROVEN, "down.weight": UNPROVEN}
     run.step(scale=0.0)
     assert run.left == both
@@ -109,8 +126,8 @@ def test_a_gradient_of_zero_proves_nothing_until_a_later_step_shows_another(tmp_
     assert run.taps.names == {"up.weight", "down.weight"}
 
 
-def test_an_audit_finds_a_use_that_no_tap_sees(tmp_path, monkeypatch):
-    run = Run(tmp_path, monkeypatch)
+def test_an_audit_finds_a_use_that_no_tap_sees(make_run: Make) -> None:
+    run = make_run()
     for _ in range(5):
         assert all(run.step().values())
     with Lines() as lines:
@@ -124,8 +141,8 @@ def test_an_audit_finds_a_use_that_no_tap_sees(tmp_path, monkeypatch):
     assert all(run.step().values())  # the host computes it
 
 
-def test_a_use_that_a_tap_sees_is_right_at_once_and_left_from_the_next_step_on(tmp_path, monkeypatch):
-    run = Run(tmp_path, monkeypatch, monitoring=20)
+def test_a_use_that_a_tap_sees_is_right_at_once_and_left_from_the_next_step_on(make_run: Make) -> None:
+    run = make_run(monitoring=20)
     for _ in range(4):
         run.step()
     with Lines() as lines:
@@ -137,8 +154,8 @@ def test_a_use_that_a_tap_sees_is_right_at_once_and_left_from_the_next_step_on(t
     assert "down.weight" not in run.taps.names
 
 
-def test_gradients_that_are_added_beside_a_tap_are_seen_in_that_step(tmp_path, monkeypatch):
-    run = Run(tmp_path, monkeypatch, monitoring=20, sole=True)
+def test_gradients_that_are_added_beside_a_tap_are_seen_in_that_step(make_run: Make) -> None:
+    run = make_run(monitoring=20, sole=True)
     for _ in range(4):
         run.step()
     with Lines() as lines:
@@ -147,8 +164,8 @@ def test_gradients_that_are_added_beside_a_tap_are_seen_in_that_step(tmp_path, m
     assert all(run.step().values())
 
 
-def test_a_state_brings_no_findings_into_another_process(tmp_path, monkeypatch):
-    run = Run(tmp_path, monkeypatch)
+def test_a_state_brings_no_findings_into_another_process(make_run: Make) -> None:
+    run = make_run()
     run.step()
     saved = run.controller.state_dict()
     run.controller.load_state_dict(saved)
