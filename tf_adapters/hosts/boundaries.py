@@ -10,7 +10,8 @@ run the same batches. So ranks count batches and decide together only before a b
 
 In a *learning* step each rank says before each batch whether it has updated its weights. The step ends as soon as one
 rank has, and all ranks then know the number of batches per update. Steps are learning ones until two in a row have the
-same number. Later steps send no message: they end after that number of batches, whoever updates.
+same number, and again after every ``learning_interval``-th step. The other steps send no message. They end after that
+number of batches, whether or not this rank updates.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tf_adapters.log import announce
 from tf_adapters.training.controller import Controller
 
 PATIENCE = 64
-"""Batches of a learning step before each of which ranks exchange a message. Later they do before every 64th only."""
+"""A learning step has a message after each of its first 64 batches, and from then on after every 64th."""
 
 
 class StepBoundaries:
@@ -118,7 +119,7 @@ class UpdateSteps:
 
     Args:
         optimizers: the number of this rank's optimizers.
-        together: whether an update itself needs all ranks, on all of them. Then each step ends in its update.
+        together: whether each update needs all ranks, equal on all ranks. If so, each step ends in its update.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class HeldSinceUpdate:
             self._held[id(optimizer)] = self._held.get(id(optimizer), now) & now
 
     def take(self, optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-        """Return the parameters that this optimizer must leave now; those of the other optimizers are theirs."""
+        """Return the parameters that this optimizer must leave now, without those of other optimizers."""
         held = self._held.pop(id(optimizer), set())
         if not held:
             return []

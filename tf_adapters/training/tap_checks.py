@@ -1,8 +1,8 @@
 """When a step checks the taps, and what taps have seen between two checks, on one rank.
 
 The first step of each process checks all layers: code may have changed since a checkpoint was saved. Layers that it
-could not prove, because their gradient was zero, are tried again in steps 2, 4, 8, ... after it. Later, each audit
-checks all layers again: a gradient may be used otherwise in the middle of a run.
+could not prove are tried again 1, 2, 4, 8, ... steps after it: their gradient was zero, or they did not run. Later,
+each audit checks all layers again, since the user's code may use a gradient in another way from some step on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ gradients a second time. That is below 0.1% of the time."""
 _MOST_NOTES = 20
 
 AUDITED = (Phase.PLANNING, Phase.PROGRESSIVE, Phase.STABLE)
-"""Phases with audits. The steps of the others are short in number, and their times are used."""
+"""Phases with audits. The other phases have few steps, and the plan is made from their times."""
 
 
 class TapChecks:

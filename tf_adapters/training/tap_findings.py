@@ -1,6 +1,6 @@
-"""The findings of a check of a run's taps: the layers that have one, and their share of the work.
+"""The findings of a check of a run's taps: the layers left to the host, and the share of the work that has a tap.
 
-All ranks agree on them.
+All ranks have the same findings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.training.pipeline import HostPipeline
 from tf_adapters.values import Value
-from tf_adapters.weight_gradients.reasons import CHANGES, PROVISIONAL
+from tf_adapters.weight_gradients.reasons import CHANGES, PROVISIONAL, SAID
 from tf_adapters.weight_gradients.tapped_layer import may_update_in_backward
 from tf_adapters.weight_gradients.taps import StageTaps
 
@@ -57,7 +57,7 @@ class TapFindings(Value):
         return any(reason in PROVISIONAL for found in self.left.values() for reason in found.values())
 
     def apply(self, taps: Mapping[int, StageTaps], masks: StageMasks) -> None:
-        """Stop tapping the layers that are left to the host. None of their tokens are sampled."""
+        """Stop tapping the layers that are left to the host. Their tokens are no longer sampled."""
         for stage in masks.stages:
             found = self.left.get(stage, {})
             if stage in taps:
@@ -87,10 +87,10 @@ class TapFindings(Value):
         return lines
 
     def changed_lines(self, before: TapFindings) -> list[str]:
-        """Return the lines about layers that an earlier check had found right."""
+        """Return the lines about layers that are left for good now, and were not in the findings ``before``."""
         lines = []
         for stage, reason, names in self._left_by_reason(before):
-            if reason not in PROVISIONAL:
+            if reason not in PROVISIONAL and not reason.endswith(SAID):
                 lines.append(
                     f"stage {stage}: the weight gradient of {names} is no longer what a tap computes: {reason}. The "
                     f"last check without a difference was in step {before.good_step}; gradients since then may be "
@@ -99,9 +99,9 @@ class TapFindings(Value):
         return lines
 
     def _left_by_reason(self, before: TapFindings) -> Iterator[tuple[int, str, str]]:
-        """Yield each stage, reason and names of parameters that were not left to the host ``before``."""
+        """Yield each stage, reason and parameters' names. Parameters that the host computed ``before`` are omitted."""
         for stage, found in self.left.items():
-            earlier = {name for name, reason in before.left.get(stage, {}).items() if reason not in PROVISIONAL}
+            earlier = before.left.get(stage, {})
             new = {name: reason for name, reason in found.items() if name not in earlier}
             for reason in dict.fromkeys(new.values()):
                 yield stage, reason, shown([name for name, why in new.items() if why == reason])

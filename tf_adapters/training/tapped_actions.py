@@ -1,8 +1,9 @@
-"""The weight gradients of an action on a stage with taps: kept in its backward, computed at its end or in its W.
+"""Run the actions of stages with taps. A weight gradient is computed at the end of its backward B, or in its W.
 
-F    taps on the layers' outputs                            W    what I has kept becomes gradients, in order
-I    taps keep inputs and output gradients, which others
-     can no longer change when I has ended                  B    an I, then its W
+F    taps are put on the layers' outputs
+I    taps keep inputs and output gradients; other code can no longer change them when I has ended
+W    the weight gradients are computed from what I has kept, in order
+B    an I, then its W
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class TappedActions:
     ) -> Iterator[None]:
         """Run a host's computation inside.
 
-        A step that ``waits`` for an update that does not seem to come has no plan and is the host's own. ``halfway`` is
-        called where only weight gradients of the action are left. ``probes`` says whether the step looks
-        at the noise of samples.
+        ``waits`` says that no update seems to come. Without a plan the host then computes everything. ``halfway`` is
+        called when only weight gradients of the action are left. ``probes`` says whether the step looks at the noise of
+        samples.
         """
         taps, microbatch = self._pipeline.taps.get(action.stage), action.microbatch
         if taps is None or (waits and state.plan is None):

@@ -2,7 +2,7 @@
 
 The class gets a method that looks up the module it is called on. A module that is not intercepted runs the class's own
 method. So a module keeps its class, and a copy or a saved file of it has no trace of ours. The class gets its own
-method back with the last of its modules.
+method back when the interception of its last module is removed.
 """
 
 from __future__ import annotations

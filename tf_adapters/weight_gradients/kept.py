@@ -3,10 +3,11 @@
 Between the backward that saves a tensor and the weight gradient that reads it, other code may write to the tensor's
 memory: a function that changes its gradient in place, a ``.grad`` that is a view of it, a buffer that is filled again.
 
-While the backward runs, a kept tensor is a copy-on-write clone. Whoever writes through torch to the original gets new
-memory, so nothing is copied unless somebody writes. When the backward has ended, ``seal`` looks who else still holds
-the original. If nobody does, the memory is ours alone. Otherwise it is copied, since its holder may also write to it by
-a pointer, which copy-on-write does not see.
+A small part of a larger storage is copied at once. While the backward runs, any other kept tensor is a copy-on-write
+clone, if torch can make one. Whoever writes through torch to the original gets new memory, so nothing is copied unless
+somebody writes. When the backward has ended, ``seal`` looks who else still holds the original. If nobody does, the
+memory is ours alone. Otherwise it is copied, since its holder may also write to it by a pointer, which copy-on-write
+does not see.
 Source: c10/core/impl/cow/COW.h.
 """
 
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 _MOST_SHARED = 4
-"""A tensor in a storage of more than so many times its bytes is copied at once: the storage is a buffer of others'."""
+"""The most bytes of a storage per byte of the tensor in it. In a larger one, a shared buffer, the tensor is copied."""
 
 _Place = tuple[int, torch.dtype, int, tuple[int, ...], tuple[int, ...]]
 """The address of a tensor's storage, and the type, offset, shape and strides of the tensor in it."""
@@ -45,7 +46,7 @@ class Kept:
 
 
 def seal(tensors: Iterable[Kept]) -> int:
-    """Make the memory of these tensors ours alone. Return the number of bytes that had to be copied for it."""
+    """Make the memory of these tensors ours alone. Return the bytes copied here, without the copies made at once."""
     copies: dict[_Place, torch.Tensor] = {}
     copied = 0
     for kept in tensors:

@@ -18,5 +18,8 @@ SECOND_DERIVATIVE = "a gradient of its gradient is taken (create_graph)"
 UNPROVEN = "its gradient has been zero so far, which proves nothing"
 CHECK_FAILED = "the tap's own computation failed"
 
+SAID = ", as an earlier line says"
+"""The end of a reason that a tap has seen, and that a line has named, before a check found it."""
+
 PROVISIONAL = frozenset({UNPROVEN, NOT_CALLED})
 """Reasons that a later check may take back."""

@@ -1,9 +1,9 @@
 """Gradients that other code asks for by name, on hosts whose weights must not be in the graph of a tapped call.
 
 ``torch.autograd.grad(loss, weight)`` finds the gradient of a weight only if the graph has an edge to it. But an edge
-makes the hooks on the weight run in each backward, with None instead of a gradient. DDP and ZeRO would count it. The
-graph therefore has an edge to a *stand-in* of the weight. While a microbatch passes, torch's functions that are asked
-for the weight also ask for the stand-in.
+makes the hooks on the weight run in each backward, with None instead of a gradient. DDP and ZeRO would take this for
+the gradient's arrival. The graph therefore has an edge to a *stand-in* of the weight. While a part of a microbatch
+runs, torch's functions that are asked for the weight also ask for the stand-in.
 Source: torch/autograd/__init__.py (``grad``, ``backward``).
 """
 

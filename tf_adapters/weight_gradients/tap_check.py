@@ -4,8 +4,8 @@ The host computes this whole step. A tap on each layer computes the weight gradi
 host's gradient arrives at the parameter. If they differ in a bit, the layer is left to the host from then on. They
 differ if the gradient of the layer's input is taken twice, or if the layer's type computes another product. A layer is
 also left to the host if its weight or its gradient is used elsewhere within a batch, or if its input or its output's
-gradient is changed in the same backward without torch's notice. A layer whose gradient is zero proves nothing; the host
-computes it until a later check.
+gradient is changed in the same backward without torch's notice. A gradient of zero proves nothing: the host computes
+the layer until a later check proves it.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class TapCheck:
     def _look_for_changes(self) -> None:
         """Note the layers whose input or output's gradient was changed by a pointer, since a tap reached it.
 
-        Torch counts other changes, and a kept tensor stands them.
+        Torch counts other changes, and they do not reach a kept tensor.
         """
         for layer, tensor, version, sample in self._reached:
             if tensor._version == version and tensor.untyped_storage().size():

@@ -43,7 +43,7 @@ class Tap(torch.autograd.Function):
     """The layer's output, unchanged.
 
     ``anchor`` requires gradients, so that the backward runs whether or not the layer's input does. Only a backward that
-    accumulates gradients everywhere reaches it. ``weights``, or what stands for them, get gradients by name.
+    accumulates gradients everywhere reaches the anchor. ``weights``, or their stand-ins, get gradients by name.
     """
 
     @staticmethod
@@ -87,7 +87,7 @@ class Tap(torch.autograd.Function):
 
 
 class _GraphOnly(torch.autograd.Function):
-    """Zeros with the graph of ``values``: added to the same values from elsewhere, they change no bit but the graph."""
+    """Zeros with the graph of ``values``. Added to the input's gradient, they add this graph and change no value."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ class _GraphOnly(torch.autograd.Function):
 class Diverted(torch.autograd.Function):
     """A weight's ``values``, unchanged. The backward gives their gradient to ``take`` if it would be accumulated.
 
-    Otherwise it is the gradient of ``named``, by which the weight's gradient can be asked for.
+    In all other backwards ``named`` gets the gradient. Other code asks for the weight's gradient through ``named``.
     """
 
     @staticmethod

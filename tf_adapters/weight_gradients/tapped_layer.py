@@ -284,9 +284,9 @@ def is_of_host(module: str) -> bool:
 def _is_plain(inputs: Any, parameters: Sequence[torch.nn.Parameter]) -> bool:
     """Return whether a layer's call is an ordinary product of real numbers, whose gradient a tap can compute.
 
-    It is not under a transform of ``torch.func`` or forward-mode differentiation, nor if the weight is itself computed,
-    nor for complex, nested, sparse or distributed tensors. An input of three or more dimensions has to be contiguous:
-    torch's product otherwise has other bits if its weight needs no gradient.
+    It is not if a transform of ``torch.func`` or forward-mode differentiation runs, or if the weight is itself
+    computed. Nor is it for complex, nested, sparse or distributed tensors. An input of three or more dimensions has to
+    be contiguous: torch's product otherwise has other bits if its weight needs no gradient.
     """
     return (
         type(inputs) in (torch.Tensor, torch.nn.Parameter)

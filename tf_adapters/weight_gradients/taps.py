@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from tf_adapters.weight_gradients.kept import Kept, seal
-from tf_adapters.weight_gradients.reasons import OTHER_USES, PROVISIONAL, TAKEN_AT_ONCE
+from tf_adapters.weight_gradients.reasons import OTHER_USES, PROVISIONAL, SAID, TAKEN_AT_ONCE
 from tf_adapters.weight_gradients.stand_ins import StandIns
 from tf_adapters.weight_gradients.tap_check import TapCheck
 from tf_adapters.weight_gradients.tap_function import hand_over
@@ -67,7 +67,7 @@ class StageTaps:
         by_name: whether a tapped call's graph has an edge to the weight itself, by which other code can ask for its
             gradient. The parameters must have no hooks of the host, since these would run in each backward. Without
             it, stand-ins get these gradients (``stand_ins``).
-        sole: whether only autograd changes the parameters' ``.grad`` within a batch.
+        sole: whether only autograd changes the parameters' ``.grad`` within a batch. If so, other changes are noticed.
         trusted: whether layers are tapped although no check has proven them.
     """
 
@@ -186,7 +186,7 @@ class StageTaps:
             self.microbatch, self._kept = outer, kept_outside
 
     def begin_batch(self) -> None:
-        """Drop the pending gradients of a batch that failed."""
+        """Drop what the batch before has left: pending gradients if it failed, and its notes on ``.grad``."""
         self._pending.clear()
         self._totals.clear()
         if self.check is not None:
@@ -195,7 +195,7 @@ class StageTaps:
     def take_surprises(self) -> dict[str, str]:
         """Return what taps have seen since the last call, by name of their parameters."""
         surprises, self._surprises = self._surprises, {}
-        self._left |= surprises
+        self._left |= {layer: reason + SAID for layer, reason in surprises.items()}
         for layer in surprises:
             self._proven.pop(layer, None)
         return {name: surprises[layer] for name, layer in self._layers.items() if layer in surprises}
@@ -258,7 +258,8 @@ class StageTaps:
     def host_accumulated(self) -> None:
         """Note that the host's own backward has added gradients of a microbatch.
 
-        Tapped calls of other microbatches may wait for their backward: what changes a ``.grad`` there is still noticed.
+        Forget no parameter: tapped calls of other microbatches may still wait for their backward. A change of ``.grad``
+        by other code is noticed from here on too.
         """
         self._totals = {parameter: _total(parameter) for parameter in self._totals}
 
