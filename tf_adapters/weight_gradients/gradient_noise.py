@@ -96,9 +96,11 @@ class _RunningProbe:
             self._of_draws = self._of_draws + 1.0 / self._strides[weight] * missed.sum()
         return inputs, gradient
 
-    def _hook(self, name: str, weight: torch.nn.Parameter) -> Callable[[torch.Tensor], None]:
+    def _hook(self, name: str, weight: torch.nn.Parameter) -> Callable[[torch.Tensor | None], None]:
         @torch.no_grad()
-        def look(gradient: torch.Tensor) -> None:
+        def look(gradient: torch.Tensor | None) -> None:
+            if gradient is None:  # a function of the user's passes none on
+                return
             if not getattr(weight, "grad_added_to_main_grad", False):
                 local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
                 sample = local.reshape(-1)[:: self._strides[name]].float()

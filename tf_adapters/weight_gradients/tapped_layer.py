@@ -38,6 +38,10 @@ _HOSTS = ("deepspeed", "megatron", "megatron_patches", "tf_adapters", "torch.dis
 """Packages whose hooks on parameters, and reads of gradients, work as well if gradients come later."""
 
 
+_OPTIMIZERS_IN_HOOKS = "torch.distributed.optim"
+"""A package whose hooks update weights in the backward."""
+
+
 class Taps(Protocol):
     """What a layer needs to know of its stage's taps."""
 
@@ -256,6 +260,11 @@ def _as_kept(kept: Kept, choose: Choose | None) -> tuple[torch.Tensor, ...]:
     return (kept.tensor,)
 
 
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Return whether any hook that torch lists is on the parameter."""
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def has_users_hook(parameters: Sequence[torch.Tensor]) -> bool:
     """Return whether a hook on one of these is not a host's. It may need each microbatch's gradient in its backward."""
     return any(_has_users(p._backward_hooks) for p in parameters) or may_update_in_backward(parameters)
@@ -273,7 +282,8 @@ def _has_users(hooks: Any) -> bool:
 def _is_hosts(hook: Any) -> bool:
     while isinstance(hook, partial):
         hook = hook.func
-    return is_of_host(getattr(hook, "__module__", None) or type(hook).__module__)
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return is_of_host(module) and not module.startswith(_OPTIMIZERS_IN_HOOKS)
 
 
 def is_of_host(module: str) -> bool:

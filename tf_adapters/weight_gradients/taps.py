@@ -25,7 +25,7 @@ from tf_adapters.weight_gradients.reasons import OTHER_USES, PROVISIONAL, SAID, 
 from tf_adapters.weight_gradients.stand_ins import StandIns
 from tf_adapters.weight_gradients.tap_check import TapCheck
 from tf_adapters.weight_gradients.tap_function import hand_over
-from tf_adapters.weight_gradients.tapped_layer import Make, Parameters, TappedLayer
+from tf_adapters.weight_gradients.tapped_layer import Make, Parameters, TappedLayer, has_hooks
 from tf_adapters.weight_gradients.tokens import Rows
 
 MakeLayer = Callable[[torch.nn.Module], TappedLayer | None]
@@ -82,7 +82,7 @@ class StageTaps:
     ) -> None:
         self._layers, self._accumulated = _layers(model, make), accumulated
         self._prefixes = {layer: name[: name.rfind(".") + 1] for name, layer in self._layers.items()}
-        self._stand_ins = None if by_name else StandIns()
+        self._by_name, self._stand_ins = by_name, StandIns()
         self._sole, self._trusted = sole, trusted
         self.microbatch: int | None = None  # whose forward, loss or backward runs
         self.check: TapCheck | None = None  # in the step that is checked
@@ -177,7 +177,7 @@ class StageTaps:
         """Run a forward, a loss or a backward of a microbatch, and keep what its weight gradients need."""
         outer, self.microbatch = self.microbatch, microbatch
         kept_outside, self._kept = self._kept, []
-        asked = nullcontext() if self._stand_ins is None else self._stand_ins.asked()
+        asked = nullcontext() if self._by_name else self._stand_ins.asked()
         try:
             with asked:
                 yield
@@ -220,13 +220,16 @@ class StageTaps:
         self._pending.setdefault(microbatch, deque()).append(call)
 
     def named(self, parameters: Parameters) -> Sequence[torch.Tensor]:
-        """Return the tensors that get the gradients of these parameters if other code asks for them by name."""
-        return parameters if self._stand_ins is None else [self._stand_ins.of(p) for p in parameters]
+        """Return the tensors that get the gradients of these parameters if other code asks for them by name.
+
+        A parameter with hooks stays out of the graph: they would run in each backward, with None for a gradient.
+        """
+        return [p if self._by_name and not has_hooks(p) else self._stand_ins.of(p) for p in parameters]
 
     def asked_by_name(self, layer: TappedLayer) -> None:
         """Note that other code asks for the gradients of a layer's parameters in the middle of a microbatch."""
         self.surprised(layer, TAKEN_AT_ONCE)
-        if self._stand_ins is None:  # they may be accumulated: the host has accumulated earlier microbatches by now
+        if self._by_name:  # they may be accumulated: the host has accumulated earlier microbatches by now
             for microbatch in self.pending:
                 self.compute(microbatch)
 
