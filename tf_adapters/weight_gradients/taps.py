@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -177,9 +177,8 @@ class StageTaps:
         """Run a forward, a loss or a backward of a microbatch, and keep what its weight gradients need."""
         outer, self.microbatch = self.microbatch, microbatch
         kept_outside, self._kept = self._kept, []
-        asked = nullcontext() if self._by_name else self._stand_ins.asked()
         try:
-            with asked:
+            with self._stand_ins.asked():
                 yield
         finally:
             self.copied_bytes += seal(self._kept)
