@@ -44,7 +44,8 @@ def reductions(case: Case) -> list[list[list[str]]]:
         patch.setattr(Group, "register_grad_ready", registering)
         patch.setattr(Group, "start_grad_sync", beginning)
         patch.setattr(FrozenGradients, "report", named("frozen", FrozenGradients.report))
-        patch.setattr(adapter.controller, "_compute", named("waited", adapter.controller._compute))
+        actions = adapter.controller._tapped_actions
+        patch.setattr(actions, "_compute", named("waited", actions._compute))
         for number in range(case.steps):
             steps.append([])
             ready.clear()
