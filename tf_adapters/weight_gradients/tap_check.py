@@ -256,13 +256,17 @@ class TapCheck:
 
         @torch.no_grad()
         def compare(gradient: torch.Tensor | None) -> None:
-            if self.microbatch is None or gradient is None or getattr(parameter, "grad_added_to_main_grad", False):
-                return  # a fused kernel has accumulated the gradient already: this one is a dummy
+            if self.microbatch is None or gradient is None:
+                return
             if not accumulates(node):
                 self._note(layer, TAKEN_AT_ONCE, True)
                 return
             ours = self._sums.pop((self.microbatch, parameter), None)
-            if ours is None:
+            if getattr(parameter, "grad_added_to_main_grad", False):
+                # A fused kernel has accumulated the gradient already. This one is a dummy, and nothing can be compared.
+                if ours is not None:
+                    flags.append((ours != 0).any())
+            elif ours is None:
                 self._note(layer, OTHER_USES, gradient.count_nonzero() > 0)
             else:
                 self._note(layer, ANOTHER_GRADIENT, _differs(ours, gradient))
