@@ -88,6 +88,7 @@ class Controller:
         }
         self._noise = GradientNoise(freezable if config.is_auto else {})
         self._executed: list[Action] = []
+        self._ran_here = False  # whether the newest step ran in this process, since a state was loaded
         self._step_start: Any = None
         self.waits_for_update = False  # no update seems to come: until one does, the host computes everything
         self._setup = RunSetup(
@@ -137,6 +138,7 @@ class Controller:
         self.state.host_order_step = self.step if in_host_order else None
         if self.config.splits_backwards and not self.state.failure:
             self._checks.begin_step(self.step, self.phase, self.state.taps, waits=self.waits_for_update)
+        self._ran_here = True
         self._executed.clear()
         self.memory.start_step()
         self._step_masks.clear()
@@ -240,7 +242,7 @@ class Controller:
         if self._checks.all or self._checks.again:
             self._decisions.check_taps(self.state, whole=self._checks.all)
             self._checks.all = self._checks.again = False
-        self._decisions.after_step(self.state, self._executed)
+        self._decisions.after_step(self.state, self._executed if self._ran_here else None)
 
     # --- what anybody may ask --------------------------------------------------------------------------------
 
@@ -305,7 +307,7 @@ class Controller:
         told = on_one_rank(self._collectives, lambda: for_other_ranks(data))
         chosen = data if self._collectives.rank == 0 else told
         self._step_start = None
-        self._executed.clear()
+        self._ran_here = False
         self._checks.forget()
         self.state = compatible_state(
             chosen,

@@ -38,7 +38,7 @@ class Decisions:
     def say(self, text: str) -> None:
         announce(self._collectives.rank, text)
 
-    def after_step(self, state: RunState, executed: Sequence[Action]) -> None:
+    def after_step(self, state: RunState, executed: Sequence[Action] | None) -> None:
         """Decide what the next step does. Raises TimelyFreezeError on every rank if ``on_error`` is "raise"."""
         self._guarded(state, lambda: self._decide(state, executed))
 
@@ -86,7 +86,7 @@ class Decisions:
         for seen in (self._verified, self._monitored, self._unplanned):
             seen.clear()
 
-    def _decide(self, state: RunState, executed: Sequence[Action]) -> None:
+    def _decide(self, state: RunState, executed: Sequence[Action] | None) -> None:
         step = state.completed_steps
         state.plans.used(state.microbatches)
         if state.failure:
@@ -112,10 +112,10 @@ class Decisions:
         if state.phases.description(step + 1) != phases.description(step):
             self.say(f"step {step + 1}: {log_lines.phase(self._config, state.phases, step + 1)}")
 
-    def _verify(self, state: RunState, executed: Sequence[Action]) -> None:
+    def _verify(self, state: RunState, executed: Sequence[Action] | None) -> None:
         """Check each order once: the host's own after the warm-up, a plan's in its first step."""
         step, number = state.completed_steps, state.microbatches
-        if not executed:  # on no rank: the step ran before a resume
+        if executed is None:  # on all ranks: the step ran before a resume
             return
         order = state.execution(step)
         rewritten = None if order is state.schedule else order
