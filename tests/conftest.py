@@ -10,6 +10,8 @@ from hypothesis import settings
 from rank_pools import GetPool, rank_pool, seed_everything
 from two_nodes import Node, TwoNodes, why_not
 
+from tf_adapters.weight_gradients import interception
+
 # What these assert is shown as in a test module.
 pytest.register_assert_rewrite(
     "deepspeed_oracle", "megatron_oracle", "torch_oracle", "disturbed_runs", "hostile", "jobs", "user_layers"
@@ -37,6 +39,14 @@ def megatron() -> GetPool:
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     seed_everything()
+
+
+@pytest.fixture(autouse=True)
+def _own_methods() -> Iterator[None]:
+    """Give classes their own methods back when a test leaves taps in place: the next test may look at them."""
+    yield
+    for left in list(interception._interceptions.values()):
+        left.remove()
 
 
 @pytest.fixture

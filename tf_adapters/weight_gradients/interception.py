@@ -8,11 +8,10 @@ method back when the interception of its last module is removed.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 
@@ -24,7 +23,7 @@ _Place = tuple[Any, str]
 """A class and the name of its method."""
 
 _interceptions: WeakKeyDictionary[torch.nn.Module, Interception] = WeakKeyDictionary()
-_users: Counter[_Place] = Counter()
+_intercepted: dict[_Place, WeakSet[torch.nn.Module]] = {}
 _replaced: dict[_Place, tuple[Any, Any]] = {}  # the class's own method, None if it is inherited; ours
 
 
@@ -39,7 +38,7 @@ class Interception:
         self._module, self._place = ref(module), (type(module), method)
         if self._place not in _replaced or vars(type(module)).get(method) is not _replaced[self._place][1]:
             _replace(self._place)  # also if other code has replaced ours since
-        _users[self._place] += 1
+        _intercepted.setdefault(self._place, WeakSet()).add(module)
         self.call = _replaced[self._place][1]
         _interceptions[module] = self
 
@@ -48,8 +47,8 @@ class Interception:
         module = self._module()
         if module is not None and _interceptions.get(module) is self:
             del _interceptions[module]
-        _users[self._place] -= 1
-        if not _users[self._place]:
+            _intercepted[self._place].discard(module)
+        if self._place in _replaced and not _intercepted[self._place]:
             _restore(self._place)
 
 
