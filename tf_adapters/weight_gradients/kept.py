@@ -32,7 +32,7 @@ class Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._original: torch.UntypedStorage | None = None
-        source = tensor.detach()
+        source = tensor.detach() if torch.is_grad_enabled() else tensor
         storage = source.untyped_storage()
         if storage.nbytes() > _MOST_SHARED * source.nbytes:
             self.tensor = _copy(source)

@@ -67,10 +67,13 @@ class Tap(torch.autograd.Function):
         if gradient is None:
             return None, None, None, None, *to_weights
         (inputs,) = ctx.saved_tensors
-        _, _, anchor, *weights = (node for node, _ in ctx.next_functions)
-        accumulated = accumulates(anchor)
-        wanted = [is_wanted(node) for node in weights]
-        if torch.is_grad_enabled():
+        _, _, (anchor, _), *weights = ctx.next_functions
+        accumulated, makes_graph = accumulates(anchor), torch.is_grad_enabled()
+        if accumulated and not makes_graph:  # nearly every backward
+            ctx.call.keep(inputs, gradient)
+            return None, None, gradient, None, *to_weights
+        wanted = [is_wanted(node) for node, _ in weights]
+        if makes_graph:
             ctx.call.second_derivative()
             if inputs.requires_grad:
                 to_inputs = _GraphOnly.apply(ctx.call.input_gradient(inputs, gradient))  # type: ignore[no-untyped-call]
@@ -78,8 +81,6 @@ class Tap(torch.autograd.Function):
                 to_weights = ctx.call.with_graph(inputs, gradient)
             elif accumulated:
                 ctx.call.keep(inputs, gradient)
-        elif accumulated:
-            ctx.call.keep(inputs, gradient)
         elif any(wanted):
             to_weights = ctx.call.at_once(inputs, gradient)
         chosen = [value if asked else None for value, asked in zip(to_weights, wanted, strict=True)]

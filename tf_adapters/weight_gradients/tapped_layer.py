@@ -6,7 +6,6 @@ computes only input gradients there. The tap on the output saves the output's gr
 
 from __future__ import annotations
 
-import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -187,6 +186,8 @@ class TappedLayer(ABC):
 class _Call:
     """One call of a layer whose backward has not come yet. It holds no reference to the call's input."""
 
+    __slots__ = ("_keywords", "_layer", "_microbatch", "_others", "_parameters", "_run", "_taps")
+
     def __init__(self, taps: Taps, layer: TappedLayer, parameters: Parameters, call: partial[Any]) -> None:
         assert taps.microbatch is not None
         self._taps, self._layer, self._parameters = taps, layer, parameters
@@ -232,7 +233,7 @@ class _Call:
         aliases: dict[int, Any] = {}
         named = self._taps.named(self._parameters)
         for place, parameter in enumerate(self._parameters):
-            take = functools.partial(self._take, place)
+            take = partial(self._take, place)
             alias: Any = Diverted.apply(take, parameter.detach(), named[place], self._taps.anchor)  # type: ignore[no-untyped-call]
             aliases[id(parameter)] = alias
         replaced = {name: value for name, value in own.items() if id(value) in aliases}
@@ -246,7 +247,7 @@ class _Call:
 
     def _take(self, place: int, gradient: torch.Tensor) -> None:
         parameter, kept = self._parameters[place], Kept(gradient)
-        make = functools.partial(_as_kept, kept)
+        make = partial(_as_kept, kept)
         self._taps.keep(self._microbatch, self._layer, (parameter,), make=make, kept=(kept,))
 
 

@@ -1,0 +1,158 @@
+"""What the default, exact steps cost in work: CPU time of a step of all ranks, beside the host alone.
+
+1F1B on two real ranks, the examples' models, one thread a rank. Both trainings run step by step in turn in the same
+processes. CPU time leaves out what a rank waits, so the gain of exact steps is not in it. Freed memory stays with the
+process, as with the allocators of GPUs. The first step and audits compare all layers' gradients with the host's: their
+CPU time is shown beside that of a stable step, and as a share of all steps.
+
+``--against CHECKOUT`` runs the same in another checkout of this repository, in turn with this one, and prints the ratio
+of the two prices. It writes nothing. Otherwise writes results/hosts/price.json and the table into docs/deferral.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.shared.commands import command_line
+from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
+from benchmarks.shared.measuring import keep_freed_memory, machine
+from benchmarks.shared.trainings import HOSTS, RANKS, Size, setup, start
+from tf_adapters.testing import RankPool
+from tf_adapters.testing.paired import PairedSettings
+
+RESULTS = result_file("hosts/price.json")
+PAGE = ROOT / "docs" / "deferral.md"
+SIZES = (Size(width=256, layers=4), Size(width=1024, layers=2), Size(width=2048, layers=2, microbatches=4))
+FREEZING: dict[str, Any] = {"max_freeze_ratio": None, "warmup": 2, "monitoring": 14, "progressive": 0}
+STEPS = 24
+"""Steps with a plan in force."""
+
+TURNS = 3
+"""Of each checkout."""
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
+    parser.add_argument("--against", metavar="CHECKOUT", type=Path)
+    parser.add_argument("--print-rows", action="store_true", help="only measure, and print the rows as JSON")
+    args = parser.parse_args()
+    if args.against is not None:
+        compare(args.hosts, args.against.resolve())
+        return
+    rows = {host: measured(host) for host in args.hosts}
+    if args.print_rows:
+        print(json.dumps(rows))
+        return
+    write_json(RESULTS, {"machine": machine(*HOSTS), "hosts": rows})
+    text = table(rows)
+    put_table(PAGE, "price", text)
+    print(text)
+
+
+def measured(host: str) -> list[dict[str, float]]:
+    """Return a row for each size."""
+    with RankPool(RANKS, functools.partial(join, host)) as ranks:
+        return [ranks.run(row, host, size, timeout_s=1800)[0] for size in SIZES]
+
+
+def join(host: str) -> None:
+    """Join the ranks, and keep what is freed."""
+    keep_freed_memory()
+    setup(host)
+
+
+def row(host: str, size: Size) -> dict[str, float]:
+    """Return the CPU times of steps, ms, of all ranks together. Called on all ranks at once."""
+    settings = {"replan_threshold": 0.0}
+    freezing = PairedSettings(**FREEZING, stable=STEPS, output_dir=f"runs/bench/price/{host}", settings=settings)
+    alone = start(host, freezing, alone=True, size=size)
+    exact = start(host, freezing, size=size)
+    before = freezing.steps - STEPS
+    pairs = [in_turn(alone.step, exact.step, number) for number in range(freezing.steps)]
+    ratios = [ours / theirs for theirs, ours in pairs[before:]]
+    first_alone, first = pairs[0]
+    exact.detach()
+    return {
+        "width": size.width,
+        "microbatches": size.microbatches,
+        "alone_ms": statistics.median(theirs for theirs, _ in pairs[before:]),
+        "ratio": statistics.median(ratios),
+        "error": statistics.stdev(ratios) / len(ratios) ** 0.5,
+        "first_step_ratio": first / first_alone,
+        "same_loss": exact.held_out_loss() == alone.held_out_loss(),
+    }
+
+
+def in_turn(alone: Callable[[], Any], exact: Callable[[], Any], number: int) -> tuple[float, float]:
+    """Run a step of both, and return their CPU times. ``number`` chooses the first one."""
+    if number % 2:
+        theirs = cpu_ms(alone)
+        return theirs, cpu_ms(exact)
+    ours = cpu_ms(exact)
+    return cpu_ms(alone), ours
+
+
+def cpu_ms(step: Callable[[], Any]) -> float:
+    """Run a step and return the CPU time of all ranks, ms."""
+    dist.barrier()
+    began = time.process_time()
+    step()
+    of_ranks: list[Any] = [None] * RANKS
+    dist.all_gather_object(of_ranks, (time.process_time() - began) * 1e3)
+    return sum(of_ranks)
+
+
+def compare(hosts: Sequence[str], other: Path) -> None:
+    """Print the price of this checkout beside that of ``other``."""
+    turns = [(rows_of(ROOT, hosts), rows_of(other, hosts)) for _ in range(TURNS)]
+    for host in hosts:
+        for place, size in enumerate(SIZES):
+            ours, theirs = ([turn[which][host][place]["ratio"] for turn in turns] for which in (0, 1))
+            ratio = statistics.median(ours) / statistics.median(theirs)
+            print(
+                f"{HOSTS[host]}, {size.width} wide: {ratio:.3f}; here {listed(ours)}; there {listed(theirs)}",
+                flush=True,
+            )
+
+
+def rows_of(checkout: Path, hosts: Sequence[str]) -> dict[str, list[dict[str, float]]]:
+    """Measure in a process of its own, with the packages of ``checkout``."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--print-rows", "--hosts", *hosts]
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, cwd=checkout, env=environment, check=True, capture_output=True, text=True)
+    rows: dict[str, list[dict[str, float]]] = json.loads(done.stdout.splitlines()[-1])
+    return rows
+
+
+def listed(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.3f}" for value in values)
+
+
+def table(rows: dict[str, list[dict[str, float]]]) -> str:
+    """Sizes down, hosts across."""
+    lines = []
+    for of_size in zip(*rows.values(), strict=True):
+        size = of_size[0]
+        lines.append([f"2 x {size['microbatches']:.0f}, {size['width']:,.0f} wide", *map(cell, of_size)])
+    return markdown_table(["", *(HOSTS[host] for host in rows)], lines)
+
+
+def cell(of: dict[str, float]) -> str:
+    more, error = 100 * (of["ratio"] - 1), 100 * of["error"]
+    return f"{more:+.1f}% ± {error:.1f}; first step {100 * (of['first_step_ratio'] - 1):+.0f}%"
+
+
+if __name__ == "__main__":
+    main()
