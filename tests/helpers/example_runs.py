@@ -56,4 +56,4 @@ def losses(output: str) -> dict[int, str]:
 
 def held_out(output: str) -> list[float]:
     """Return the printed held-out losses."""
-    return [float(loss) for loss in re.findall(r"held-out loss ([\d.]+)$", output, re.MULTILINE)]
+    return [float(loss) for loss in re.findall(r"held-out loss (\d+\.\d+)", output)]

@@ -400,7 +400,8 @@ class AccumulatedClamp(NotesSize):
 
     def _clamp(self, weight: Tensor) -> None:
         assert weight.grad is not None
-        weight.grad.clamp_(-self.size, self.size)
+        most = 0.1 * self.size
+        weight.grad.clamp_(-most, most)
 
 
 @hostile

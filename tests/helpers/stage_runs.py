@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import warnings
@@ -101,8 +102,9 @@ def on_both(run: Callable[[], Any], kept: list[Any]) -> tuple[Any, str]:
         value = run()
     except Exception as error:
         raised = f"raised {root_of(error)}"
-    if raised:  # out of the handler: what was raised holds the groups
+    if raised:  # out of the handler: what was raised holds the groups, and the model with our taps
         forget_groups(kept)
+        gc.collect()
     of_both = gathered({dist.get_rank(): raised})
     if any(of_both.values()):
         forget_groups(kept)

@@ -218,7 +218,8 @@ class EngineTap(TappedLayer):
             else:
                 found |= dict(zip(of_task[0], result, strict=False))
             found |= biases
-        store.tasks.clear()
+        store.tasks.clear()  # the graph, which may live on, holds the store
+        store.kept.clear()
         store.aliases.clear()
         return found
 

@@ -8,10 +8,11 @@ method back when the interception of its last module is removed.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 
@@ -23,7 +24,7 @@ _Place = tuple[Any, str]
 """A class and the name of its method."""
 
 _interceptions: WeakKeyDictionary[torch.nn.Module, Interception] = WeakKeyDictionary()
-_intercepted: dict[_Place, WeakSet[torch.nn.Module]] = {}
+_users: Counter[_Place] = Counter()
 _replaced: dict[_Place, tuple[Any, Any]] = {}  # the class's own method, None if it is inherited; ours
 
 
@@ -38,7 +39,9 @@ class Interception:
         self._module, self._place = ref(module), (type(module), method)
         if self._place not in _replaced or vars(type(module)).get(method) is not _replaced[self._place][1]:
             _replace(self._place)  # also if other code has replaced ours since
-        _intercepted.setdefault(self._place, WeakSet()).add(module)
+        _users[self._place] += 1
+        self._release = finalize(module, _release, self._place)  # also where the module is dropped with it
+        self._release.atexit = False
         self.call = _replaced[self._place][1]
         _interceptions[module] = self
 
@@ -47,9 +50,7 @@ class Interception:
         module = self._module()
         if module is not None and _interceptions.get(module) is self:
             del _interceptions[module]
-            _intercepted[self._place].discard(module)
-        if self._place in _replaced and not _intercepted[self._place]:
-            _restore(self._place)
+        self._release()
 
 
 def _replace(place: _Place) -> None:
@@ -67,6 +68,12 @@ def _replace(place: _Place) -> None:
 
     _replaced[place] = vars(owner).get(method), call
     setattr(owner, method, call)
+
+
+def _release(place: _Place) -> None:
+    _users[place] -= 1
+    if not _users[place]:
+        _restore(place)
 
 
 def _restore(place: _Place) -> None:
