@@ -240,7 +240,8 @@ def autocast(self: Any, x: Tensor, inside: nn.Module) -> Tensor:
 
 @around
 def sometimes(self: Any, x: Tensor, inside: nn.Module) -> Tensor:
-    return inside(x) if bool(x.detach().sum() > 0) else x * 0.9
+    """By a size that rounding does not decide: a norm's outputs add up to zero, or nearly so."""
+    return inside(x) if bool(x.detach().square().mean() > 0.5) else x * 0.9
 
 
 @around

@@ -112,6 +112,13 @@ class NormBranch(TwoLayers):
         return x
 
 
+WRITTEN = (
+    *("LearnedPosition", "ChangedByFunction", "ChangedByHook", "NormBranch"),
+    *("StaticInput", "StaticGradient", "Workspace", "WorkspaceOfInputs"),
+)
+"""Parts that write to inputs or output gradients of layers before a weight gradient that waits is computed."""
+
+
 class Buffer:
     """A tensor ``[ROWS, WIDTH]``, filled through torch, through a numpy view of it, or through both in turn."""
 

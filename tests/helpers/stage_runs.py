@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from stage_cases import MICROBATCHES, Case, Whole, microbatches
 from stage_checks import CHECKS, copied_by, differences, duplicated, root_of, saved, step_against_oracle
-from stage_hostile_parts import ACCUMULATED
+from stage_hostile_parts import ACCUMULATED, WRITTEN
 from stage_plants import planted
 from stage_traces import changes, traces, traces_of_host
 from stage_training import Named, Training, forget_groups, gathered
@@ -126,12 +126,14 @@ def host_alone(case: Case) -> tuple[list[dict[str, Named]], dict[int, list[Any]]
 def host_differs(case: Case) -> bool:
     """Torch's split backwards may: a hook on an activation runs in both halves of them.
 
-    So may gradients that are changed in place: where one process has one tensor, two stages have two.
+    So may gradients that are changed in place: where one process has one tensor, two stages have two. And torch's own
+    weight gradients read memory that has been written to since.
     """
-    if "ZeroBubble" in case.schedule and case.kinds & {*ACCUMULATED}:
+    splits = "ZeroBubble" in case.schedule
+    if splits and case.kinds & {*ACCUMULATED}:
         return True
     if case.no_oracle:
-        return False
+        return splits and bool(case.kinds & {*WRITTEN})
     alone = Training(case)
     alone.record()
     nothing: dict[int, set[str]] = {m: set() for m in range(MICROBATCHES)}
