@@ -6,7 +6,10 @@ from enum import Enum
 
 
 class Phase(str, Enum):
-    """The phases of paper section 3. Monitoring has two kinds of steps."""
+    """The phases of paper section 3. Monitoring has two kinds of steps.
+
+    A control step belongs to stable freezing, but runs as the host alone.
+    """
 
     WARMUP = "warmup"
     MONITORING_UPPER = "monitoring_upper"
@@ -15,6 +18,7 @@ class Phase(str, Enum):
     PLANNING = "planning"
     PROGRESSIVE = "progressive"
     STABLE = "stable"
+    CONTROL = "control"
 
     @property
     def monitors(self) -> bool:

@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tf_adapters.measuring.control_steps import ControlPairs
 from tf_adapters.measuring.estimates import median
+from tf_adapters.measuring.phase import Phase
 from tf_adapters.schedule.ir import Action
 
 if TYPE_CHECKING:
@@ -143,6 +145,7 @@ class ActionTimer:
 
     def __init__(self, clock: Clock, keep: int = 256) -> None:
         self._clock, self._keep = clock, keep
+        self.controls = ControlPairs()
         self._step = _Step()
         self._inputs_done: Any = None  # the mark, in the action that runs
         self.clear()
@@ -150,6 +153,7 @@ class ActionTimer:
     def clear(self) -> None:
         """Drop all samples. Steps are counted on."""
         keep = self._keep
+        self.controls.clear()
         self._pending: deque[_Marked] = deque()
         self._actions: dict[tuple[str, Action], deque[Sample]] = defaultdict(lambda: deque(maxlen=keep))
         self._steps: dict[str, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=keep))
@@ -201,6 +205,8 @@ class ActionTimer:
 
         def add(ms: float) -> None:
             self._steps[phase].append((microbatches, ms))
+            if phase in (Phase.STABLE, Phase.CONTROL):
+                self.controls.add(step, microbatches, ms, is_control=phase == Phase.CONTROL)
             self.newest_step_ms = ms
             self._traces[phase, microbatches].append((step, self._trace))
             self._trace = {}

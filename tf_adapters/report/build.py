@@ -10,6 +10,7 @@ from statistics import fmean
 
 from tf_adapters import __version__
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.measuring.control_steps import Speedup, speedup
 from tf_adapters.measuring.estimates import estimate, grouped, median, merged
 from tf_adapters.measuring.learning import Learning
 from tf_adapters.measuring.phase import Phase
@@ -124,8 +125,14 @@ def result_line(report: Report, stable_steps_ms: Sequence[float]) -> str | None:
         return None
     if report.config.get("method") == "none":
         return f"method none: {stable:.1f} ms a step, nothing frozen; planned {measured.planned_step_ms:.1f} ms"
-    error = step.error / step.value if step.value else 0.0
     where = "emulated device, " if report.host.emulated else ""
+    if measured.speedup is not None and measured.speedup_interval is not None:
+        low, high = measured.speedup_interval
+        return (
+            f"{where}stable training: {stable:.1f} ms a step, {measured.speedup:.2f}x as fast as the host alone "
+            f"({low:.2f}x to {high:.2f}x; {measured.host_step_ms:.1f} ms in {measured.control_steps} control steps)"
+        )
+    error = step.error / step.value if step.value else 0.0
     return (
         f"{where}stable freezing: {stable:.1f} ms a step over {len(stable_steps_ms)} steps, {unfrozen / stable:.2f}x "
         f"(+-{error:.1%}) of {unfrozen:.1f} ms with nothing frozen; "
@@ -135,6 +142,7 @@ def result_line(report: Report, stable_steps_ms: Sequence[float]) -> str | None:
 
 def _measured(state: RunState, ranks: Sequence[LocalMeasurements]) -> Measured:
     schedule, expected = state.schedule, state.forecast
+    over_host = _over_host(ranks)
     unfrozen = state.measurement.unfrozen_step_ms or _slowest(ranks, Phase.MONITORING_UPPER)
     stable = _slowest(ranks, Phase.STABLE)
     planned = {action: ms for action, ms in state.measurement.upper.items() if ms > 0.0}
@@ -148,6 +156,10 @@ def _measured(state: RunState, ranks: Sequence[LocalMeasurements]) -> Measured:
         forward_pace=median(ms / planned[a] for rank in ranks for a, ms in rank.forward_ms.items() if a in planned),
         planned_step_ms=expected.planned_ms if expected else None,
         planned_ratio=expected.ratio if expected else None,
+        host_step_ms=over_host.host_ms if over_host else None,
+        speedup=over_host.value if over_host else None,
+        speedup_interval=(over_host.low, over_host.high) if over_host else None,
+        control_steps=len(_slowest_rank(ranks).controls),
         mean_afr=_mean_by_stage(
             {action: points[0][0] for action, points in backwards[Phase.STABLE].items() if action.freezable}
         ),
@@ -175,6 +187,14 @@ def _fullest(
         if of_rank is not None:
             peaks[row] = max(of_rank, peaks.get(row, 0))
     return tuple(peaks[row] for row in sorted(peaks)) if len(peaks) == len(schedule.ranks) else None
+
+
+def _over_host(ranks: Sequence[LocalMeasurements]) -> Speedup | None:
+    return speedup(_slowest_rank(ranks).controls)
+
+
+def _slowest_rank(ranks: Sequence[LocalMeasurements]) -> LocalMeasurements:
+    return max(ranks, key=lambda rank: rank.steps[Phase.STABLE.value] or 0.0)
 
 
 def _slowest(ranks: Sequence[LocalMeasurements], phase: Phase) -> float | None:

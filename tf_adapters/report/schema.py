@@ -124,7 +124,9 @@ class Measured(_Model):
 
     ``step_ratio`` is stable over unfrozen step time; ``planned_ratio`` the same for the planned step, with the measured
     part that is no pipeline computation. Below 1 is faster. ``forward_pace`` is how many times as long forwards take in
-    the stable phase as when the plan's times were measured: they do not freeze, so that is the machine.
+    the stable phase as when the plan's times were measured: they do not freeze, so that is the machine. ``speedup`` is
+    over the host alone: the median of ``control_steps`` comparisons, with its 95% interval. ``host_step_ms`` is the
+    median control step.
     """
 
     step_ms_unfrozen: Milliseconds | None = None
@@ -133,6 +135,10 @@ class Measured(_Model):
     forward_pace: Quotient | None = None
     planned_step_ms: Milliseconds | None = None
     planned_ratio: Quotient | None = None
+    host_step_ms: Milliseconds | None = None
+    speedup: Quotient | None = None
+    speedup_interval: tuple[Quotient, Quotient] | None = None
+    control_steps: Count = 0
     mean_afr: dict[str, Quotient] = Field(default_factory=dict)
     backward_ms: tuple[BackwardSample, ...] = ()
     peak_memory_bytes: PeakMemory = PeakMemory()

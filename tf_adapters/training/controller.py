@@ -114,8 +114,13 @@ class Controller:
 
     @property
     def _timed_phase(self) -> Phase:
-        """The phase that this step's times count for: those of a step that checks all taps do not count."""
-        return Phase.WARMUP if self._checks.all else self.phase
+        """The phase that this step's times count for.
+
+        A step that checks all taps counts as one of the warm-up. One that runs as the host alone is a control step.
+        """
+        if self._checks.all:
+            return Phase.WARMUP
+        return Phase.CONTROL if self.state.runs_as_host(self.step) else self.phase
 
     @property
     def schedule(self) -> PipelineSchedule:
@@ -138,6 +143,8 @@ class Controller:
         self.state.host_order_step = self.step if in_host_order else None
         if self.config.splits_backwards and not self.state.failure:
             self._checks.begin_step(self.step, self.phase, self.state.taps, waits=self.waits_for_update)
+        checks = self._checks.all or self._checks.again
+        self.state.control_step = self.step if self.state.may_control(self.step) and not checks else None
         self._ran_here = True
         self._executed.clear()
         self.memory.start_step()

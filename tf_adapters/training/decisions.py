@@ -9,6 +9,7 @@ from dataclasses import replace
 from tf_adapters.collectives import Collectives, decide_from_all
 from tf_adapters.errors import ScheduleError, TimelyFreezeError
 from tf_adapters.log import announce
+from tf_adapters.measuring.control_steps import EARLY_KNOWN, NEIGHBOURS, Speedup, speedup
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.planner.frontier import describe_frontier
@@ -103,8 +104,9 @@ class Decisions:
             self._start(state, PlanJob(state.measurement))
         elif (job := self.plan_maker.job) is not None:
             self._take(state, job, self.plan_maker.poll)
+        self._compare_with_host(state)
         stable = step - state.phases.progressive_end
-        if stable == 10 or (stable > 0 and stable % self._config.replan_interval == 0):
+        if stable in (10, EARLY_KNOWN) or (stable > 0 and stable % self._config.replan_interval == 0):
             self._report()
         self._renew_plan(state)
         self._plan_batch(state)
@@ -115,7 +117,7 @@ class Decisions:
     def _verify(self, state: RunState, executed: Sequence[Action] | None) -> None:
         """Check each order once: the host's own after the warm-up, a plan's in its first step."""
         step, number = state.completed_steps, state.microbatches
-        if executed is None:  # on all ranks: the step ran before a resume
+        if executed is None or state.runs_as_host(step):  # equal on all ranks: it ran before a resume
             return
         order = state.execution(step)
         rewritten = None if order is state.schedule else order
@@ -154,6 +156,24 @@ class Decisions:
             self.say(note)
         if known.batch_times is not None:
             self.say(batch_words.log_line(known.batch_times, known.unfrozen_step_ms))
+
+    def _compare_with_host(self, state: RunState) -> None:
+        """After a control step and its neighbours: leave the run to the host if planned steps are slower for sure."""
+        step = state.completed_steps
+        if step - state.phases.progressive_end < EARLY_KNOWN or not state.may_control(step - NEIGHBOURS):
+            return
+        slower = decide_from_all(self._collectives, self._speedup, _slower_than_host)
+        if slower is None:
+            return
+        state.left_to_host = True
+        text = f"step {step}: {log_lines.left_to_host(slower)}"
+        state.note(text)
+        announce(self._collectives.rank, text, logging.WARNING)
+        self._report()
+
+    def _speedup(self) -> Speedup | None:
+        self._timer.drain()
+        return speedup(self._timer.controls.of(None), confidence=_SURE)
 
     def _start(self, state: RunState, job: PlanJob) -> None:
         self._take(state, job, lambda: self.plan_maker.start(job))
@@ -194,6 +214,7 @@ class Decisions:
     def _adopt(self, state: RunState, schedule: PipelineSchedule, planned: Planned) -> None:
         plan = planned.plan
         state.adopt(schedule, planned)
+        self._timer.controls.clear()  # they compare with the plan before
         batch = state.plans.of[schedule.num_microbatches]
         if len(state.plans.of) > 1:
             self.say(f"batches of {schedule.num_microbatches} microbatches have a plan of their own:")
@@ -228,7 +249,7 @@ class Decisions:
         step, batch = state.completed_steps, state.plans.most_used
         if self.plan_maker.job is not None or not (state.freezes(self._config) or self._config.defers):
             return
-        if batch is None or not self._replanning.due(step, state.phases.progressive_end):
+        if batch is None or state.left_to_host or not self._replanning.due(step, state.phases.progressive_end):
             return
         try:
             job = self._replanning.look(state.measured_for(batch.schedule), batch.plan)
@@ -282,6 +303,19 @@ class Decisions:
             if self._config.on_error == "raise":
                 raise
             announce(self._collectives.rank, f"{error}; training goes on without freezing", logging.WARNING)
+
+
+_SURE = 0.99
+"""Confidence with which planned steps are slower than the host's where a run is left to the host."""
+
+
+def _slower_than_host(ranks: Sequence[Speedup | None]) -> Speedup | None:
+    """Return the speedup of the rank whose steps take longest if it is below 1 for sure; None if it is not."""
+    known = [rank for rank in ranks if rank is not None]
+    if len(known) < len(ranks):
+        return None
+    slowest = max(known, key=lambda of_rank: of_rank.host_ms / of_rank.value)
+    return slowest if slowest.high < 1.0 else None
 
 
 def verify_schedule(collectives: Collectives, schedule: PipelineSchedule, executed: Sequence[Action]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from tf_adapters.measuring.control_steps import Pair, speedup
 from tf_adapters.measuring.estimates import median
 from tf_adapters.measuring.layer_times import LayerTimer, StageLayers
 from tf_adapters.measuring.phase import Phase
@@ -34,7 +35,8 @@ class LocalMeasurements:
     Ranks that are not traced have only steps and memory: the rest is the same on each replica. ``forward_ms`` holds
     the medians of stable freezing's forwards. ``stage`` is any stage of the rank, and shows its place in the pipeline.
     ``notes`` are about its own layers. ``copied_bytes``, by stage, is what the newest step copied since others could
-    have changed what waits. ``peak_bytes`` was measured, by phase; ``planned_peak_bytes`` is expected under the plan.
+    have changed what waits. ``controls`` are this rank's control steps. ``peak_bytes`` was measured,
+    by phase; ``planned_peak_bytes`` is expected under the plan.
     """
 
     stage: int
@@ -48,6 +50,7 @@ class LocalMeasurements:
     layers: Mapping[int, StageLayers]
     notes: tuple[str, ...]
     copied_bytes: Mapping[int, int]
+    controls: tuple[Pair, ...] = ()
 
 
 class RunView:
@@ -91,6 +94,9 @@ class RunView:
             figures["step_ms"] = self._timer.newest_step_ms
         if self._state.forecast is not None:
             figures["planned_step_ms"] = self._state.forecast.planned_ms
+        measured = speedup(self._timer.controls.of(self._reported_microbatches))
+        if measured is not None:
+            figures |= {"host_step_ms": measured.host_ms, "speedup": measured.value}
         return figures
 
     def stable_steps_ms(self) -> tuple[float, ...]:
@@ -113,6 +119,7 @@ class RunView:
             layers=self._layers.times() if self._traced else {},
             notes=tuple(self._notes),
             copied_bytes=dict(self._copied_bytes),
+            controls=timer.controls.of(number),
         )
 
     @property

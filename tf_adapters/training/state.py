@@ -10,7 +10,9 @@ from typing import Any
 
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import TimelyFreezeError
+from tf_adapters.measuring.control_steps import is_control
 from tf_adapters.measuring.measurement import NOTHING_MEASURED, Measurement
+from tf_adapters.measuring.phase import Phase
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.schedule.ir import PipelineSchedule
@@ -31,8 +33,9 @@ class RunState:
 
     ``schedule`` is the host's order of the batch that runs, or runs next. All ``plans`` are made from ``measurement``:
     the times of one number of microbatches, known after step ``measured_at``. In ``host_order_step`` the host runs its
-    own order, whatever the plan says. ``taps`` is None until this process has checked them. ``undecided`` says that the
-    last step is over, but ranks have not yet decided about the next one.
+    own order, whatever the plan says. ``control_step`` runs as the host alone would, and if the run is
+    ``left_to_host``, so do all steps: planned ones were slower. ``taps`` is None until this process has checked them.
+    ``undecided`` says that the last step is over, but ranks have not yet decided about the next one.
     """
 
     phases: PhaseSchedule
@@ -45,6 +48,8 @@ class RunState:
     failure: str | None = None
     stability: StabilityState = field(default_factory=StabilityState)
     host_order_step: int | None = field(default=None, compare=False)
+    control_step: int | None = field(default=None, compare=False)
+    left_to_host: bool = False
     taps: TapFindings | None = None
     undecided: bool = False
 
@@ -104,10 +109,25 @@ class RunState:
 
     def execution(self, step: int) -> PipelineSchedule:
         """Return the order of ``step``: the host's, or once it is in force the order of a plan that defers."""
-        if self.plan is None or self.failure or step <= self.phases.freezing_start or step == self.host_order_step:
+        if self.plan is None or self.failure or step <= self.phases.freezing_start:
+            return self.schedule
+        if step == self.host_order_step or self.runs_as_host(step):
             return self.schedule
         rewritten = self.plan.schedule
         return self.schedule if rewritten is None or rewritten == self.schedule else rewritten
+
+    def runs_as_host(self, step: int) -> bool:
+        """Return whether ``step`` runs as the host alone would."""
+        return self.left_to_host or step == self.control_step
+
+    def may_control(self, step: int) -> bool:
+        """Return whether ``step`` may be a control step: a plan that defers and freezes nothing is fully in force.
+
+        A step that freezes nothing changes training where the others freeze, so runs that freeze have no control steps.
+        """
+        if self.plan is None or self.failure or self.left_to_host or self.plan.mean_freeze_ratio > 0.0:
+            return False
+        return self.phases.phase(step) is Phase.STABLE and is_control(step - self.phases.progressive_end)
 
     def freezes(self, config: TimelyFreezeConfig) -> bool:
         """Return whether the run freezes anything once it has been monitored."""
@@ -159,7 +179,7 @@ class RunState:
             "plans": [batch.to_json() for batch in self.plans.of.values()],
             "notes": list(self.notes),
             "stability": self.stability.to_json(),
-            **({"undecided": True} if self.undecided else {}),
+            **{name: True for name in ("undecided", "left_to_host") if getattr(self, name)},
         }
         return {**data, "checksum": _digest(data)}
 
@@ -177,6 +197,7 @@ class RunState:
             notes=tuple(data["notes"]),
             stability=StabilityState.from_json(data.get("stability")),
             undecided=data.get("undecided") is True,
+            left_to_host=data.get("left_to_host") is True,
         )
 
 

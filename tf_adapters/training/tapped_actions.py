@@ -82,6 +82,8 @@ class TappedActions:
         it reads is still in the processor's caches.
         """
         plan = state.plan
+        if state.runs_as_host(state.completed_steps + 1):
+            return False
         if plan is None or Action(action.stage, Kind.WEIGHT_GRAD, action.microbatch) in plan.freeze_ratio:
             return True
         return self._config.samples_tokens and (share > 0.0 or probes)

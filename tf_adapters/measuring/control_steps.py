@@ -1,0 +1,123 @@
+"""Control steps: now and then a step runs as the host alone runs, so that the gain is measured against the host.
+
+The steps of monitoring are no baseline. They compute weight gradients apart, which is slower than the host's own way on
+narrow layers. A control step is compared with the planned steps just before and after it:
+
+    step     111      112      113
+             planned  control  planned      ratio = control / mean of both planned
+
+The speedup is the median of these ratios. Its interval is one of order statistics, which assumes nothing about the
+noise: of n ratios, the k-th smallest and the k-th largest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import NamedTuple
+
+LEAST = 6
+"""Control steps from which the speedup is known: all of 6 ratios lie on one side of the median in 1 of 32 cases."""
+
+_KEPT = 256
+
+_FIRST, _EARLY, _EARLY_EACH, _EACH = 12, 8, 4, 100
+"""Stable steps until the first control step, the number of early ones, and the distances of these and of later ones."""
+
+NEIGHBOURS = 2
+"""Steps after a control step until the device has probably finished the step behind it."""
+
+EARLY_KNOWN = _FIRST + (_EARLY - 1) * _EARLY_EACH + NEIGHBOURS
+"""Stable steps after which all early control steps can be compared."""
+
+
+def is_control(stable_step: int) -> bool:
+    """Return whether a step is a control step; ``stable_step`` counts from 1 where the plan is fully in force."""
+    since = stable_step - _FIRST
+    if since < 0:
+        return False
+    return since % (_EARLY_EACH if since < _EARLY * _EARLY_EACH else _EACH) == 0
+
+
+class Pair(NamedTuple):
+    """Durations in ms of a control step, and of the planned steps around it (their mean), with so many microbatches."""
+
+    microbatches: int
+    host_ms: float
+    planned_ms: float
+
+    @property
+    def ratio(self) -> float:
+        return self.host_ms / self.planned_ms
+
+
+class _Step(NamedTuple):
+    number: int
+    microbatches: int
+    ms: float
+    is_control: bool
+
+
+class ControlPairs:
+    """The newest pairs of one rank's steps, as the device finishes them."""
+
+    def __init__(self) -> None:
+        self._pairs: deque[Pair] = deque(maxlen=_KEPT)
+        self._steps: deque[_Step] = deque(maxlen=3)
+
+    def clear(self) -> None:
+        self._pairs.clear()
+        self._steps.clear()
+
+    def add(self, number: int, microbatches: int, ms: float, is_control: bool) -> None:
+        """Note a step that was planned, or ran as the host alone. Other steps are not noted."""
+        self._steps.append(_Step(number, microbatches, ms, is_control))
+        if len(self._steps) < 3:
+            return
+        before, middle, after = self._steps
+        comparable = after.number - before.number == 2 and len({step.microbatches for step in self._steps}) == 1
+        if comparable and [step.is_control for step in self._steps] == [False, True, False]:
+            self._pairs.append(Pair(microbatches, middle.ms, fmean((before.ms, after.ms))))
+
+    def of(self, microbatches: int | None) -> tuple[Pair, ...]:
+        """Return the pairs with this number of microbatches; None asks for all."""
+        return tuple(pair for pair in self._pairs if microbatches in (None, pair.microbatches))
+
+
+@dataclass(frozen=True, slots=True)
+class Speedup:
+    """How many times as long the host alone takes: the median of ``steps`` control steps, and its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+    steps: int
+    host_ms: float
+
+
+def speedup(pairs: Sequence[Pair], confidence: float = 0.95) -> Speedup | None:
+    """Return the speedup over the host alone; None before there are enough control steps for such an interval."""
+    ratios = sorted(pair.ratio for pair in pairs)
+    count = len(ratios)
+    outside = _outside(count, confidence)
+    if count < LEAST or outside is None:
+        return None
+    host_ms = median(pair.host_ms for pair in pairs)
+    return Speedup(median(ratios), ratios[outside], ratios[count - 1 - outside], count, host_ms)
+
+
+def _outside(count: int, confidence: float) -> int | None:
+    """Return how many values lie below the interval of a median, and as many above; None if there are too few values.
+
+    Each of ``count`` values lies below the true median with probability 1/2.
+    """
+    chance, found = 0.0, None
+    for below in range(count // 2):
+        chance += 2 * math.comb(count, below) / 2**count
+        if chance > 1.0 - confidence:
+            break
+        found = below
+    return found
