@@ -36,6 +36,10 @@ MEASURED = {
     "forward_pace": 1.02,
     "planned_step_ms": 592.7,
     "planned_ratio": 592.7 / 812.0,
+    "host_step_ms": 795.0,
+    "speedup": 1.32,
+    "speedup_interval": [1.29, 1.34],
+    "control_steps": 8,
     "mean_afr": {"0": 0.49, "1": 0.76},
     "backward_ms": [
         {"action": "0B0", "afr": 0.0, "ms": 20.0, "phase": None},

@@ -103,7 +103,7 @@ def against_host_where_no_token_is_drawn(case: Case, run: Training, reference: A
     drawn = {f"stages.{stage}.{name}" for (_, stage, _), of_stage in draws.items() for name in of_stage}
     wrong = [f"{name} is never sampled, but was" for name in sorted(drawn - able)]
     mine, theirs = ({n: g for n, g in s["gradient"].items() if n not in drawn} for s in (steps[0], reference[0]))
-    wrong += differences({"gradient": mine}, {"gradient": theirs})
+    wrong += [f"step 0: {text}" for text in differences({"gradient": mine}, {"gradient": theirs})]
     for number, step in enumerate(steps):
         for name, gradient in step["gradient"].items():
             lost = (gradient is None) != (reference[number]["gradient"][name] is None)
@@ -142,7 +142,7 @@ def copied_by(make: Callable[[nn.Module], nn.Module], model: nn.Module) -> nn.Mo
 def of_copies(case: Case, run: Training, reference: Any, copies: Any) -> list[str]:
     """Copies that are made while attached compute with their own values, whatever the run does then."""
     copied = [(i, make, copied_by(make, run.models[i])) for i, makes in copies.items() for make in makes]
-    wrong = differences(run.step(0), reference[0])
+    wrong = [f"step 0: {text}" for text in differences(run.step(0), reference[0])]
     for index, make, other in copied:
         wrong += [f"a copy ({make.__name__}): {text}" for text in of_copy(case, index, other, make)]
     return wrong

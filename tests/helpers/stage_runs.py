@@ -133,7 +133,7 @@ def host_differs(case: Case) -> bool:
     if splits and case.kinds & {*ACCUMULATED}:
         return True
     if case.no_oracle:
-        return splits and bool(case.kinds & {*WRITTEN})
+        return splits and bool(case.kinds & {*WRITTEN, "ActivationHook"})
     alone = Training(case)
     alone.record()
     nothing: dict[int, set[str]] = {m: set() for m in range(MICROBATCHES)}
@@ -171,6 +171,7 @@ def run_mode(case: Case, mode: str, reference: Any, copies: Any, folder: str) ->
     if share is not None:
         force_plan(run.adapter.controller, share * case.ratio)
     wrong = CHECKS[mode.partition(",")[0]](case, run, reference, copies)
+    run.adapter.finish_step()
     named = steps_named(run)
     run.adapter.detach()
     after = [traces(model) for model in run.models.values()], traces_of_host(run)

@@ -106,7 +106,8 @@ def speedup(pairs: Sequence[Pair], confidence: float = 0.95) -> Speedup | None:
     if count < LEAST or outside is None:
         return None
     host_ms = median(pair.host_ms for pair in pairs)
-    return Speedup(median(ratios), ratios[outside], ratios[count - 1 - outside], count, host_ms)
+    high = ratios[count - 1 - outside]
+    return Speedup(median(ratios), low=ratios[outside], high=high, steps=count, host_ms=host_ms)
 
 
 def _outside(count: int, confidence: float) -> int | None:

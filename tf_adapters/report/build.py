@@ -10,7 +10,7 @@ from statistics import fmean
 
 from tf_adapters import __version__
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.measuring.control_steps import Speedup, speedup
+from tf_adapters.measuring.control_steps import LEAST, Speedup, speedup
 from tf_adapters.measuring.estimates import estimate, grouped, median, merged
 from tf_adapters.measuring.learning import Learning
 from tf_adapters.measuring.phase import Phase
@@ -131,6 +131,12 @@ def result_line(report: Report, stable_steps_ms: Sequence[float]) -> str | None:
         return (
             f"{where}stable training: {stable:.1f} ms a step, {measured.speedup:.2f}x as fast as the host alone "
             f"({low:.2f}x to {high:.2f}x; {measured.host_step_ms:.1f} ms in {measured.control_steps} control steps)"
+        )
+    if report.is_exact:
+        return (
+            f"{where}stable training: {stable:.1f} ms a step over {len(stable_steps_ms)} steps, planned "
+            f"{measured.planned_step_ms:.1f} ms; the speed over the host alone is not known yet "
+            f"({measured.control_steps} of {LEAST} control steps)"
         )
     error = step.error / step.value if step.value else 0.0
     return (

@@ -81,6 +81,7 @@ class _Writer:
         self.run: RunView | None = None
         self._writes = writes
         self.said_result = False
+        self._said_speedup = False
         self._said_failure = False
         self._process = os.getpid()
         self._gathered: Sequence[LocalMeasurements] = ()
@@ -108,9 +109,12 @@ class _Writer:
         report = build_report(run, ranks)
         report.write(run.config.report_path)
         self._said_failure = False
-        line = None if self.said_result else result_line(report, run.stable_steps_ms())
+        known = report.measured.speedup is not None
+        if self.said_result and (self._said_speedup or not known):
+            return
+        line = result_line(report, run.stable_steps_ms())
         if line is not None:
-            self.said_result = True
+            self.said_result, self._said_speedup = True, known
             announce(0, line)
 
     def write_last(self) -> None:

@@ -231,6 +231,11 @@ class Report(_Model):
         return self.schedule.num_stages <= len(self.schedule.ranks)
 
     @property
+    def is_exact(self) -> bool:
+        """Return whether the plan defers weight gradients and freezes nothing."""
+        return self.plan is not None and bool(self.plan.deferrable_share) and not self.plan.mean_freeze_ratio
+
+    @property
     def max_freeze_ratio(self) -> float | None:
         """The run's r_max, in [0, 1]; None where it is "auto" or not known."""
         ratio = self.config.get("max_freeze_ratio")

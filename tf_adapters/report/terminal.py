@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from tf_adapters.measuring.control_steps import LEAST
 from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.planner.frontier import describe_frontier
 from tf_adapters.report.batch import batch_facts, bubble_headline
 from tf_adapters.report.layout import Panel, stable_samples
 from tf_adapters.report.page import Page, Table
-from tf_adapters.report.schema import Batches, Report, SampledTokens
+from tf_adapters.report.schema import Batches, Measured, Report, SampledTokens
 from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.training.batch_words import milliseconds as _ms
@@ -44,6 +45,8 @@ def _headline(report: Report) -> str:
     if _only_measures(report) and (headline := bubble_headline(report)):
         return headline
     unfrozen, stable = measured.step_ms_unfrozen, measured.step_ms_stable
+    if stable is not None and report.is_exact:
+        return _over_host(measured, stable)
     planned = f"{1 / measured.planned_ratio:.2f}x planned" if measured.planned_ratio else ""
     if unfrozen is None:
         return "step time not measured yet" + (f"; {planned}" if planned else "")
@@ -54,6 +57,18 @@ def _headline(report: Report) -> str:
     ratio = measured.step_ratio or (stable / unfrozen if unfrozen else 0.0)
     factors = [f"{1 / ratio:.2f}x measured" if ratio else "", planned]
     return f"step {_ms(unfrozen)} -> {_ms(stable)}: {', '.join(filter(None, factors))}"
+
+
+def _over_host(measured: Measured, stable_ms: float) -> str:
+    """The headline of a run that freezes nothing: its speed over that of the host alone."""
+    if measured.speedup is None or measured.speedup_interval is None or measured.host_step_ms is None:
+        known = f"{measured.control_steps} of {LEAST} control steps"
+        return f"step {_ms(stable_ms)}; the speed over the host alone is not known yet ({known})"
+    low, high = measured.speedup_interval
+    return (
+        f"step {_ms(measured.host_step_ms)} with the host alone -> {_ms(stable_ms)}: {measured.speedup:.2f}x measured "
+        f"({low:.2f}x to {high:.2f}x in {measured.control_steps} control steps)"
+    )
 
 
 def _facts(report: Report) -> Iterable[tuple[str, str]]:
@@ -178,7 +193,7 @@ def _per_microbatch(actions: list[str], times: dict[str, float], microbatches: i
 
 def _remarks(report: Report) -> tuple[str, ...]:
     ratio, pace = report.measured.step_ratio, report.measured.forward_pace or 1.0
-    if ratio is None or ratio < 0.995 * pace or _only_measures(report):
+    if ratio is None or ratio < 0.995 * pace or _only_measures(report) or report.is_exact:
         return report.note
     return ("freezing has not made the step faster", *report.note)
 

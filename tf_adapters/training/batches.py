@@ -17,6 +17,7 @@ from tf_adapters.measuring.memory import MemoryMeter
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.schedule.deferral import first_half
 from tf_adapters.schedule.durations import Bounds, Count, Order, Time
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.values import Value
@@ -43,6 +44,13 @@ class BatchPlan(Value):
     def forecast(self) -> Forecast:
         return Forecast(self.unfrozen_step_ms, self.planned_step_ms)
 
+    @property
+    def moves_forwards(self) -> bool:
+        """Return whether the plan's order of forwards and input gradients is not the host's, on any rank."""
+        order = self.plan.schedule or self.schedule
+        pairs = zip(order.ranks, self.schedule.ranks, strict=True)
+        return any(_without_weights(planned) != _without_weights(own) for planned, own in pairs)
+
     def planned_peak_bytes(self, memory: MemoryMeter, stage: int) -> int | None:
         """The most that the rank of ``stage`` is to hold under the plan; None where the host's own order stays.
 
@@ -53,6 +61,10 @@ class BatchPlan(Value):
             return None
         held = memory.held(Phase.MONITORING_UPPER)
         return None if held is None else held.peak_bytes(order.ranks[self.schedule.rank_of(stage)])
+
+
+def _without_weights(row: Sequence[Action]) -> list[Action]:
+    return [first_half(action) for action in row if action.kind is not Kind.WEIGHT_GRAD]
 
 
 @dataclass

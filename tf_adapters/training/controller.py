@@ -114,10 +114,7 @@ class Controller:
 
     @property
     def _timed_phase(self) -> Phase:
-        """The phase that this step's times count for.
-
-        A step that checks all taps counts as one of the warm-up. One that runs as the host alone is a control step.
-        """
+        """The phase that this step's times count for: warm-up if it checks all taps."""
         if self._checks.all:
             return Phase.WARMUP
         return Phase.CONTROL if self.state.runs_as_host(self.step) else self.phase
@@ -140,11 +137,9 @@ class Controller:
                 "timely_freeze cannot run here: a CUDA graph captures this step and would replay one mask for ever; "
                 "train without CUDA graphs"
             )
-        self.state.host_order_step = self.step if in_host_order else None
         if self.config.splits_backwards and not self.state.failure:
             self._checks.begin_step(self.step, self.phase, self.state.taps, waits=self.waits_for_update)
-        checks = self._checks.all or self._checks.again
-        self.state.control_step = self.step if self.state.may_control(self.step) and not checks else None
+        self.state.begin_step(in_host_order, may_control=not self._checks.run)
         self._ran_here = True
         self._executed.clear()
         self.memory.start_step()
@@ -246,9 +241,10 @@ class Controller:
         if not self.state.undecided:
             return
         self.state.undecided = False
-        if self._checks.all or self._checks.again:
-            self._decisions.check_taps(self.state, whole=self._checks.all)
-            self._checks.all = self._checks.again = False
+        if self._checks.run:
+            checks = self._checks
+            self._decisions.check_taps(self.state, whole=checks.all, accumulates_early=checks.accumulates_early)
+            checks.all = checks.again = False
         self._decisions.after_step(self.state, self._executed if self._ran_here else None)
 
     # --- what anybody may ask --------------------------------------------------------------------------------

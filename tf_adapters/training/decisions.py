@@ -9,7 +9,7 @@ from dataclasses import replace
 from tf_adapters.collectives import Collectives, decide_from_all
 from tf_adapters.errors import ScheduleError, TimelyFreezeError
 from tf_adapters.log import announce
-from tf_adapters.measuring.control_steps import EARLY_KNOWN, NEIGHBOURS, Speedup, speedup
+from tf_adapters.measuring.control_steps import EARLY_KNOWN, NEIGHBOURS, Speedup, is_control, speedup
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.planner.frontier import describe_frontier
@@ -43,26 +43,29 @@ class Decisions:
         """Decide what the next step does. Raises TimelyFreezeError on every rank if ``on_error`` is "raise"."""
         self._guarded(state, lambda: self._decide(state, executed))
 
-    def check_taps(self, state: RunState, whole: bool) -> None:
+    def check_taps(self, state: RunState, whole: bool, accumulates_early: bool) -> None:
         """After a step that checked the taps: leave to the host the layers that no tap understands.
 
-        ``whole`` says that the step has checked all layers.
+        ``whole`` says that the step has checked all layers, ``accumulates_early`` that a forward or a loss of this rank
+        has accumulated gradients.
         """
         taps = self._pipeline.taps
         if state.failure:  # nothing is planned any more
             for of_stage in taps.values():
                 of_stage.end_check()
         else:
-            self._guarded(state, lambda: self._take_findings(state, whole))
+            self._guarded(state, lambda: self._take_findings(state, whole, accumulates_early))
 
-    def _take_findings(self, state: RunState, whole: bool) -> None:
+    def _take_findings(self, state: RunState, whole: bool, accumulates_early: bool) -> None:
         before, step = state.taps, state.completed_steps
-        findings = tap_findings.agree(self._collectives, self._pipeline)
+        findings = tap_findings.agree(self._collectives, self._pipeline, accumulates_early)
         first_step = step if before is None else before.first_step
         good_step = step if whole or before is None else before.good_step
         state.taps = findings = replace(findings, first_step=first_step, good_step=good_step)
         findings.apply(self._pipeline.taps, self._masks)
-        self.plan_maker.weights_change = findings.weights_change
+        self.plan_maker.keeps_forwards = findings.keeps_forwards
+        if findings.keeps_forwards and any(batch.moves_forwards for batch in state.plans.of.values()):
+            self._leave_to_host(state, f"step {step}: {log_lines.forwards_moved()}")
         if before is not None:
             for line in findings.changed_lines(before):
                 text = f"step {step}: {line}"
@@ -160,16 +163,22 @@ class Decisions:
     def _compare_with_host(self, state: RunState) -> None:
         """After a control step and its neighbours: leave the run to the host if planned steps are slower for sure."""
         step = state.completed_steps
-        if step - state.phases.progressive_end < EARLY_KNOWN or not state.may_control(step - NEIGHBOURS):
+        stable = step - state.phases.progressive_end
+        if state.left_to_host or stable < EARLY_KNOWN or not is_control(stable - NEIGHBOURS):
             return
         slower = decide_from_all(self._collectives, self._speedup, _slower_than_host)
         if slower is None:
             return
+        self._leave_to_host(state, f"step {step}: {log_lines.left_to_host(slower)}")
+        self._report()
+
+    def _leave_to_host(self, state: RunState, text: str) -> None:
+        """Run every step as the host alone would from here on, and say why."""
+        if state.left_to_host:
+            return
         state.left_to_host = True
-        text = f"step {step}: {log_lines.left_to_host(slower)}"
         state.note(text)
         announce(self._collectives.rank, text, logging.WARNING)
-        self._report()
 
     def _speedup(self) -> Speedup | None:
         self._timer.drain()

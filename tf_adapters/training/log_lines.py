@@ -63,6 +63,14 @@ def changed(factors: Mapping[tuple[int, Kind], float]) -> str:
     return f"actions take other times than it was made for ({told})"
 
 
+def forwards_moved() -> str:
+    """Say that the plan's order may change bits, although no layer's gradient is computed in another way."""
+    return (
+        "a forward or a loss accumulates gradients, or weights change within a batch, and the plan moves forwards: "
+        "their sums may differ in the last bits since the plan began. From now on every step runs as the host's"
+    )
+
+
 def left_to_host(measured: Speedup) -> str:
     """Say that the host alone is faster than planned steps, and what would help."""
     return (

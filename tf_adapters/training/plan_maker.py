@@ -105,7 +105,7 @@ class PlanMaker:
 
     def __init__(self, run: RunSetup) -> None:
         self._run, self._config, self._collectives = run, run.config, run.collectives
-        self.weights_change = False  # within a batch: then forwards must keep their order
+        self.keeps_forwards = False  # in the host's order among backwards
         self.job: PlanJob | None = None  # whose plan is being made
         self._worker: BackgroundPlan | None = None  # on rank 0
         self._steps: Sequence[Mapping[Action, float]] = ()  # durations, ms; on rank 0
@@ -244,7 +244,7 @@ class PlanMaker:
             config.stage_limit,
             target_makespan_ms=max(0.0, known.span_ms - (known.unfrozen_step_ms - target)) if target else 0.0,
             **config.deferral_limits,
-            moves_forwards=self._run.pipeline.moves_forwards and not self.weights_change,
+            moves_forwards=self._run.pipeline.moves_forwards and not self.keeps_forwards,
         )
         unknown = config.is_auto and known.learning is None
         return PlanProblem(known, replace(limits, max_freeze_ratio=0.0) if unknown else limits)

@@ -116,12 +116,18 @@ class RunState:
         rewritten = self.plan.schedule
         return self.schedule if rewritten is None or rewritten == self.schedule else rewritten
 
+    def begin_step(self, in_host_order: bool, may_control: bool) -> None:
+        """The next step begins, on request in the host's order. ``may_control`` allows it to be a control step."""
+        step = self.completed_steps + 1
+        self.host_order_step = step if in_host_order else None
+        self.control_step = step if may_control and self._is_control(step) else None
+
     def runs_as_host(self, step: int) -> bool:
         """Return whether ``step`` runs as the host alone would."""
         return self.left_to_host or step == self.control_step
 
-    def may_control(self, step: int) -> bool:
-        """Return whether ``step`` may be a control step: a plan that defers and freezes nothing is fully in force.
+    def _is_control(self, step: int) -> bool:
+        """Return whether ``step`` is a control step: a plan that defers and freezes nothing is fully in force.
 
         A step that freezes nothing changes training where the others freeze, so runs that freeze have no control steps.
         """

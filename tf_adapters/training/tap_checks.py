@@ -8,7 +8,11 @@ each audit checks all layers again, since the user's code may use a gradient in 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 from tf_adapters.log import announce
 from tf_adapters.measuring.phase import Phase
@@ -34,6 +38,12 @@ class TapChecks:
         self.copied_bytes: dict[int, int] = {}
         self.all = False  # whether the step that runs checks all layers
         self.again = False  # whether it only tries again the layers that are not proven
+        self.accumulates_early = False  # whether a forward or a loss has accumulated gradients, in the newest check
+
+    @property
+    def run(self) -> bool:
+        """Return whether the step that runs checks any layers."""
+        return self.all or self.again
 
     def begin_step(self, step: int, phase: Phase, findings: TapFindings | None, waits: bool) -> None:
         """Decide whether this step checks taps; equal on all ranks, as ``findings`` are.
@@ -44,6 +54,7 @@ class TapChecks:
             self.forget()
         elif findings is None:
             self.all, self.again = True, False
+            self.accumulates_early = False
         else:
             since = step - findings.first_step
             self.all = step % AUDIT_INTERVAL == 0 and phase in AUDITED
@@ -54,6 +65,17 @@ class TapChecks:
         self.all = self.again = False
         for taps in self._taps.values():
             taps.end_check()
+
+    @contextmanager
+    def forward(self, parameters: Collection[torch.nn.Parameter]) -> Iterator[None]:
+        """Run a forward, or a loss, in a step that checks all taps; see if gradients of these parameters arrive in it.
+
+        Then a plan must not move forwards past backwards: gradients would be added up in another order.
+        """
+        before = [_gradients(parameter) for parameter in parameters]
+        yield
+        after = [_gradients(parameter) for parameter in parameters]
+        self.accumulates_early |= before != after
 
     def begin_batch(self) -> None:
         """Drop what a batch that failed has left."""
@@ -78,3 +100,9 @@ class TapChecks:
         self.notes.append(text)
         del self.notes[:-_MOST_NOTES]
         announce(0, text, logging.WARNING)
+
+
+def _gradients(parameter: torch.nn.Parameter) -> list[Any]:
+    """Return what tells whether a parameter's gradient changes: its ``.grad`` and Megatron's, and their versions."""
+    held = [parameter.grad, getattr(parameter, "main_grad", None)]
+    return [None if gradient is None else (id(gradient), gradient._version) for gradient in held]

@@ -39,7 +39,8 @@ class TapFindings(Value):
         left: by stage and parameter, why the layer is left to the host.
         shares: by stage, the share in [0, 1] of the weight-gradient work that taps can defer or sample.
         others: by stage, the types of the layers without a tap, those with most work first.
-        weights_change: whether weights change within a batch, as where an optimizer steps in backward hooks.
+        keeps_forwards: whether forwards must keep their order among backwards. Either weights change within a batch, as
+            where an optimizer steps in backward hooks, or a forward or a loss accumulates gradients.
         first_step: the step of this process's first check.
         good_step: the newest step that checked all layers that have a tap.
     """
@@ -47,7 +48,7 @@ class TapFindings(Value):
     left: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     shares: Mapping[int, Share] = field(default_factory=dict)
     others: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    weights_change: bool = False
+    keeps_forwards: bool = False
     first_step: int = 0
     good_step: int = 0
 
@@ -115,10 +116,10 @@ class TapFindings(Value):
         return f"{span} of a stage's weight-gradient work can be deferred or sampled"
 
 
-def agree(collectives: Collectives, pipeline: HostPipeline) -> TapFindings:
+def agree(collectives: Collectives, pipeline: HostPipeline, accumulates_early: bool) -> TapFindings:
     """End the check of a step. Return the findings of all ranks: replicas of a stage leave the same layers.
 
-    Called on all ranks.
+    ``accumulates_early`` says whether a forward or a loss of this rank has accumulated gradients. Called on all ranks.
     """
 
     def local() -> TapFindings:
@@ -136,7 +137,8 @@ def agree(collectives: Collectives, pipeline: HostPipeline) -> TapFindings:
                 others[stage] = [OWN_BACKWARD]
         reasons = {reason for found in left.values() for reason in found.values()}
         parameters = [parameter for of_stage in pipeline.parameters.values() for parameter in of_stage.values()]
-        return TapFindings(left, shares, others, CHANGES in reasons or may_update_in_backward(parameters))
+        keeps_forwards = accumulates_early or CHANGES in reasons or may_update_in_backward(parameters)
+        return TapFindings(left, shares, others, keeps_forwards)
 
     return decide_from_all(collectives, local, _merge)
 
@@ -154,7 +156,7 @@ def _merge(ranks: Sequence[TapFindings]) -> TapFindings:
         {stage: dict(sorted(left[stage].items())) for stage in sorted(left) if left[stage]},
         {stage: shares[stage] for stage in sorted(shares)},
         others,
-        any(rank.weights_change for rank in ranks),
+        any(rank.keeps_forwards for rank in ranks),
     )
 
 

@@ -69,10 +69,16 @@ class TappedActions:
         if action.kind is Kind.WEIGHT_GRAD:
             return nullcontext()
         if self._checks.all:
-            return taps.checking(action.microbatch)
+            return self._checked(taps, action)
         if self._checks.again:
             return taps.checking_again(action.microbatch, tapped=apart)
         return taps.recording(action.microbatch) if apart else nullcontext()
+
+    @contextmanager
+    def _checked(self, taps: StageTaps, action: Action) -> Iterator[None]:
+        parameters = self._pipeline.parameters[action.stage].values() if action.kind is Kind.FORWARD else ()
+        with self._checks.forward(parameters), taps.checking(action.microbatch):
+            yield
 
     def _computed_apart(self, state: RunState, action: Action, share: float, probes: bool) -> bool:
         """Return whether the weight gradients of an action's microbatch are computed apart from its backward.

@@ -28,6 +28,14 @@ def test_a_backward_inside_a_forward_accumulates_there() -> None:
     assert not result.wrong, str(result)
 
 
+def test_a_plan_that_moves_forwards_is_given_up_where_a_loss_accumulates() -> None:
+    """Its gradients would be added up in another order. Here the plan is in force before the first check."""
+    case = Case(1, ((Spec("Linear"),), (Spec("BackwardInLoss", way="checkpointed"),)), schedule="ScheduleGPipe")
+    result = judge(rank_pool("torch", 2), case, ("nothing, deferred",))
+    assert not result.wrong, str(result)
+    assert result.said
+
+
 def test_masks_of_another_microbatch_are_found() -> None:
     case = Case(1, ((Spec("Linear"), Spec("Norm")), (Spec("Perceptron"),)))
     result = judge(rank_pool("torch", 2), case, ("masks, in place", "masks, deferred"), plant="masks")

@@ -128,6 +128,16 @@ def test_summary_leads_with_what_was_gained() -> None:
     assert "3.00 GiB -> 2.00 GiB" in text
 
 
+def test_a_run_that_freezes_nothing_is_compared_with_the_host_alone() -> None:
+    exact = {**PLAN, "freeze_ratio": {}, "mean_freeze_ratio": 0.0, "deferrable_share": {"0": 0.5}}
+    text = as_text(page(report(measured=MEASURED, plan=exact)))
+    known = "step 795 ms with the host alone -> 601 ms: 1.32x measured (1.29x to 1.34x in 8 control steps)"
+    assert text.splitlines()[0] == known
+    early = {**MEASURED, "speedup": None, "speedup_interval": None, "host_step_ms": None, "control_steps": 2}
+    text = as_text(page(report(measured=early, plan=exact)))
+    assert text.splitlines()[0] == "step 601 ms; the speed over the host alone is not known yet (2 of 6 control steps)"
+
+
 def test_a_machine_that_became_slower_is_not_blamed_on_freezing() -> None:
     slower = {"step_ms_unfrozen": 1.0, "step_ms_stable": 1.2, "step_ratio": 1.2, "forward_pace": 1.5}
     assert "has not made the step faster" not in as_text(page(report(measured=slower)))

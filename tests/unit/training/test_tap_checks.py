@@ -25,12 +25,15 @@ MICROBATCHES = 2
 
 
 class Net(torch.nn.Module):
-    """Two linear layers. ``scale`` hides the second one while it is 0; ``shared`` uses its weight a second time."""
+    """Two linear layers. ``scale`` hides the second one while it is 0; ``shared`` uses its weight a second time.
+
+    With ``accumulates`` a forward runs a backward of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)
-        self.scale, self.shared, self.penalty = 1.0, False, False
+        self.scale, self.shared, self.penalty, self.accumulates = 1.0, False, False, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.up(x))
@@ -40,6 +43,8 @@ class Net(torch.nn.Module):
         if self.penalty:
             (slope,) = torch.autograd.grad(out.square().sum(), hidden, create_graph=True)
             out = out + slope.square().mean()
+        if self.accumulates:
+            out.mean().backward(retain_graph=True)
         return out
 
 
@@ -172,3 +177,14 @@ def test_a_state_brings_no_findings_into_another_process(make_run: Make) -> None
     assert run.controller.state.taps is None
     run.step(shared=True)  # the first step after the resume checks
     assert run.left == {"down.weight": OTHER_USES}
+
+
+def test_where_a_forward_accumulates_gradients_forwards_keep_their_order(make_run: Make) -> None:
+    run = make_run()
+    run.step(accumulates=True)
+    assert run.controller.state.taps is not None
+    assert run.controller.state.taps.keeps_forwards
+    usual = make_run()
+    usual.step()
+    assert usual.controller.state.taps is not None
+    assert not usual.controller.state.taps.keeps_forwards
