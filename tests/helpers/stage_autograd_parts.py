@@ -272,6 +272,8 @@ PARTS["Frozen"].build = lambda self, draw: self.requires_grad_(False) and None  
 @around
 def activation_hook(self: Any, x: Tensor, inside: nn.Module) -> Tensor:
     y = inside(x)
+    if not y.requires_grad:  # masks may freeze all that is before it, and torch refuses a hook there
+        return y * 1.0
     y.register_hook(halve)
     y.register_hook(partial(look, self.seen))
     return y * 1.0

@@ -160,38 +160,49 @@ class TappedLayer(ABC):
 
     def kind(self, inputs: Any) -> Hashable:
         """Return what a product depends on besides its values: a kind that no check has seen has no tap."""
-        device = inputs.device.type if isinstance(inputs, torch.Tensor) else "cpu"
-        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        cast = _autocast(inputs) if isinstance(inputs, torch.Tensor) else None
         return getattr(inputs, "dtype", None), getattr(inputs, "ndim", None), cast
 
     def watched(self, taps: Taps, check: Check, call: partial[Any], output: Any, parameters: Parameters) -> Any:
         """Return ``output`` with a tap that only compares: the step compares its gradients with the host's."""
         inputs = self._input_of(call)
         watch = check.watched(self, parameters, self.kind(inputs))
-        return Tap.apply(watch, inputs.detach(), output, taps.anchor)  # type: ignore[no-untyped-call]
+        multiplied = _as_multiplied(inputs.detach(), output)
+        return Tap.apply(watch, multiplied, output, taps.anchor)  # type: ignore[no-untyped-call]
 
     def tapped(self, taps: Taps, call: partial[Any], parameters: Parameters) -> Any:
         """Return the output of ``call``, without a copy. In its backward its gradient is saved with the input."""
         taps.called(parameters)
         with without_gradients(parameters):
             output = call()
-        tapped, inputs = _Call(taps, self, parameters, call), self._input_of(call)
+        tapped, multiplied = _Call(taps, self, parameters, call), _as_multiplied(self._input_of(call), output)
         named = taps.named(parameters)
-        return Tap.apply(tapped, inputs, output, taps.anchor, *named)  # type: ignore[no-untyped-call]
+        return Tap.apply(tapped, multiplied, output, taps.anchor, *named)  # type: ignore[no-untyped-call]
 
     def _input_of(self, call: partial[Any]) -> Any:
         return call.args[0] if call.args else call.keywords.get(self.input_name)
 
 
+def _as_multiplied(inputs: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Return the input in the type of its product: under autocast the host keeps this copy, not the input."""
+    return inputs if inputs.dtype == output.dtype else inputs.to(output.dtype)
+
+
+def _autocast(tensor: torch.Tensor) -> torch.dtype | None:
+    """Return the type to which autocast now casts the operands of products on this tensor's device."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 class _Call:
     """One call of a layer whose backward has not come yet. It holds no reference to the call's input."""
 
-    __slots__ = ("_keywords", "_layer", "_microbatch", "_others", "_parameters", "_run", "_taps")
+    __slots__ = ("_cast", "_keywords", "_layer", "_microbatch", "_others", "_parameters", "_run", "_taps")
 
     def __init__(self, taps: Taps, layer: TappedLayer, parameters: Parameters, call: partial[Any]) -> None:
         assert taps.microbatch is not None
         self._taps, self._layer, self._parameters = taps, layer, parameters
-        self._microbatch = taps.microbatch
+        self._microbatch, self._cast = taps.microbatch, _autocast(parameters[0])
         self._run, self._others = call.func, call.args[1:]
         self._keywords = {name: value for name, value in call.keywords.items() if name != layer.input_name}
 
@@ -218,10 +229,13 @@ class _Call:
         return torch.autograd.grad(self._again(inputs), self._parameters, gradient, create_graph=True)
 
     def _again(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self._others or not self._keywords:
-            result: torch.Tensor = self._run(inputs, *self._others, **self._keywords)
-            return result
-        return self._run(**{self._layer.input_name: inputs}, **self._keywords)  # type: ignore[no-any-return]
+        """Run the layer once more, under the forward's autocast."""
+        device, casts = inputs.device.type, self._cast is not None
+        with torch.autocast(device, dtype=self._cast, enabled=casts, cache_enabled=False):
+            if self._others or not self._keywords:
+                result: torch.Tensor = self._run(inputs, *self._others, **self._keywords)
+                return result
+            return self._run(**{self._layer.input_name: inputs}, **self._keywords)  # type: ignore[no-any-return]
 
     @contextmanager
     def _diverted(self) -> Iterator[None]:

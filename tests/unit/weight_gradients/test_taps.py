@@ -207,8 +207,27 @@ def step(model: torch.nn.Module, taps: StageTaps | None, batch: list[torch.Tenso
         taps.compute(microbatch)
 
 
+def under_autocast(model: Product, x: torch.Tensor) -> torch.Tensor:
+    """The host keeps the cast input, so the input itself may change."""
+    x = x * 1.0
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model.up(x)
+        x.mul_(2.0)
+        return model.down(torch.tanh(hidden))
+
+
+def with_forces_under_autocast(model: Product, x: torch.Tensor) -> torch.Tensor:
+    x = x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        energy = model.plain(x)
+    (force,) = torch.autograd.grad(energy.float().square().sum(), x, create_graph=True)
+    return energy.float() + 0.1 * force
+
+
 USES = [
     (Product.plain, set()),
+    (under_autocast, set()),
+    (with_forces_under_autocast, {SECOND_DERIVATIVE}),
     (with_forces, {SECOND_DERIVATIVE}),
     (with_a_first_order_gradient, set()),
     (with_the_weight_apart, {OTHER_USES}),
@@ -243,6 +262,19 @@ def test_a_use_that_a_tap_does_not_understand_is_left_to_the_host(use: Any, reas
     finally:
         taps.remove()
     assert {name: p._backward_hooks for name, p in model.named_parameters()} == hooks
+
+
+def test_a_second_derivative_of_a_tapped_layer_is_taken_under_the_forwards_autocast() -> None:
+    torch.manual_seed(0)
+    model, batch = Product(with_forces_under_autocast), [torch.randn(5, 6) for _ in range(3)]
+    step(model, None, batch)
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    taps = StageTaps(model, plain_layer, trusted=True)
+    taps.install()
+    step(model, taps, batch)
+    taps.remove()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, expected[name], rtol=0.02, atol=0.02), name  # bfloat16 rounds
 
 
 def test_a_complex_layer_has_no_tap() -> None:
