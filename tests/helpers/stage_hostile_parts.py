@@ -201,6 +201,8 @@ class Workspace(WithBuffer):
 class WorkspaceOfInputs(WithBuffer):
     """Checkpointed layers have their inputs in one buffer, one after the other."""
 
+    no_oracle = "where a layer is masked it is not computed again, and the check sees no write by a pointer"
+
     def forward(self, x: Tensor) -> Tensor:
         hidden = checkpoint(partial(self._through, self.one), x, use_reentrant=False)
         return checkpoint(partial(self._through, self.layer), torch.tanh(hidden), use_reentrant=False)
