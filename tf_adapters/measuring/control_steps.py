@@ -6,8 +6,8 @@ narrow layers. A control step is compared with the planned steps just before and
     step     111      112      113
              planned  control  planned      ratio = control / mean of both planned
 
-The speedup is the median of these ratios. Its interval is one of order statistics, which assumes nothing about the
-noise: of n ratios, the k-th smallest and the k-th largest.
+The speedup is the median of these ratios. Its interval reaches from the k-th smallest to the k-th largest ratio, with
+the largest k that keeps the confidence. It needs independent ratios, but no particular distribution.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 LEAST = 6
-"""Control steps from which the speedup is known: all of 6 ratios lie on one side of the median in 1 of 32 cases."""
+"""Fewest control steps for a 95% interval: 6 ratios lie on one side of the true median with probability 1/32."""
 
 _KEPT = 256
 
-_FIRST, _EARLY, _EARLY_EACH, _EACH = 12, 8, 4, 100
-"""Stable steps until the first control step, the number of early ones, and the distances of these and of later ones."""
+_FIRST = 12  # the first control step, counted from the first stable step
+_EARLY = 8  # the number of control steps that follow each other soon
+_EARLY_EACH = 4  # steps from one of these to the next
+_EACH = 100  # steps between later control steps
 
 NEIGHBOURS = 2
-"""Steps after a control step until the device has probably finished the step behind it."""
+"""Steps to wait after a control step: the device has then probably finished the planned step that follows it."""
 
 EARLY_KNOWN = _FIRST + (_EARLY - 1) * _EARLY_EACH + NEIGHBOURS
 """Stable steps after which all early control steps can be compared."""
@@ -43,7 +45,7 @@ def is_control(stable_step: int) -> bool:
 
 
 class Pair(NamedTuple):
-    """Durations in ms of a control step, and of the planned steps around it (their mean), with so many microbatches."""
+    """Durations in ms of a control step and of the two planned steps around it (mean). All have ``microbatches``."""
 
     microbatches: int
     host_ms: float
@@ -73,7 +75,7 @@ class ControlPairs:
         self._steps.clear()
 
     def add(self, number: int, microbatches: int, ms: float, is_control: bool) -> None:
-        """Note a step that was planned, or ran as the host alone. Other steps are not noted."""
+        """Add a planned step or a control step of ``microbatches``."""
         self._steps.append(_Step(number, microbatches, ms, is_control))
         if len(self._steps) < 3:
             return
@@ -111,7 +113,7 @@ def speedup(pairs: Sequence[Pair], confidence: float = 0.95) -> Speedup | None:
 
 
 def _outside(count: int, confidence: float) -> int | None:
-    """Return how many values lie below the interval of a median, and as many above; None if there are too few values.
+    """Return how many values to drop at each end, so that the others span the interval; None if there are too few.
 
     Each of ``count`` values lies below the true median with probability 1/2.
     """

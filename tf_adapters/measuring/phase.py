@@ -8,7 +8,7 @@ from enum import Enum
 class Phase(str, Enum):
     """The phases of paper section 3. Monitoring has two kinds of steps.
 
-    A control step belongs to stable freezing, but runs as the host alone.
+    ``CONTROL`` is no phase of the paper. It marks steps of stable training that run in the host's way.
     """
 
     WARMUP = "warmup"

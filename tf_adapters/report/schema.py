@@ -232,7 +232,7 @@ class Report(_Model):
 
     @property
     def is_exact(self) -> bool:
-        """Return whether the plan defers weight gradients and freezes nothing."""
+        """Return whether the plan was made with deferral and freezes nothing."""
         return self.plan is not None and bool(self.plan.deferrable_share) and not self.plan.mean_freeze_ratio
 
     @property

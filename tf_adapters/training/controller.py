@@ -114,7 +114,7 @@ class Controller:
 
     @property
     def _timed_phase(self) -> Phase:
-        """The phase that this step's times count for: warm-up if it checks all taps."""
+        """The phase that this step's times count for: warm-up if it checks all taps, control if it runs as the host."""
         if self._checks.all:
             return Phase.WARMUP
         return Phase.CONTROL if self.state.runs_as_host(self.step) else self.phase

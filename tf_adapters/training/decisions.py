@@ -120,7 +120,7 @@ class Decisions:
     def _verify(self, state: RunState, executed: Sequence[Action] | None) -> None:
         """Check each order once: the host's own after the warm-up, a plan's in its first step."""
         step, number = state.completed_steps, state.microbatches
-        if executed is None or state.runs_as_host(step):  # equal on all ranks: it ran before a resume
+        if executed is None or state.runs_as_host(step):  # the first: it ran before a resume. All ranks agree on both
             return
         order = state.execution(step)
         rewritten = None if order is state.schedule else order
@@ -315,11 +315,14 @@ class Decisions:
 
 
 _SURE = 0.99
-"""Confidence with which planned steps are slower than the host's where a run is left to the host."""
+"""Confidence of the interval that must lie below 1 before a run is left to the host."""
 
 
 def _slower_than_host(ranks: Sequence[Speedup | None]) -> Speedup | None:
-    """Return the speedup of the rank whose steps take longest if it is below 1 for sure; None if it is not."""
+    """Return the slowest rank's speedup if its interval lies below 1.
+
+    Return None if it does not, or if a rank has too few control steps.
+    """
     known = [rank for rank in ranks if rank is not None]
     if len(known) < len(ranks):
         return None

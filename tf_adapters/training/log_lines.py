@@ -66,8 +66,8 @@ def changed(factors: Mapping[tuple[int, Kind], float]) -> str:
 def forwards_moved() -> str:
     """Say that the plan's order may change bits, although no layer's gradient is computed in another way."""
     return (
-        "a forward or a loss accumulates gradients, or weights change within a batch, and the plan moves forwards: "
-        "their sums may differ in the last bits since the plan began. From now on every step runs as the host's"
+        "the plan moves forwards, but a forward or a loss accumulates gradients, or weights change within a batch. "
+        "Gradients may have differed from the host's since the plan began. Every later step runs in the host's way"
     )
 
 
@@ -75,7 +75,7 @@ def left_to_host(measured: Speedup) -> str:
     """Say that the host alone is faster than planned steps, and what would help."""
     return (
         f"the host alone is faster: planned steps run at {measured.value:.2f}x of its speed ({measured.low:.2f}x to "
-        f"{measured.high:.2f}x in {measured.steps} control steps), so every step runs as the host's from now on; "
+        f"{measured.high:.2f}x at 99%, {measured.steps} control steps), so every later step runs in the host's way; "
         "wider layers, more tokens in a microbatch or extra_microbatches would help"
     )
 

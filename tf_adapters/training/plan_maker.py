@@ -105,7 +105,7 @@ class PlanMaker:
 
     def __init__(self, run: RunSetup) -> None:
         self._run, self._config, self._collectives = run, run.config, run.collectives
-        self.keeps_forwards = False  # in the host's order among backwards
+        self.keeps_forwards = False  # whether forwards keep the host's order relative to backwards
         self.job: PlanJob | None = None  # whose plan is being made
         self._worker: BackgroundPlan | None = None  # on rank 0
         self._steps: Sequence[Mapping[Action, float]] = ()  # durations, ms; on rank 0

@@ -35,8 +35,8 @@ class LocalMeasurements:
     Ranks that are not traced have only steps and memory: the rest is the same on each replica. ``forward_ms`` holds
     the medians of stable freezing's forwards. ``stage`` is any stage of the rank, and shows its place in the pipeline.
     ``notes`` are about its own layers. ``copied_bytes``, by stage, is what the newest step copied since others could
-    have changed what waits. ``controls`` are this rank's control steps. ``peak_bytes`` was measured,
-    by phase; ``planned_peak_bytes`` is expected under the plan.
+    have changed what waits. ``controls`` compare this rank's control steps with the planned steps around them.
+    ``peak_bytes`` was measured, by phase; ``planned_peak_bytes`` is expected under the plan.
     """
 
     stage: int

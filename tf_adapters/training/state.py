@@ -33,8 +33,9 @@ class RunState:
 
     ``schedule`` is the host's order of the batch that runs, or runs next. All ``plans`` are made from ``measurement``:
     the times of one number of microbatches, known after step ``measured_at``. In ``host_order_step`` the host runs its
-    own order, whatever the plan says. ``control_step`` runs as the host alone would, and if the run is
-    ``left_to_host``, so do all steps: planned ones were slower. ``taps`` is None until this process has checked them.
+    own order, whatever the plan says. ``control_step`` runs as the host alone would. If the run is
+    ``left_to_host``, all steps do: planned ones were slower, or the plan moved forwards that must keep their order.
+    ``taps`` is None until this process has checked them.
     ``undecided`` says that the last step is over, but ranks have not yet decided about the next one.
     """
 
@@ -117,7 +118,7 @@ class RunState:
         return self.schedule if rewritten is None or rewritten == self.schedule else rewritten
 
     def begin_step(self, in_host_order: bool, may_control: bool) -> None:
-        """The next step begins, on request in the host's order. ``may_control`` allows it to be a control step."""
+        """Begin the next step. ``in_host_order`` asks for the host's order, ``may_control`` allows a control step."""
         step = self.completed_steps + 1
         self.host_order_step = step if in_host_order else None
         self.control_step = step if may_control and self._is_control(step) else None
@@ -127,7 +128,7 @@ class RunState:
         return self.left_to_host or step == self.control_step
 
     def _is_control(self, step: int) -> bool:
-        """Return whether ``step`` is a control step: a plan that defers and freezes nothing is fully in force.
+        """Return whether ``step`` is a control step. The plan must be fully in force and freeze nothing.
 
         A step that freezes nothing changes training where the others freeze, so runs that freeze have no control steps.
         """

@@ -38,7 +38,7 @@ class TapChecks:
         self.copied_bytes: dict[int, int] = {}
         self.all = False  # whether the step that runs checks all layers
         self.again = False  # whether it only tries again the layers that are not proven
-        self.accumulates_early = False  # whether a forward or a loss has accumulated gradients, in the newest check
+        self.accumulates_early = False  # whether a forward or a loss has accumulated gradients, in any check
 
     @property
     def run(self) -> bool:
@@ -68,9 +68,9 @@ class TapChecks:
 
     @contextmanager
     def forward(self, parameters: Collection[torch.nn.Parameter]) -> Iterator[None]:
-        """Run a forward, or a loss, in a step that checks all taps; see if gradients of these parameters arrive in it.
+        """Run a forward or a loss of a step that checks all taps, and note whether it changes parameters' gradients.
 
-        Then a plan must not move forwards past backwards: gradients would be added up in another order.
+        If it does, a plan must not move forwards past backwards: gradients would be added up in another order.
         """
         before = [_gradients(parameter) for parameter in parameters]
         yield

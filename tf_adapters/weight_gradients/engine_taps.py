@@ -218,7 +218,7 @@ class EngineTap(TappedLayer):
             else:
                 found |= dict(zip(of_task[0], result, strict=False))
             found |= biases
-        store.tasks.clear()  # the graph, which may live on, holds the store
+        store.tasks.clear()  # the graph holds the store, and may live on
         store.kept.clear()
         store.aliases.clear()
         return found

@@ -40,7 +40,9 @@ class Interception:
         if self._place not in _replaced or vars(type(module)).get(method) is not _replaced[self._place][1]:
             _replace(self._place)  # also if other code has replaced ours since
         _users[self._place] += 1
-        self._release = finalize(module, _release, self._place)  # also where the module is dropped with it
+        self._release = finalize(
+            module, _release, self._place
+        )  # also when the module is collected and nobody calls remove()
         self._release.atexit = False
         self.call = _replaced[self._place][1]
         _interceptions[module] = self

@@ -69,7 +69,7 @@ class Tap(torch.autograd.Function):
         (inputs,) = ctx.saved_tensors
         _, _, (anchor, _), *weights = ctx.next_functions
         accumulated, makes_graph = accumulates(anchor), torch.is_grad_enabled()
-        if accumulated and not makes_graph:  # nearly every backward
+        if accumulated and not makes_graph:  # the usual case
             ctx.call.keep(inputs, gradient)
             return None, None, gradient, None, *to_weights
         wanted = [is_wanted(node) for node, _ in weights]
