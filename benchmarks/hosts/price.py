@@ -32,23 +32,21 @@ from tf_adapters.testing.paired import PairedSettings
 
 RESULTS = result_file("hosts/price.json")
 PAGE = ROOT / "docs" / "deferral.md"
-SIZES = (Size(width=256, layers=4), Size(width=1024, layers=2), Size(width=2048, layers=2, microbatches=4))
+SIZES = (Size(width=256, layers=4), Size(width=1024, layers=2, microbatches=4))
 FREEZING: dict[str, Any] = {"max_freeze_ratio": None, "warmup": 2, "monitoring": 14, "progressive": 0}
-STEPS = 24
+STEPS = 16
 """Steps of stable training that are measured, without control steps: those run as the host."""
-
-TURNS = 3
-"""Measurements of each checkout."""
 
 
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
     parser.add_argument("--against", metavar="CHECKOUT", type=Path)
+    parser.add_argument("--turns", type=int, default=3, help="measurements of each checkout (default 3)")
     parser.add_argument("--print-rows", action="store_true", help="only measure, and print the rows as JSON")
     args = parser.parse_args()
     if args.against is not None:
-        compare(args.hosts, args.against.resolve())
+        compare(args.hosts, args.against.resolve(), args.turns)
         return
     rows = {host: measured(host) for host in args.hosts}
     if args.print_rows:
@@ -122,9 +120,9 @@ def cpu_ms(step: Callable[[], Any]) -> float:
     return sum(of_ranks)
 
 
-def compare(hosts: Sequence[str], other: Path) -> None:
+def compare(hosts: Sequence[str], other: Path, count: int) -> None:
     """Print the price of this checkout beside that of ``other``."""
-    turns = [(rows_of(ROOT, hosts), rows_of(other, hosts)) for _ in range(TURNS)]
+    turns = [(rows_of(ROOT, hosts), rows_of(other, hosts)) for _ in range(count)]
     for host in hosts:
         for place, size in enumerate(SIZES):
             ours, theirs = ([turn[which][host][place]["ratio"] for turn in turns] for which in (0, 1))

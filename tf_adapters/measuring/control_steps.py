@@ -74,6 +74,12 @@ class ControlPairs:
         self._pairs.clear()
         self._steps.clear()
 
+    def forget(self, microbatches: int) -> None:
+        """Drop the pairs with this number of microbatches."""
+        kept = [pair for pair in self._pairs if pair.microbatches != microbatches]
+        self.clear()
+        self._pairs.extend(kept)
+
     def add(self, number: int, microbatches: int, ms: float, is_control: bool) -> None:
         """Add a planned step or a control step of ``microbatches``."""
         self._steps.append(_Step(number, microbatches, ms, is_control))

@@ -137,7 +137,7 @@ class Controller:
                 "timely_freeze cannot run here: a CUDA graph captures this step and would replay one mask for ever; "
                 "train without CUDA graphs"
             )
-        if self.config.splits_backwards and not self.state.failure:
+        if self.config.splits_backwards and not self.state.failure and not self.state.left_to_host:
             self._checks.begin_step(self.step, self.phase, self.state.taps, waits=self.waits_for_update)
         self.state.begin_step(in_host_order, may_control=not self._checks.run)
         self._ran_here = True

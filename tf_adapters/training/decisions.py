@@ -64,8 +64,7 @@ class Decisions:
         state.taps = findings = replace(findings, first_step=first_step, good_step=good_step)
         findings.apply(self._pipeline.taps, self._masks)
         self.plan_maker.keeps_forwards = findings.keeps_forwards
-        if findings.keeps_forwards and any(batch.moves_forwards for batch in state.plans.of.values()):
-            self._leave_to_host(state, f"step {step}: {log_lines.forwards_moved()}")
+        self._give_up_moved_forwards(state)
         if before is not None:
             for line in findings.changed_lines(before):
                 text = f"step {step}: {line}"
@@ -172,11 +171,17 @@ class Decisions:
         self._leave_to_host(state, f"step {step}: {log_lines.left_to_host(slower)}")
         self._report()
 
+    def _give_up_moved_forwards(self, state: RunState) -> None:
+        """Leave the run to the host if a plan moves forwards that must keep their order."""
+        if self.plan_maker.keeps_forwards and any(batch.moves_forwards for batch in state.plans.of.values()):
+            self._leave_to_host(state, f"step {state.completed_steps}: {log_lines.forwards_moved()}")
+
     def _leave_to_host(self, state: RunState, text: str) -> None:
         """Run every step as the host alone would from here on, and say why."""
         if state.left_to_host:
             return
         state.left_to_host = True
+        self.plan_maker.close()
         state.note(text)
         announce(self._collectives.rank, text, logging.WARNING)
 
@@ -223,7 +228,8 @@ class Decisions:
     def _adopt(self, state: RunState, schedule: PipelineSchedule, planned: Planned) -> None:
         plan = planned.plan
         state.adopt(schedule, planned)
-        self._timer.controls.clear()  # they compare with the plan before
+        self._timer.controls.forget(schedule.num_microbatches)  # they compare with the plan before
+        self._give_up_moved_forwards(state)
         batch = state.plans.of[schedule.num_microbatches]
         if len(state.plans.of) > 1:
             self.say(f"batches of {schedule.num_microbatches} microbatches have a plan of their own:")
@@ -273,7 +279,13 @@ class Decisions:
         """Plan for batches of this number of microbatches, where there are plans for others: nothing is measured."""
         number, plans, batch = state.microbatches, state.plans, state.batch
         has_newest = batch is not None and batch.planned_at >= state.measured_at
-        if has_newest or not state.measurement.times or number in self._unplanned or self.plan_maker.job is not None:
+        if (
+            state.left_to_host
+            or has_newest
+            or not state.measurement.times
+            or number in self._unplanned
+            or self.plan_maker.job is not None
+        ):
             return
         if plans and plans.has_room(number, state.completed_steps, self._config.replan_interval):
             self._start(state, PlanJob(state.measured_for(state.schedule)))

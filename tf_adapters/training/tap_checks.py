@@ -8,7 +8,7 @@ each audit checks all layers again, since the user's code may use a gradient in 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,9 @@ import torch
 
 from tf_adapters.log import announce
 from tf_adapters.measuring.phase import Phase
+from tf_adapters.overrides import Overrides
 from tf_adapters.training.tap_findings import TapFindings, shown
+from tf_adapters.weight_gradients.stand_ins import RUN_BACKWARD
 from tf_adapters.weight_gradients.taps import StageTaps
 
 AUDIT_INTERVAL = 700
@@ -53,8 +55,8 @@ class TapChecks:
         if waits:
             self.forget()
         elif findings is None:
+            self.accumulates_early &= self.all  # in another batch of the same check
             self.all, self.again = True, False
-            self.accumulates_early = False
         else:
             since = step - findings.first_step
             self.all = step % AUDIT_INTERVAL == 0 and phase in AUDITED
@@ -67,15 +69,20 @@ class TapChecks:
             taps.end_check()
 
     @contextmanager
-    def forward(self, parameters: Collection[torch.nn.Parameter]) -> Iterator[None]:
-        """Run a forward or a loss of a step that checks all taps, and note whether it changes parameters' gradients.
+    def forward(self) -> Iterator[None]:
+        """Run a forward or a loss of a step that checks all taps, and note whether it runs a backward.
 
         If it does, a plan must not move forwards past backwards: gradients would be added up in another order.
         """
-        before = [_gradients(parameter) for parameter in parameters]
-        yield
-        after = [_gradients(parameter) for parameter in parameters]
-        self.accumulates_early |= before != after
+
+        def run(host: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self.accumulates_early |= bool(kwargs.get("accumulate_grad"))
+            return host(*args, **kwargs)
+
+        with Overrides() as overrides:
+            if hasattr(torch.autograd, RUN_BACKWARD):
+                overrides.wrap(torch.autograd, RUN_BACKWARD, run)
+            yield
 
     def begin_batch(self) -> None:
         """Drop what a batch that failed has left."""
@@ -100,9 +107,3 @@ class TapChecks:
         self.notes.append(text)
         del self.notes[:-_MOST_NOTES]
         announce(0, text, logging.WARNING)
-
-
-def _gradients(parameter: torch.nn.Parameter) -> list[Any]:
-    """Return what tells whether a parameter's gradient changes: its ``.grad`` and Megatron's, and their versions."""
-    held = [parameter.grad, getattr(parameter, "main_grad", None)]
-    return [None if gradient is None else (id(gradient), gradient._version) for gradient in held]

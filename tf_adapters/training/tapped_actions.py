@@ -68,16 +68,17 @@ class TappedActions:
     def _at_work(self, taps: StageTaps, action: Action, apart: bool) -> AbstractContextManager[None]:
         if action.kind is Kind.WEIGHT_GRAD:
             return nullcontext()
+        if self._checks.all and action.kind is Kind.FORWARD:
+            return self._checked_forward(taps, action)
         if self._checks.all:
-            return self._checked(taps, action)
+            return taps.checking(action.microbatch)
         if self._checks.again:
             return taps.checking_again(action.microbatch, tapped=apart)
         return taps.recording(action.microbatch) if apart else nullcontext()
 
     @contextmanager
-    def _checked(self, taps: StageTaps, action: Action) -> Iterator[None]:
-        parameters = self._pipeline.parameters[action.stage].values() if action.kind is Kind.FORWARD else ()
-        with self._checks.forward(parameters), taps.checking(action.microbatch):
+    def _checked_forward(self, taps: StageTaps, action: Action) -> Iterator[None]:
+        with self._checks.forward(), taps.checking(action.microbatch):
             yield
 
     def _computed_apart(self, state: RunState, action: Action, share: float, probes: bool) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
+from threading import RLock
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
@@ -25,6 +26,7 @@ _Place = tuple[Any, str]
 
 _interceptions: WeakKeyDictionary[torch.nn.Module, Interception] = WeakKeyDictionary()
 _users: Counter[_Place] = Counter()
+_lock = RLock()  # a finalizer may run in the middle of this, in any thread
 _replaced: dict[_Place, tuple[Any, Any]] = {}  # the class's own method, None if it is inherited; ours
 
 
@@ -37,9 +39,10 @@ class Interception:
     def __init__(self, module: torch.nn.Module, method: str, interceptor: Interceptor) -> None:
         self.interceptor = interceptor
         self._module, self._place = ref(module), (type(module), method)
-        if self._place not in _replaced or vars(type(module)).get(method) is not _replaced[self._place][1]:
-            _replace(self._place)  # also if other code has replaced ours since
-        _users[self._place] += 1
+        with _lock:
+            _users[self._place] += 1  # first, so that a model that is collected now gives nothing back
+            if self._place not in _replaced or vars(type(module)).get(method) is not _replaced[self._place][1]:
+                _replace(self._place)  # also if other code has replaced ours since
         self._release = finalize(
             module, _release, self._place
         )  # also when the module is collected and nobody calls remove()
@@ -73,9 +76,10 @@ def _replace(place: _Place) -> None:
 
 
 def _release(place: _Place) -> None:
-    _users[place] -= 1
-    if not _users[place]:
-        _restore(place)
+    with _lock:
+        _users[place] -= 1
+        if not _users[place]:
+            _restore(place)
 
 
 def _restore(place: _Place) -> None:

@@ -18,7 +18,7 @@ import torch
 from tf_adapters.overrides import Overrides
 from tf_adapters.weight_gradients.tap_function import hand_over
 
-_RUN = "_engine_run_backward"
+RUN_BACKWARD = "_engine_run_backward"
 """The function through which both of torch's functions start a backward."""
 
 _INPUTS = 4
@@ -48,8 +48,8 @@ class StandIns:
     def asked(self) -> Iterator[None]:
         """Run a part of a microbatch inside, in which other code may ask for the gradients of weights."""
         with Overrides() as overrides:
-            if hasattr(torch.autograd, _RUN):
-                overrides.wrap(torch.autograd, _RUN, self._run)
+            if hasattr(torch.autograd, RUN_BACKWARD):
+                overrides.wrap(torch.autograd, RUN_BACKWARD, self._run)
             yield
 
     def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 
@@ -16,12 +17,15 @@ from tf_adapters.measuring.control_steps import EARLY_KNOWN, ControlPairs, Pair,
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.report import Report
 from tf_adapters.report.observer import RunReporter
-from tf_adapters.schedule.ir import Kind
+from tf_adapters.schedule.ir import Kind, PipelineSchedule
 from tf_adapters.testing.plans import tensor_units
 from tf_adapters.training.controller import Controller
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 from tf_adapters.weight_gradients.tapped_layer import plain_layer
 from tf_adapters.weight_gradients.taps import StageTaps
+
+DEFERRED = PipelineSchedule.from_text([["0F0", "0F1", "0I0", "0B1", "0W0"]])
+"""The order of the plan: one weight gradient waits."""
 
 GAIN = 1.15
 """Of the plan's order, without the cost of taps."""
@@ -57,12 +61,24 @@ class Run:
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.model.zero_grad()
+            self._defer()
             self.controller.begin_step()
             outputs: dict[int, torch.Tensor] = {}
             for action in self.controller.execution.ranks[0]:
+                if action.kind is Kind.WEIGHT_GRAD:
+                    self.controller.compute_weight_gradients(0, action.microbatch)
+                    continue
                 with self.controller.running(action):
                     self._compute(action.kind, action.microbatch, outputs)
             self.controller.end_step()
+
+    def _defer(self) -> None:
+        """On one rank a plan defers nothing: put one into force that does."""
+        plans = self.controller.state.plans.of
+        for number, batch in plans.items():
+            ratios = {action: 0.0 for action in DEFERRED.actions if action.freezable}
+            plan = dataclasses.replace(batch.plan, schedule=DEFERRED, freeze_ratio=ratios)
+            plans[number] = dataclasses.replace(batch, plan=plan)
 
     def _compute(self, kind: Kind, microbatch: int, outputs: dict[int, torch.Tensor]) -> None:
         state = self.controller.state
@@ -141,3 +157,20 @@ def test_a_speedup_needs_six_control_steps_and_holds_out_against_outliers() -> N
     wider = speedup(pairs, confidence=0.99)
     assert wider is not None
     assert (wider.low, wider.high) == (pytest.approx(0.1), 9.0)
+
+
+def test_a_plan_of_the_hosts_own_order_has_no_control_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Run, "_defer", lambda run: None)
+    run = Run(tmp_path, tap_cost=0.3)
+    run.train(STEADY + EARLY_KNOWN + 1)
+    assert run.controller.timer.controls.of(None) == ()
+    assert not run.controller.state.left_to_host
+
+
+def test_a_new_plan_drops_the_comparison_with_the_one_before() -> None:
+    pairs = ControlPairs()
+    for number in range(1, 7):
+        pairs.add(number, 4 if number < 4 else 2, 10.0, is_control=number % 3 == 2)
+    assert [len(pairs.of(microbatches)) for microbatches in (4, 2)] == [1, 1]
+    pairs.forget(2)
+    assert [len(pairs.of(microbatches)) for microbatches in (4, 2)] == [1, 0]

@@ -182,6 +182,7 @@ def test_a_state_brings_no_findings_into_another_process(make_run: Make) -> None
 def test_where_a_forward_accumulates_gradients_forwards_keep_their_order(make_run: Make) -> None:
     run = make_run()
     run.step(accumulates=True)
+    assert run.controller._decisions.plan_maker.keeps_forwards
     assert run.controller.state.taps is not None
     assert run.controller.state.taps.keeps_forwards
     usual = make_run()
