@@ -17,7 +17,7 @@ FILES = [
     if "testing" not in path.parts
 ]
 PATTERNS = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
-SPEAKING = {"announce", "warn", "_warn", "refuse", "_fail", "_refuse"}
+SPEAKING = {"announce", "warn", "_warn", "refuse", "_fail", "_refuse", "_leave_to_host"}
 NOT_OURS = {"AttributeError", "KeyError", "ArgumentTypeError"}
 """Of a wrong name in Python, and what argparse and callers turn into a line of their own."""
 ANY = "…"

@@ -168,13 +168,23 @@ class Decisions:
         slower = decide_from_all(self._collectives, self._speedup, _slower_than_host)
         if slower is None:
             return
-        self._leave_to_host(state, f"step {step}: {log_lines.left_to_host(slower)}")
+        self._leave_to_host(
+            state,
+            f"step {step}: the host alone is faster: planned steps run at {slower.value:.2f}x of its speed "
+            f"({slower.low:.2f}x to {slower.high:.2f}x at 99%, {slower.steps} control steps), so every later step runs in "
+            "the host's way; wider layers, more tokens in a microbatch or extra_microbatches would help",
+        )
         self._report()
 
     def _give_up_moved_forwards(self, state: RunState) -> None:
         """Leave the run to the host if a plan moves forwards that must keep their order."""
         if self.plan_maker.keeps_forwards and any(batch.moves_forwards for batch in state.plans.of.values()):
-            self._leave_to_host(state, f"step {state.completed_steps}: {log_lines.forwards_moved()}")
+            self._leave_to_host(
+                state,
+                f"step {state.completed_steps}: the plan moves forwards, but a forward or a loss accumulates gradients, or "
+                "weights change within a batch. Gradients may have differed from the host's since the plan began. Every "
+                "later step runs in the host's way",
+            )
 
     def _leave_to_host(self, state: RunState, text: str) -> None:
         """Run every step as the host alone would from here on, and say why."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.measuring.control_steps import Speedup
 from tf_adapters.measuring.estimates import grouped
 from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.planner.forecast import Forecast, cost_of_meeting
@@ -61,23 +60,6 @@ def changed(factors: Mapping[tuple[int, Kind], float]) -> str:
     stages = grouped((stage, f"{kind.value} {factor:.2f}x") for (stage, kind), factor in sorted(factors.items()))
     told = ", ".join(f"stage {stage}: {' '.join(kinds)}" for stage, kinds in stages.items())
     return f"actions take other times than it was made for ({told})"
-
-
-def forwards_moved() -> str:
-    """Say that the plan's order may change bits, although no layer's gradient is computed in another way."""
-    return (
-        "the plan moves forwards, but a forward or a loss accumulates gradients, or weights change within a batch. "
-        "Gradients may have differed from the host's since the plan began. Every later step runs in the host's way"
-    )
-
-
-def left_to_host(measured: Speedup) -> str:
-    """Say that the host alone is faster than planned steps, and what would help."""
-    return (
-        f"the host alone is faster: planned steps run at {measured.value:.2f}x of its speed ({measured.low:.2f}x to "
-        f"{measured.high:.2f}x at 99%, {measured.steps} control steps), so every later step runs in the host's way; "
-        "wider layers, more tokens in a microbatch or extra_microbatches would help"
-    )
 
 
 def phase(config: TimelyFreezeConfig, phases: PhaseSchedule, step: int) -> str:
