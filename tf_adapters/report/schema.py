@@ -232,8 +232,10 @@ class Report(_Model):
 
     @property
     def is_exact(self) -> bool:
-        """Return whether the plan was made with deferral and freezes nothing."""
-        return self.plan is not None and bool(self.plan.deferrable_share) and not self.plan.mean_freeze_ratio
+        """Return whether the plan has an order of its own and freezes nothing."""
+        if self.plan is None or not self.plan.deferrable_share or self.plan.schedule in (None, self.schedule):
+            return False
+        return not self.plan.mean_freeze_ratio
 
     @property
     def max_freeze_ratio(self) -> float | None:

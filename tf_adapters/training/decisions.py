@@ -171,8 +171,8 @@ class Decisions:
         self._leave_to_host(
             state,
             f"step {step}: the host alone is faster: planned steps run at {slower.value:.2f}x of its speed "
-            f"({slower.low:.2f}x to {slower.high:.2f}x at 99%, {slower.steps} control steps), so every later step runs in "
-            "the host's way; wider layers, more tokens in a microbatch or extra_microbatches would help",
+            f"({slower.low:.2f}x to {slower.high:.2f}x at 99%, {slower.steps} control steps), so every later step runs "
+            "in the host's way; wider layers, more tokens in a microbatch or extra_microbatches would help",
         )
         self._report()
 
@@ -181,9 +181,9 @@ class Decisions:
         if self.plan_maker.keeps_forwards and any(batch.moves_forwards for batch in state.plans.of.values()):
             self._leave_to_host(
                 state,
-                f"step {state.completed_steps}: the plan moves forwards, but a forward or a loss accumulates gradients, or "
-                "weights change within a batch. Gradients may have differed from the host's since the plan began. Every "
-                "later step runs in the host's way",
+                f"step {state.completed_steps}: the plan moves forwards, but a forward or a loss accumulates "
+                "gradients, or weights change within a batch. Gradients may have differed from the host's "
+                "since the plan began. Every later step runs in the host's way",
             )
 
     def _leave_to_host(self, state: RunState, text: str) -> None:

@@ -129,7 +129,8 @@ def test_summary_leads_with_what_was_gained() -> None:
 
 
 def test_a_run_that_freezes_nothing_is_compared_with_the_host_alone() -> None:
-    exact = {**PLAN, "freeze_ratio": {}, "mean_freeze_ratio": 0.0, "deferrable_share": {"0": 0.5}}
+    ranks = [["0F0", "0F1", "0I0", "0B1", "0W0"], ["1F0", "1B0", "1F1", "1B1"]]
+    exact = {**PLAN, "freeze_ratio": {}, "mean_freeze_ratio": 0.0, "deferrable_share": {"0": 0.5}, "ranks": ranks}
     text = as_text(page(report(measured=MEASURED, plan=exact)))
     known = "step 795 ms with the host alone -> 601 ms: 1.32x measured (1.29x to 1.34x in 8 control steps)"
     assert text.splitlines()[0] == known
