@@ -26,7 +26,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    options = paired.Options(output_dir=parse_args().output_dir, microbatches=4)
+    # So many stable steps that the exact run is compared with the host alone in 8 control steps.
+    options = paired.Options(output_dir=parse_args().output_dir, microbatches=4, stable=44)
     print(
         f"Training a GPT of {options.blocks} blocks on {options.stages} pipeline stages with {options.microbatches} "
         f"microbatches, {len(WAYS) + 1} times in turn, step by step:\n"
