@@ -18,6 +18,9 @@ from tf_adapters.testing.oracle import recorded_draws
 
 Check = Callable[[Case, Training, Any, Any], list[str]]
 
+SECOND_DERIVATIVES = {"GradientPenalty"}
+"""Parts with second derivatives: rounding alone made 1.5e-5 there (seed 595)."""
+
 
 # --- what each mode must compute -----------------------------------------------------------------------------------
 
@@ -69,7 +72,9 @@ def step_against_oracle(
     """Make a step, and return on every rank where its gradients are not the oracle's."""
     states = gathered({n: t.detach().clone() for n, t in run.state().items()})
     actual = gathered(run.step(number)["gradient"])
-    tolerance, nothing = (1e-2, 1e-4) if case.half else (5e-5, 1e-6)
+    tolerance, nothing = (1e-2, 1e-4) if case.half else (1e-5, 1e-6)
+    if case.kinds & SECOND_DERIVATIVES and not case.half:
+        tolerance = 5e-5
     wrong = []
     if dist.get_rank() == 0:
         whole = Whole(case)
