@@ -23,10 +23,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks.hosts.levers import join
 from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
-from benchmarks.shared.measuring import keep_freed_memory, machine
-from benchmarks.shared.trainings import HOSTS, RANKS, Size, setup, start
+from benchmarks.shared.measuring import machine
+from benchmarks.shared.trainings import HOSTS, RANKS, Size, start
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.paired import PairedSettings
 
@@ -62,12 +63,6 @@ def measured(host: str) -> list[dict[str, float]]:
     """Return a row for each size."""
     with RankPool(RANKS, functools.partial(join, host)) as ranks:
         return [ranks.run(row, host, size, timeout_s=1800)[0] for size in SIZES]
-
-
-def join(host: str) -> None:
-    """Join the ranks, and keep what is freed."""
-    keep_freed_memory()
-    setup(host)
 
 
 def row(host: str, size: Size) -> dict[str, float]:

@@ -111,7 +111,7 @@ def speedup(pairs: Sequence[Pair], confidence: float = 0.95) -> Speedup | None:
     ratios = sorted(pair.ratio for pair in pairs)
     count = len(ratios)
     outside = _outside(count, confidence)
-    if count < LEAST or outside is None:
+    if outside is None:
         return None
     host_ms = median(pair.host_ms for pair in pairs)
     high = ratios[count - 1 - outside]

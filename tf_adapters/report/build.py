@@ -10,7 +10,7 @@ from statistics import fmean
 
 from tf_adapters import __version__
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.measuring.control_steps import LEAST, Speedup, speedup
+from tf_adapters.measuring.control_steps import speedup
 from tf_adapters.measuring.estimates import estimate, grouped, median, merged
 from tf_adapters.measuring.learning import Learning
 from tf_adapters.measuring.phase import Phase
@@ -29,6 +29,7 @@ from tf_adapters.report.schema import (
     Status,
 )
 from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.training import batch_words
 from tf_adapters.training.batches import BatchPlans
 from tf_adapters.training.pipeline import HostInfo
 from tf_adapters.training.run_view import REPORTED, LocalMeasurements, Points, RunView
@@ -135,8 +136,7 @@ def result_line(report: Report, stable_steps_ms: Sequence[float]) -> str | None:
     if report.is_exact:
         return (
             f"{where}stable training: {stable:.1f} ms a step over {len(stable_steps_ms)} steps, planned "
-            f"{measured.planned_step_ms:.1f} ms; the speed over the host alone is not known yet "
-            f"({measured.control_steps} of {LEAST} control steps)"
+            f"{measured.planned_step_ms:.1f} ms; {batch_words.speed_unknown(measured.control_steps)}"
         )
     error = step.error / step.value if step.value else 0.0
     return (
@@ -148,7 +148,8 @@ def result_line(report: Report, stable_steps_ms: Sequence[float]) -> str | None:
 
 def _measured(state: RunState, ranks: Sequence[LocalMeasurements]) -> Measured:
     schedule, expected = state.schedule, state.forecast
-    over_host = _over_host(ranks)
+    controls = _slowest_rank(ranks).controls
+    over_host = speedup(controls)
     unfrozen = state.measurement.unfrozen_step_ms or _slowest(ranks, Phase.MONITORING_UPPER)
     stable = _slowest(ranks, Phase.STABLE)
     planned = {action: ms for action, ms in state.measurement.upper.items() if ms > 0.0}
@@ -165,7 +166,7 @@ def _measured(state: RunState, ranks: Sequence[LocalMeasurements]) -> Measured:
         host_step_ms=over_host.host_ms if over_host else None,
         speedup=over_host.value if over_host else None,
         speedup_interval=(over_host.low, over_host.high) if over_host else None,
-        control_steps=len(_slowest_rank(ranks).controls),
+        control_steps=len(controls),
         mean_afr=_mean_by_stage(
             {action: points[0][0] for action, points in backwards[Phase.STABLE].items() if action.freezable}
         ),
@@ -193,10 +194,6 @@ def _fullest(
         if of_rank is not None:
             peaks[row] = max(of_rank, peaks.get(row, 0))
     return tuple(peaks[row] for row in sorted(peaks)) if len(peaks) == len(schedule.ranks) else None
-
-
-def _over_host(ranks: Sequence[LocalMeasurements]) -> Speedup | None:
-    return speedup(_slowest_rank(ranks).controls)
 
 
 def _slowest_rank(ranks: Sequence[LocalMeasurements]) -> LocalMeasurements:

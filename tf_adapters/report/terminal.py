@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from tf_adapters.measuring.control_steps import LEAST
 from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.planner.frontier import describe_frontier
 from tf_adapters.report.batch import batch_facts, bubble_headline
@@ -14,6 +13,7 @@ from tf_adapters.report.schema import Batches, Measured, Report, SampledTokens
 from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.training.batch_words import milliseconds as _ms
+from tf_adapters.training.batch_words import speed_unknown
 
 _NOTHING = "-"
 _SAME_PACE = 0.03  # a smaller change of pace is not mentioned
@@ -62,8 +62,7 @@ def _headline(report: Report) -> str:
 def _over_host(measured: Measured, stable_ms: float) -> str:
     """The headline of a run that freezes nothing: its speed over that of the host alone."""
     if measured.speedup is None or measured.speedup_interval is None or measured.host_step_ms is None:
-        known = f"{measured.control_steps} of {LEAST} control steps"
-        return f"step {_ms(stable_ms)}; the speed over the host alone is not known yet ({known})"
+        return f"step {_ms(stable_ms)}; {speed_unknown(measured.control_steps)}"
     low, high = measured.speedup_interval
     return (
         f"step {_ms(measured.host_step_ms)} with the host alone -> {_ms(stable_ms)}: {measured.speedup:.2f}x measured "

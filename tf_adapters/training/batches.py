@@ -49,7 +49,9 @@ class BatchPlan(Value):
         """Return whether the plan's order of forwards and input gradients is not the host's, on any rank."""
         order = self.plan.schedule or self.schedule
         pairs = zip(order.ranks, self.schedule.ranks, strict=True)
-        return any(_without_weights(planned) != _without_weights(own) for planned, own in pairs)
+        return any(
+            _forwards_and_input_gradients(planned) != _forwards_and_input_gradients(own) for planned, own in pairs
+        )
 
     def planned_peak_bytes(self, memory: MemoryMeter, stage: int) -> int | None:
         """The most that the rank of ``stage`` is to hold under the plan; None where the host's own order stays.
@@ -63,7 +65,7 @@ class BatchPlan(Value):
         return None if held is None else held.peak_bytes(order.ranks[self.schedule.rank_of(stage)])
 
 
-def _without_weights(row: Sequence[Action]) -> list[Action]:
+def _forwards_and_input_gradients(row: Sequence[Action]) -> list[Action]:
     return [first_half(action) for action in row if action.kind is not Kind.WEIGHT_GRAD]
 
 

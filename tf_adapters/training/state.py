@@ -35,8 +35,8 @@ class RunState:
     the times of one number of microbatches, known after step ``measured_at``. In ``host_order_step`` the host runs its
     own order, whatever the plan says. ``control_step`` runs as the host alone would. If the run is
     ``left_to_host``, all steps do: planned ones were slower, or the plan moved forwards that must keep their order.
-    ``taps`` is None until this process has checked them.
-    ``undecided`` says that the last step is over, but ranks have not yet decided about the next one.
+    ``taps`` is None until this process has checked them. ``undecided`` says that the last step is over, but ranks have
+    not yet decided about the next one.
     """
 
     phases: PhaseSchedule

@@ -12,13 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from tf_adapters.log import announce
 from tf_adapters.measuring.phase import Phase
-from tf_adapters.overrides import Overrides
 from tf_adapters.training.tap_findings import TapFindings, shown
-from tf_adapters.weight_gradients.stand_ins import RUN_BACKWARD
+from tf_adapters.weight_gradients.stand_ins import around_backwards
 from tf_adapters.weight_gradients.taps import StageTaps
 
 AUDIT_INTERVAL = 700
@@ -79,9 +76,7 @@ class TapChecks:
             self.accumulates_early |= bool(kwargs.get("accumulate_grad"))
             return host(*args, **kwargs)
 
-        with Overrides() as overrides:
-            if hasattr(torch.autograd, RUN_BACKWARD):
-                overrides.wrap(torch.autograd, RUN_BACKWARD, run)
+        with around_backwards(run):
             yield
 
     def begin_batch(self) -> None:

@@ -60,7 +60,7 @@ class TappedActions:
         elif action.freezable:
             halfway(action)
             self._compute(state, action.stage, microbatch, shares)
-        elif action.kind is Kind.FORWARD and taps.owes(microbatch):
+        elif action.kind is Kind.FORWARD and microbatch in taps.pending:
             # A backward ran inside this forward. The host accumulates its weight gradients now, after earlier ones.
             for earlier in taps.pending:
                 self._compute(state, action.stage, earlier, shares)

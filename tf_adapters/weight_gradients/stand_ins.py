@@ -18,7 +18,7 @@ import torch
 from tf_adapters.overrides import Overrides
 from tf_adapters.weight_gradients.tap_function import hand_over
 
-RUN_BACKWARD = "_engine_run_backward"
+_RUN = "_engine_run_backward"
 """The function through which both of torch's functions start a backward."""
 
 _INPUTS = 4
@@ -29,6 +29,15 @@ _UNUSED = (
     "Set allow_unused=True if this is the desired behavior."
 )
 """Torch's own words."""
+
+
+@contextmanager
+def around_backwards(around: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a backward that Python code starts runs ``around`` with torch's own function and its arguments."""
+    with Overrides() as overrides:
+        if hasattr(torch.autograd, _RUN):
+            overrides.wrap(torch.autograd, _RUN, around)
+        yield
 
 
 class StandIns:
@@ -47,9 +56,7 @@ class StandIns:
     @contextmanager
     def asked(self) -> Iterator[None]:
         """Run a part of a microbatch inside, in which other code may ask for the gradients of weights."""
-        with Overrides() as overrides:
-            if hasattr(torch.autograd, RUN_BACKWARD):
-                overrides.wrap(torch.autograd, RUN_BACKWARD, self._run)
+        with around_backwards(self._run):
             yield
 
     def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ A tap takes only the calls of a layer that it understands; the host computes all
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -154,23 +154,24 @@ class StageTaps:
     @contextmanager
     def checking(self, microbatch: int) -> Iterator[None]:
         """Run a part of the step that is checked: the host computes all, and the taps compare."""
-        if self.check is None:
-            self.check = TapCheck({name: layer for name, layer in self._layers.items() if layer not in self._left})
-        with self.recording(microbatch), self.check.looking(microbatch):
+        with self.recording(microbatch), self._check_without(self._left).looking(microbatch):
             yield
 
     @contextmanager
     def checking_again(self, microbatch: int, tapped: bool) -> Iterator[None]:
         """Run a part of a step that checks only the layers that are not proven. Others are ``tapped`` or not."""
-        if self.check is None:
-            unproven = {n: layer for n, layer in self._layers.items() if layer not in self._left | self._proven}
-            self.check = TapCheck(unproven)
         self._paused = not tapped
         try:
-            with self.recording(microbatch), self.check.looking(microbatch):
+            with self.recording(microbatch), self._check_without(self._left | self._proven).looking(microbatch):
                 yield
         finally:
             self._paused = False
+
+    def _check_without(self, others: Collection[TappedLayer]) -> TapCheck:
+        """Return the check that runs, or begin one of all layers but the ``others``."""
+        if self.check is None:
+            self.check = TapCheck({name: layer for name, layer in self._layers.items() if layer not in others})
+        return self.check
 
     @contextmanager
     def recording(self, microbatch: int) -> Iterator[None]:
@@ -203,10 +204,6 @@ class StageTaps:
     def pending(self) -> tuple[int, ...]:
         """The microbatches whose weight gradients are still to be computed, in the order of their backwards."""
         return tuple(microbatch for microbatch, calls in self._pending.items() if calls)
-
-    def owes(self, microbatch: int) -> bool:
-        """Return whether weight gradients of this microbatch are still to be computed."""
-        return bool(self._pending.get(microbatch))
 
     def keep(
         self, microbatch: int, layer: TappedLayer, parameters: Parameters, *, make: Make, kept: Sequence[Kept]
