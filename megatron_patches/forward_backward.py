@@ -16,7 +16,7 @@ from typing import Any
 from megatron_patches.patch import Patch, handle_all
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-_ARGUMENTS = ("model", "num_microbatches", "forward_only", "p2p_communicator")
+_ARGUMENTS = ("model", "data_iterator", "num_microbatches", "forward_only", "p2p_communicator")
 PATCHES = (
     Patch(_SCHEDULES, "forward_backward_no_pipelining", *_ARGUMENTS),
     Patch(_SCHEDULES, "forward_backward_pipelining_without_interleaving", *_ARGUMENTS),
@@ -25,5 +25,9 @@ PATCHES = (
 
 
 def apply(handler: Callable[..., Any]) -> None:
-    """Let ``handler(run, model, number of microbatches, forward_only, P2PCommunicator or None)`` run each batch."""
+    """Let ``handler`` run each batch.
+
+    Its arguments are ``run``, the model, its data iterators, the number of microbatches, ``forward_only``, and a
+    P2PCommunicator or None.
+    """
     handle_all(dict.fromkeys(PATCHES, handler))

@@ -24,6 +24,7 @@ from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.boundaries import HeldSinceUpdate, UpdateSteps
 from tf_adapters.hosts.late import LateNorms
 from tf_adapters.hosts.layers import layers_of
+from tf_adapters.hosts.links import Links
 from tf_adapters.hosts.waiting import WaitingWeights
 from tf_adapters.log import announce
 from tf_adapters.measuring.timer import clock_for
@@ -32,7 +33,7 @@ from tf_adapters.megatron.ddp import before_reduction
 from tf_adapters.megatron.late_norm import meetings, own_norm
 from tf_adapters.megatron.linear import tapped_layer
 from tf_adapters.megatron.optimizers import HeldParameters, held_values, leaves, scale_gradients
-from tf_adapters.megatron.ordered import Links, OrderedBatch, is_replaceable
+from tf_adapters.megatron.ordered import OrderedBatch, is_replaceable
 from tf_adapters.megatron.schedules import PipelinePosition, translate
 from tf_adapters.megatron.units import chunk_units, tied_places
 from tf_adapters.report.observer import MetricSink
@@ -174,8 +175,12 @@ class MegatronAdapter(HostAdapter):
     # --- what the patches call -------------------------------------------------------------------------------
 
     @contextmanager
-    def batch(self, num_microbatches: int, communicator: Any = None) -> Iterator[None]:
-        """Run one training batch inside. It communicates through a P2PCommunicator; None is the host's default."""
+    def batch(self, num_microbatches: int, data: Any, communicator: Any = None) -> Iterator[None]:
+        """Run one training batch inside.
+
+        ``data`` is the host's iterator, or one for each chunk. ``communicator`` is a P2PCommunicator; None is the
+        host's default.
+        """
         with self._timed():
             self._steps.before_batch()  # all ranks run the batch, but an update may come on some of them only
         if num_microbatches != self.controller.state.microbatches:
@@ -184,7 +189,7 @@ class MegatronAdapter(HostAdapter):
         self._steps.begin_batch()
         self._held.add_batch(self.controller.held_parameters())
         self._batch_seen = True
-        self._follow_plan(communicator)
+        self._follow_plan(data, communicator)
         self._in_batch = True
         self._unscaled = set(self._by_stage)
         ordered = self._ordered.without_transfers() if self._ordered else nullcontext()
@@ -201,19 +206,19 @@ class MegatronAdapter(HostAdapter):
             return run()
         chunk = self._chunks[id(model)]
         if self._ordered is not None:
-            result = self._ordered.forward(run, microbatch)
+            result = self._ordered.answer_forward(run, chunk.stage, microbatch)
         else:
-            result = self._run(run, Kind.FORWARD, microbatch, chunk=chunk)
+            result = self._run(run, Action(chunk.stage, Kind.FORWARD, microbatch))
         tag(result[0], (self, chunk, microbatch))
         return result
 
     def backward(self, run: Callable[[], Any], chunk: Chunk, microbatch: int) -> Any:
         """Run one microbatch's backward through one chunk, masked and timed."""
         if self._ordered is not None:
-            return self._ordered.backward(microbatch)
+            return self._ordered.answer_backward(chunk.stage, microbatch)
         waiting = self._waiting
         kind = waiting.backward_kind(chunk.stage, microbatch) if waiting else Kind.BACKWARD
-        return self._run(run, kind, microbatch, chunk=chunk)
+        return self._run(run, Action(chunk.stage, kind, microbatch))
 
     def compute_waiting(self) -> None:
         """Compute the weight gradients that the plan has placed where this rank now waits."""
@@ -222,26 +227,27 @@ class MegatronAdapter(HostAdapter):
 
     def _finish_weight_gradients(self, chunk: int | None = None) -> None:
         """Compute the remaining weight gradients of one model chunk, or of all, before they are reduced."""
+        stage = None if chunk is None else self._position.stage(chunk)
         if self._ordered is not None:
-            self._ordered.finish()
+            self._ordered.finish(stage)
         elif self._waiting is not None:
-            self._waiting.finish(None if chunk is None else self._position.stage(chunk))
+            self._waiting.finish(stage)
 
-    def _run(self, run: Callable[[], Any], kind: Kind, microbatch: int, chunk: Chunk) -> Any:
+    def _run(self, run: Callable[[], Any], action: Action) -> Any:
         self.compute_waiting()
-        mask = self.controller.mask(chunk.stage, microbatch)
-        if kind is Kind.BACKWARD:
+        chunk = self._by_stage[action.stage]
+        mask = self.controller.mask(action.stage, action.microbatch)
+        if action.kind is Kind.BACKWARD:
             chunk.gradients.report(mask.names)
-        action = Action(chunk.stage, kind, microbatch)
         with chunk.masked(mask), self.controller.running(action):
             result = run()
-        if kind is not Kind.FORWARD:
+        if action.kind is not Kind.FORWARD:
             chunk.gradients.ready_as_now()
         if self._waiting is not None:
             self._waiting.passed(action)
         return result
 
-    def _follow_plan(self, communicator: Any) -> None:
+    def _follow_plan(self, data: Any, communicator: Any) -> None:
         """Prepare this batch to run as the plan orders; do nothing if the plan's order is the host's.
 
         If forwards may move and transfers can be skipped, the batch runs in the plan's order. In other pipelines the
@@ -250,27 +256,42 @@ class MegatronAdapter(HostAdapter):
         order = self.controller.execution
         if order is self.controller.schedule:
             return
-        row = order.ranks[self._position.rank]
+        if not (self._model.moves_forwards and is_replaceable(communicator, self._model.pp_group)):
+            self._waiting = WaitingWeights(order.ranks[self._position.rank], self._compute)
+            return
+        last = order.num_microbatches - 1
+        early = self._reduces_early()
 
-        def compute(action: Action, last: bool) -> None:
-            chunk = self._by_stage[action.stage]
-            with chunk.gradients.accumulating(last):
-                if last:
-                    chunk.gradients.report(self.controller.mask(action.stage, action.microbatch).names)
-                self.controller.compute_weight_gradients(action.stage, action.microbatch)
+        def run(call: Callable[[], Any], action: Action) -> Any:
+            with self._by_stage[action.stage].gradients.reported(early and action.microbatch == last):
+                return self._run(call, action)
 
-        if self._model.moves_forwards and is_replaceable(communicator, self._model.pp_group):
-            (chunk,) = self._chunks.values()
-            self._ordered = OrderedBatch(
-                row,
-                receives=self.receives(order),
-                links=self._links,
-                device=device_of(self._model.chunks),
-                run=functools.partial(self._run, chunk=chunk),
-                compute=compute,
-            )
-        else:
-            self._waiting = WaitingWeights(row, compute)
+        self._ordered = OrderedBatch(
+            order,
+            tuple(self._by_stage),
+            self._model.chunks,
+            data,
+            receives=self.receives(order),
+            links=self._links,
+            device=device_of(self._model.chunks),
+            run=run,
+            compute=lambda action: self._compute(action, action.microbatch == last),
+        )
+
+    def _compute(self, action: Action, last: bool) -> None:
+        """Compute the weight gradients of a W, which may be its stage's ``last`` one."""
+        chunk = self._by_stage[action.stage]
+        with chunk.gradients.accumulating(last):
+            if last:
+                chunk.gradients.report(self.controller.mask(action.stage, action.microbatch).names)
+            self.controller.compute_weight_gradients(action.stage, action.microbatch)
+
+    def _reduces_early(self) -> bool:
+        """Return whether the host reduces a bucket as soon as it has the gradients of the last microbatch.
+
+        With a ``grad_sync_func`` it does so only on the first rank, and only in the schedule of one chunk.
+        """
+        return self._model.config.grad_sync_func is None or (len(self._by_stage) == 1 and self._position.rank == 0)
 
     def _step(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer's step, then close our step on this rank."""

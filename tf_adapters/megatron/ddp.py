@@ -9,7 +9,7 @@ microbatch. Source: megatron/core/distributed/distributed_data_parallel.py and p
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -102,17 +102,32 @@ class FrozenGradients:
         self._ready = [group.is_last_microbatch for group in self._groups]
 
     @contextmanager
+    def reported(self, ready: bool) -> Iterator[None]:
+        """Run a forward or backward inside. ``ready`` says whether its gradients are the last ones of the batch.
+
+        It replaces what the host says, which assumes the host's own order.
+        """
+        with self._flags([ready] * len(self._groups)):
+            yield
+
+    @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
         """Compute deferred weight gradients inside. The ``last`` ones of a batch may be reduced."""
+        with self._flags([ready and last for ready in self._ready]):
+            yield
+
+    @contextmanager
+    def _flags(self, flags: Sequence[bool]) -> Iterator[None]:
+        """Set each group's ``is_last_microbatch`` inside."""
         groups = self._groups
         before = [group.is_last_microbatch for group in groups]
-        for group, ready in zip(groups, self._ready, strict=True):
-            group.is_last_microbatch = ready and last
+        for group, flag in zip(groups, flags, strict=True):
+            group.is_last_microbatch = flag
         try:
             yield
         finally:
-            for group, ready in zip(groups, before, strict=True):
-                group.is_last_microbatch = ready
+            for group, flag in zip(groups, before, strict=True):
+                group.is_last_microbatch = flag
 
     @property
     def _groups(self) -> list[Any]:

@@ -152,14 +152,14 @@ def patch_schedules() -> Callable[[], None]:
     return patching()(lambda: revert_all(new))
 
 
-def _on_batch(run: Any, model: Any, num_microbatches: int, forward_only: bool, communicator: Any) -> Any:
+def _on_batch(run: Any, model: Any, data: Any, num_microbatches: int, forward_only: bool, communicator: Any) -> Any:
     adapter = adapter_of(model)
     if adapter is None or forward_only:
         return run()
     global _running
     _running = adapter
     try:
-        with adapter.batch(num_microbatches, communicator):
+        with adapter.batch(num_microbatches, data, communicator):
             return run()
     finally:
         _running = None

@@ -113,12 +113,13 @@ def missing_options(config: Any) -> list[str]:
 def keeps_order(config: Any, pipeline_size: int, chunks: int) -> bool:
     """Return whether a plan must keep the host's order of forwards.
 
-    It must with Megatron's interleaved schedule. It also must with variable lengths and with pipelines of several
-    modules, because each tensor then takes two transfers, and the first one blocks.
+    It must with variable lengths and with pipelines of several modules, because each tensor then takes two transfers,
+    and the first one blocks. With more than two chunks, all ranks may gather a chunk's parameters at the same time
+    (``param_sync_func``), in the host's order.
     """
     return (
         pipeline_size == 1
-        or chunks > 1
+        or (chunks > 2 and config.param_sync_func is not None)
         or config.variable_seq_lengths
         or bool(getattr(config, "mtp_standalone", False))
         or not hasattr(P2PCommunicator, "_communicate")

@@ -13,7 +13,7 @@ from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import Limits, PlanProblem
 from tf_adapters.planner.solve import solve
 from tf_adapters.schedule.durations import Bounds
-from tf_adapters.schedule.ir import Action, Kind
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.training.plan_maker import Planned
 
@@ -49,6 +49,21 @@ def force_plan(controller: Controller, ratios: Ratios) -> None:
     data = {**made.to_json(), "freeze_ratio": {str(a): _ratio(ratios, a) for a in made.freeze_ratio}}
     controller.state.measurement = replace(controller.state.measurement, unfrozen_step_ms=1.0)
     controller.state.adopt(controller.schedule, Planned(FreezePlan.from_json(data), step_ms=1.0))
+    controller.state.completed_steps = max(controller.state.completed_steps, controller.state.phases.progressive_end)
+
+
+def force_order(controller: Controller, order: PipelineSchedule) -> None:
+    """Put a controller into stable freezing with nothing frozen and this order of the batch. Do the same on every rank.
+
+    F take 1 ms, I 2 ms, W 1 ms and B 3 ms.
+    """
+    controller.decide()
+    ms = {Kind.FORWARD: 1.0, Kind.BACKWARD: 3.0, Kind.INPUT_GRAD: 2.0, Kind.WEIGHT_GRAD: 1.0}
+    times = {action: Bounds(ms[action.kind], ms[action.kind]) for action in order.actions}
+    made = solve(PlanProblem(Measurement(order, times), Limits(max_freeze_ratio=0.0)))
+    plan = replace(made, schedule=order)
+    controller.state.measurement = replace(controller.state.measurement, unfrozen_step_ms=1.0)
+    controller.state.adopt(controller.schedule, Planned(plan, step_ms=1.0))
     controller.state.completed_steps = max(controller.state.completed_steps, controller.state.phases.progressive_end)
 
 

@@ -30,9 +30,24 @@ EXACT = [
     "pipeline 2, sequence parallel 2",
     "pipeline 2, replicas 2, overlap",
     "pipeline 2, replicas 2, aligned reduce",
+    "interleaved groups of 3, 8 microbatches",
+    "interleaved, three chunks",
+    "full recompute, interleaved",
+    "interleaved, experts",
+    "pipeline 4, interleaved",
+    "interleaved, replicas 2, gather",
+    "interleaved, replicas 2, overlap, tied",
 ]
 EXTRA = {
     "1f1b": 2,
+    "interleaved": 4,
+    "interleaved groups of 3, 8 microbatches": 4,
+    "interleaved, three chunks": 6,
+    "full recompute, interleaved": 4,
+    "interleaved, experts": 4,
+    "pipeline 4, interleaved": 4,
+    "interleaved, replicas 2, gather": 4,
+    "interleaved, replicas 2, overlap, tied": 4,
     "bf16": 2,
     "distributed optimizer": 2,
     "full recompute": 2,
@@ -42,7 +57,7 @@ EXTRA = {
     "pipeline 4": 4,
 }
 """Where forwards are moved as well."""
-MORE = [("1f1b", 0), ("1f1b", 4), ("pipeline 4", 0), ("pipeline 4", 2)]
+MORE = [("1f1b", 0), ("1f1b", 4), ("pipeline 4", 0), ("pipeline 4", 2), ("interleaved", 0)]
 
 
 def deferred(case: Case, extra: int = 0, **settings: Any) -> Case:
@@ -81,6 +96,11 @@ def test_nothing_frozen_is_the_host_to_the_bit(megatron, name, extra):
     ("name", "model"),
     [
         ("pipeline 4", {"deallocate_pipeline_outputs": False}),
+        ("pipeline 4, interleaved", {"overlap_p2p_comm": True, "batch_p2p_comm": False}),
+        (
+            "pipeline 4, interleaved",
+            {"overlap_p2p_comm": True, "batch_p2p_comm": False, "overlap_p2p_comm_warmup_flush": True},
+        ),
         (
             "pipeline 2, replicas 2, aligned reduce",
             {
@@ -92,7 +112,7 @@ def test_nothing_frozen_is_the_host_to_the_bit(megatron, name, extra):
             },
         ),
     ],
-    ids=["outputs kept", "some microbatches recomputed"],
+    ids=["outputs kept", "overlapped transfers", "all transfers overlapped", "some microbatches recomputed"],
 )
 def test_moved_forwards_under_more_of_the_hosts_options(megatron, name, model):
     case = replace(CASES[name], ratios=0.0, steps=2, model=model)
@@ -145,7 +165,7 @@ def test_an_error_of_the_users_passes_and_the_next_batch_is_whole(megatron, alon
 
 def train_through(case: Case, event: str) -> dict[str, Any]:
     """Four steps, with something after the first or all the time."""
-    from tf_adapters.megatron.ordered import Links
+    from tf_adapters.hosts.links import Links
 
     outcome: dict[str, Any] = {"steps": [], "raised": False}
     with pytest.MonkeyPatch.context() as patch:

@@ -197,7 +197,7 @@ UNCHANGED: dict[types.ModuleType, tuple[Callable[[], None], tuple[str, ...]]] = 
     forward_step: (lambda: forward_step.apply(lambda run, model, microbatch: run()), (f"{CORE}.forward_step",)),
     backward_step: (lambda: backward_step.apply(lambda run, output: run()), (f"{CORE}.backward_step",)),
     forward_backward: (
-        lambda: forward_backward.apply(lambda run, model, number, forward_only, communicator: run()),
+        lambda: forward_backward.apply(lambda run, model, data, number, forward_only, communicator: run()),
         (
             f"{CORE}.forward_backward_no_pipelining",
             f"{CORE}.forward_backward_pipelining_without_interleaving",
@@ -658,12 +658,13 @@ def test_a_batch_is_handled_with_model_microbatches_and_whether_it_only_evaluate
     path: str, version: str, host: Host
 ) -> None:
     seen: list[Any] = []
-    forward_backward.apply(lambda run, *given: seen.append(given[:3]) or run())
+    forward_backward.apply(lambda run, *given: seen.append(given[:4]) or run())
     for call in host.calls(path):
         host.call(path, call)
-    assert seen == [(each["model"], each["num_microbatches"], each["forward_only"]) for each in host.received]
+    names = ("model", "data_iterator", "num_microbatches", "forward_only")
+    assert seen == [tuple(each[name] for name in names) for each in host.received]
     assert {forward_only for *_, forward_only in seen} == {False, True}
-    assert seen[-1] == ("the m", 1, False)
+    assert seen[-1] == ("the m", "the d", 1, False)
 
 
 @each_version
@@ -783,7 +784,7 @@ class Adapter:
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def batch(self, number: int, communicator: Any) -> Adapter:
+    def batch(self, number: int, data: Any, communicator: Any) -> Adapter:
         self.seen.append(f"batch of {number}")
         return self
 
