@@ -11,12 +11,18 @@ from megatron_patches import (
     backward_step,
     checkpointing,
     communication,
+    first_stage,
     forward_backward,
     forward_step,
+    layer_layout,
+    microbatch_data,
     model_setup,
+    parallel_groups,
     patch,
     reductions,
+    tied_embeddings,
     train_state,
+    validated_arguments,
 )
 
 ALL = (
@@ -29,6 +35,12 @@ ALL = (
     checkpointing,
     reductions,
     train_state,
+    validated_arguments,
+    first_stage,
+    parallel_groups,
+    layer_layout,
+    tied_embeddings,
+    microbatch_data,
 )
 
 

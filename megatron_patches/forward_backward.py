@@ -11,23 +11,33 @@ Versions: run on 0.16.1 and 0.19.2; read in 0.17.1 and 0.18.1, the same keyword 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_patches.patch import Patch, handle_all
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-_ARGUMENTS = ("model", "data_iterator", "num_microbatches", "forward_only", "p2p_communicator")
+
+
+class Batch(NamedTuple):
+    """The host's arguments of one batch. ``p2p_communicator`` and ``pg_collection`` may be None: the defaults."""
+
+    model: Any
+    data_iterator: Any
+    num_microbatches: int
+    forward_only: bool
+    p2p_communicator: Any
+    pg_collection: Any
+    seq_length: int
+    micro_batch_size: int
+
+
 PATCHES = (
-    Patch(_SCHEDULES, "forward_backward_no_pipelining", *_ARGUMENTS),
-    Patch(_SCHEDULES, "forward_backward_pipelining_without_interleaving", *_ARGUMENTS),
-    Patch(_SCHEDULES, "forward_backward_pipelining_with_interleaving", *_ARGUMENTS),
+    Patch(_SCHEDULES, "forward_backward_no_pipelining", *Batch._fields),
+    Patch(_SCHEDULES, "forward_backward_pipelining_without_interleaving", *Batch._fields),
+    Patch(_SCHEDULES, "forward_backward_pipelining_with_interleaving", *Batch._fields),
 )
 
 
-def apply(handler: Callable[..., Any]) -> None:
-    """Let ``handler`` run each batch.
-
-    Its arguments are ``run``, the model, its data iterators, the number of microbatches, ``forward_only``, and a
-    P2PCommunicator or None.
-    """
-    handle_all(dict.fromkeys(PATCHES, handler))
+def apply(handler: Callable[[Callable[[], Any], Batch], Any]) -> None:
+    """Let ``handler(run, batch)`` run each batch."""
+    handle_all(dict.fromkeys(PATCHES, lambda run, *arguments: handler(run, Batch(*arguments))))

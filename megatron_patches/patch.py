@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,16 +35,22 @@ class Patch:
     """Replaces ``module.symbol`` by a wrapper until ``revert``.
 
     A module looks up its own globals at each call, so the order of imports does not matter. A symbol that other modules
-    import by name must not be patched this way.
+    import by name needs ``everywhere``.
 
     Args:
         module: the module's full name.
         symbol: the function's name in it, or ``Class.method``.
         arguments: names of its arguments that the wrapper reads.
+        everywhere: also replace the name in all loaded modules that have imported the function.
+        but: modules that keep the original then.
     """
 
-    def __init__(self, module: str, symbol: str, *arguments: str) -> None:
+    def __init__(
+        self, module: str, symbol: str, *arguments: str, everywhere: bool = False, but: Sequence[str] = ()
+    ) -> None:
         self.module, self.symbol, self.arguments = module, symbol, arguments
+        self._everywhere, self._but = everywhere, but
+        self._importers: list[types.ModuleType] = []
         self.path, self._name = f"{module}.{symbol}", symbol.rpartition(".")[2]
         self._original: Callable[..., Any] | None = None
         self._replacement: Callable[..., Any] | None = None
@@ -60,7 +68,10 @@ class Patch:
             return
         original = self.check()
         replacement = functools.update_wrapper(wrapper(original), original)
-        setattr(self._owner(), self._name, replacement)
+        if self._everywhere:
+            self._importers = self._importers_of(original)
+        for owner in (self._owner(), *self._importers):
+            setattr(owner, self._name, replacement)
         self._original, self._replacement = original, replacement
 
     def handle(self, handler: Callable[..., Any]) -> None:
@@ -105,8 +116,19 @@ class Patch:
         """Restore the original if the symbol is replaced. Raises PatchError as ``check_revert`` does."""
         self.check_revert()
         if self._original is not None:
-            setattr(self._owner(), self._name, self._original)
+            for owner in (self._owner(), *self._importers):
+                setattr(owner, self._name, self._original)
             self._original = self._replacement = None
+            self._importers = []
+
+    def _importers_of(self, function: Callable[..., Any]) -> list[types.ModuleType]:
+        """Return the other loaded modules in which the function has its name."""
+        apart = {self.module, *self._but}
+        return [
+            module
+            for name, module in tuple(sys.modules.items())
+            if name not in apart and getattr(module, "__dict__", {}).get(self._name) is function
+        ]
 
     def _owner(self) -> Any:
         """Return the module, or the class in it whose method is replaced; None if the class does not exist."""

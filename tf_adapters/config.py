@@ -138,6 +138,11 @@ class TimelyFreezeConfig(BaseModel):
         80.0, ge=0, le=100, description="P_Auto: percentage of the layers that may count as stable"
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="masks are a function of (seed, step, stage, microbatch)")
+    placement: Literal["host", "v"] = Field(
+        "host",
+        description='where stages are; "v" puts two on each rank, so that one rank has the first and the last one '
+        "(Megatron-Core)",
+    )
     schedule: Literal["host", "1f1b", "gpipe"] = Field(
         "host", description='the pipeline schedule to run; "host" keeps the one the host runs'
     )

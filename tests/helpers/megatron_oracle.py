@@ -92,10 +92,33 @@ TWO_RANKS = {
     "expert parallel": Case(pp=1, ep=2, layers=2, ratios=0.6, model=MOE),
     "expert parallel, overlap": Case(pp=1, ep=2, layers=2, ratios=0.6, model=MOE, ddp=OVERLAP),
 }
+TWO_RANKS |= {
+    "V": Case(vp=2, v=True, ratios=0.5),
+    "V, tied": Case(vp=2, v=True, tied=True, ratios=0.7),
+    "V, bf16": Case(vp=2, v=True, ratios=0.5, model=BF16, optimizer=BF16_OPTIMIZER),
+    "V, full recompute": Case(vp=2, v=True, ratios=0.7, model=FULL),
+    "V, experts": Case(vp=2, v=True, ratios=0.5, model=MOE),
+    "V, distributed optimizer": Case(vp=2, v=True, ratios=0.5, ddp=SHARDED, optimizer=SHARDED),
+}
 TWO_RANKS = {name: shortened(case) for name, case in TWO_RANKS.items()}
 FOUR_RANKS = {
     "pipeline 4": Case(pp=4, microbatches=6, ratios=0.6, steps=2),
     "pipeline 4, interleaved": Case(pp=4, vp=2, layers=8, microbatches=8, ratios=0.6, steps=2),
+    "V of 8": Case(pp=4, vp=2, v=True, layers=9, microbatches=8, ratios=0.6, steps=2),
+    "V, sequence parallel 2, tied": Case(
+        vp=2, v=True, tp=2, tied=True, ratios=0.6, steps=2, model={"sequence_parallel": True}
+    ),
+    "V, replicas 2, overlap, tied": Case(vp=2, v=True, tied=True, ratios=0.7, steps=3, ddp=OVERLAP),
+    "V, replicas 2, gather": Case(
+        vp=2,
+        v=True,
+        tied=True,
+        ratios=0.7,
+        steps=3,
+        ddp={**GATHER, "align_param_gather": True},
+        align=True,
+        optimizer=GATHER_OPTIMIZER,
+    ),
     "pipeline 2, tensor 2": Case(tp=2, ratios=0.6, steps=2),
     "pipeline 2, sequence parallel 2": Case(tp=2, ratios=0.6, steps=2, model={"sequence_parallel": True}),
     "pipeline 2, tied, sequence parallel 2": Case(

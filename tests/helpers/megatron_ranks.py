@@ -43,6 +43,7 @@ class Case:
 
     pp: int = 2
     vp: int | None = None
+    v: bool = False  # two chunks on each rank in a V
     tp: int = 1
     ep: int = 1
     layers: int = 4
@@ -118,13 +119,29 @@ def initialize(case: Case) -> None:
 
     if parallel_state.is_initialized():
         destroy_model_parallel()
+    place(case)
     parallel_state.initialize_model_parallel(**case.sizes)
     torch.manual_seed(7)
     model_parallel_cuda_manual_seed(7)
 
 
+def place(case: Case) -> None:
+    """Put the chunks into a V, or take back what did so for an earlier case."""
+    from megatron_patches import first_stage, layer_layout, parallel_groups, tied_embeddings
+    from megatron_patches.patch import revert_all
+    from tf_adapters.megatron import place_in_v
+
+    if case.v:
+        place_in_v()
+    else:
+        for module in (first_stage, parallel_groups, layer_layout, tied_embeddings):
+            revert_all(module.PATCHES)
+
+
 def transformer_config(case: Case) -> Any:
     from megatron.core.transformer import TransformerConfig
+
+    from tf_adapters.megatron.placement import even_layout
 
     chosen: dict[str, Any] = {
         "num_layers": case.layers,
@@ -146,6 +163,8 @@ def transformer_config(case: Case) -> Any:
     }
     if case.pp == 1:
         chosen.pop("pipeline_dtype")
+    if case.v:
+        chosen.setdefault("pipeline_model_parallel_layout", even_layout(case.layers, case.pp))
     return TransformerConfig(**chosen)
 
 
@@ -358,7 +377,10 @@ def zero_gradients(chunks: list[Any], optimizer: Any) -> None:
 def stage_of(case: Case, chunk: int) -> int:
     from megatron.core import parallel_state
 
-    return chunk * case.pp + parallel_state.get_pipeline_model_parallel_rank()
+    from tf_adapters.megatron.placement import PipelinePosition
+
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    return PipelinePosition(rank, case.pp, case.vp or 1, case.v).stage(chunk)
 
 
 def innermost(chunk: Any) -> torch.nn.Module:

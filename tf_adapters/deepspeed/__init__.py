@@ -17,4 +17,4 @@ if TYPE_CHECKING:
     from tf_adapters.deepspeed.entry import attach, initialize
 
 __all__ = ["attach", "initialize"]
-__getattr__ = exported("tf_adapters.deepspeed.entry", __all__)
+__getattr__ = exported("tf_adapters.deepspeed", dict.fromkeys(__all__, "entry"))

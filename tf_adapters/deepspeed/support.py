@@ -15,7 +15,7 @@ from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.deepspeed.partitions import misplaced
 from tf_adapters.deepspeed.replaced import replaced_problem
 from tf_adapters.deepspeed.stages import is_dualpipev, layers_by_stage
-from tf_adapters.hosts.agreement import refuse_other_schedules
+from tf_adapters.hosts.agreement import refuse_other_schedules, refuse_v
 from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, missing_name, refuse
 from tf_adapters.weight_gradients.parameters import COMPILED
 
@@ -50,6 +50,7 @@ def check(engine: Any, settings: TimelyFreezeConfig) -> None:
             f"the engine is a {type(engine).__name__}; it needs a PipelineEngine, "
             "which deepspeed.initialize returns for a PipelineModule"
         )
+    refuse_v(settings, "a DualPipeVModule of DeepSpeed's has its own V")
     refuse(missing_name(engine, ENGINE_NAMES, called="PipelineEngine"))
     refuse(missing_name(p2p, TRANSFER_NAMES, called="deepspeed.runtime.pipe.p2p"))
     module_names = (*MODULE_NAMES, "phase_bounds") if is_dualpipev(engine) else MODULE_NAMES

@@ -20,9 +20,8 @@ from tf_adapters.hosts.layers import blocks
 from tf_adapters.overrides import Overrides
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.report.observer import MetricSink, RunReporter
-from tf_adapters.schedule.dag import PipelineDag
-from tf_adapters.schedule.ir import Kind, PipelineSchedule
-from tf_adapters.schedule.messages import Receives, messages_taken, receive_points
+from tf_adapters.schedule.ir import PipelineSchedule
+from tf_adapters.schedule.messages import Receives, assumed_receives, receives_at
 from tf_adapters.selection.freeze_units import FreezeUnit
 from tf_adapters.training.controller import Controller
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
@@ -113,17 +112,15 @@ class HostAdapter(ABC):
     def receives(self, order: PipelineSchedule) -> Receives:
         """Return when ranks begin to receive in an ``order``, and which messages have arrived by then.
 
-        Times come from the plan; without one, assume forward : backward = 1 : 2. See ``schedule.messages``.
+        Times come from the plan, if there is one. See ``schedule.messages``.
         """
         plan = self.controller.state.plan
         if self._receives is None or self._receives[:2] != (order, plan):
             if plan is not None and plan.start_ms.keys() >= set(order.actions):
-                starts, ms = plan.start_ms, plan.duration_ms
+                receives = receives_at(order, plan.start_ms, plan.duration_ms)
             else:
-                ms = {action: 1.0 if action.kind is Kind.FORWARD else 2.0 for action in order.actions}
-                starts = PipelineDag.from_schedule(order).start_times(ms)
-            ends = {action: starts[action] + ms[action] for action in order.actions}
-            self._receives = order, plan, Receives(receive_points(order, ends), messages_taken(order))
+                receives = assumed_receives(order)
+            self._receives = order, plan, receives
         return self._receives[2]
 
     def around_steps(self, optimizer: torch.optim.Optimizer, before: StepHook, after: StepHook) -> None:

@@ -43,6 +43,12 @@ def refuse_other_schedules(settings: TimelyFreezeConfig, why: str) -> None:
         raise ConfigError(f'timely_freeze.schedule is "{settings.schedule}": allowed is "host"; {why}')
 
 
+def refuse_v(settings: TimelyFreezeConfig, advice: str) -> None:
+    """Raise ConfigError if the settings ask for chunks in a V, which this host does not have from us."""
+    if settings.placement == "v":
+        raise ConfigError(f'timely_freeze.placement is "v": allowed is "host" here; {advice}')
+
+
 def agree_on_settings(
     collectives: Collectives,
     host: HostInfo,

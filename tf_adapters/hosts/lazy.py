@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def exported(module: str, names: Sequence[str]) -> Callable[[str], Any]:
-    """Return a package's ``__getattr__`` that takes ``names`` from ``module``, imported at first use."""
+def exported(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a ``package`` that imports a name's module (``modules``) at first use."""
 
     def get(name: str) -> Any:
-        if name in names:
-            return getattr(importlib.import_module(module), name)
-        raise AttributeError(f"module {module.rpartition('.')[0]!r} has no attribute {name!r}")
+        if name in modules:
+            return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return get

@@ -16,10 +16,11 @@ from tf_adapters.hosts.lazy import exported
 
 if TYPE_CHECKING:
     from tf_adapters.megatron.entry import attach
+    from tf_adapters.megatron.placing import place_in_v
     from tf_adapters.megatron.training import TrainingScript
 
-__all__ = ["add_arguments", "attach", "install", "revert"]
-__getattr__ = exported("tf_adapters.megatron.entry", ["attach"])
+__all__ = ["add_arguments", "attach", "install", "place_in_v", "revert"]
+__getattr__ = exported("tf_adapters.megatron", {"attach": "entry", "place_in_v": "placing"})
 
 
 _script: TrainingScript | None = None  # the script that this process runs

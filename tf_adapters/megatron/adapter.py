@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron_patches.forward_backward import Batch
 from tf_adapters.collectives import Collectives, holds_first_rank, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
@@ -33,8 +34,10 @@ from tf_adapters.megatron.ddp import before_reduction
 from tf_adapters.megatron.late_norm import meetings, own_norm
 from tf_adapters.megatron.linear import tapped_layer
 from tf_adapters.megatron.optimizers import HeldParameters, held_values, leaves, scale_gradients
-from tf_adapters.megatron.ordered import OrderedBatch, is_replaceable
-from tf_adapters.megatron.schedules import PipelinePosition, translate
+from tf_adapters.megatron.ordered import OrderedBatch, check_replaceable, input_shape, is_replaceable, reduces_early
+from tf_adapters.megatron.placement import position
+from tf_adapters.megatron.schedules import translate
+from tf_adapters.megatron.tags import tag
 from tf_adapters.megatron.units import chunk_units, tied_places
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
@@ -47,7 +50,6 @@ from tf_adapters.weight_gradients.taps import StageTaps
 HOST = HostInfo("megatron-core", metadata.version("megatron-core"))
 ATTRIBUTE = "timely_freeze"  # of a model chunk: its adapter
 TIMER = "timely-freeze"  # Megatron's timer for our own work between batches
-_TAG = "timely_freeze_action"  # attribute of a forward's output that identifies its backward
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class MegatronAdapter(HostAdapter):
     def _take_place(self) -> None:
         model = self._model
         self._links = Links(model.pp_group)
-        self._position = PipelinePosition(model.pp_group.rank(), model.pp_group.size(), len(model.chunks))
+        self._position = position(model.pp_group, model.chunks, model.config)
         self._chunks = {id(c): Chunk(self._position.stage(index), c) for index, c in enumerate(model.chunks)}
         self._by_stage = {chunk.stage: chunk for chunk in self._chunks.values()}
 
@@ -175,21 +177,17 @@ class MegatronAdapter(HostAdapter):
     # --- what the patches call -------------------------------------------------------------------------------
 
     @contextmanager
-    def batch(self, num_microbatches: int, data: Any, communicator: Any = None) -> Iterator[None]:
-        """Run one training batch inside.
-
-        ``data`` is the host's iterator, or one for each chunk. ``communicator`` is a P2PCommunicator; None is the
-        host's default.
-        """
+    def batch(self, batch: Batch) -> Iterator[None]:
+        """Run one training batch inside."""
         with self._timed():
             self._steps.before_batch()  # all ranks run the batch, but an update may come on some of them only
-        if num_microbatches != self.controller.state.microbatches:
-            self.controller.reschedule(self._orders(num_microbatches))
+        if batch.num_microbatches != self.controller.state.microbatches:
+            self.controller.reschedule(self._orders(batch.num_microbatches))
         self.controller.begin_step()
         self._steps.begin_batch()
         self._held.add_batch(self.controller.held_parameters())
         self._batch_seen = True
-        self._follow_plan(data, communicator)
+        self._follow_plan(batch)
         self._in_batch = True
         self._unscaled = set(self._by_stage)
         ordered = self._ordered.without_transfers() if self._ordered else nullcontext()
@@ -247,35 +245,38 @@ class MegatronAdapter(HostAdapter):
             self._waiting.passed(action)
         return result
 
-    def _follow_plan(self, data: Any, communicator: Any) -> None:
+    def _follow_plan(self, batch: Batch) -> None:
         """Prepare this batch to run as the plan orders; do nothing if the plan's order is the host's.
 
         If forwards may move and transfers can be skipped, the batch runs in the plan's order. In other pipelines the
-        host's order stays, and only the deferred weight gradients run where the plan has put them.
+        host's order stays, and only the deferred weight gradients run where the plan has put them. The host itself
+        cannot run chunks in a V.
         """
-        order = self.controller.execution
-        if order is self.controller.schedule:
+        order, in_v = self.controller.execution, self._position.in_v
+        if order is self.controller.schedule and not in_v:
             return
-        if not (self._model.moves_forwards and is_replaceable(communicator, self._model.pp_group)):
+        if not in_v and not (self._model.moves_forwards and is_replaceable(batch, self._model.pp_group)):
             self._waiting = WaitingWeights(order.ranks[self._position.rank], self._compute)
             return
+        if in_v:
+            check_replaceable(batch, self._model.pp_group)
         last = order.num_microbatches - 1
-        early = self._reduces_early()
+        early = reduces_early(self._model.config, self._position)
 
         def run(call: Callable[[], Any], action: Action) -> Any:
             with self._by_stage[action.stage].gradients.reported(early and action.microbatch == last):
                 return self._run(call, action)
 
         self._ordered = OrderedBatch(
+            batch,
             order,
-            tuple(self._by_stage),
-            self._model.chunks,
-            data,
+            self._position.stages,
             receives=self.receives(order),
             links=self._links,
             device=device_of(self._model.chunks),
             run=run,
             compute=lambda action: self._compute(action, action.microbatch == last),
+            input_shape=input_shape(batch, self._model.config) if in_v else None,
         )
 
     def _compute(self, action: Action, last: bool) -> None:
@@ -285,13 +286,6 @@ class MegatronAdapter(HostAdapter):
             if last:
                 chunk.gradients.report(self.controller.mask(action.stage, action.microbatch).names)
             self.controller.compute_weight_gradients(action.stage, action.microbatch)
-
-    def _reduces_early(self) -> bool:
-        """Return whether the host reduces a bucket as soon as it has the gradients of the last microbatch.
-
-        With a ``grad_sync_func`` it does so only on the first rank, and only in the schedule of one chunk.
-        """
-        return self._model.config.grad_sync_func is None or (len(self._by_stage) == 1 and self._position.rank == 0)
 
     def _step(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer's step, then close our step on this rank."""
@@ -351,23 +345,6 @@ class MegatronAdapter(HostAdapter):
                 "install(); until then nothing is frozen",
                 logging.WARNING,
             )
-
-
-def tag(output: Any, value: tuple[MegatronAdapter, Chunk, int]) -> None:
-    """Mark a forward's output with its chunk and microbatch, since the host passes nothing else to the backward.
-
-    Pipelines of several modules (0.17 on) have dicts as outputs, which take no tag. Their backwards run unmasked, and
-    the check of the executed order ends freezing before any mask is drawn.
-    """
-    tensor = output[0] if isinstance(output, list) else output
-    if isinstance(tensor, torch.Tensor):
-        setattr(tensor, _TAG, value)
-
-
-def tagged(output: Any) -> tuple[MegatronAdapter, Chunk, int] | None:
-    """Remove and return the mark that ``tag`` left on a forward's output; None if the output has no mark."""
-    tensor = output[0] if isinstance(output, list) else output
-    return vars(tensor).pop(_TAG, None) if isinstance(tensor, torch.Tensor) else None
 
 
 def adapter_of(model: Any) -> MegatronAdapter | None:

@@ -13,22 +13,27 @@ from megatron.core.num_microbatches_calculator import get_micro_batch_size, get_
 from megatron.core.utils import get_model_config
 
 from megatron_patches import backward_step, communication, forward_backward, forward_step
+from megatron_patches.forward_backward import Batch
 from megatron_patches.patch import revert_all
 from tf_adapters.collectives import Collectives, ProcessGroupCollectives, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.adapter import attach_once
 from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules, same_on_all_ranks
-from tf_adapters.megatron.adapter import HOST, MegatronAdapter, MegatronModel, adapter_of, tagged
+from tf_adapters.megatron.adapter import HOST, MegatronAdapter, MegatronModel, adapter_of
 from tf_adapters.megatron.late_norm import norm_can_be_late
 from tf_adapters.megatron.optimizers import meets
 from tf_adapters.megatron.patching import patching
+from tf_adapters.megatron.placed import PlacedBatch, needs_placing
+from tf_adapters.megatron.placement import is_in_v
 from tf_adapters.megatron.support import check, keeps_order, missing_options
+from tf_adapters.megatron.tags import tagged
 from tf_adapters.report.observer import MetricSink
 
 __all__ = ["attach", "patch_schedules"]
 
 _running: MegatronAdapter | None = None  # whose batch runs
+_placed: PlacedBatch | None = None  # the batch in a V that runs without an adapter
 
 
 def attach(
@@ -152,17 +157,21 @@ def patch_schedules() -> Callable[[], None]:
     return patching()(lambda: revert_all(new))
 
 
-def _on_batch(run: Any, model: Any, data: Any, num_microbatches: int, forward_only: bool, communicator: Any) -> Any:
-    adapter = adapter_of(model)
-    if adapter is None or forward_only:
-        return run()
-    global _running
-    _running = adapter
+def _on_batch(run: Any, batch: Batch) -> Any:
+    adapter = adapter_of(batch.model)
+    global _running, _placed
     try:
-        with adapter.batch(num_microbatches, data, communicator):
-            return run()
+        if adapter is not None and not batch.forward_only:
+            _running = adapter
+            with adapter.batch(batch):
+                return run()
+        if needs_placing(batch):
+            _placed = PlacedBatch(batch)
+            with _placed.running():
+                return run()
+        return run()
     finally:
-        _running = None
+        _running = _placed = None
 
 
 def _on_communication(run: Any, *received: Any) -> Any:
@@ -174,6 +183,8 @@ def _on_communication(run: Any, *received: Any) -> Any:
 
 
 def _on_forward(run: Any, model: Any, microbatch: int | None) -> Any:
+    if microbatch is not None and _placed is not None and _placed.has(model):
+        return _placed.forward(run, model, microbatch)
     adapter = adapter_of(model)
     return run() if adapter is None else adapter.forward(run, model, microbatch)
 
@@ -189,6 +200,11 @@ def _on_backward(run: Any, output: Any) -> Any:
 def _check(chunks: Sequence[Any], optimizer: Any, settings: TimelyFreezeConfig) -> None:
     refuse_other_schedules(settings, "with Megatron-Core the schedule follows from the pipeline's sizes")
     check(chunks, optimizer, settings)
+    if settings.placement == "v" and not is_in_v(get_model_config(chunks[0])):
+        raise ConfigError(
+            'timely_freeze.placement is "v", but the model was not built in a V: call '
+            "tf_adapters.megatron.place_in_v() before initialize_model_parallel"
+        )
 
 
 def _microbatch_size_of_the_run() -> int | None:

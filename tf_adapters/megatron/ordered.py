@@ -16,12 +16,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as host
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_type
 
+from megatron_patches.forward_backward import Batch
+from tf_adapters.errors import UnsupportedError
 from tf_adapters.hosts.links import Links
 from tf_adapters.hosts.runner import RowRunner
+from tf_adapters.megatron.placement import PipelinePosition
 from tf_adapters.overrides import Overrides
 from tf_adapters.schedule.deferral import most_held
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
@@ -49,36 +53,36 @@ class OrderedBatch:
     """Megatron's computations of one rank in one batch (``hosts.runner.Computations``).
 
     Args:
-        order: the order of all ranks.
+        batch: the host's arguments.
+        order: the order of all ranks. Without backwards, the batch only evaluates.
         stages: the stages of the rank's model chunks.
-        models: the model chunks, as the host's schedule gets them.
-        data: the host's data iterator, or one for each chunk.
         run: runs the host's forward or backward of an action, masked and timed.
         compute: computes the weight gradients of a W.
+        input_shape: of a stage's input, where a rank may receive before its host has named the shape.
     """
 
     def __init__(
         self,
+        batch: Batch,
         order: PipelineSchedule,
         stages: Sequence[int],
-        models: Sequence[torch.nn.Module],
-        data: Any,
         *,
         receives: Receives,
         links: Links,
         device: torch.device,
         run: Run,
         compute: Callable[[Action], None],
+        input_shape: Any = None,
     ) -> None:
+        self._batch, self._device = batch, device
         self._stages, self._last_stage = tuple(stages), order.num_stages - 1
-        self._models, self._data, self._device = models, data, device
         self._run, self._compute = run, compute
         self._runner = RowRunner(order, receives, links, host=self)
         self._window = most_held(order.ranks[links.rank])
         self._forward_step: Callable[..., Any] = host.forward_step
         self._arguments: dict[str, Any] = {}  # arguments of the host's first forward
         self._of_backward: dict[str, Any] = {}
-        self._input_shape: Any = None
+        self._input_shape = input_shape
         self._output_shapes: dict[int, torch.Size] = {}  # by stage
         self._forwards = 0  # number that have run
         self._in_flight: dict[tuple[int, int], _InFlight] = {}  # by stage and microbatch
@@ -138,7 +142,8 @@ class OrderedBatch:
         outputs, self._tokens[place] = self._run(call, action)
         self._forwards += 1
         self._output_shapes[action.stage] = outputs[0].shape
-        self._in_flight[place] = _InFlight(inputs, outputs)
+        if not self._batch.forward_only:
+            self._in_flight[place] = _InFlight(inputs, outputs)
         return outputs[0]  # type: ignore[no-any-return]
 
     def backward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor | None:
@@ -172,9 +177,10 @@ class OrderedBatch:
             changed["is_first_microbatch"] = False
         if len(self._stages) > 1:
             chunk = self._stages.index(action.stage)
-            changed |= {"model": self._models[chunk], "data_iterator": self._data[chunk], "vp_stage": chunk}
-            changed["is_first_microbatch"] = action.microbatch == 0
-            changed["is_last_stage"] = action.stage == self._last_stage
+            changed["model"], changed["data_iterator"] = self._batch.model[chunk], self._batch.data_iterator[chunk]
+            changed["vp_stage"], changed["is_last_stage"] = chunk, action.stage == self._last_stage
+            if not self._batch.forward_only:  # else the host knows whether this evaluation is the first one
+                changed["is_first_microbatch"] = action.microbatch == 0
         recomputed_from = self._arguments["config"].num_microbatches_with_partial_activation_checkpoints
         if recomputed_from is not None:
             changed["checkpoint_activations_microbatch"] = self._forwards % self._window >= recomputed_from
@@ -192,8 +198,42 @@ def _handles(recv_prev: bool, recv_next: bool, tensor_send_next: Any, tensor_sen
     return {name: _Arrived() for name, is_begun in begun.items() if is_begun}
 
 
-def is_replaceable(communicator: Any, pp_group: Any) -> bool:
-    """Return whether transfers through the batch's ``communicator`` (None: the host's default) can be skipped."""
+def reduces_early(config: Any, position: PipelinePosition) -> bool:
+    """Return whether the host reduces a bucket as soon as it has the gradients of the last microbatch.
+
+    With a ``grad_sync_func`` it does so only on the first rank, and only in the schedule of one chunk.
+    """
+    return config.grad_sync_func is None or (position.chunks == 1 and position.rank == 0)
+
+
+def input_shape(batch: Batch, config: Any) -> Any:
+    """Return the shape of each input of a stage in an interleaved schedule."""
+    groups = batch.pg_collection
+    tp_group = groups.tp if groups else parallel_state.get_tensor_model_parallel_group()
+    cp_group = groups.cp if groups else parallel_state.get_context_parallel_group()
+    shapes = host.get_tensor_shapes(
+        seq_length=batch.seq_length,
+        micro_batch_size=batch.micro_batch_size,
+        decoder_seq_length=None,
+        config=config,
+        tp_group=tp_group,
+        cp_group=cp_group,
+    )
+    return shapes[0]
+
+
+def check_replaceable(batch: Batch, pp_group: Any) -> None:
+    """Raise UnsupportedError if chunks in a V cannot run, since the host's transfers cannot be skipped."""
+    if not is_replaceable(batch, pp_group):
+        raise UnsupportedError(
+            "timely_freeze cannot run chunks in a V here: the batch's p2p_communicator has a _communicate or a "
+            'pipeline group of its own; use Megatron\'s, or placement "host"'
+        )
+
+
+def is_replaceable(batch: Batch, pp_group: Any) -> bool:
+    """Return whether transfers through the batch's communicator (None: the host's default) can be skipped."""
+    communicator = batch.p2p_communicator
     if communicator is None:
         return True
     ours = type(communicator)._communicate is P2PCommunicator._communicate

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -17,20 +16,9 @@ from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_orde
 
 from tf_adapters.collectives import Collectives, on_all_ranks
 from tf_adapters.errors import ScheduleError
+from tf_adapters.megatron.placement import PipelinePosition, v_order
 from tf_adapters.megatron.send_waits import Row, send_waits
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-
-
-@dataclass(frozen=True)
-class PipelinePosition:
-    """The position of this rank in the pipeline. Chunk c of rank r is stage ``c * size + r``."""
-
-    rank: int
-    size: int
-    chunks: int
-
-    def stage(self, chunk: int) -> int:
-        return chunk * self.size + self.rank
 
 
 def translate(
@@ -50,13 +38,16 @@ def translate(
             both = PipelineSchedule((rows[rank].actions, row.actions)).grid()
             raise ScheduleError(f"two replicas of pipeline rank {rank} run different schedules:\n{both}")
     in_order = [rows[rank] for rank in sorted(rows)]
-    waits = position.chunks > 1 and not getattr(config, "overlap_p2p_comm_warmup_flush", False)
+    own_order = position.chunks > 1 and not position.in_v  # Megatron's, with its blocking sends
+    waits = own_order and not getattr(config, "overlap_p2p_comm_warmup_flush", False)
     schedule = PipelineSchedule(tuple(row.actions for row in in_order), send_waits(in_order) if waits else ())
     return schedule.validate()
 
 
 def local_row(position: PipelinePosition, config: Any, pp_group: Any, num_microbatches: int) -> Row:
     """Return this rank's actions in one batch, in order."""
+    if position.in_v:
+        return Row(v_order(position.size, num_microbatches).ranks[position.rank], warmup=0, overlaps=False)
     interleaved = position.chunks > 1
     group_size = config.microbatch_group_size_per_vp_stage if interleaved else num_microbatches
     warmup = get_pp_rank_microbatches(

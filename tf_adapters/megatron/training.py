@@ -13,6 +13,7 @@ import megatron_patches.arguments
 import megatron_patches.checkpointing
 import megatron_patches.model_setup
 import megatron_patches.reductions
+import megatron_patches.validated_arguments
 from tf_adapters.arguments import add_arguments, config_from_args
 from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
 from tf_adapters.config import SECTION
@@ -20,7 +21,15 @@ from tf_adapters.megatron.adapter import TIMER, MegatronAdapter
 from tf_adapters.megatron.entry import attach
 from tf_adapters.megatron.late_norm import agreed_statistics
 from tf_adapters.megatron.patching import patching
+from tf_adapters.megatron.placing import place_arguments
 from tf_adapters.training.phases import warmup_left
+
+_SCRIPT_PATCHES = (
+    megatron_patches.arguments,
+    megatron_patches.validated_arguments,
+    megatron_patches.model_setup,
+    megatron_patches.checkpointing,
+)
 
 
 class TrainingScript:
@@ -36,10 +45,11 @@ class TrainingScript:
     @patching()
     def install(self) -> None:
         """Patch ``megatron.training``. Raises UnsupportedError, and patches nothing, if a symbol is missing."""
-        for module in (megatron_patches.arguments, megatron_patches.model_setup, megatron_patches.checkpointing):
+        for module in _SCRIPT_PATCHES:
             for patch in module.PATCHES:
                 patch.check()
         megatron_patches.arguments.apply(add_arguments)
+        megatron_patches.validated_arguments.apply(place_arguments)
         megatron_patches.model_setup.apply(self._attach)
         megatron_patches.checkpointing.apply(SECTION, self._state_to_save, self._keep)
         loop = megatron_patches.reductions.MEGATRON_LM

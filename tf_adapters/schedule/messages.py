@@ -13,6 +13,7 @@ sequence, so they are done. Then the item gets done too, which is a contradictio
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, deque
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -25,6 +26,22 @@ class Receives(NamedTuple):
 
     before: Mapping[Action, tuple[Action, ...]]
     taken: Mapping[Action, int]
+
+
+@functools.lru_cache
+def assumed_receives(order: PipelineSchedule) -> Receives:
+    """Return when ranks begin to receive in an order of unknown times, which may lack backwards.
+
+    Every action takes as long as any other.
+    """
+    places = {action: float(place) for place, action in enumerate(order.execution_order())}
+    return Receives(receive_points(order, places), messages_taken(order))
+
+
+def receives_at(order: PipelineSchedule, start_ms: Mapping[Action, float], ms: Mapping[Action, float]) -> Receives:
+    """Return when ranks begin to receive in an order whose actions start at ``start_ms`` and take ``ms``."""
+    ends = {action: start_ms[action] + ms[action] for action in order.actions}
+    return Receives(receive_points(order, ends), messages_taken(order))
 
 
 def in_time(schedule: PipelineSchedule, end_ms: Mapping[Action, float]) -> tuple[Action, ...]:

@@ -13,4 +13,4 @@ if TYPE_CHECKING:
     from tf_adapters.torch_pipelining.entry import attach
 
 __all__ = ["attach"]
-__getattr__ = exported("tf_adapters.torch_pipelining.entry", __all__)
+__getattr__ = exported("tf_adapters.torch_pipelining", dict.fromkeys(__all__, "entry"))

@@ -10,7 +10,7 @@ import torch
 from tf_adapters.collectives import Collectives, ProcessGroupCollectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.adapter import attach_once
-from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules, same_on_all_ranks
+from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules, refuse_v, same_on_all_ranks
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.torch_pipelining.adapter import ATTRIBUTE, HOST, TorchPipeliningAdapter
 from tf_adapters.torch_pipelining.support import check, check_split_backwards
@@ -70,6 +70,7 @@ def attach(
 
 def _check(schedule: Any, optimizers: tuple[Any, ...], settings: TimelyFreezeConfig) -> None:
     refuse_other_schedules(settings, "with torch.distributed.pipelining the schedule is the object that you pass")
+    refuse_v(settings, "build a ScheduleZBVZeroBubble, on which the plan's order runs")
     check(schedule, optimizers, settings)
     if settings.splits_backwards:
         check_split_backwards(schedule, settings.without_split)

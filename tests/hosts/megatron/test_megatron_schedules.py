@@ -13,7 +13,8 @@ from schedules import one_f_one_b
 
 from tf_adapters.collectives import Collectives
 from tf_adapters.errors import ScheduleError
-from tf_adapters.megatron.schedules import PipelinePosition, actions_of_order, local_row, translate
+from tf_adapters.megatron.placement import PipelinePosition
+from tf_adapters.megatron.schedules import actions_of_order, local_row, translate
 from tf_adapters.megatron.send_waits import Row, send_waits
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
