@@ -11,6 +11,7 @@ from megatron_patches import (
     backward_step,
     checkpointing,
     communication,
+    datasets,
     first_stage,
     forward_backward,
     forward_step,
@@ -41,6 +42,7 @@ ALL = (
     layer_layout,
     tied_embeddings,
     microbatch_data,
+    datasets,
 )
 
 

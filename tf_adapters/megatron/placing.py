@@ -16,26 +16,19 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_patches import first_stage, layer_layout, microbatch_data, parallel_groups, tied_embeddings
+from megatron_patches import first_stage, layer_layout, parallel_groups, tied_embeddings
 from megatron_patches.patch import revert_all
-from tf_adapters.config import SECTION
-from tf_adapters.errors import ConfigError, UnsupportedError
-from tf_adapters.log import announce
+from tf_adapters.errors import UnsupportedError
 from tf_adapters.megatron.entry import patch_schedules
 from tf_adapters.megatron.patching import patching
-from tf_adapters.megatron.placement import VLayout, even_layout
+from tf_adapters.megatron.placement import VLayout
 
-__all__ = ["place_arguments", "place_in_v"]
+__all__ = ["place_in_v"]
 
 CHECKED = "0.16."
 """The versions of Megatron-Core with which a V was run."""
 
 _PATCHES = (*first_stage.PATCHES, *parallel_groups.PATCHES, *layer_layout.PATCHES, *tied_embeddings.PATCHES)
-_VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-_FOR_ONE_CHUNK = (
-    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-)
 
 
 @patching()
@@ -71,41 +64,6 @@ def place_in_v() -> Callable[[], None]:
     tied_embeddings.apply(tied.start, tied.add_gradients)
     patch_schedules()  # they stay: a loop may hold a wrapped function
     return patching()(lambda: revert_all(new))
-
-
-def place_arguments(args: Any) -> None:
-    """Put a Megatron-LM script's chunks into a V if its arguments say so, before Megatron validates them.
-
-    Raises ConfigError or UnsupportedError, one line, if they cannot be.
-    """
-    if getattr(args, f"{SECTION}_placement", "host") != "v":
-        return
-    size = args.pipeline_model_parallel_size
-    if size < 2:
-        raise ConfigError(f'--pipeline-model-parallel-size is {size}: allowed with placement "v" is at least 2')
-    for name in (*_VIRTUAL, *_FOR_ONE_CHUNK):
-        if getattr(args, name, None):
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f'{option} is {getattr(args, name)}: with placement "v", leave it out')
-    if getattr(args, "mtp_num_layers", None):
-        raise ConfigError(f'--mtp-num-layers is {args.mtp_num_layers}: with placement "v", leave it out')
-    place_in_v()
-    microbatch_data.apply(lambda: parallel_state.is_pipeline_last_stage(ignore_virtual=True))
-    if args.pipeline_model_parallel_layout is None:
-        args.pipeline_model_parallel_layout = _layout_for(args)
-    _layout(args.pipeline_model_parallel_layout, size)  # refuses a wrong number of stages
-
-
-def _layout_for(args: Any) -> str:
-    """Return a layout in which the last stage has fewer layers, as many as its output layer costs."""
-    hidden, vocabulary = args.hidden_size, getattr(args, "padded_vocab_size", None) or args.vocab_size or 0
-    layout = even_layout(args.num_layers, args.pipeline_model_parallel_size, vocabulary / (12.0 * hidden))
-    announce(
-        args.rank,
-        f"placement: two chunks on each rank, in a V, with the layers {layout}; the last stage has fewer layers, "
-        "because its output layer takes time too (another choice: --pipeline-model-parallel-layout)",
-    )
-    return layout
 
 
 @functools.lru_cache

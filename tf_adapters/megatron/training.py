@@ -21,7 +21,7 @@ from tf_adapters.megatron.adapter import TIMER, MegatronAdapter
 from tf_adapters.megatron.entry import attach
 from tf_adapters.megatron.late_norm import agreed_statistics
 from tf_adapters.megatron.patching import patching
-from tf_adapters.megatron.placing import place_arguments
+from tf_adapters.megatron.placed_script import place_arguments
 from tf_adapters.training.phases import warmup_left
 
 _SCRIPT_PATCHES = (
