@@ -32,6 +32,8 @@ class Size:
     ``compiled`` torch's decoder layers are compiled one by one. ``clip`` is the largest norm of all gradients, on
     DeepSpeed with ZeRO 1; 0 does not clip, and None leaves it to the example. ``schedule`` is torch's. ``looped`` is
     the number of a rank's stages: Megatron's model chunks, or those of torch's looped schedules; 0 takes the example's.
+    ``in_v`` puts Megatron's two chunks of each rank into a V. With ``weights_by_name`` Megatron's first weights do not
+    depend on where the layers are.
     """
 
     ranks: int = RANKS
@@ -45,6 +47,8 @@ class Size:
     clip: float | None = None
     schedule: str = "1f1b"
     looped: int = 0
+    in_v: bool = False
+    weights_by_name: bool = False
 
 
 @dataclass
@@ -143,6 +147,7 @@ def _megatron(freezing: PairedSettings, alone: bool, size: Size) -> Training:
     from trainer import Trainer
 
     import tf_adapters.megatron
+    from benchmarks.shared.megatron_weights import fill_by_name
 
     sizes = Sizes(
         pipeline=size.ranks,
@@ -152,8 +157,11 @@ def _megatron(freezing: PairedSettings, alone: bool, size: Size) -> Training:
         micro_batch=size.micro_batch,
         microbatches=size.microbatches,
         virtual_pipeline=size.looped or 1,
+        in_v=size.in_v,
     )
     trainer = Trainer(sizes)
+    for chunk in trainer.chunks if size.weights_by_name else ():
+        fill_by_name(chunk, deviation=0.02)
     if size.clip is not None:
         trainer.optimizer.config.clip_grad = size.clip
     train, held_out = (ByteDataset(part, trainer.sizes.context) for part in split(load_text("topics")))

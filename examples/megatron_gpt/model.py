@@ -24,6 +24,7 @@ class Sizes:
 
     pipeline: int = 2
     virtual_pipeline: int = 1
+    in_v: bool = False  # the two chunks of each rank
     tensor: int = 1
     layers: int = 8
     hidden: int = 256
@@ -44,6 +45,8 @@ class Sizes:
                 raise ValueError(f"{name} is {value}: it must be at least 1")
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ValueError(f"virtual_pipeline is {self.virtual_pipeline}, which needs a pipeline of several ranks")
+        if self.in_v and self.virtual_pipeline != 2:
+            raise ValueError(f"virtual_pipeline is {self.virtual_pipeline}: it must be 2 for chunks in a V")
         for name, divisor in (
             ("layers", self.pipeline * self.virtual_pipeline),
             ("hidden", self.heads),
@@ -85,6 +88,10 @@ def transformer_config(sizes: Sizes) -> TransformerConfig:
         "persist_layer_norm": False,
         **sizes.parallel,
     }
+    if sizes.in_v:
+        each = sizes.layers // (2 * sizes.pipeline) * "t"
+        stages = [each] * (2 * sizes.pipeline)
+        chosen["pipeline_model_parallel_layout"] = "|".join(["E" + stages[0], *stages[1:-1], stages[-1] + "L"])
     if sizes.bf16:
         chosen |= {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
     if sizes.recompute:

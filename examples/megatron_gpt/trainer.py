@@ -19,6 +19,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from text import ByteDataset
 
+import tf_adapters.megatron
+
 EVALUATION_BATCHES = 4
 WEIGHT_DECAY = 0.1
 Data = list[Iterator[tuple[torch.Tensor, torch.Tensor]]]
@@ -30,6 +32,8 @@ class Trainer:
 
     def __init__(self, sizes: Sizes, lr: float = 1e-3, lr_warmup: int = 10) -> None:
         if not parallel_state.is_initialized():
+            if sizes.in_v:
+                tf_adapters.megatron.place_in_v()
             parallel_state.initialize_model_parallel(**sizes.parallel)
         self.sizes = sizes
         self.finished_steps = 0

@@ -76,6 +76,28 @@ def test_it_freezes_and_defers(alone: dict[int, str], tmp_path: Path) -> None:
     assert "timely_freeze: deferral: weight gradients that can wait are" in output
 
 
+V = ("--timely-freeze-placement", "v")
+NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
+
+
+def test_a_v_goes_on_from_a_checkpoint_of_1f1b_and_1f1b_from_that_of_a_v(tmp_path: Path) -> None:
+    """The last step may differ in its last digit, since ranks add up the norm for clipping in another order."""
+    saving = (*NO_DROPOUT, "--save-interval", str(STEPS // 2), "--save")
+    for name, first, first_through, then in (
+        ("from 1F1B", (), (), (*freezing(tmp_path / "b"), *V)),
+        ("from a V", (*freezing(tmp_path / "a"), *V), ("-m", "tf_adapters.megatron"), ()),
+    ):
+        folder = tmp_path / name
+        train(*saving, str(folder), *first, through=first_through)
+        (folder / "latest_checkpointed_iteration.txt").write_text(str(STEPS // 2))
+        loading = (*NO_DROPOUT, "--load", str(folder))
+        same_placement = losses(train(*loading, *first, through=first_through))
+        other_placement = losses(train(*loading, *then, through=("-m", "tf_adapters.megatron") if then else ()))
+        assert list(other_placement) == list(range(STEPS // 2 + 1, STEPS + 1))
+        for step, loss in same_placement.items():
+            assert float(other_placement[step]) == pytest.approx(float(loss), abs=2e-6), (name, step)
+
+
 def check_deferred(report: Report) -> None:
     """The run ended in stable freezing, and its plan computes weight gradients apart from their backwards."""
     assert report.status == "stable"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from typing import Any
 
@@ -152,11 +151,12 @@ def merged(ranks: list[dict[str, Any]]) -> tuple[list[Any], dict[Any, torch.Tens
 def trained(case: Case, detaches: bool = False) -> dict[str, Any]:
     """Train from weights that depend on their names only."""
     import tf_adapters.megatron
+    from benchmarks.shared.megatron_weights import fill_by_name
 
     initialize(case)
     chunks = build_chunks(case)
     for chunk in chunks:
-        fill(chunk)
+        fill_by_name(chunk)
     optimizer = build_optimizer(case, chunks)
     adapter = None
     if case.section is not None:
@@ -188,6 +188,8 @@ def named(chunks: list[Any], optimizer: Any) -> dict[Any, Any]:
     from megatron.core import parallel_state
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+    from benchmarks.shared.megatron_weights import whole_name
+
     place = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
     found = {}
     for chunk in chunks:
@@ -196,33 +198,6 @@ def named(chunks: list[Any], optimizer: Any) -> dict[Any, Any]:
     if any(isinstance(leaf, DistributedOptimizer) for leaf in getattr(optimizer, "chained_optimizers", [optimizer])):
         return {key: parameter for key, parameter in found.items() if parallel_state.get_data_parallel_rank() < 0}
     return found
-
-
-def whole_name(model: Any, name: str) -> str:
-    """The name of a parameter with the number of its layer in the whole model."""
-    parts = name.split(".")
-    if parts[:2] == ["decoder", "layers"]:
-        parts[2] = str(model.decoder.layers[int(parts[2])].layer_number)
-    return ".".join(parts)
-
-
-def fill(chunk: Any) -> None:
-    """Fill weights by their names, and tied copies alike. What starts as a constant stays."""
-    from megatron.core import parallel_state
-
-    model = innermost(chunk)
-    tied = model.share_embeddings_and_output_weights
-    for name, parameter in model.named_parameters():
-        if parameter.dim() < 2:
-            continue
-        whole = whole_name(model, name)
-        if tied and whole == "output_layer.weight":
-            whole = "embedding.word_embeddings.weight"
-        number = int(
-            hashlib.md5(f"{whole}{parallel_state.get_tensor_model_parallel_rank()}".encode()).hexdigest()[:8], 16
-        )
-        generator = torch.Generator().manual_seed(number)
-        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
 
 
 @pytest.mark.distributed
