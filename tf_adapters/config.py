@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from tf_adapters.errors import ConfigError
-from tf_adapters.goals import Goal, fallbacks, with_goal
+from tf_adapters.goals import Goal, contradicting, fallbacks, with_goal
 from tf_adapters.log import announce
 from tf_adapters.schemas import in_words
 
@@ -63,7 +63,7 @@ class TimelyFreezeConfig(BaseModel):
         None,
         description="what a run is for; exact: the host's bits, sooner; pays: exact first, then sampled tokens where "
         "measurements say that they pay; paper: TimelyFreeze as published; each setting of your own overrides it; by "
-        "default exact, unless another setting chooses how to freeze",
+        "default exact, unless another setting asks for freezing",
     )
     method: Literal["timely", "timely+apf", "timely+autofreeze", "apf", "autofreeze", "none"] = Field(
         "timely",
@@ -167,7 +167,13 @@ class TimelyFreezeConfig(BaseModel):
 
     def __init__(self, **settings: Any) -> None:
         """Raise ConfigError, one line with each wrong setting, its value and what is allowed."""
-        settings = with_goal(_without_retired(settings))
+        settings = _without_retired(settings)
+        if (name := contradicting(settings)) is not None:
+            raise ConfigError(
+                f'{SECTION}.goal is "exact" and {SECTION}.{name} is {settings[name]!r}, which changes gradients: leave '
+                f'{name} out, or choose goal "paper" or "pays"'
+            )
+        settings = with_goal(settings)
         unknown = [_unknown_key(key) for key in settings if key not in type(self).model_fields]
         if unknown:
             raise ConfigError("; ".join(unknown))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 Goal = Literal["exact", "pays", "paper"]
@@ -17,25 +17,40 @@ GOALS: Mapping[str, Mapping[str, Any]] = {
 LEVERS = tuple(GOALS[DEFAULT])
 """The settings that a goal chooses."""
 
-_DEFAULTS: Mapping[str, Any] = {
-    "method": "timely",
-    "target_speedup": None,
-    "freeze_limits": {},
-    "gradient_scale": "skipped_as_zero",
+_FREEZES: Mapping[str, Callable[[Any], bool]] = {
+    "max_freeze_ratio": lambda value: value != 0,
+    "granularity": lambda value: value != "tensor",
+    "target_speedup": lambda value: value is not None,
+    "method": lambda value: value != "timely",
+    "freeze_limits": bool,
+    "gradient_scale": lambda value: value != "skipped_as_zero",
 }
-"""Other settings that ask for freezing, and the values with which they do not."""
+"""The settings that can ask for another way than ``DEFAULT``, and whether a value does."""
+
+_CONTRADICTS_EXACT = ("max_freeze_ratio", "target_speedup", "method")
+
+
+def freezing(settings: Mapping[str, Any]) -> list[str]:
+    """Return the names of the given settings that ask for another way than ``DEFAULT``."""
+    return [name for name, asks in _FREEZES.items() if name in settings and asks(settings[name])]
+
+
+def contradicting(settings: Mapping[str, Any]) -> str | None:
+    """Return the name of a given setting that changes gradients although the goal is ``"exact"``; None without one."""
+    if settings.get("goal") != "exact":
+        return None
+    found = (name for name in freezing(settings) if name in _CONTRADICTS_EXACT and settings[name] != "none")
+    return next(found, None)
 
 
 def with_goal(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings and those that their goal chooses. A setting that is given stays.
 
-    Settings without a goal have ``DEFAULT``, unless one of ``LEVERS`` is given or another setting asks for freezing.
+    Settings without a goal have ``DEFAULT``, unless one of them asks for another way.
     """
     found = dict(settings)
-    chosen = any(name in found for name in LEVERS)
-    chosen = chosen or any(found.get(name, default) != default for name, default in _DEFAULTS.items())
     if found.get("goal") is None:
-        found["goal"] = None if chosen else DEFAULT
+        found["goal"] = None if freezing(found) else DEFAULT
     levers = dict(GOALS.get(str(found["goal"]), {}))
     method = found.get("method", "timely")
     if method in ("apf", "autofreeze"):  # they have no plan, which deferral and "auto" need

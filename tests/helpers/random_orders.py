@@ -81,8 +81,8 @@ def late(transfer: Callable[..., Any], seed: int) -> Callable[..., Any]:
     """A way to send or receive that begins up to 3 ms later."""
     draw = random.Random(seed)
 
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         time.sleep(draw.choice((0.0, 0.0, 0.001, 0.003)))
-        return transfer(*args)
+        return transfer(*args, **kwargs)
 
     return run

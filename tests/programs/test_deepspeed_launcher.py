@@ -63,6 +63,18 @@ def test_an_unmodified_script_trains_through_all_phases(tmp_path: Path) -> None:
 
 
 @pytest.mark.programs
+def test_the_key_alone_puts_the_stages_of_an_unmodified_script_into_a_v(tmp_path: Path) -> None:
+    section = {"placement": "v", "warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 2}
+    code, output = launch(tmp_path, start=deepspeed, timely_freeze={**section, "output_dir": str(tmp_path)})
+    assert code == 0, output
+    assert steps_run(output) == STEPS
+    report = json.loads((tmp_path / "timely_freeze" / "report.json").read_text())
+    assert report["status"] == "stable"
+    rows = [{text.split("F")[0] for text in row if "F" in text} for row in report["schedule"]]
+    assert rows == [{"0", "3"}, {"1", "2"}]
+
+
+@pytest.mark.programs
 def test_without_a_section_the_script_trains_as_ever(tmp_path: Path) -> None:
     code, output = launch(tmp_path)
     assert code == 0, output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.launcher import check_script, run_script
 
 _USAGE = "usage: deepspeed --module tf_adapters.deepspeed SCRIPT.py [its arguments]"
@@ -16,7 +17,12 @@ def main() -> None:
     import deepspeed
 
     from tf_adapters.deepspeed.entry import attaching
+    from tf_adapters.deepspeed.v_module import place_modules
 
+    try:
+        place_modules(arguments)
+    except ConfigError as error:
+        raise SystemExit(f"tf_adapters.deepspeed: error: {error}") from None
     deepspeed.initialize = attaching(deepspeed.initialize)
     run_script("tf_adapters.deepspeed", script, arguments)
 

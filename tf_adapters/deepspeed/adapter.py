@@ -6,6 +6,7 @@ Source: deepspeed/runtime/pipe/engine.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -48,11 +49,13 @@ from tf_adapters.deepspeed.stages import (
     units_by_stage,
 )
 from tf_adapters.deepspeed.support import refuse_another, refuse_compiled
+from tf_adapters.deepspeed.v_execution import VSchedule, VTransfers
 from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.waiting import WaitingWeights
 from tf_adapters.measuring.timer import clock_for
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
+from tf_adapters.schedule.orders import v_with_whole_backwards
 from tf_adapters.selection.freeze_units import Tie, same_names
 from tf_adapters.training.batches import MOST_NUMBERS
 from tf_adapters.training.phases import DEFAULT_WARMUP_STEPS
@@ -82,13 +85,14 @@ class DeepSpeedAdapter(HostAdapter):
         self._tracker = MicrobatchTracker()
         self._losses: dict[int, Any] = {}
         self._running: tuple[int, int] | None = None
-        self._transfers: Transfers | None = None  # of the current batch, if it runs in a plan's order
+        self._transfers: Transfers | VTransfers | None = None  # of the current batch, if it runs in a plan's order
         self._waiting: WaitingWeights | None = None  # of the current batch, if only weight gradients move
         self._late_loss: LateLoss | None = None
         self._shapes_known = False
         self._lost_in_a_row, self._said_lost = 0, False  # steps that ran in the host's order to exchange shapes
         self._given_warmup = warmup_steps
         self._is_gpipe = config.schedule == "gpipe"  # our schedule: its transfers do not block either
+        self._in_v = config.placement == "v"
         super().__init__(config, collectives, self._describe, metrics)
 
     def _describe(self) -> HostPipeline:
@@ -99,8 +103,10 @@ class DeepSpeedAdapter(HostAdapter):
         self._keeps_losses = engine.is_last_stage() and not is_dualpipev(engine)
         self._own_schedule = own_schedule(engine)
         self._schedule_type = SCHEDULES.get(self.config.schedule) or self._own_schedule
-        self._orders = lru_cache(MOST_NUMBERS)(partial(translate, self._schedule_type, stages=engine.num_stages))
-        layer = partial(linear_layer, sampled=self.config.samples_tokens)
+        if self._in_v:
+            self._orders = lru_cache(MOST_NUMBERS)(partial(v_with_whole_backwards, engine.num_stages))
+        else:
+            self._orders = lru_cache(MOST_NUMBERS)(partial(translate, self._schedule_type, stages=engine.num_stages))
         return HostPipeline(
             host=HOST,
             schedule=self._orders(engine.micro_batches),
@@ -109,7 +115,7 @@ class DeepSpeedAdapter(HostAdapter):
             models=dict.fromkeys(parameters, engine.module),
             layers=layers_by_stage(engine),
             held_values=held_values(engine, parameters),
-            taps={engine.stage_id: StageTaps(engine.module, layer)} if self.config.splits_backwards else {},
+            taps=self._taps() if self.config.splits_backwards else {},
             accumulating=lambda: accumulating(engine),
             microbatch_size=int(engine.train_micro_batch_size_per_gpu()),
             moves_forwards=not engine.dynamic_shape,  # with dynamic shapes, receives cannot begin early
@@ -120,6 +126,27 @@ class DeepSpeedAdapter(HostAdapter):
             warmup_steps=self._warmup_steps(),
             clock=clock_for(torch.device(engine.device)),
         )
+
+    def _taps(self) -> dict[int, StageTaps]:
+        """Return the taps of each stage. A layer of two stages is left to the host: its gradients would mix."""
+        sampled = self.config.samples_tokens
+        stages = Counter(id(module) for of_stage in self._modules_by_stage().values() for module in of_stage)
+
+        def layer(of_stage: frozenset[Any], module: torch.nn.Module) -> Any:
+            own = module in of_stage and stages[id(module)] == 1
+            return linear_layer(module, sampled=sampled) if own else None
+
+        return {
+            stage: StageTaps(self.engine.module, partial(layer, of_stage))
+            for stage, of_stage in self._modules_by_stage().items()
+        }
+
+    def _modules_by_stage(self) -> dict[int, frozenset[torch.nn.Module]]:
+        layers = layers_by_stage(self.engine)
+        return {
+            stage: frozenset(module for layer in of_stage.values() for module in layer.modules())
+            for stage, of_stage in layers.items()
+        }
 
     def ties(self, pipeline: HostPipeline) -> tuple[Tie, ...]:
         """Return tied weights. Stages share their names, but also the names of a tied module's other weights."""
@@ -172,10 +199,10 @@ class DeepSpeedAdapter(HostAdapter):
             host.ReduceGrads: self._reduce_gradients,
             host.OptimizerStep: self._optimizer_step,
         }
-        if self.config.defers or self._is_gpipe:
+        if self.config.defers or self._is_gpipe or self._in_v:
             wrapped |= {
                 InputGradients: partial(self._backward, Kind.INPUT_GRAD),
-                WeightGradients: lambda _, microbatch: controller.compute_weight_gradients(self._stages[0], microbatch),
+                WeightGradients: lambda _, stage, microbatch: controller.compute_weight_gradients(stage, microbatch),
                 **{kind: partial(self._transfer, kind) for kind in (*TRANSFERS, BeginReceive, FinishSends)},
             }
             overrides.wrap(engine, "reset_activation_shape", self._reset_activation_shape)
@@ -193,7 +220,8 @@ class DeepSpeedAdapter(HostAdapter):
     def _exec_schedule(self, run: Callable[[host.PipeSchedule], None], schedule: host.PipeSchedule) -> None:
         evaluates = isinstance(schedule, host.InferenceSchedule) or getattr(schedule, "forward_only", False)
         if evaluates:  # the second is DualPipeV's
-            run(schedule)
+            with self._buffers_of(schedule):
+                run(schedule)
             return
         refuse_another(schedule, self._own_schedule)
         try:
@@ -201,6 +229,21 @@ class DeepSpeedAdapter(HostAdapter):
         finally:
             self._transfers = self._waiting = None
         self._shapes_known = True
+
+    @contextmanager
+    def _buffers_of(self, schedule: host.PipeSchedule) -> Iterator[None]:
+        """Let DualPipeV's engine count buffers as an evaluation's schedule does.
+
+        The engine counts them by the microbatches of training. With another number in an evaluation it fails, also
+        without us (0.19.8).
+        """
+        number = self.engine.micro_batches
+        if is_dualpipev(self.engine):
+            self.engine.micro_batches = schedule.micro_batches
+        try:
+            yield
+        finally:
+            self.engine.micro_batches = number
 
     def _begin_step(self) -> host.PipeSchedule:
         """Start a training step, and return the schedule that the engine runs in it."""
@@ -210,11 +253,15 @@ class DeepSpeedAdapter(HostAdapter):
             controller.reschedule(self._orders(engine.micro_batches))
         self._tracker = MicrobatchTracker()
         self._losses.clear()
-        in_host_order = not self._shapes_known and controller.pipeline.moves_forwards
+        in_host_order = not self._shapes_known and controller.pipeline.moves_forwards and not self._in_v
         self._count_lost(in_host_order and controller.execution is not controller.schedule)
         controller.begin_step(in_host_order)
         size = {"micro_batches": engine.micro_batches, "stages": engine.num_stages, "stage_id": engine.stage_id}
         order = controller.execution
+        if self._in_v:
+            receives = self.receives(order)
+            self._transfers = VTransfers(engine, order, receives.taken)
+            return VSchedule(order, receives, engine.micro_batches, engine.stage_id)
         row, rewritten = order.ranks[engine.stage_id], order is not controller.schedule
         if (rewritten or self._is_gpipe) and self._shapes_known and controller.pipeline.moves_forwards:
             receives = self.receives(order)
@@ -278,8 +325,8 @@ class DeepSpeedAdapter(HostAdapter):
         elif kind is FinishSends:
             self._transfers.finish()
         else:
-            with self._transfers.of(kind):
-                self._host_instructions[kind](engine, *args, **kwargs)
+            call = partial(self._host_instructions[kind], engine, *args, **kwargs)
+            self._transfers.run(kind, call, **kwargs)
 
     def _reset_activation_shape(self, run: Callable[[], None]) -> None:
         """After a reset of shapes, on all ranks, run the next batch in the engine's order, which exchanges shapes."""

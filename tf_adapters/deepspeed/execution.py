@@ -9,7 +9,7 @@ Source: deepspeed/runtime/pipe/engine.py, schedule.py and p2p.py.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,7 @@ class InputGradients(host.BufferOpInstruction):  # type: ignore[misc]
 
 
 class WeightGradients(host.PipeInstruction):  # type: ignore[misc]
-    """The deferred weight gradients of a microbatch (``microbatch``)."""
+    """The deferred weight gradients of a microbatch (``stage``, ``microbatch``)."""
 
 
 class BeginReceive(host.PipeInstruction):  # type: ignore[misc]
@@ -69,7 +69,7 @@ class OrderedSchedule(host.PipeSchedule):  # type: ignore[misc]
             if action in self._receives:
                 yield [BeginReceive(action=target) for target in self._receives[action]]
             if action.kind is Kind.WEIGHT_GRAD:
-                yield [WeightGradients(microbatch=action.microbatch)]
+                yield [WeightGradients(stage=action.stage, microbatch=action.microbatch)]
             else:
                 yield list(self._instructions(action, self._buffers[action.microbatch]))
         yield [instruction() for instruction in self.ending]
@@ -142,9 +142,13 @@ class Transfers:
         works = [dist.irecv(buffer, source) for buffer in ([buffers] if torch.is_tensor(buffers) else buffers)]
         self._coming[instruction].append((action, buffers, works))
 
+    def run(self, instruction: type, call: Callable[[], None], **place: int) -> None:
+        """Run an engine's instruction: its sends only begin, and its receives finish one that has begun."""
+        with self._of(instruction):
+            call()
+
     @contextmanager
-    def of(self, instruction: type) -> Iterator[None]:
-        """Run an engine's instruction inside: its sends only begin, and its receives finish one that has begun."""
+    def _of(self, instruction: type) -> Iterator[None]:
         works: list[Any] = []
         message: list[tuple[Any, torch.Tensor]] = []
         neighbour = self._engine.next_stage if instruction in _WITH_THE_NEXT else self._engine.prev_stage

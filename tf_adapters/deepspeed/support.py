@@ -37,6 +37,7 @@ BF16_NAMES = (
 )
 _FIRST_RIGHT_VERSION = (0, 19, 3)
 _SCALED = ("8bit", "4bit", "fp8")
+V_NAMES = ("_exec_recv_activations", "_exec_recv_grads", "_queue_p2p", "num_stages", "stage_id", "grid")
 _UNTESTED_OPTIMIZERS = ("onebit", "zerooneadam", "muon")
 
 
@@ -50,7 +51,6 @@ def check(engine: Any, settings: TimelyFreezeConfig) -> None:
             f"the engine is a {type(engine).__name__}; it needs a PipelineEngine, "
             "which deepspeed.initialize returns for a PipelineModule"
         )
-    refuse_v(settings, "a DualPipeVModule of DeepSpeed's has its own V")
     refuse(missing_name(engine, ENGINE_NAMES, called="PipelineEngine"))
     refuse(missing_name(p2p, TRANSFER_NAMES, called="deepspeed.runtime.pipe.p2p"))
     module_names = (*MODULE_NAMES, "phase_bounds") if is_dualpipev(engine) else MODULE_NAMES
@@ -61,9 +61,12 @@ def check(engine: Any, settings: TimelyFreezeConfig) -> None:
     refuse(replaced_problem(engine, settings))
     refuse(_setting_problem(engine) or _optimizer_problem(engine) or _partition_problem(engine))
     if is_dualpipev(engine):
-        if settings.splits_backwards:
-            refuse(f"DualPipeV overlaps two stages of a rank; use {settings.without_split} with it")
+        if settings.splits_backwards and settings.placement != "v":
+            refuse(f'DualPipeV keeps weight gradients in its backwards; use placement "v" or {settings.without_split}')
         refuse_other_schedules(settings, "DeepSpeed's DualPipeV engine runs its own")
+        refuse(missing_name(engine, V_NAMES, called="DualPipeVEngine") if settings.placement == "v" else None)
+    else:
+        refuse_v(settings, "build a deepspeed.pipe.DualPipeVModule instead of the PipelineModule")
 
 
 def refuse_compiled(engine: Any) -> None:

@@ -23,9 +23,8 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from tf_adapters.errors import ConfigError
-from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.ir import Kind, PipelineSchedule
-from tf_adapters.schedule.orders import zbv
+from tf_adapters.schedule.orders import v_with_whole_backwards
 
 
 @dataclass(frozen=True)
@@ -116,10 +115,8 @@ def even_layout(num_layers: int, size: int, output_layers: float = 0.0) -> str:
 
 @functools.lru_cache
 def v_order(size: int, microbatches: int) -> PipelineSchedule:
-    """Return the order of a batch with whole backwards: ZBV's, with each B where that has its I."""
-    rows = zbv(size, microbatches).ranks
-    whole = [tuple(backward_of(a) for a in row if a.kind is not Kind.WEIGHT_GRAD) for row in reversed(rows)]
-    return PipelineSchedule(tuple(whole)).validate()
+    """Return the order of a batch, in which rank r does what rank S - 1 - r of the published V does."""
+    return PipelineSchedule(tuple(reversed(v_with_whole_backwards(size, microbatches).ranks)))
 
 
 @functools.lru_cache

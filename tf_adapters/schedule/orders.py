@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from itertools import zip_longest
 
 from tf_adapters.errors import ScheduleError
-from tf_adapters.schedule.deferral import first_half, second_half
+from tf_adapters.schedule.deferral import backward_of, first_half, second_half
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
 
@@ -148,6 +148,19 @@ def zbv(ranks: int, microbatches: int) -> PipelineSchedule:
         order += up.run("W", enough - up.done["W"]) + down.run("W", enough - down.done["W"])
         orders.append(tuple(action for action in order if action.microbatch < microbatches))
     return PipelineSchedule(tuple(orders)).validate()
+
+
+def v_with_whole_backwards(ranks: int, microbatches: int) -> PipelineSchedule:
+    """``zbv`` with a whole backward in the place of each input gradient: a V on a host that does not split backwards.
+
+    Two ranks, two microbatches::
+
+        rank 0 | 0F0 0F1 .   .   3F0 3B0 ...
+        rank 1 | .   1F0 2F0 1F1 2B0 ...
+    """
+    rows = zbv(ranks, microbatches).ranks
+    whole = [tuple(backward_of(a) for a in row if a.kind is not Kind.WEIGHT_GRAD) for row in rows]
+    return PipelineSchedule(tuple(whole)).validate()
 
 
 def dualpipev(ranks: int, microbatches: int) -> PipelineSchedule:

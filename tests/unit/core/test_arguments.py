@@ -15,7 +15,7 @@ FIELDS = [name for name in TimelyFreezeConfig.model_fields if name != "enabled"]
 each_field = pytest.mark.parametrize("name", FIELDS)
 
 GOOD = {
-    "goal": [("exact", "exact"), ("pays", "pays"), ("paper", "paper")],
+    "goal": [("paper", "paper"), ("pays", "pays"), ("exact", "exact")],
     "method": [(m, m) for m in ("none", "timely", "timely+apf", "timely+autofreeze", "apf", "autofreeze")],
     "max_freeze_ratio": [("0.25", 0.25), ("0", 0.0), ("1", 1.0), ("5e-1", 0.5)],
     "target_speedup": [("1.25", 1.25), ("2", 2.0)],
@@ -39,6 +39,7 @@ GOOD = {
     "apf_threshold": [("0.0001", 0.0001), ("1e-4", 1e-4), ("0", 0.0)],
     "autofreeze_percentile": [("80", 80.0), ("33.5", 33.5)],
     "seed": [("0", 0), ("123456789012", 123456789012)],
+    "placement": [("host", "host"), ("v", "v")],
     "schedule": [("host", "host"), ("1f1b", "1f1b"), ("gpipe", "gpipe")],
     "on_error": [("raise", "raise"), ("warn", "warn")],
     "replan_threshold": [("0.25", 0.25), ("0", 0.0)],
@@ -81,6 +82,7 @@ BAD = {
     "apf_threshold": ["-0.1", "1.1", "nan", "small"],
     "autofreeze_percentile": ["-1", "101", "80%", "nan"],
     "seed": ["-1", "1.0", "x"],
+    "placement": ["V", "zbv", "0"],
     "schedule": ["GPipe", "zb", "0"],
     "on_error": ["ignore", "True"],
     "replan_threshold": ["-0.1", "nan", "never"],

@@ -17,7 +17,7 @@ def test_defaults():
 def test_every_field_is_read():
     section = {
         "enabled": False,
-        "goal": "exact",
+        "goal": "paper",
         "method": "none",
         "max_freeze_ratio": 0.5,
         "target_speedup": 1.25,
@@ -37,6 +37,7 @@ def test_every_field_is_read():
         "apf_threshold": 0.05,
         "autofreeze_percentile": 50,
         "seed": 7,
+        "placement": "v",
         "schedule": "gpipe",
         "on_error": "raise",
         "replan_threshold": 0.25,

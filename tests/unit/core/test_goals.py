@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.errors import ConfigError
 from tf_adapters.goals import GOALS, LEVERS
 
 EXACT = {"max_freeze_ratio": 0.0, "granularity": "tensor", "weight_gradients": "deferred"}
@@ -29,7 +31,7 @@ def levers(config: TimelyFreezeConfig) -> dict[str, Any]:
         ({"goal": "pays"}, "pays", PAYS),
         ({"goal": "paper"}, "paper", PAPER),
         ({"goal": "pays", "granularity": "tensor"}, "pays", {**PAYS, "granularity": "tensor"}),
-        ({"goal": "exact", "max_freeze_ratio": 0.1}, "exact", {**EXACT, "max_freeze_ratio": 0.1}),
+        ({"goal": "exact", "weight_gradients": "in_place"}, "exact", {**EXACT, "weight_gradients": "in_place"}),
         ({"goal": "pays", "method": "apf"}, "pays", PAPER),
         ({"goal": "pays", "method": "timely+apf"}, "pays", {**PAYS, "granularity": "tensor"}),
         ({"goal": "pays", "method": "none"}, "pays", PAYS),
@@ -41,23 +43,62 @@ def test_a_goal_chooses_what_is_not_given(section, goal, expected):
     assert levers(config) == expected
 
 
-@pytest.mark.parametrize(
-    "section",
-    [
-        {"max_freeze_ratio": 0.6},
-        {"weight_gradients": "deferred"},
-        {"granularity": "token"},
-        {"method": "none"},
-        {"method": "apf"},
-        {"target_speedup": 1.2},
-        {"freeze_limits": {"*embed*": 0.2}},
-        {"gradient_scale": "computed_mean"},
-    ],
-)
-def test_a_run_that_chooses_its_own_way_has_no_goal_and_the_papers_settings_for_the_rest(section):
-    config = TimelyFreezeConfig.parse(section)
-    assert config.goal is None
-    assert levers(config) == {**PAPER, **{name: value for name, value in section.items() if name in LEVERS}}
+STAYS_EXACT: list[tuple[str, Any]] = [
+    ("max_freeze_ratio", 0),
+    ("granularity", "tensor"),
+    ("weight_gradients", "deferred"),
+    ("weight_gradients", "in_place"),
+    ("extra_microbatches", 2),
+    ("extra_microbatches", "auto"),
+    ("method", "timely"),
+    ("target_speedup", None),
+    ("freeze_limits", {}),
+    ("freeze_exclude", ["*.bias"]),
+    ("gradient_scale", "skipped_as_zero"),
+    ("monitoring_steps", 8),
+    ("replan_threshold", 0),
+    ("placement", "v"),
+]
+ASKS_FOR_ANOTHER_WAY: list[tuple[str, Any]] = [
+    ("max_freeze_ratio", 0.6),
+    ("max_freeze_ratio", 0.8),
+    ("granularity", "token"),
+    ("granularity", "block"),
+    ("method", "none"),
+    ("method", "apf"),
+    ("method", "timely+autofreeze"),
+    ("target_speedup", 1.2),
+    ("freeze_limits", {"*embed*": 0.2}),
+    ("gradient_scale", "computed_mean"),
+]
+CONTRADICT_EXACT = {"max_freeze_ratio", "target_speedup", "method"}
+
+
+@pytest.mark.parametrize("first", [*STAYS_EXACT, *ASKS_FOR_ANOTHER_WAY], ids=str)
+@pytest.mark.parametrize("second", [*STAYS_EXACT, *ASKS_FOR_ANOTHER_WAY], ids=str)
+def test_a_section_without_a_goal_is_exact_unless_a_setting_asks_for_another_way(first, second):
+    """Every pair of settings: what is not given is the default goal's, or the paper's."""
+    section = dict([first, second])
+    asks = [pair for pair in section.items() if pair in ASKS_FOR_ANOTHER_WAY]
+    try:
+        config = TimelyFreezeConfig.parse(section)
+    except ConfigError:
+        assert len(section) == 2  # two settings that contradict each other: their own tests say which
+        return
+    assert config.goal == (None if asks else "exact")
+    given = {name: value for name, value in section.items() if name in LEVERS}
+    assert levers(config) == {**(PAPER if asks else EXACT), **given}
+
+
+@pytest.mark.parametrize(("name", "value"), [*STAYS_EXACT, *ASKS_FOR_ANOTHER_WAY], ids=str)
+def test_the_goal_exact_beside_a_setting_that_changes_gradients_is_refused_in_one_line(name, value):
+    section = {"goal": "exact", name: value}
+    if (name, value) in ASKS_FOR_ANOTHER_WAY and name in CONTRADICT_EXACT and value != "none":
+        line = f'goal is "exact" and timely_freeze.{name} is {value!r}, which changes gradients: leave {name} out'
+        with pytest.raises(ConfigError, match=re.escape(line)):
+            TimelyFreezeConfig.parse(section)
+    elif name != "freeze_limits" or not value:  # a limit above max_freeze_ratio has its own line
+        assert TimelyFreezeConfig.parse(section).max_freeze_ratio == 0
 
 
 @pytest.mark.parametrize("section", [{}, {"max_freeze_ratio": 0.6}, *({"goal": goal} for goal in GOALS)])

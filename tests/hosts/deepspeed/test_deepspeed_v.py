@@ -1,0 +1,138 @@
+"""Two stages on each rank in a V on DeepSpeed's DualPipeV engine: our order, the host's gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed_oracle import BF16, CHECKPOINTS_ON_CPU, REENTRANT, ZERO1, check_oracle
+from deepspeed_ranks import Case, batch, build_engine, parameters_of, train
+from random_orders import late, moves_forwards, random_order
+
+from tf_adapters.schedule.deferral import most_in_flight
+from tf_adapters.schedule.orders import one_forward_one_backward, v_with_whole_backwards
+from tf_adapters.testing import force_order
+
+pytestmark = pytest.mark.distributed
+pytest.importorskip("deepspeed.runtime.pipe.dualpipev")
+
+V = {"placement": "v", "weight_gradients": "deferred"}
+EXACT = {"goal": "exact", "max_freeze_ratio": 0.0, "placement": "v"}
+CASES = {
+    "fp32": Case(dualpipev=True, section=V, ratios=0.5, steps=3),
+    "in place": Case(dualpipev=True, section={"placement": "v"}, ratios=0.5, steps=3),
+    "sampled tokens": Case(dualpipev=True, section={**V, "granularity": "token"}, ratios=0.5, steps=3),
+    "zero1": Case(dualpipev=True, section=V, config=ZERO1, ratios=0.5, steps=3),
+    "bf16": Case(dualpipev=True, section=V, config={**BF16, **ZERO1}, ratios=0.5, steps=3),
+    "clipping": Case(dualpipev=True, section=V, config={**ZERO1, "gradient_clipping": 0.1}, ratios=0.5, steps=3),
+    "six microbatches": Case(dualpipev=True, section=V, config={"gradient_accumulation_steps": 6}, ratios=0.6, steps=3),
+    "everything frozen": Case(dualpipev=True, section=V, ratios=1.0, steps=3),
+    "tied": Case(dualpipev=True, section=V, tied=True, ratios=0.8, steps=3),
+    "tied zero1": Case(dualpipev=True, section=V, tied=True, config=ZERO1, ratios=0.8, steps=3),
+    "reentrant": Case(dualpipev=True, section=V, config=REENTRANT, ratios=0.7, steps=3),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_masks_and_deferral_together(pools, name):
+    case = CASES[name]
+    if "pipeline" in case.config and not CHECKPOINTS_ON_CPU:
+        pytest.skip("activation checkpointing needs a device in this DeepSpeed, with or without us")
+    ranks = pools(2).run(train, case)
+    check_oracle(case, ranks)
+    assert ranks[0]["schedule"] == v_with_whole_backwards(2, case.microbatches).to_text()
+    if case.section.get("weight_gradients") == "deferred":
+        assert any("W" in text for row in ranks[0]["plan"]["ranks"] for text in row)
+
+
+@pytest.mark.parametrize("config", [{}, ZERO1], ids=["fp32", "zero1"])
+def test_with_replicas(pools, config):
+    case = Case(dualpipev=True, section=V, config=config, ratios=0.6, steps=3)
+    check_oracle(case, pools(4).run(train, case))
+
+
+ON_FOUR = {"gradient_accumulation_steps": 8}
+SAME_BITS = {
+    "two ranks": Case(dualpipev=True, section=EXACT, steps=8),
+    "two ranks, zero1": Case(dualpipev=True, section=EXACT, config=ZERO1, steps=8),
+    "four ranks": Case(stages=4, dualpipev=True, section=EXACT, config=ON_FOUR, steps=10),
+    "four ranks, zero1, bf16": Case(
+        stages=4, dualpipev=True, section=EXACT, config={**ON_FOUR, **BF16, **ZERO1}, steps=10
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME_BITS)
+def test_any_order_is_the_host_to_the_bit(pools, name):
+    case = SAME_BITS[name]
+    ours = pools(case.stages).run(in_random_orders, case)
+    alone = pools(case.stages).run(in_random_orders, replace(case, section=None))
+    assert all(sum(rank["moved"]) > case.steps / 2 for rank in ours)
+    for mine, theirs in zip(ours, alone, strict=True):
+        assert mine["losses"] == theirs["losses"]
+        for weight, value in theirs["parameters"].items():
+            assert torch.equal(mine["parameters"][weight], value), weight
+
+
+def in_random_orders(case: Case) -> dict[str, Any]:
+    """Train, every step in another order, with transfers that begin late and an evaluation in between."""
+    import tf_adapters.deepspeed
+    from tf_adapters.deepspeed.v_execution import VTransfers
+
+    losses: list[float] = []
+    moved: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VTransfers, "_send", late(VTransfers._send, dist.get_rank()))
+        patch.setattr(VTransfers, "begin_receive", late(VTransfers.begin_receive, 100 + dist.get_rank()))
+        engine = build_engine(case)
+        adapter = tf_adapters.deepspeed.attach(engine) if case.section is not None else None
+        for step in range(case.steps):
+            if adapter is not None and step > 0:
+                schedule = adapter.controller.schedule
+                order = random_order(schedule, seed=step)
+                moved.append(moves_forwards(order, schedule))
+                force_order(adapter.controller, order)
+            losses.append(float(engine.train_batch(iter(batch(step, 0, case.microbatches)))))
+            if step == 2:
+                losses.append(float(engine.eval_batch(iter(batch(99, 0, case.microbatches)))))
+            if step == 3 and adapter is not None:  # which the host alone cannot do
+                engine.eval_batch(iter(batch(99, 0, case.microbatches + 2)), num_micro_batches=case.microbatches + 2)
+            if step == 4:
+                engine.reset_activation_shape()
+            if adapter is not None and step == case.steps - 2:
+                assert adapter.controller.state.failure is None
+                adapter.detach()
+                adapter = None
+    return {"losses": losses, "moved": moved, "parameters": parameters_of(engine)}
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (8, 16)])
+def test_no_rank_holds_more_than_the_fullest_of_1f1b(ranks: int, microbatches: int) -> None:
+    order = v_with_whole_backwards(ranks, microbatches)
+    assert most_in_flight(order) <= 2 * most_in_flight(one_forward_one_backward(ranks, microbatches))
+
+
+def test_a_v_needs_a_module_in_a_v(pools) -> None:
+    lines = pools(2).run(refused)
+    assert lines[0] == lines[1]
+    assert lines[0][0] == (
+        'timely_freeze.placement is "v": allowed is "host" here; build a deepspeed.pipe.DualPipeVModule instead of the '
+        "PipelineModule"
+    )
+    assert 'DualPipeV keeps weight gradients in its backwards; use placement "v"' in lines[0][1]
+
+
+def refused() -> list[str]:
+    import tf_adapters.deepspeed
+    from tf_adapters.errors import TimelyFreezeError
+
+    found = []
+    for case in (Case(section=EXACT), Case(dualpipev=True, section={"weight_gradients": "deferred"})):
+        try:
+            tf_adapters.deepspeed.attach(build_engine(case))
+        except TimelyFreezeError as error:
+            found.append(str(error))
+    return found
