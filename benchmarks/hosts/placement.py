@@ -1,8 +1,9 @@
-"""Speed with two chunks on each rank in a V, on Megatron-Core, beside 1F1B and interleaving, on emulated devices.
+"""Speed with two stages on each rank in a V, on Megatron-Core and DeepSpeed, beside 1F1B and interleaving.
 
-Equal layers on all ranks, the same first weights in every way. Where gradients are clipped, all ranks meet for the norm
-in every step; without clipping steps overlap. Every operation sleeps as long as a slow device would compute: order,
-communication and waiting are the host's own, durations are emulated, and no figure says anything about a GPU.
+Four emulated devices, equal layers on all ranks, the same first weights in every way of a host. Where gradients are
+clipped, all ranks meet for the norm in every step; DeepSpeed then has ZeRO 1. Without clipping steps overlap. Every
+operation sleeps as long as a slow device would compute: order, communication and waiting are the host's own, durations
+are emulated, and no figure says anything about a GPU.
 
 Writes results/hosts/placement.json and the table into docs/when.md.
 """
@@ -17,21 +18,23 @@ from benchmarks.hosts.overlapping import MAX_NORM, RATES, SETTLE, step_ms, train
 from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
 from benchmarks.shared.measuring import machine
+from benchmarks.shared.trainings import HOSTS as NAMES
 from benchmarks.shared.trainings import Size, setup, start
 from tf_adapters.schedule.deferral import whole_microbatches_held
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.emulated_device import EmulatedDevice
 from tf_adapters.testing.paired import PairedSettings
 
-HOST = "megatron-core"
 RESULTS = result_file("hosts/placement.json")
 PAGE = ROOT / "docs" / "when.md"
 PHASES = {"warmup": 2, "monitoring": 12, "progressive": 0, "stable": 26}
 """40 steps, whose losses are compared."""
+HOSTS = ("megatron-core", "deepspeed")
 SIZES = {
     "4 x 8": Size(4, layers=16, width=192, context=16, micro_batch=2, microbatches=8, weights_by_name=True),
     "8 x 16": Size(8, layers=16, width=192, context=16, micro_batch=2, microbatches=16, weights_by_name=True),
 }
+CLIPPING = ("clipped", "not clipped")
 ALONE = "1F1B, the host alone"
 WAYS: dict[str, dict[str, Any]] = {
     ALONE: {"exact": False},
@@ -41,47 +44,62 @@ WAYS: dict[str, dict[str, Any]] = {
     "V, exact": {"looped": 2, "in_v": True},
 }
 """What a way changes: ``exact`` is ours, the rest is the size's."""
+ROWS = [
+    f"{host}, {size}, {clipping}, {way}"
+    for host in HOSTS
+    for size in SIZES
+    for clipping in CLIPPING
+    for way in WAYS
+    if host == "megatron-core" or not way.startswith("interleaved")
+]
 
 
 def main() -> None:
     parser = command_line(__doc__)
+    parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["4 x 8"])
+    parser.add_argument("--clipping", nargs="+", choices=CLIPPING, default=list(CLIPPING))
     parser.add_argument("--table", action="store_true", help="measure nothing")
     args = parser.parse_args()
-    for name in [] if args.table else args.sizes:
-        for clipped in (True, False):
-            measure(name, clipped)
+    for name in [] if args.table else ROWS:
+        host, size, clipping, _ = name.split(", ", 3)
+        if host in args.hosts and size in args.sizes and clipping in args.clipping:
+            measure(name)
     text = table(read_rows())
     put_table(PAGE, "placement", text)
     print(text)
 
 
-def measure(name: str, clipped: bool) -> None:
-    """Measure and keep every way at one size."""
-    for way in WAYS:
-        with RankPool(SIZES[name].ranks, functools.partial(setup, HOST)) as pool:
-            ranks = pool.run(run, name, way, clipped, timeout_s=2400)
-        row = {**ranks[0], "losses": next(rank["losses"] for rank in ranks if None not in rank["losses"])}
-        key = f"{name}, {'clipped' if clipped else 'not clipped'}, {way}"
-        print(key, {k: v for k, v in row.items() if k != "losses"}, flush=True)
-        order = [f"{n}, {c}, {w}" for n in SIZES for c in ("clipped", "not clipped") for w in WAYS]
-        keep_row(RESULTS, "rows", {key: {**row, "machine": machine(HOST)}}, order, device="emulated", rate=RATES[HOST])
+def measure(name: str) -> None:
+    """Measure and keep one row."""
+    host, size, *_ = name.split(", ")
+    with RankPool(SIZES[size].ranks, functools.partial(setup, host)) as pool:
+        ranks = pool.run(run, name, timeout_s=2400)
+    row = {**ranks[0], "losses": next(rank["losses"] for rank in ranks if None not in rank["losses"])}
+    print(name, {key: value for key, value in row.items() if key != "losses"}, flush=True)
+    keep_row(RESULTS, "rows", {name: {**row, "machine": machine(host)}}, ROWS, device="emulated", rates=RATES)
 
 
 def read_rows() -> dict[str, Any]:
-    """The figures that have been measured, by size, clipping and way."""
+    """The figures that have been measured, by host, size, clipping and way."""
     return read_part(RESULTS, "rows")
 
 
-def run(name: str, way: str, clipped: bool) -> dict[str, Any]:
+def run(name: str) -> dict[str, Any]:
     """The step in stable freezing, or of the host alone, and the losses. Called on all ranks at once."""
+    host, of_size, clipping, way = name.split(", ", 3)
     changed = dict(WAYS[way])
     exact = changed.pop("exact", True)
-    size = replace(SIZES[name], clip=MAX_NORM[HOST] if clipped else 0.0, **changed)
-    settings = {"goal": "exact", "monitoring_precision": 0.02, "replan_threshold": 0.0}
+    size = replace(SIZES[of_size], clip=MAX_NORM[host] if clipping == "clipped" else 0.0, **changed)
+    settings = {
+        "goal": "exact",
+        "placement": "v" if size.in_v else "host",
+        "monitoring_precision": 0.02,
+        "replan_threshold": 0.0,
+    }
     freezing = PairedSettings(**PHASES, max_freeze_ratio=None, output_dir="runs/bench/placement", settings=settings)
-    with EmulatedDevice(RATES[HOST] * 2, real_time=True) as device:
-        training = start(HOST, freezing, alone=not exact, size=size)
+    with EmulatedDevice(RATES[host], real_time=True) as device:
+        training = start(host, freezing, alone=not exact, size=size)
         begins, losses = train(training, freezing.steps)
         controller = (training.adapter if exact else training.attach()).controller
         state, order = controller.state, controller.schedule
@@ -104,14 +122,15 @@ def table(rows: dict[str, Any]) -> str:
     """One line for each way. Speeds are over 1F1B of the host alone at the same size."""
     lines = []
     for key, row in rows.items():
-        size, clipping, way = key.split(", ", 2)
-        alone = rows[f"{size}, {clipping}, {ALONE}"]
+        host, size, clipping, way = key.split(", ", 3)
+        alone = rows[f"{host}, {size}, {clipping}, {ALONE}"]
         planned = "-" if row["planned_ms"] is None else f"{row['step_ms'] / row['planned_ms']:.3f}"
         held = f"{row['held']:.1f}".removesuffix(".0")
         speed = f"{alone['step_ms'] / row['step_ms']:.3f}x"
         same = "yes" if row["losses"] == alone["losses"] else _difference(row["losses"], alone["losses"])
-        lines.append([size, clipping, way, speed, planned, held, same])
+        lines.append([NAMES[host], size, clipping, way, speed, planned, held, same])
     heads = [
+        "host",
         "ranks x microbatches",
         "gradients",
         "",

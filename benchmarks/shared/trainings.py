@@ -32,8 +32,8 @@ class Size:
     ``compiled`` torch's decoder layers are compiled one by one. ``clip`` is the largest norm of all gradients, on
     DeepSpeed with ZeRO 1; 0 does not clip, and None leaves it to the example. ``schedule`` is torch's. ``looped`` is
     the number of a rank's stages: Megatron's model chunks, or those of torch's looped schedules; 0 takes the example's.
-    ``in_v`` puts Megatron's two chunks of each rank into a V. With ``weights_by_name`` Megatron's first weights do not
-    depend on where the layers are.
+    ``in_v`` puts the two stages of each rank into a V, on DeepSpeed and Megatron-Core. With ``weights_by_name`` the
+    first weights on Megatron-Core do not depend on where the layers are.
     """
 
     ranks: int = RANKS
@@ -117,10 +117,13 @@ def start(host: str, freezing: PairedSettings, *, alone: bool = False, size: Siz
 
 
 def _deepspeed(freezing: PairedSettings, alone: bool, size: Size) -> Training:
+    import deepspeed
+    import model
     import paired
 
     import tf_adapters.deepspeed
 
+    model.PipelineModule = deepspeed.pipe.DualPipeVModule if size.in_v else deepspeed.pipe.PipelineModule
     options = paired.Options(
         **vars(freezing),
         stages=size.ranks,
