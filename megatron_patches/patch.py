@@ -6,7 +6,6 @@ import functools
 import importlib
 import inspect
 import sys
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -50,7 +49,6 @@ class Patch:
     ) -> None:
         self.module, self.symbol, self.arguments = module, symbol, arguments
         self._everywhere, self._but = everywhere, but
-        self._importers: list[types.ModuleType] = []
         self.path, self._name = f"{module}.{symbol}", symbol.rpartition(".")[2]
         self._original: Callable[..., Any] | None = None
         self._replacement: Callable[..., Any] | None = None
@@ -68,10 +66,7 @@ class Patch:
             return
         original = self.check()
         replacement = functools.update_wrapper(wrapper(original), original)
-        if self._everywhere:
-            self._importers = self._importers_of(original)
-        for owner in (self._owner(), *self._importers):
-            setattr(owner, self._name, replacement)
+        self._exchange(original, replacement)
         self._original, self._replacement = original, replacement
 
     def handle(self, handler: Callable[..., Any]) -> None:
@@ -116,19 +111,17 @@ class Patch:
         """Restore the original if the symbol is replaced. Raises PatchError as ``check_revert`` does."""
         self.check_revert()
         if self._original is not None:
-            for owner in (self._owner(), *self._importers):
-                setattr(owner, self._name, self._original)
+            self._exchange(self._replacement, self._original)
             self._original = self._replacement = None
-            self._importers = []
 
-    def _importers_of(self, function: Callable[..., Any]) -> list[types.ModuleType]:
-        """Return the other loaded modules in which the function has its name."""
-        apart = {self.module, *self._but}
-        return [
-            module
-            for name, module in tuple(sys.modules.items())
-            if name not in apart and getattr(module, "__dict__", {}).get(self._name) is function
-        ]
+    def _exchange(self, old: Any, new: Any) -> None:
+        """Put ``new`` in the place of ``old``, and with ``everywhere`` in all modules that have imported ``old``."""
+        setattr(self._owner(), self._name, new)
+        if not self._everywhere:
+            return
+        for name, module in tuple(sys.modules.items()):
+            if name not in self._but and getattr(module, "__dict__", {}).get(self._name) is old:
+                setattr(module, self._name, new)
 
     def _owner(self) -> Any:
         """Return the module, or the class in it whose method is replaced; None if the class does not exist."""

@@ -13,7 +13,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_patches.forward_backward import Batch
 from tf_adapters.hosts.links import Links
-from tf_adapters.megatron.chunks import Chunk, device_of
+from tf_adapters.megatron.chunks import Chunk, device_of, innermost
 from tf_adapters.megatron.ddp import before_reduction
 from tf_adapters.megatron.ordered import OrderedBatch, check_replaceable, input_shape, reduces_early
 from tf_adapters.megatron.placement import is_in_v, position, v_forwards, v_order
@@ -93,4 +93,6 @@ class PlacedBatch:
 def needs_placing(batch: Batch) -> bool:
     """Return whether a batch's model is in a V."""
     models = batch.model
-    return isinstance(models, list) and len(models) == 2 and is_in_v(get_model_config(models[0]))
+    if not (isinstance(models, list) and len(models) == 2):
+        return False
+    return is_in_v(getattr(innermost(models[0]), "config", None))

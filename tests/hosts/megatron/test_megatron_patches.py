@@ -27,17 +27,25 @@ from megatron_patches import (
     backward_step,
     checkpointing,
     communication,
+    datasets,
+    first_stage,
     forward_backward,
     forward_step,
+    layer_layout,
+    microbatch_data,
     model_setup,
+    parallel_groups,
     reductions,
+    tied_embeddings,
     train_state,
+    validated_arguments,
 )
 from megatron_patches.patch import Patch, PatchError, revert_all
 from tf_adapters.errors import UnsupportedError
 from tf_adapters.megatron import adapter as adapters
-from tf_adapters.megatron import entry
+from tf_adapters.megatron import entry, tags
 from tf_adapters.megatron import schedules as our_schedules
+from tf_adapters.megatron.placement import PipelinePosition
 
 CORE = "megatron.core.pipeline_parallel.schedules"
 VERSIONS = ("0.16.1", "0.17.1", "0.18.1", "0.19.2", "main")
@@ -75,6 +83,7 @@ PARAMETERS: dict[str, dict[tuple[str, ...], str]] = {
         VERSIONS: "num_warmup_microbatches, num_model_chunks, schedule_table",
     },
     "megatron.training.arguments.add_megatron_arguments": {VERSIONS: "parser"},
+    "megatron.training.arguments.validate_args": {VERSIONS: "args, defaults={}"},
     "megatron.training.training.setup_model_and_optimizer": {
         TO_18: "model_provider_func, model_type, checkpointing_context=None",
         FROM_19: "model_type, model_provider_func=None, checkpointing_context=None, *, cfg_container=None, "
@@ -150,6 +159,7 @@ CALLS: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
     f"{CORE}.forward_backward_pipelining_without_interleaving": _BATCHES,
     f"{CORE}.forward_backward_pipelining_with_interleaving": _BATCHES,
     "megatron.training.arguments.add_megatron_arguments": {VERSIONS: ("(parser)",)},
+    "megatron.training.arguments.validate_args": {VERSIONS: ("(args, args_defaults)",)},
     "megatron.training.training.setup_model_and_optimizer": {
         TO_18: ("(model_provider, model_type, checkpointing_context=checkpointing_context)",),
         FROM_19: (
@@ -197,7 +207,7 @@ UNCHANGED: dict[types.ModuleType, tuple[Callable[[], None], tuple[str, ...]]] = 
     forward_step: (lambda: forward_step.apply(lambda run, model, microbatch: run()), (f"{CORE}.forward_step",)),
     backward_step: (lambda: backward_step.apply(lambda run, output: run()), (f"{CORE}.backward_step",)),
     forward_backward: (
-        lambda: forward_backward.apply(lambda run, model, data, number, forward_only, communicator: run()),
+        lambda: forward_backward.apply(lambda run, batch: run()),
         (
             f"{CORE}.forward_backward_no_pipelining",
             f"{CORE}.forward_backward_pipelining_without_interleaving",
@@ -205,6 +215,10 @@ UNCHANGED: dict[types.ModuleType, tuple[Callable[[], None], tuple[str, ...]]] = 
         ),
     ),
     arguments: (lambda: arguments.apply(lambda parser: None), ("megatron.training.arguments.add_megatron_arguments",)),
+    validated_arguments: (
+        lambda: validated_arguments.apply(lambda args: None),
+        ("megatron.training.arguments.validate_args",),
+    ),
     model_setup: (
         lambda: model_setup.apply(lambda *results: None),
         ("megatron.training.training.setup_model_and_optimizer",),
@@ -232,6 +246,10 @@ each_needed_symbol = pytest.mark.parametrize(
 )
 FUNCTIONS = {path.rpartition(".")[2] for _, path in PATCHED}
 each_version = pytest.mark.parametrize("version", VERSIONS)
+
+
+IN_A_V = (first_stage, parallel_groups, layer_layout, tied_embeddings, microbatch_data, datasets)
+"""Applied only for chunks in a V, on the real host (``test_megatron_v``)."""
 
 
 def apply_unchanged(patch: types.ModuleType) -> None:
@@ -393,7 +411,7 @@ def test_all_patches_can_be_taken_back_at_once() -> None:
     assert all(symbol(path).__wrapped__ is original for path, original in originals.items())
     megatron_patches.revert_all()
     assert all(symbol(path) is original for path, original in originals.items())
-    assert {*UNCHANGED, communication, train_state} == set(megatron_patches.ALL)
+    assert {*UNCHANGED, *IN_A_V, communication, train_state} == set(megatron_patches.ALL)
 
 
 @pytest.mark.parametrize(
@@ -658,7 +676,7 @@ def test_a_batch_is_handled_with_model_microbatches_and_whether_it_only_evaluate
     path: str, version: str, host: Host
 ) -> None:
     seen: list[Any] = []
-    forward_backward.apply(lambda run, *given: seen.append(given[:4]) or run())
+    forward_backward.apply(lambda run, batch: seen.append(tuple(batch)[:4]) or run())
     for call in host.calls(path):
         host.call(path, call)
     names = ("model", "data_iterator", "num_microbatches", "forward_only")
@@ -775,7 +793,7 @@ def test_models_without_an_adapter_run_as_before(path: str, output: str, version
     assert host.call(path, call) is direct
     alone, patched = host.received
     assert all(patched[key] is alone[key] for key in alone)
-    assert adapters.tagged(given) is None
+    assert tags.tagged(given) is None
 
 
 class Adapter:
@@ -784,8 +802,8 @@ class Adapter:
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def batch(self, number: int, data: Any, communicator: Any) -> Adapter:
-        self.seen.append(f"batch of {number}")
+    def batch(self, batch: Any) -> Adapter:
+        self.seen.append(f"batch of {batch.num_microbatches}")
         return self
 
     def __enter__(self) -> None:
@@ -831,12 +849,36 @@ def test_an_adapter_gets_its_chunks_forwards_and_backwards(version: str, host: H
     _, _, interleaved, _ = host.calls(f"{CORE}.forward_step")
     assert host.call(f"{CORE}.forward_step", interleaved) is host.result
     for output in (torch.zeros(1), [torch.zeros(1)]):
-        adapters.tag(output, (adapter, chunk, 3))  # type: ignore[arg-type]
+        tags.tag(output, (adapter, chunk, 3))  # type: ignore[arg-type]
         backward = symbol(f"{CORE}.backward_step")
         given = dict.fromkeys(inspect.signature(backward).parameters, "host's")
         assert backward(**{**given, "output_tensor": output}) is host.result
     assert adapter.seen == [(chunk, 3)] * 3
     assert len(host.received) == 3
+
+
+def test_a_symbol_that_others_import_by_name_is_replaced_there_too_and_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def first() -> str:
+        return "the host's"
+
+    modules = {name: types.ModuleType(name) for name in ("defines", "imports", "keeps", "imports_later")}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+        if name != "imports_later":
+            vars(module)["first"] = first
+    patch = Patch("defines", "first", everywhere=True, but=("keeps",))
+    patch.apply(lambda run: lambda: "ours")
+    vars(modules["imports_later"])["first"] = vars(modules["defines"])["first"]
+    assert {name: vars(module)["first"]() for name, module in modules.items()} == {
+        "defines": "ours",
+        "imports": "ours",
+        "keeps": "the host's",
+        "imports_later": "ours",
+    }
+    patch.revert()
+    assert all(vars(module)["first"] is first for module in modules.values())
 
 
 # --- a script's patches ----------------------------------------------------------------------------------------
@@ -900,7 +942,7 @@ def test_megatrons_schedule_tables_are_asked_with_its_own_arguments(
         monkeypatch.setattr(our_schedules, name_of(path), answering(path))
     monkeypatch.setattr(our_schedules, "P2PCommunicator", lambda pp_group, config: (pp_group, config))
     config = types.SimpleNamespace(microbatch_group_size_per_vp_stage=3, overlap_p2p_comm=True)
-    position = our_schedules.PipelinePosition(rank=1, size=2, chunks=2)
+    position = PipelinePosition(rank=1, size=2, chunks=2)
     actions = our_schedules.local_row(position, config, "group", 4).actions
     assert [str(action) for action in actions] == ["1F0", "3B0"]
     assert received == {
