@@ -141,7 +141,7 @@ class TimelyFreezeConfig(BaseModel):
     placement: Literal["host", "v"] = Field(
         "host",
         description='where stages are; "v" puts two on each rank, so that one rank has the first and the last one '
-        "(Megatron-Core)",
+        "(Megatron-Core, DeepSpeed)",
     )
     schedule: Literal["host", "1f1b", "gpipe"] = Field(
         "host", description='the pipeline schedule to run; "host" keeps the one the host runs'

@@ -1,9 +1,10 @@
 """Run a batch of two stages on each rank in a V, as an instruction stream for DeepSpeed's DualPipeV engine.
 
 The engine places the stages and computes them. Its own schedule is DualPipeV, which holds more microbatches than 1F1B
-and keeps weight gradients in its backwards. Here the order is ours, and transfers begin as in ``execution``. The engine
-exchanges the shapes of activations before it first sends them. That blocks both ranks, which the common sequence of
-transfers allows (``schedule.messages``), so no batch needs another order.
+and computes weight gradients in its backwards. Here the order is ours, and transfers begin as in ``execution.py``. The
+engine exchanges the shapes of activations before it first sends them. This exchange blocks both ranks. It cannot
+deadlock, because all ranks begin their transfers in one sequence (``schedule.messages``). So even the first batch runs
+in our order.
 Source: deepspeed/runtime/pipe/dualpipev.py and schedule.py.
 """
 
@@ -26,7 +27,10 @@ from tf_adapters.schedule.messages import Receives
 
 
 class VSchedule(host.PipeSchedule):  # type: ignore[misc]
-    """The instructions of one rank for its row of an order. A microbatch has a buffer in each phase, as the host's."""
+    """The instructions of one rank for its row of an order.
+
+    As in DualPipeV's own schedule, each microbatch has one buffer for each phase.
+    """
 
     def __init__(self, order: PipelineSchedule, receives: Receives, micro_batches: int, rank: int) -> None:
         super().__init__(micro_batches=micro_batches, stages=len(order.ranks), stage_id=rank)
@@ -66,7 +70,7 @@ class VSchedule(host.PipeSchedule):  # type: ignore[misc]
 
 
 class VTransfers:
-    """The transfers of one batch. The engine's own instructions say which tensors go where."""
+    """Begins and ends the transfers of one batch. The engine's own methods choose the tensors."""
 
     def __init__(self, engine: Any, order: PipelineSchedule, taken: Mapping[Action, int]) -> None:
         self._engine, self._taken = engine, taken

@@ -1,8 +1,8 @@
 """Build a script's ``PipelineModule`` in a V, if its DeepSpeed config asks for it.
 
-DeepSpeed's DualPipeVModule is a PipelineModule with two stages on each rank, and takes the same arguments. The
-launcher module gives it the other's name before the script imports that. Subclasses of the script's own are therefore
-built in a V, too.
+DeepSpeed's DualPipeVModule is a PipelineModule with two stages on each rank, and takes the same arguments. Before
+the script runs, the launcher module replaces the name ``PipelineModule`` by it. The script's own subclasses are
+therefore built in a V, too.
 Source: deepspeed/runtime/pipe/dualpipev.py.
 """
 
@@ -48,7 +48,7 @@ def _asks_for_v(arguments: Sequence[str]) -> bool:
     except ValueError:
         return False  # DeepSpeed has its own line for it
     section = find_section(config) if isinstance(config, dict) else None
-    return isinstance(section, dict) and section.get("placement") == "v"
+    return isinstance(section, dict) and section.get("placement") == "v" and section.get("enabled", True) is True
 
 
 def _config_path(arguments: Sequence[str]) -> Path | None:

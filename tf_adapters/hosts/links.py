@@ -1,4 +1,4 @@
-"""Sends and receives between the ranks of a pipeline. Neither blocks its rank when it begins."""
+"""Sends and receives between the ranks of a pipeline. Beginning one does not block the rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 class Message(NamedTuple):
-    """A transfer in progress. It keeps its tensor: one that is sent must live until it has arrived."""
+    """A transfer in progress. It keeps its tensor, because a sent tensor must stay alive until it has arrived."""
 
     work: Any
     tensor: torch.Tensor

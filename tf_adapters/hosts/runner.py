@@ -1,7 +1,8 @@
 """Run one rank's row of an order, with any number of stages on the rank.
 
-The runner owns what is between actions: the order, the transfers, and the tensors that one stage hands to the next one
-on the same rank. The host's adapter computes (``Computations``).
+A row is the sequence of a rank's actions: F (forward), B (backward), I (input gradient) and W (weight gradient). The
+runner handles the order, the transfers, and the tensors that pass between two stages of one rank. The host's adapter
+computes (``Computations``).
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ class Computations(Protocol):
         """Return new memory into which the input of an action is received."""
 
     def sent(self, action: Action, output: torch.Tensor) -> None:
-        """The output of a forward has been sent or handed over: the host may free its data."""
+        """Free the data of a forward's output if the host does so: it has been sent, or passed to the next stage."""
 
 
 class RowRunner:
-    """Runs the row of ``links.rank`` for one batch, as far as the host asks for.
+    """Runs the row of ``links.rank`` for one batch, step by step as the host requests.
 
-    A forward's input is a leaf of its graph: ``buffer`` makes it so for received inputs, and the runner does for those
-    that come from another stage on the rank.
+    A forward's input is a leaf of its graph. ``Computations.buffer`` returns such a leaf for a received input, and the
+    runner detaches an input that comes from a stage of the same rank.
 
     Args:
         order: the order of all ranks.
@@ -62,7 +63,7 @@ class RowRunner:
         self._sent: defaultdict[int, SentMessages] = defaultdict(SentMessages)  # by the rank they go to
 
     def run_until(self, action: Action) -> None:
-        """Run the row until an F, or the B or I of a B, has run."""
+        """Run the row until an F or a B has run. A B counts as run when its I has run."""
         while action not in self._done:
             self._advance()
 

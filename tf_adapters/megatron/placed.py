@@ -1,4 +1,4 @@
-"""Batches of a model in a V that no adapter runs: evaluations, and training without or after freezing."""
+"""Run batches of a model in a V that no adapter runs: evaluations, and training without an attached adapter."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tf_adapters.schedule.messages import assumed_receives
 
 
 class PlacedBatch:
-    """Runs one batch as the host would if it knew chunks in a V, with its own forwards and backwards.
+    """Runs one batch in a V, with Megatron's own forward and backward steps and without deferral.
 
-    Raises UnsupportedError if the host's transfers cannot be skipped.
+    Raises UnsupportedError if the host's transfers cannot be skipped (``ordered.check_replaceable``).
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -57,7 +57,7 @@ class PlacedBatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the host's batch inside."""
+        """Run the host's function of the batch inside. It gets stand-ins, and the V is run."""
         with ExitStack() as stack:
             if self._trains:
                 stack.enter_context(before_reduction(self._config, self._finish))

@@ -1,4 +1,4 @@
-"""Chunks in a V in a Megatron-LM script: its arguments, its data, and what it cannot have.
+"""Chunks in a V in a Megatron-LM script: its arguments, its data, and the arguments that are refused.
 
 Source: megatron/training (the Megatron-LM repository).
 """
@@ -31,7 +31,7 @@ _LEFT_OUT = (
 def place_arguments(args: Any) -> None:
     """Put a script's chunks into a V if its arguments say so, before Megatron validates them.
 
-    Raises ConfigError or UnsupportedError, one line, if they cannot be.
+    Raises ConfigError or UnsupportedError, one line, if other arguments do not allow it.
     """
     if getattr(args, f"{SECTION}_placement", "host") != "v":
         return
@@ -68,13 +68,13 @@ def _layout_for(args: Any) -> str:
 
 
 def _also_on_rank_0(builder: Any) -> None:
-    """Let a builder of datasets work on the world's rank 0 too, which makes the index that all ranks read."""
+    """Let a builder of datasets also work on the world's rank 0, which writes the index that all ranks read."""
     given = builder.is_built_on_rank
     builder.is_built_on_rank = lambda: dist.get_rank() == 0 or given()
 
 
 def _agree_on_data(loaders: Sequence[Any]) -> None:
-    """Set the script's flags if any rank has data: the rank that Megatron asks may have none."""
+    """Set the script's flags if any rank has data. Megatron asks rank 0, which may have none in a V."""
     from megatron.training import get_args
 
     args = get_args()

@@ -7,8 +7,8 @@ Rank r of S holds the stages S - 1 - r and S + r, so the last rank has the first
     rank 2 | stages 1 6
     rank 3 | stages 0 7
 
-This is the V of Qi et al. (Pipeline Parallelism with Controllable Memory, 2024) from its other end. Megatron reads
-losses, counts tokens and writes its log on the last rank, and all of that stays as it is.
+This is the V of Qi et al. (Pipeline Parallelism with Controllable Memory, 2024) with the ranks in reverse order.
+Megatron reads losses, counts tokens and writes its log on the last rank, and all of that stays as it is.
 Source: megatron/core/transformer/pipeline_parallel_layer_layout.py.
 """
 
@@ -96,8 +96,8 @@ def is_in_v(config: Any) -> bool:
 def even_layout(num_layers: int, size: int, output_layers: float = 0.0) -> str:
     """Return a layout of two stages for each of ``size`` ranks, as even as possible.
 
-    ``output_layers`` is the cost of the last stage's output layer and loss, in decoder layers. The last stage gets so
-    many layers fewer. Raises ConfigError if there is not one layer for each stage.
+    ``output_layers`` is the cost of the last stage's output layer and loss, in decoder layers. The last stage gets that
+    many layers fewer, but at least one. Raises ConfigError if there is not one layer for each stage.
     """
     stages = 2 * size
     if num_layers < stages:
@@ -115,7 +115,7 @@ def even_layout(num_layers: int, size: int, output_layers: float = 0.0) -> str:
 
 @functools.lru_cache
 def v_order(size: int, microbatches: int) -> PipelineSchedule:
-    """Return the order of a batch, in which rank r does what rank S - 1 - r of the published V does."""
+    """Return the order of a batch: rank r does what rank S - 1 - r of the published V does."""
     return PipelineSchedule(tuple(reversed(v_with_whole_backwards(size, microbatches).ranks)))
 
 

@@ -1,8 +1,8 @@
-"""Tell Megatron that chunks are in a V (``placement``), before it makes process groups and models.
+"""Tell Megatron that chunks are in a V, before it makes process groups and models.
 
 Megatron asks a few functions which rank has the first stage, which ranks hold embeddings, and which layers a chunk has.
-These are patched. Everything else follows from their answers. The embedding and the output layer are on one rank: where
-they share a weight, its two copies start equal, and their gradients are added, without a message.
+These are patched. Everything else follows from their answers. If the embedding and the output layer share a weight, the
+last rank has two copies of it. Both start with the same values, and their gradients are added without a message.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _PATCHES = (*first_stage.PATCHES, *parallel_groups.PATCHES, *layer_layout.PATCHE
 def place_in_v() -> Callable[[], None]:
     """Put the two chunks of each rank into a V, in all models that this process builds from now on.
 
-    Call it on all ranks before ``initialize_model_parallel``. The TransformerConfig then needs a
-    ``pipeline_model_parallel_layout`` with two stages for each rank, as text, in the order of the stages. Returns a
-    function that reverts it.
+    Call it on all ranks before ``initialize_model_parallel``, which needs a virtual size of 2. The TransformerConfig
+    needs a ``pipeline_model_parallel_layout``: a string with two stages for each rank, from the first stage to the
+    last. Returns a function that reverts it.
 
     Raises:
         UnsupportedError: this version of Megatron-Core was not checked, process groups exist already, or a symbol is
@@ -72,7 +72,7 @@ def _layout(layout: str, size: int) -> VLayout:
 
 
 def _has_first_stage(run: Callable[[], bool], ignore_virtual: bool, vp_stage: int | None) -> bool:
-    """Answer ``is_pipeline_first_stage`` as Megatron does, but for the last rank."""
+    """Answer ``is_pipeline_first_stage`` as Megatron does, with the last rank in the place of the first."""
     if not ignore_virtual and parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
         assert vp_stage is not None, "vp_stage must be passed if virtual pipeline is enabled"
         if vp_stage != 0:
