@@ -21,6 +21,7 @@ from benchmarks.shared.measuring import machine
 from benchmarks.shared.trainings import HOSTS as NAMES
 from benchmarks.shared.trainings import Size, setup, start
 from tf_adapters.schedule.deferral import whole_microbatches_held
+from tf_adapters.schedule.orders import one_forward_one_backward
 from tf_adapters.testing import RankPool
 from tf_adapters.testing.emulated_device import EmulatedDevice
 from tf_adapters.testing.paired import PairedSettings
@@ -101,14 +102,18 @@ def run(name: str) -> dict[str, Any]:
     with EmulatedDevice(RATES[host], real_time=True) as device:
         training = start(host, freezing, alone=not exact, size=size)
         begins, losses = train(training, freezing.steps)
-        controller = (training.adapter if exact else training.attach()).controller
-        state, order = controller.state, controller.schedule
         settled, planned = SETTLE, None
         if exact:
-            order, planned = state.plan.schedule or order, state.plan.span_ms.planned
+            state = training.adapter.controller.state
+            order, planned = state.plan.schedule or state.schedule, state.plan.span_ms.planned
             settled += state.phases.progressive_end
+        elif size.looped:
+            order = training.attach().controller.schedule
+        else:
+            order = one_forward_one_backward(size.ranks, size.microbatches)
         step = step_ms(begins[settled:])
-        training.detach()
+        if exact or size.looped:
+            training.detach()
     return {
         "step_ms": step,
         "planned_ms": planned,

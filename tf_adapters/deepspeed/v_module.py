@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tf_adapters.config import find_section
@@ -40,8 +40,11 @@ def place_modules(arguments: Sequence[str]) -> None:
 
 
 def _asks_for_v(arguments: Sequence[str]) -> bool:
-    path = _config_path(arguments)
-    if path is None or not path.is_file():
+    return any(map(_has_v, _config_paths(arguments)))
+
+
+def _has_v(path: Path) -> bool:
+    if not path.is_file():
         return False
     try:
         config = json.loads(path.read_text())
@@ -51,15 +54,13 @@ def _asks_for_v(arguments: Sequence[str]) -> bool:
     return isinstance(section, dict) and section.get("placement") == "v" and section.get("enabled", True) is True
 
 
-def _config_path(arguments: Sequence[str]) -> Path | None:
-    """Return the path of the DeepSpeed config among a script's arguments; None without one."""
+def _config_paths(arguments: Sequence[str]) -> Iterator[Path]:
+    """Yield what may be the path of the DeepSpeed config among a script's arguments."""
     for place, text in enumerate(arguments):
         option, equals, value = text.partition("=")
         if option not in _CONFIG:
             continue
         if equals:
-            return Path(value)
-        following = arguments[place + 1 : place + 2]
-        if following and not following[0].startswith("-"):
-            return Path(following[0])
-    return None
+            yield Path(value)
+        elif place + 1 < len(arguments):
+            yield Path(arguments[place + 1])

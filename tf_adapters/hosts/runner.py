@@ -92,7 +92,8 @@ class RowRunner:
         if action.kind is Kind.FORWARD:
             output = self._host.forward(action, received)
             self._pass_on(action, output)
-            self._host.sent(action, output)
+            if action in self._target:
+                self._host.sent(action, output)
         else:
             self._pass_on(action, self._host.backward(action, received))
         self._done.add(backward_of(action))

@@ -196,6 +196,8 @@ class MegatronAdapter(HostAdapter):
                 yield
             self._finish_weight_gradients()
         finally:
+            if self._ordered is not None:
+                self._ordered.close()
             self._in_batch, self._waiting, self._ordered = False, None, None
 
     def forward(self, run: functools.partial[Any], model: torch.nn.Module, microbatch: int | None) -> Any:

@@ -23,6 +23,7 @@ from tf_adapters.hosts.agreement import GivenConfig, refuse_other_schedules, sam
 from tf_adapters.megatron.adapter import HOST, MegatronAdapter, MegatronModel, adapter_of
 from tf_adapters.megatron.late_norm import norm_can_be_late
 from tf_adapters.megatron.optimizers import meets
+from tf_adapters.megatron.ordered import check_v
 from tf_adapters.megatron.patching import patching
 from tf_adapters.megatron.placed import PlacedBatch, needs_placing
 from tf_adapters.megatron.placement import is_in_v
@@ -127,7 +128,7 @@ def _agreed_model(
             microbatch_size=_microbatch_size_of_the_run(),
         )
         described.append(of_rank)
-        return keeps_order(config, group.size(), len(chunks)), norm_can_be_late(optimizer), meets(optimizer)
+        return keeps_order(config, group.size(), chunks), norm_can_be_late(optimizer), meets(optimizer)
 
     keeps, can_be_late, meet = zip(*on_all_ranks(ours, describe), strict=True)
     return replace(
@@ -160,6 +161,7 @@ def patch_schedules() -> Callable[[], None]:
 def _on_batch(run: Any, batch: Batch) -> Any:
     adapter = adapter_of(batch.model)
     global _running, _placed
+    outer = _running, _placed  # a loss may run another model's batch
     try:
         if adapter is not None and not batch.forward_only:
             _running = adapter
@@ -171,7 +173,7 @@ def _on_batch(run: Any, batch: Batch) -> Any:
                 return run()
         return run()
     finally:
-        _running = _placed = None
+        _running, _placed = outer
 
 
 def _on_communication(run: Any, *received: Any) -> Any:
@@ -200,7 +202,10 @@ def _on_backward(run: Any, output: Any) -> Any:
 def _check(chunks: Sequence[Any], optimizer: Any, settings: TimelyFreezeConfig) -> None:
     refuse_other_schedules(settings, "with Megatron-Core the schedule follows from the pipeline's sizes")
     check(chunks, optimizer, settings)
-    if settings.placement == "v" and not is_in_v(get_model_config(chunks[0])):
+    config = get_model_config(chunks[0])
+    if is_in_v(config):
+        check_v(config)
+    elif settings.placement == "v":
         raise ConfigError(
             'timely_freeze.placement is "v", but the model was not built in a V: call '
             "tf_adapters.megatron.place_in_v() before initialize_model_parallel"

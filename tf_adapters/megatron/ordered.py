@@ -25,7 +25,9 @@ from megatron_patches.forward_backward import Batch
 from tf_adapters.errors import UnsupportedError
 from tf_adapters.hosts.links import Links
 from tf_adapters.hosts.runner import RowRunner
+from tf_adapters.hosts.support import refuse
 from tf_adapters.megatron.placement import PipelinePosition
+from tf_adapters.megatron.support import config_problem
 from tf_adapters.overrides import Overrides
 from tf_adapters.schedule.deferral import most_held
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
@@ -102,6 +104,10 @@ class OrderedBatch:
         with Overrides() as overrides:
             overrides.set(P2PCommunicator, "_communicate", communicate)
             yield
+
+    def close(self) -> None:
+        """Drop all tensors. The batch and its runner refer to each other, and Python may never collect them."""
+        vars(self).clear()
 
     # --- what the host requests --------------------------------------------------------------------------------
 
@@ -220,6 +226,15 @@ def input_shape(batch: Batch, config: Any) -> Any:
         cp_group=cp_group,
     )
     return shapes[0]
+
+
+def check_v(config: Any) -> None:
+    """Raise UnsupportedError if a model with this TransformerConfig could not be right in a V."""
+    refuse(config_problem(config))
+    if getattr(config, "mtp_num_layers", None):
+        refuse("mtp_num_layers is set, and multi-token prediction was not checked with chunks in a V")
+    if config.variable_seq_lengths:
+        refuse("variable_seq_lengths is True, and in a V transfers need one shape")
 
 
 def check_replaceable(batch: Batch, pp_group: Any) -> None:

@@ -15,7 +15,7 @@ from megatron_patches.forward_backward import Batch
 from tf_adapters.hosts.links import Links
 from tf_adapters.megatron.chunks import Chunk, device_of, innermost
 from tf_adapters.megatron.ddp import before_reduction
-from tf_adapters.megatron.ordered import OrderedBatch, check_replaceable, input_shape, reduces_early
+from tf_adapters.megatron.ordered import OrderedBatch, check_replaceable, check_v, input_shape, reduces_early
 from tf_adapters.megatron.placement import is_in_v, position, v_forwards, v_order
 from tf_adapters.megatron.tags import tag
 from tf_adapters.schedule.ir import Action
@@ -30,6 +30,7 @@ class PlacedBatch:
 
     def __init__(self, batch: Batch) -> None:
         self._config = config = get_model_config(batch.model[0])
+        check_v(config)
         groups = batch.pg_collection
         group = groups.pp if groups else parallel_state.get_pipeline_model_parallel_group()
         check_replaceable(batch, group)
@@ -59,6 +60,7 @@ class PlacedBatch:
     def running(self) -> Iterator[None]:
         """Run the host's function of the batch inside. It gets stand-ins, and the V is run."""
         with ExitStack() as stack:
+            stack.callback(self._ordered.close)
             if self._trains:
                 stack.enter_context(before_reduction(self._config, self._finish))
             stack.enter_context(self._ordered.without_transfers())

@@ -16,6 +16,7 @@ from megatron_patches import datasets, microbatch_data
 from tf_adapters.config import SECTION
 from tf_adapters.errors import ConfigError
 from tf_adapters.log import announce
+from tf_adapters.megatron.patching import patching
 from tf_adapters.megatron.placement import VLayout, even_layout
 from tf_adapters.megatron.placing import place_in_v
 
@@ -28,6 +29,7 @@ _LEFT_OUT = (
 """Arguments that place layers in another way, or that were not checked with chunks in a V."""
 
 
+@patching()
 def place_arguments(args: Any) -> None:
     """Put a script's chunks into a V if its arguments say so, before Megatron validates them.
 

@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_pg_rank, get_pg_size
 
 from megatron_patches import first_stage, layer_layout, parallel_groups, tied_embeddings
 from megatron_patches.patch import revert_all
 from tf_adapters.errors import UnsupportedError
+from tf_adapters.megatron.chunks import innermost
 from tf_adapters.megatron.entry import patch_schedules
 from tf_adapters.megatron.patching import patching
-from tf_adapters.megatron.placement import VLayout
+from tf_adapters.megatron.placement import VLayout, is_in_v
 
 __all__ = ["place_in_v"]
 
@@ -51,18 +52,18 @@ def place_in_v() -> Callable[[], None]:
         )
     if parallel_state.model_parallel_is_initialized() and not first_stage.OF_GROUP.applied:
         raise UnsupportedError('placement "v" comes too late: Megatron has made its process groups already')
+    patch_schedules()  # they stay: a loop may hold a wrapped function
     new = [patch for patch in _PATCHES if not patch.applied]
     for patch in _PATCHES:
         patch.check()
     first_stage.apply(
-        of_group=lambda run, group: group.rank() == group.size() - 1,
+        of_group=lambda run, group: get_pg_rank(group) == get_pg_size(group) - 1,
         of_rank=_has_first_stage,
     )
     parallel_groups.apply(lambda ranks: [ranks[-1]])
     layer_layout.apply(_layout)
     tied = _TiedWeights()
     tied_embeddings.apply(tied.start, tied.add_gradients)
-    patch_schedules()  # they stay: a loop may hold a wrapped function
     return patching()(lambda: revert_all(new))
 
 
@@ -90,7 +91,7 @@ class _TiedWeights:
         """Give the output layer of a last stage the weights of the first stage, which was built before it."""
         if not module.share_embeddings_and_output_weights:
             return
-        if module.pre_process:
+        if module.pre_process and not module.post_process:
             self._embedding = module.shared_embedding_or_output_weight()
         elif module.post_process and self._embedding is not None:
             module.shared_embedding_or_output_weight().data.copy_(self._embedding.data)
@@ -103,14 +104,20 @@ class _TiedWeights:
         if len(weights) < 2:
             return
         name = "main_grad" if getattr(weights[0], "main_grad", None) is not None else "grad"
-        of_first, of_last = (getattr(weight, name) for weight in weights)
-        if of_first is not None and of_last is not None:
-            of_first.add_(of_last)
-            of_last.copy_(of_first)
+        found = [gradient for weight in weights if (gradient := getattr(weight, name)) is not None]
+        if not found:
+            return
+        total = sum(found[1:], found[0])
+        for weight in weights:
+            if getattr(weight, name) is None:
+                setattr(weight, name, total.clone())
+            else:
+                getattr(weight, name).copy_(total)
 
 
 def _tied_weight(chunk: Any) -> torch.nn.Parameter | None:
-    module = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-    if not getattr(module, "share_embeddings_and_output_weights", False):
+    module: Any = innermost(chunk)
+    tied = is_in_v(getattr(module, "config", None)) and getattr(module, "share_embeddings_and_output_weights", False)
+    if not tied or not (module.pre_process or module.post_process):
         return None
-    return module.shared_embedding_or_output_weight() if module.pre_process or module.post_process else None
+    return module.shared_embedding_or_output_weight()  # type: ignore[no-any-return]

@@ -85,7 +85,7 @@ def check(chunks: Sequence[Any], optimizer: Any, settings: TimelyFreezeConfig | 
         model = innermost(chunk)
         refuse(compiled_problem(chunk, model, layers_of(model), settings))
     config = get_model_config(chunks[0])
-    refuse(_config_problem(config))
+    refuse(config_problem(config))
     if settings is not None and settings.splits_backwards:
         refuse(_APART_TWICE if getattr(config, "mtp_num_layers", None) else None)
         refuse(_replaced_backward_problem(settings.without_split))
@@ -110,20 +110,25 @@ def missing_options(config: Any) -> list[str]:
     return missing
 
 
-def keeps_order(config: Any, pipeline_size: int, chunks: int) -> bool:
+def keeps_order(config: Any, pipeline_size: int, chunks: Sequence[Any]) -> bool:
     """Return whether a plan must keep the host's order of forwards.
 
     It must with variable lengths and with pipelines of several modules, because each tensor then takes two transfers,
     and the first one blocks. With more than two chunks, all ranks may gather a chunk's parameters at the same time
-    (``param_sync_func``), in the host's order.
+    (``align_param_gather``), in the host's order.
     """
     return (
         pipeline_size == 1
-        or (chunks > 2 and config.param_sync_func is not None)
+        or (len(chunks) > 2 and any(map(_gathers_aligned, chunks)))
         or config.variable_seq_lengths
         or bool(getattr(config, "mtp_standalone", False))
         or not hasattr(P2PCommunicator, "_communicate")
     )
+
+
+def _gathers_aligned(chunk: Any) -> bool:
+    settings = getattr(chunk, "ddp_config", None)
+    return bool(getattr(settings, "overlap_param_gather", False) and getattr(settings, "align_param_gather", False))
 
 
 def _replaced_backward_problem(advice: str) -> Problem:
@@ -135,7 +140,8 @@ def _replaced_backward_problem(advice: str) -> Problem:
     )
 
 
-def _config_problem(config: Any) -> Problem:
+def config_problem(config: Any) -> Problem:
+    """Return what in a TransformerConfig makes freezing, or another order of a batch, wrong."""
     for field, wrong, why in _REFUSED:
         value = getattr(config, field, None)  # a missing field is off, and ``missing_options`` names it
         if value is not None and wrong(value):

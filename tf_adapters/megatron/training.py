@@ -6,7 +6,7 @@ Source: megatron/training (the Megatron-LM repository; the megatron-core package
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import megatron_patches.arguments
@@ -14,6 +14,7 @@ import megatron_patches.checkpointing
 import megatron_patches.model_setup
 import megatron_patches.reductions
 import megatron_patches.validated_arguments
+from megatron_patches.patch import PatchError
 from tf_adapters.arguments import add_arguments, config_from_args
 from tf_adapters.collectives import ProcessGroupCollectives, on_all_ranks
 from tf_adapters.config import SECTION
@@ -26,7 +27,6 @@ from tf_adapters.training.phases import warmup_left
 
 _SCRIPT_PATCHES = (
     megatron_patches.arguments,
-    megatron_patches.validated_arguments,
     megatron_patches.model_setup,
     megatron_patches.checkpointing,
 )
@@ -49,7 +49,8 @@ class TrainingScript:
             for patch in module.PATCHES:
                 patch.check()
         megatron_patches.arguments.apply(add_arguments)
-        megatron_patches.validated_arguments.apply(place_arguments)
+        with suppress(PatchError):  # without it a model is not built in a V, and attach says so
+            megatron_patches.validated_arguments.apply(place_arguments)
         megatron_patches.model_setup.apply(self._attach)
         megatron_patches.checkpointing.apply(SECTION, self._state_to_save, self._keep)
         loop = megatron_patches.reductions.MEGATRON_LM
