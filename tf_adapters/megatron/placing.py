@@ -73,7 +73,7 @@ def _layout(layout: str, size: int) -> VLayout:
 
 
 def _has_first_stage(run: Callable[[], bool], ignore_virtual: bool, vp_stage: int | None) -> bool:
-    """Answer ``is_pipeline_first_stage`` as Megatron does, with the last rank in the place of the first."""
+    """Answer ``is_pipeline_first_stage`` as Megatron does, but for the last rank instead of the first."""
     if not ignore_virtual and parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
         assert vp_stage is not None, "vp_stage must be passed if virtual pipeline is enabled"
         if vp_stage != 0:

@@ -130,13 +130,13 @@ def result_line(report: Report, stable_steps_ms: Sequence[float]) -> str | None:
     if measured.speedup is not None and measured.speedup_interval is not None:
         low, high = measured.speedup_interval
         return (
-            f"{where}stable training: {stable:.1f} ms a step, {measured.speedup:.2f}x as fast as the host alone "
+            f"{where}stable training: {stable:.1f} ms a step, {measured.speedup:.2f}x as fast as {report.baseline} "
             f"({low:.2f}x to {high:.2f}x; {measured.host_step_ms:.1f} ms in {measured.control_steps} control steps)"
         )
     if report.is_exact:
         return (
             f"{where}stable training: {stable:.1f} ms a step over {len(stable_steps_ms)} steps, planned "
-            f"{measured.planned_step_ms:.1f} ms; {batch_words.speed_unknown(measured.control_steps)}"
+            f"{measured.planned_step_ms:.1f} ms; {batch_words.speed_unknown(measured.control_steps, report.baseline)}"
         )
     error = step.error / step.value if step.value else 0.0
     return (

@@ -238,6 +238,11 @@ class Report(_Model):
         return not self.plan.mean_freeze_ratio
 
     @property
+    def baseline(self) -> str:
+        """What control steps run, in words. The host alone cannot run stages in a V."""
+        return "the same V without deferral" if self.config.get("placement") == "v" else "the host alone"
+
+    @property
     def max_freeze_ratio(self) -> float | None:
         """The run's r_max, in [0, 1]; None where it is "auto" or not known."""
         ratio = self.config.get("max_freeze_ratio")

@@ -9,7 +9,7 @@ from tf_adapters.planner.frontier import describe_frontier
 from tf_adapters.report.batch import batch_facts, bubble_headline
 from tf_adapters.report.layout import Panel, stable_samples
 from tf_adapters.report.page import Page, Table
-from tf_adapters.report.schema import Batches, Measured, Report, SampledTokens
+from tf_adapters.report.schema import Batches, Report, SampledTokens
 from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.training.batch_words import milliseconds as _ms
@@ -46,7 +46,7 @@ def _headline(report: Report) -> str:
         return headline
     unfrozen, stable = measured.step_ms_unfrozen, measured.step_ms_stable
     if stable is not None and report.is_exact:
-        return _over_host(measured, stable)
+        return _over_host(report, stable)
     planned = f"{1 / measured.planned_ratio:.2f}x planned" if measured.planned_ratio else ""
     if unfrozen is None:
         return "step time not measured yet" + (f"; {planned}" if planned else "")
@@ -59,14 +59,15 @@ def _headline(report: Report) -> str:
     return f"step {_ms(unfrozen)} -> {_ms(stable)}: {', '.join(filter(None, factors))}"
 
 
-def _over_host(measured: Measured, stable_ms: float) -> str:
-    """The headline of a run that freezes nothing: its speed over that of the host alone."""
+def _over_host(report: Report, stable_ms: float) -> str:
+    """The headline of a run that freezes nothing: its speed over that of its control steps."""
+    measured = report.measured
     if measured.speedup is None or measured.speedup_interval is None or measured.host_step_ms is None:
-        return f"step {_ms(stable_ms)}; {speed_unknown(measured.control_steps)}"
+        return f"step {_ms(stable_ms)}; {speed_unknown(measured.control_steps, report.baseline)}"
     low, high = measured.speedup_interval
     return (
-        f"step {_ms(measured.host_step_ms)} with the host alone -> {_ms(stable_ms)}: {measured.speedup:.2f}x measured "
-        f"({low:.2f}x to {high:.2f}x in {measured.control_steps} control steps)"
+        f"step {_ms(measured.host_step_ms)} with {report.baseline} -> {_ms(stable_ms)}: "
+        f"{measured.speedup:.2f}x measured ({low:.2f}x to {high:.2f}x in {measured.control_steps} control steps)"
     )
 
 

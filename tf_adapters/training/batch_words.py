@@ -110,6 +110,6 @@ def _of(batch: BatchTimes, ms: float) -> str:
     return f"{ms / batch.span_ms if batch.span_ms else 0.0:.0%}"
 
 
-def speed_unknown(control_steps: int) -> str:
-    """Say that there are too few control steps to know the speed over the host alone."""
-    return f"the speed over the host alone is not known yet ({control_steps} of {LEAST} control steps)"
+def speed_unknown(control_steps: int, baseline: str) -> str:
+    """Say that there are too few control steps to know the speed over the ``baseline``."""
+    return f"the speed over {baseline} is not known yet ({control_steps} of {LEAST} control steps)"

@@ -137,6 +137,8 @@ def test_a_run_that_freezes_nothing_is_compared_with_the_host_alone() -> None:
     early = {**MEASURED, "speedup": None, "speedup_interval": None, "host_step_ms": None, "control_steps": 2}
     text = as_text(page(report(measured=early, plan=exact)))
     assert text.splitlines()[0] == "step 601 ms; the speed over the host alone is not known yet (2 of 6 control steps)"
+    text = as_text(page(report(measured=MEASURED, plan=exact, config={"placement": "v"})))
+    assert text.splitlines()[0].startswith("step 795 ms with the same V without deferral -> 601 ms: 1.32x measured")
 
 
 def test_a_machine_that_became_slower_is_not_blamed_on_freezing() -> None:
