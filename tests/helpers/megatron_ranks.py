@@ -318,7 +318,9 @@ def batch(
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def mean_loss(per_token: torch.Tensor, non_loss_data: bool = False) -> Any:
+    if non_loss_data:
+        return per_token
     loss = per_token.float().mean()
     return loss, {"loss": loss.detach().clone()}
 

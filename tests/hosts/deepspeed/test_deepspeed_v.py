@@ -56,11 +56,11 @@ def test_with_replicas(pools, config):
 
 ON_FOUR = {"gradient_accumulation_steps": 8}
 SAME_BITS = {
-    "two ranks": Case(dualpipev=True, section=EXACT, steps=8),
-    "two ranks, zero1": Case(dualpipev=True, section=EXACT, config=ZERO1, steps=8),
-    "four ranks": Case(stages=4, dualpipev=True, section=EXACT, config=ON_FOUR, steps=10),
+    "two ranks": Case(dualpipev=True, section=EXACT, steps=7),
+    "two ranks, zero1": Case(dualpipev=True, section=EXACT, config=ZERO1, steps=7),
+    "four ranks": Case(stages=4, dualpipev=True, section=EXACT, config=ON_FOUR, steps=7),
     "four ranks, zero1, bf16": Case(
-        stages=4, dualpipev=True, section=EXACT, config={**ON_FOUR, **BF16, **ZERO1}, steps=10
+        stages=4, dualpipev=True, section=EXACT, config={**ON_FOUR, **BF16, **ZERO1}, steps=7
     ),
 }
 

@@ -16,16 +16,16 @@ from tf_adapters.testing import force_order
 pytestmark = pytest.mark.distributed
 
 EXACT = {"goal": "exact", "max_freeze_ratio": 0.0, "warmup_steps": 1, "monitoring_steps": 2, "on_error": "raise"}
-INTERLEAVED = Case(pp=4, vp=2, layers=8, microbatches=8, steps=12, section=EXACT)
+INTERLEAVED = Case(pp=4, vp=2, layers=8, microbatches=8, steps=8, section=EXACT)
 CASES = {
-    "pipeline 4": Case(pp=4, microbatches=6, steps=12, section=EXACT),
+    "pipeline 4": Case(pp=4, microbatches=6, steps=8, section=EXACT),
     "pipeline 4, interleaved": INTERLEAVED,
     "overlapped transfers": replace(INTERLEAVED, model={"overlap_p2p_comm": True, "batch_p2p_comm": False}),
-    "replicas 2, overlap": Case(vp=2, steps=12, ddp=OVERLAP, section=EXACT),
-    "replicas 2, aligned reduce": Case(vp=2, steps=12, ddp=OVERLAP, align=True, section=EXACT),
-    "V of 8": Case(pp=4, vp=2, v=True, layers=9, microbatches=8, steps=12, section=EXACT),
-    "V, replicas 2, overlap, tied": Case(vp=2, v=True, tied=True, steps=12, ddp=OVERLAP, section=EXACT),
-    "tied, tensor 2": Case(vp=2, tp=2, tied=True, steps=12, section=EXACT),
+    "replicas 2, overlap": Case(vp=2, steps=8, ddp=OVERLAP, section=EXACT),
+    "replicas 2, aligned reduce": Case(vp=2, steps=8, ddp=OVERLAP, align=True, section=EXACT),
+    "V of 8": Case(pp=4, vp=2, v=True, layers=9, microbatches=8, steps=8, section=EXACT),
+    "V, replicas 2, overlap, tied": Case(vp=2, v=True, tied=True, steps=8, ddp=OVERLAP, section=EXACT),
+    "tied, tensor 2": Case(vp=2, tp=2, tied=True, steps=8, section=EXACT),
 }
 
 

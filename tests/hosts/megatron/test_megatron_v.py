@@ -163,17 +163,17 @@ def trained(case: Case, detaches: bool = False) -> dict[str, Any]:
         adapter = tf_adapters.megatron.attach(chunks, optimizer, case.settings, num_microbatches=case.microbatches)
     losses: list[Any] = []
     tensors: dict[Any, torch.Tensor] = {}
-    for step in range(7):
+    for step in range(6):
         if adapter is not None and step > 0:
             force_order(adapter.controller, random_order(adapter.controller.schedule, seed=step))
         zero_gradients(chunks, optimizer)
         entries = run_batch(case, chunks, step, range(case.microbatches))
         losses.append([float(entry["loss"]) for entry in entries])
-        if step == 6:
+        if step == 5:
             tensors |= {("gradient", *key): main_gradient(p) for key, p in named(chunks, optimizer).items()}
         optimizer.step()
         losses.append(evaluation(case, chunks, step))
-        if detaches and step == 4:
+        if detaches and step == 3:
             adapter.detach()
             adapter = None
     tensors |= {("weight", *key): p.detach().clone() for key, p in named(chunks, optimizer).items()}
@@ -228,3 +228,44 @@ def refusals() -> list[str]:
             found.append(str(error))
     dist.barrier()
     return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("v", [False, True], ids=["interleaved", "V"])
+def test_outputs_that_a_loop_collects_are_whole_and_a_batch_leaves_nothing(megatron, v: bool) -> None:
+    case = replace(BASE, vp=2, v=v, section=EXACT)
+    shapes, left = zip(*megatron(2).run(collected, case), strict=True)
+    assert shapes[-1] == [(2, case.context)] * case.microbatches
+    assert left == (0, 0)
+
+
+def collected(case: Case) -> tuple[list[tuple[int, ...]], int]:
+    """The shapes of an evaluation's outputs on this rank, and the objects of batches that are left."""
+    import gc
+
+    import tf_adapters.megatron
+    from tf_adapters.hosts.runner import RowRunner
+    from tf_adapters.megatron.ordered import OrderedBatch
+
+    initialize(case)
+    chunks = build_chunks(case)
+    optimizer = build_optimizer(case, chunks)
+    adapter = tf_adapters.megatron.attach(chunks, optimizer, case.settings, num_microbatches=case.microbatches)
+    gc.collect()
+    gc.disable()
+    try:
+        for step in range(3):
+            if step > 0:
+                force_order(adapter.controller, random_order(adapter.controller.schedule, seed=step))
+            zero_gradients(chunks, optimizer)
+            run_batch(case, chunks, step, range(case.microbatches))
+            optimizer.step()
+        with torch.no_grad():
+            outputs = run_batch(
+                case, chunks, 9, range(case.microbatches), forward_only=True, collect_non_loss_data=True
+            )
+        left = sum(isinstance(thing, (OrderedBatch, RowRunner)) for thing in gc.get_objects())
+    finally:
+        gc.enable()
+        adapter.detach()
+    return [tuple(output.shape) for output in outputs], left
