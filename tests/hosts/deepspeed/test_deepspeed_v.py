@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from deepspeed_oracle import BF16, CHECKPOINTS_ON_CPU, REENTRANT, ZERO1, check_oracle
-from deepspeed_ranks import Case, batch, build_engine, parameters_of, train
-from random_orders import late, moves_forwards, random_order
+from deepspeed_orders import EXACT, SAME_BITS, in_random_orders
+from deepspeed_ranks import Case, build_engine, train
 
 from tf_adapters.schedule.deferral import most_in_flight
 from tf_adapters.schedule.orders import one_forward_one_backward, v_with_whole_backwards
-from tf_adapters.testing import force_order
 
 pytestmark = pytest.mark.distributed
 pytest.importorskip("deepspeed.runtime.pipe.dualpipev")
 
 V = {"placement": "v", "weight_gradients": "deferred"}
-EXACT = {"goal": "exact", "max_freeze_ratio": 0.0, "placement": "v"}
 CASES = {
     "fp32": Case(dualpipev=True, section=V, ratios=0.5, steps=3),
     "in place": Case(dualpipev=True, section={"placement": "v"}, ratios=0.5, steps=3),
@@ -54,17 +50,6 @@ def test_with_replicas(pools, config):
     check_oracle(case, pools(4).run(train, case))
 
 
-ON_FOUR = {"gradient_accumulation_steps": 8}
-SAME_BITS = {
-    "two ranks": Case(dualpipev=True, section=EXACT, steps=7),
-    "two ranks, zero1": Case(dualpipev=True, section=EXACT, config=ZERO1, steps=7),
-    "four ranks": Case(stages=4, dualpipev=True, section=EXACT, config=ON_FOUR, steps=7),
-    "four ranks, zero1, bf16": Case(
-        stages=4, dualpipev=True, section=EXACT, config={**ON_FOUR, **BF16, **ZERO1}, steps=7
-    ),
-}
-
-
 @pytest.mark.parametrize("name", SAME_BITS)
 def test_any_order_is_the_host_to_the_bit(pools, name):
     case = SAME_BITS[name]
@@ -75,38 +60,6 @@ def test_any_order_is_the_host_to_the_bit(pools, name):
         assert mine["losses"] == theirs["losses"]
         for weight, value in theirs["parameters"].items():
             assert torch.equal(mine["parameters"][weight], value), weight
-
-
-def in_random_orders(case: Case) -> dict[str, Any]:
-    """Train, every step in another order, with transfers that begin late and an evaluation in between."""
-    import tf_adapters.deepspeed
-    from tf_adapters.deepspeed.v_execution import VTransfers
-
-    losses: list[float] = []
-    moved: list[bool] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VTransfers, "_send", late(VTransfers._send, dist.get_rank()))
-        patch.setattr(VTransfers, "begin_receive", late(VTransfers.begin_receive, 100 + dist.get_rank()))
-        engine = build_engine(case)
-        adapter = tf_adapters.deepspeed.attach(engine) if case.section is not None else None
-        for step in range(case.steps):
-            if adapter is not None and step > 0:
-                schedule = adapter.controller.schedule
-                order = random_order(schedule, seed=step)
-                moved.append(moves_forwards(order, schedule))
-                force_order(adapter.controller, order)
-            losses.append(float(engine.train_batch(iter(batch(step, 0, case.microbatches)))))
-            if step == 2:
-                losses.append(float(engine.eval_batch(iter(batch(99, 0, case.microbatches)))))
-            if step == 3 and adapter is not None:  # which the host alone cannot do
-                engine.eval_batch(iter(batch(99, 0, case.microbatches + 2)), num_micro_batches=case.microbatches + 2)
-            if step == 4:
-                engine.reset_activation_shape()
-            if adapter is not None and step == case.steps - 2:
-                assert adapter.controller.state.failure is None
-                adapter.detach()
-                adapter = None
-    return {"losses": losses, "moved": moved, "parameters": parameters_of(engine)}
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (8, 16)])

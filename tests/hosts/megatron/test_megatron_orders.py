@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch.distributed as dist
-from megatron_oracle import OVERLAP, check_same
-from megatron_ranks import Case, by_name, start, train_step, values
-from random_orders import late, moves_forwards, random_order
-
-from tf_adapters.testing import force_order
+from megatron_oracle import check_same
+from megatron_orders import CASES, in_random_orders
 
 pytestmark = pytest.mark.distributed
-
-EXACT = {"goal": "exact", "max_freeze_ratio": 0.0, "warmup_steps": 1, "monitoring_steps": 2, "on_error": "raise"}
-INTERLEAVED = Case(pp=4, vp=2, layers=8, microbatches=8, steps=8, section=EXACT)
-CASES = {
-    "pipeline 4": Case(pp=4, microbatches=6, steps=8, section=EXACT),
-    "pipeline 4, interleaved": INTERLEAVED,
-    "overlapped transfers": replace(INTERLEAVED, model={"overlap_p2p_comm": True, "batch_p2p_comm": False}),
-    "replicas 2, overlap": Case(vp=2, steps=8, ddp=OVERLAP, section=EXACT),
-    "replicas 2, aligned reduce": Case(vp=2, steps=8, ddp=OVERLAP, align=True, section=EXACT),
-    "V of 8": Case(pp=4, vp=2, v=True, layers=9, microbatches=8, steps=8, section=EXACT),
-    "V, replicas 2, overlap, tied": Case(vp=2, v=True, tied=True, steps=8, ddp=OVERLAP, section=EXACT),
-    "tied, tensor 2": Case(vp=2, tp=2, tied=True, steps=8, section=EXACT),
-}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -35,28 +17,3 @@ def test_any_order_is_the_host_to_the_bit(megatron, name):
     ours = megatron(4).run(in_random_orders, case)
     assert all(sum(rank["moved"]) > case.steps / 2 for rank in ours)
     check_same(ours, megatron(4).run(in_random_orders, replace(case, section=None)))
-
-
-def in_random_orders(case: Case) -> dict[str, Any]:
-    """Train, every step in another order, with transfers that begin late."""
-    from tf_adapters.hosts.links import Links
-
-    outcome: dict[str, Any] = {"steps": [], "moved": []}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Links, "send", late(Links.send, dist.get_rank()))
-        patch.setattr(Links, "receive", late(Links.receive, 100 + dist.get_rank()))
-        chunks, optimizer, adapter = start(case)
-        for step in range(case.steps):
-            if adapter is not None and step > 0:
-                schedule = adapter.controller.schedule
-                order = random_order(schedule, seed=step)
-                outcome["moved"].append(moves_forwards(order, schedule))
-                force_order(adapter.controller, order)
-            losses = train_step(case, chunks, optimizer, step)
-            outcome["steps"].append({"losses": losses, "after": by_name(case, chunks, values)})
-            if adapter is not None and step > 0:
-                assert adapter.controller.execution == order
-    if adapter is not None:
-        assert adapter.controller.state.failure is None
-        adapter.detach()
-    return outcome
