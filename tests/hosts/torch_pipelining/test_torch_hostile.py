@@ -161,10 +161,12 @@ def in_one_process(name: str, step: int, run: list[dict[str, Any]]) -> dict[str,
     return masked_gradients(model, zip(inputs, targets, strict=True), loss_fn, frozen)
 
 
-@pytest.mark.parametrize("goal", ["exact", "paper"])
+@pytest.mark.parametrize("weight_gradients", ["deferred", "in_place"])
 @pytest.mark.parametrize("name", [n for n in SITUATIONS if n.startswith("gradient in the loss")])
-def test_masks_leave_the_oracles_gradients_where_the_loss_takes_one(name: str, goal: str, tmp_path: Any) -> None:
-    section = {**SECTION, "goal": goal, "max_freeze_ratio": 0.8, "output_dir": str(tmp_path)}
+def test_masks_leave_the_oracles_gradients_where_the_loss_takes_one(
+    name: str, weight_gradients: str, tmp_path: Any
+) -> None:
+    section = {**SECTION, "goal": "paper", "weight_gradients": weight_gradients, "output_dir": str(tmp_path)}
     pool = rank_pool("torch", 2)
     run = pool.run(train, name, False, section, 0.6)
     assert not run[0]["raised"], run[0]["raised"]
