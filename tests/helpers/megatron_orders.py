@@ -40,12 +40,12 @@ def in_random_orders(case: Case) -> dict[str, Any]:
             if adapter is not None and step > 0:
                 schedule = adapter.controller.schedule
                 order = random_order(schedule, seed=step)
-                outcome["moved"].append(moves_forwards(order, schedule))
                 force_order(adapter.controller, order)
             losses = train_step(case, chunks, optimizer, step)
             outcome["steps"].append({"losses": losses, "after": by_name(case, chunks, values)})
-            if adapter is not None and step > 0:
-                assert adapter.controller.execution == order
+            if adapter is not None and step > 0:  # a control step runs the host's order
+                ran = adapter.controller.execution
+                outcome["moved"].append(ran == order and moves_forwards(order, schedule))
     if adapter is not None:
         assert adapter.controller.state.failure is None
         adapter.detach()

@@ -65,6 +65,7 @@ def force_order(controller: Controller, order: PipelineSchedule) -> None:
     controller.state.measurement = replace(controller.state.measurement, unfrozen_step_ms=1.0)
     controller.state.adopt(controller.schedule, Planned(plan, step_ms=1.0))
     controller.state.completed_steps = max(controller.state.completed_steps, controller.state.phases.progressive_end)
+    controller.state.left_to_host = False  # whatever control steps said of an earlier order
 
 
 def _ratio(ratios: Ratios, action: Action) -> float:
