@@ -15,6 +15,7 @@ from example_runs import said
 from launching import BIN, deepspeed, forked_deepspeed
 
 from tf_adapters.deepspeed.__main__ import main, split_arguments
+from tf_adapters.report import Report
 from tf_adapters.testing.ranks import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,10 +69,9 @@ def test_the_key_alone_puts_the_stages_of_an_unmodified_script_into_a_v(tmp_path
     code, output = launch(tmp_path, start=deepspeed, timely_freeze={**section, "output_dir": str(tmp_path)})
     assert code == 0, output
     assert steps_run(output) == STEPS
-    report = json.loads((tmp_path / "timely_freeze" / "report.json").read_text())
-    assert report["status"] == "stable"
-    rows = [{text.split("F")[0] for text in row if "F" in text} for row in report["schedule"]]
-    assert rows == [{"0", "3"}, {"1", "2"}]
+    report = Report.read(tmp_path / "timely_freeze" / "report.json")
+    assert report.status == "stable"
+    assert [report.schedule.stages_of(rank) for rank in range(2)] == [(0, 3), (1, 2)]
 
 
 @pytest.mark.programs

@@ -84,8 +84,8 @@ def test_a_v_goes_on_from_a_checkpoint_of_1f1b_and_1f1b_from_that_of_a_v(tmp_pat
     """The last step may differ in its last digit, since ranks add up the norm for clipping in another order."""
     saving = (*NO_DROPOUT, "--save-interval", str(STEPS // 2), "--save")
     for name, first, first_through, then in (
-        ("from 1F1B", (), (), (*freezing(tmp_path / "b"), *V)),
-        ("from a V", (*freezing(tmp_path / "a"), *V), ("-m", "tf_adapters.megatron"), ()),
+        ("from 1F1B", (), (), (*deferring(tmp_path / "b", 0.0), *V)),
+        ("from a V", (*deferring(tmp_path / "a", 0.0), *V), ("-m", "tf_adapters.megatron"), ()),
     ):
         folder = tmp_path / name
         train(*saving, str(folder), *first, through=first_through)
