@@ -17,7 +17,7 @@ GOALS: Mapping[str, Mapping[str, Any]] = {
 LEVERS = tuple(GOALS[DEFAULT])
 """The settings that a goal chooses."""
 
-_FREEZES: Mapping[str, Callable[[Any], bool]] = {
+_LEAVES_DEFAULT: Mapping[str, Callable[[Any], bool]] = {
     "max_freeze_ratio": lambda value: value != 0,
     "granularity": lambda value: value != "tensor",
     "target_speedup": lambda value: value is not None,
@@ -30,16 +30,16 @@ _FREEZES: Mapping[str, Callable[[Any], bool]] = {
 _CONTRADICTS_EXACT = ("max_freeze_ratio", "target_speedup", "method")
 
 
-def freezing(settings: Mapping[str, Any]) -> list[str]:
+def _leaving_default(settings: Mapping[str, Any]) -> list[str]:
     """Return the names of the given settings that ask for another way than ``DEFAULT``."""
-    return [name for name, asks in _FREEZES.items() if name in settings and asks(settings[name])]
+    return [name for name, asks in _LEAVES_DEFAULT.items() if name in settings and asks(settings[name])]
 
 
 def contradicting(settings: Mapping[str, Any]) -> str | None:
     """Return the name of a given setting that changes gradients although the goal is ``"exact"``; None without one."""
     if settings.get("goal") != "exact":
         return None
-    found = (name for name in freezing(settings) if name in _CONTRADICTS_EXACT and settings[name] != "none")
+    found = (name for name in _leaving_default(settings) if name in _CONTRADICTS_EXACT and settings[name] != "none")
     return next(found, None)
 
 
@@ -50,7 +50,7 @@ def with_goal(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = dict(settings)
     if found.get("goal") is None:
-        found["goal"] = None if freezing(found) else DEFAULT
+        found["goal"] = None if _leaving_default(found) else DEFAULT
     levers = dict(GOALS.get(str(found["goal"]), {}))
     method = found.get("method", "timely")
     if method in ("apf", "autofreeze"):  # they have no plan, which deferral and "auto" need

@@ -89,7 +89,7 @@ def main() -> None:
             with RankPool(SIZE.ranks, functools.partial(setup, host)) as pool:
                 for name, way in of_host.items():
                     if way.size.looped == chunks:
-                        keep(name, _of_all(pool.run(run, way, timeout_s=1200)))
+                        keep(name, of_all(pool.run(run, way, timeout_s=1200)))
     text = table(read_rows())
     put_table(PAGE, "alternatives", text)
     print(text)
@@ -107,7 +107,7 @@ def read_rows() -> dict[str, Any]:
     return read_part(RESULTS, "rows")
 
 
-def _of_all(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def of_all(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """What one rank says for all, with the losses of a rank that has them."""
     return {**ranks[0], "losses": next(rank["losses"] for rank in ranks if None not in rank["losses"])}
 

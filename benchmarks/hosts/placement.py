@@ -14,6 +14,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.hosts.alternatives import of_all
 from benchmarks.hosts.overlapping import MAX_NORM, RATES, SETTLE, step_ms, train
 from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
@@ -75,8 +76,7 @@ def measure(name: str) -> None:
     """Measure and keep one row."""
     host, size, *_ = name.split(", ")
     with RankPool(SIZES[size].ranks, functools.partial(setup, host)) as pool:
-        ranks = pool.run(run, name, timeout_s=2400)
-    row = {**ranks[0], "losses": next(rank["losses"] for rank in ranks if None not in rank["losses"])}
+        row = of_all(pool.run(run, name, timeout_s=2400))
     print(name, {key: value for key, value in row.items() if key != "losses"}, flush=True)
     keep_row(RESULTS, "rows", {name: {**row, "machine": machine(host)}}, ROWS, device="emulated", rates=RATES)
 

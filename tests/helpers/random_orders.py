@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from tf_adapters.schedule.deferral import backward_of, split
+from tf_adapters.schedule.deferral import split
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
 
@@ -66,15 +66,6 @@ def _is_ready(action: Action, order: PipelineSchedule, done: set[Action]) -> boo
     }[action.kind]
     source = order.source.get(action)
     return (before is None or before in done) and (source is None or source in done)
-
-
-def moves_forwards(order: PipelineSchedule, host: PipelineSchedule) -> bool:
-    """Whether an order differs from the host's by more than where weight gradients are."""
-
-    def without(schedule: PipelineSchedule) -> list[list[Action]]:
-        return [[backward_of(a) for a in row if a.kind is not Kind.WEIGHT_GRAD] for row in schedule.ranks]
-
-    return without(order) != without(host)
 
 
 def late(transfer: Callable[..., Any], seed: int) -> Callable[..., Any]:

@@ -6,7 +6,6 @@ Source: deepspeed/runtime/pipe/engine.py.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -53,6 +52,7 @@ from tf_adapters.deepspeed.v_execution import VSchedule, VTransfers
 from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
 from tf_adapters.hosts.waiting import WaitingWeights
 from tf_adapters.measuring.timer import clock_for
+from tf_adapters.overrides import Overrides
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.schedule.orders import v_with_whole_backwards
@@ -129,24 +129,19 @@ class DeepSpeedAdapter(HostAdapter):
 
     def _taps(self) -> dict[int, StageTaps]:
         """Return the taps of each stage. A layer of two stages is left to the host: its gradients would mix."""
-        sampled = self.config.samples_tokens
-        stages = Counter(id(module) for of_stage in self._modules_by_stage().values() for module in of_stage)
-
-        def layer(of_stage: frozenset[Any], module: torch.nn.Module) -> Any:
-            own = module in of_stage and stages[id(module)] == 1
-            return linear_layer(module, sampled=sampled) if own else None
-
-        return {
-            stage: StageTaps(self.engine.module, partial(layer, of_stage))
-            for stage, of_stage in self._modules_by_stage().items()
+        layer = partial(linear_layer, sampled=self.config.samples_tokens)
+        if len(self._stages) == 1:
+            return {self._stages[0]: StageTaps(self.engine.module, layer)}
+        modules = {
+            stage: {module for own in of_stage.values() for module in own.modules()}
+            for stage, of_stage in layers_by_stage(self.engine).items()
         }
+        shared = set.intersection(*modules.values())
 
-    def _modules_by_stage(self) -> dict[int, frozenset[torch.nn.Module]]:
-        layers = layers_by_stage(self.engine)
-        return {
-            stage: frozenset(module for layer in of_stage.values() for module in layer.modules())
-            for stage, of_stage in layers.items()
-        }
+        def of_stage(own: set[torch.nn.Module], module: torch.nn.Module) -> Any:
+            return layer(module) if module in own else None
+
+        return {stage: StageTaps(self.engine.module, partial(of_stage, own - shared)) for stage, own in modules.items()}
 
     def ties(self, pipeline: HostPipeline) -> tuple[Tie, ...]:
         """Return tied weights. Stages share their names, but also the names of a tied module's other weights."""
@@ -220,7 +215,11 @@ class DeepSpeedAdapter(HostAdapter):
     def _exec_schedule(self, run: Callable[[host.PipeSchedule], None], schedule: host.PipeSchedule) -> None:
         evaluates = isinstance(schedule, host.InferenceSchedule) or getattr(schedule, "forward_only", False)
         if evaluates:  # the second is DualPipeV's
-            with self._buffers_of(schedule):
+            with Overrides() as overrides:
+                # DualPipeV's engine counts buffers by the microbatches of training: with another number in an
+                # evaluation it fails, also without us (0.19.8).
+                if is_dualpipev(self.engine):
+                    overrides.set(self.engine, "micro_batches", schedule.micro_batches)
                 run(schedule)
             return
         refuse_another(schedule, self._own_schedule)
@@ -229,21 +228,6 @@ class DeepSpeedAdapter(HostAdapter):
         finally:
             self._transfers = self._waiting = None
         self._shapes_known = True
-
-    @contextmanager
-    def _buffers_of(self, schedule: host.PipeSchedule) -> Iterator[None]:
-        """Let DualPipeV's engine count buffers as an evaluation's schedule does.
-
-        The engine counts them by the microbatches of training. With another number in an evaluation it fails, also
-        without us (0.19.8).
-        """
-        number = self.engine.micro_batches
-        if is_dualpipev(self.engine):
-            self.engine.micro_batches = schedule.micro_batches
-        try:
-            yield
-        finally:
-            self.engine.micro_batches = number
 
     def _begin_step(self) -> host.PipeSchedule:
         """Start a training step, and return the schedule that the engine runs in it."""

@@ -26,6 +26,11 @@ def stage_of(rank: int, ranks: int, phase: int) -> int:
     return rank if phase == 0 else 2 * ranks - 1 - rank
 
 
+def phase_of(stage: int, ranks: int) -> int:
+    """Return the phase in which a pipeline rank runs a stage; the inverse of ``stage_of``."""
+    return 0 if stage < ranks else 1
+
+
 def stages_of(engine: Any) -> dict[int, int]:
     """Return this rank's stage in each phase."""
     phases = (0, 1) if is_dualpipev(engine) else (0,)

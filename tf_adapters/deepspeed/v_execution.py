@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule as host
 
 from tf_adapters.deepspeed.execution import BATCH_ENDING, BeginReceive, FinishSends, InputGradients, WeightGradients
-from tf_adapters.deepspeed.stages import stage_of
+from tf_adapters.deepspeed.stages import phase_of
 from tf_adapters.hosts.sent import SentMessages
 from tf_adapters.overrides import Overrides
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
@@ -35,8 +35,7 @@ class VSchedule(host.PipeSchedule):  # type: ignore[misc]
     def __init__(self, order: PipelineSchedule, receives: Receives, micro_batches: int, rank: int) -> None:
         super().__init__(micro_batches=micro_batches, stages=len(order.ranks), stage_id=rank)
         self._row, self._begun = order.ranks[rank], receives.before
-        self._received = order.received
-        self._sent = set(order.received.values())
+        self._received, self._target = order.received, order.target
 
     def steps(self) -> Iterator[list[host.PipeInstruction]]:
         """Yield the instructions of each action, then the instructions that end the batch."""
@@ -52,8 +51,7 @@ class VSchedule(host.PipeSchedule):  # type: ignore[misc]
         if action.kind is Kind.WEIGHT_GRAD:
             yield WeightGradients(stage=action.stage, microbatch=action.microbatch)
             return
-        phase = phase_of(action.stage, self.stages)
-        buffer = phase * self.micro_batches + action.microbatch
+        buffer, phase = place_of(action, self.stages, self.micro_batches)
         forward = action.kind is Kind.FORWARD
         if action in self._received:
             yield (host.RecvActivation if forward else host.RecvGrad)(buffer, phase=phase)
@@ -65,7 +63,7 @@ class VSchedule(host.PipeSchedule):  # type: ignore[misc]
             if action.stage == 0:
                 yield host.LoadMicroBatch(buffer)
             yield host.ForwardPass(buffer, phase=phase)
-        if action in self._sent:
+        if self._target.get(action) in self._received:
             yield (host.SendActivation if forward else host.SendGrad)(buffer, phase=phase)
 
 
@@ -73,17 +71,19 @@ class VTransfers:
     """Begins and ends the transfers of one batch. The engine's own methods choose the tensors."""
 
     def __init__(self, engine: Any, order: PipelineSchedule, taken: Mapping[Action, int]) -> None:
-        self._engine, self._taken = engine, taken
-        self._sender = {action: order.rank_of(source.stage) for action, source in order.received.items()}
+        self._engine, self._order, self._taken = engine, order, taken
         self._sent: defaultdict[int, SentMessages] = defaultdict(SentMessages)  # by the rank they go to
-        self._coming: dict[Action, list[Any]] = {}
+        self._coming: dict[tuple[type, int], tuple[Action, list[Any]]] = {}  # by instruction and buffer
 
     def begin_receive(self, action: Action) -> None:
         """Begin to receive the input of an action into new buffers of the engine."""
         engine = self._engine
-        phase = phase_of(action.stage, engine.num_stages)
-        buffer = phase * engine.micro_batches + action.microbatch
-        receive = engine._exec_recv_activations if action.kind is Kind.FORWARD else engine._exec_recv_grads
+        buffer, phase = place_of(action, engine.num_stages, engine.micro_batches)
+        instruction, receive = (
+            (host.RecvActivation, engine._exec_recv_activations)
+            if action.kind is Kind.FORWARD
+            else (host.RecvGrad, engine._exec_recv_grads)
+        )
         works: list[Any] = []
 
         def begin(op: Any, tensors: list[torch.Tensor], stage: int) -> None:
@@ -93,12 +93,12 @@ class VTransfers:
         with Overrides() as overrides:
             overrides.set(engine, "_queue_p2p", begin)
             receive(buffer, phase)
-        self._coming[action] = works
+        self._coming[instruction, buffer] = action, works
 
     def run(self, instruction: type, call: Callable[[], None], *, buffer_id: int, phase: int) -> None:
         """Run an instruction that sends, or wait for what an instruction that receives has begun."""
         if instruction in (host.RecvActivation, host.RecvGrad):
-            self._wait(instruction, buffer_id, phase)
+            self._wait(*self._coming.pop((instruction, buffer_id)))
         else:
             self._send(call)
 
@@ -107,15 +107,11 @@ class VTransfers:
         for sent in self._sent.values():
             sent.finish()
 
-    def _wait(self, instruction: type, buffer_id: int, phase: int) -> None:
-        engine = self._engine
-        stage = stage_of(engine.stage_id, engine.num_stages, phase)
-        microbatch = buffer_id - phase * engine.micro_batches
-        kinds = (Kind.FORWARD,) if instruction is host.RecvActivation else (Kind.BACKWARD, Kind.INPUT_GRAD)
-        action = next(a for kind in kinds if (a := Action(stage, kind, microbatch)) in self._coming)
-        for work in self._coming.pop(action):
+    def _wait(self, action: Action, works: list[Any]) -> None:
+        for work in works:
             work.wait()  # on a device only the stream waits
-        self._sent[self._sender[action]].let_go(self._taken.get(action, 0))
+        sender = self._order.home[self._order.source[action].stage]
+        self._sent[sender].let_go(self._taken.get(action, 0))
 
     def _send(self, call: Callable[[], None]) -> None:
         engine = self._engine
@@ -130,6 +126,7 @@ class VTransfers:
             call()
 
 
-def phase_of(stage: int, ranks: int) -> int:
-    """Return the phase of a stage on its rank: activations flow out through phase 0 and back through phase 1."""
-    return 0 if stage < ranks else 1
+def place_of(action: Action, ranks: int, microbatches: int) -> tuple[int, int]:
+    """Return the buffer and the phase of an action, as DualPipeV's engine counts them."""
+    phase = phase_of(action.stage, ranks)
+    return phase * microbatches + action.microbatch, phase

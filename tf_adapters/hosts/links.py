@@ -29,17 +29,17 @@ class Links:
     """
 
     def __init__(self, group: Any) -> None:
-        self._group = group
+        self.group = group
         self.rank = group.rank()
 
     def send(self, tensor: torch.Tensor, rank: int) -> Message:
         """Begin to send to a ``rank`` of the group."""
         tensor = tensor.detach().contiguous()  # the host may free the data of its tensor
-        return Message(dist.isend(tensor, self._in_world(rank), group=self._group), tensor)
+        return Message(dist.isend(tensor, self._in_world(rank), group=self.group), tensor)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> Message:
         """Begin to receive into ``tensor`` from a ``rank`` of the group."""
-        return Message(dist.irecv(tensor.detach(), self._in_world(rank), group=self._group), tensor)
+        return Message(dist.irecv(tensor.detach(), self._in_world(rank), group=self.group), tensor)
 
     def _in_world(self, rank: int) -> int:
-        return dist.get_global_rank(self._group, rank)
+        return dist.get_global_rank(self.group, rank)

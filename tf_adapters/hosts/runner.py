@@ -54,8 +54,7 @@ class RowRunner:
 
     def __init__(self, order: PipelineSchedule, receives: Receives, links: Links, host: Computations) -> None:
         self._left = deque(order.ranks[links.rank])
-        self._home, self._source = order.home, order.source
-        self._target = {source: target for target, source in order.source.items()}
+        self._home, self._source, self._target = order.home, order.source, order.target
         self._receives, self._links, self._host = receives, links, host
         self._done: set[Action] = set()
         self._coming: dict[Action, Message] = {}

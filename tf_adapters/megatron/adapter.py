@@ -34,7 +34,7 @@ from tf_adapters.megatron.ddp import before_reduction
 from tf_adapters.megatron.late_norm import meetings, own_norm
 from tf_adapters.megatron.linear import tapped_layer
 from tf_adapters.megatron.optimizers import HeldParameters, held_values, leaves, scale_gradients
-from tf_adapters.megatron.ordered import OrderedBatch, check_replaceable, input_shape, is_replaceable, reduces_early
+from tf_adapters.megatron.ordered import OrderedBatch, is_replaceable
 from tf_adapters.megatron.placement import position
 from tf_adapters.megatron.schedules import translate
 from tf_adapters.megatron.tags import tag
@@ -260,25 +260,15 @@ class MegatronAdapter(HostAdapter):
         if not in_v and not (self._model.moves_forwards and is_replaceable(batch, self._model.pp_group)):
             self._waiting = WaitingWeights(order.ranks[self._position.rank], self._compute)
             return
-        if in_v:
-            check_replaceable(batch, self._model.pp_group)
-        last = order.num_microbatches - 1
-        early = reduces_early(self._model.config, self._position)
-
-        def run(call: Callable[[], Any], action: Action) -> Any:
-            with self._by_stage[action.stage].gradients.reported(early and action.microbatch == last):
-                return self._run(call, action)
-
         self._ordered = OrderedBatch(
             batch,
             order,
-            self._position.stages,
+            tuple(self._chunks.values()),
+            position=self._position,
             receives=self.receives(order),
             links=self._links,
-            device=device_of(self._model.chunks),
-            run=run,
-            compute=lambda action: self._compute(action, action.microbatch == last),
-            input_shape=input_shape(batch, self._model.config) if in_v else None,
+            run=self._run,
+            compute=self._compute,
         )
 
     def _compute(self, action: Action, last: bool) -> None:

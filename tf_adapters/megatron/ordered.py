@@ -19,13 +19,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as host
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.utils import get_model_type
+from megatron.core.utils import get_model_config, get_model_type
 
 from megatron_patches.forward_backward import Batch
 from tf_adapters.errors import UnsupportedError
 from tf_adapters.hosts.links import Links
 from tf_adapters.hosts.runner import RowRunner
 from tf_adapters.hosts.support import refuse
+from tf_adapters.megatron.chunks import Chunk, device_of
 from tf_adapters.megatron.placement import PipelinePosition
 from tf_adapters.megatron.support import config_problem
 from tf_adapters.overrides import Overrides
@@ -34,7 +35,7 @@ from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.schedule.messages import Receives
 
 Run = Callable[[Callable[[], Any], Action], Any]
-"""Runs the host's forward or backward of an action, masked and timed, and returns its result."""
+"""Runs the host's forward or backward of an action and returns its result."""
 
 
 class _InFlight(NamedTuple):
@@ -57,34 +58,42 @@ class OrderedBatch:
     Args:
         batch: the host's arguments.
         order: the order of all ranks. Without backwards, the batch only evaluates.
-        stages: the stages of the rank's model chunks.
-        run: runs the host's forward or backward of an action, masked and timed.
-        compute: computes the weight gradients of a W.
-        input_shape: of a stage's input, where a rank may receive before its host has named the shape.
+        chunks: the rank's model chunks, in Megatron's order.
+        position: the rank's position in the pipeline.
+        run: runs the host's forward or backward of an action.
+        compute: computes the weight gradients of a W; its flag says whether they are the last ones of their stage.
+
+    Raises UnsupportedError if chunks in a V cannot run, since the host's transfers cannot be skipped.
     """
 
     def __init__(
         self,
         batch: Batch,
         order: PipelineSchedule,
-        stages: Sequence[int],
+        chunks: Sequence[Chunk],
         *,
+        position: PipelinePosition,
         receives: Receives,
         links: Links,
-        device: torch.device,
         run: Run,
-        compute: Callable[[Action], None],
-        input_shape: Any = None,
+        compute: Callable[[Action, bool], None],
     ) -> None:
-        self._batch, self._device = batch, device
-        self._stages, self._last_stage = tuple(stages), order.num_stages - 1
-        self._run, self._compute = run, compute
+        models = [chunk.model for chunk in chunks]
+        config = get_model_config(models[0])
+        if position.in_v:
+            _check_replaceable(batch, links.group)
+        self._batch, self._device = batch, device_of(models)
+        self._stages, self._last_stage = position.stages, order.num_stages - 1
+        self._gradients = {chunk.stage: chunk.gradients for chunk in chunks}
+        self._last, self._reduces_early = order.num_microbatches - 1, _reduces_early(config, position)
+        self._host_run, self._compute = run, compute
         self._runner = RowRunner(order, receives, links, host=self)
         self._window = most_held(order.ranks[links.rank])
         self._forward_step: Callable[..., Any] = host.forward_step
         self._arguments: dict[str, Any] = {}  # arguments of the host's first forward
         self._of_backward: dict[str, Any] = {}
-        self._input_shape = input_shape
+        # In a V a rank may receive before its host has named the shape.
+        self._input_shape: Any = _input_shape(batch, config) if position.in_v else None
         self._output_shapes: dict[int, torch.Size] = {}  # by stage
         self._forwards = 0  # number that have run
         self._in_flight: dict[tuple[int, int], _InFlight] = {}  # by stage and microbatch
@@ -165,7 +174,12 @@ class OrderedBatch:
         return gradient  # type: ignore[no-any-return]
 
     def weight_gradients(self, action: Action) -> None:
-        self._compute(action)
+        self._compute(action, action.microbatch == self._last)
+
+    def _run(self, call: Callable[[], Any], action: Action) -> Any:
+        """Run a forward or backward. The gradients of the last microbatch are reported as such."""
+        with self._gradients[action.stage].reported(self._reduces_early and action.microbatch == self._last):
+            return self._host_run(call, action)
 
     def buffer(self, action: Action) -> torch.Tensor:
         forward = action.kind is Kind.FORWARD
@@ -204,7 +218,7 @@ def _handles(recv_prev: bool, recv_next: bool, tensor_send_next: Any, tensor_sen
     return {name: _Arrived() for name, is_begun in begun.items() if is_begun}
 
 
-def reduces_early(config: Any, position: PipelinePosition) -> bool:
+def _reduces_early(config: Any, position: PipelinePosition) -> bool:
     """Return whether the host reduces a bucket as soon as it has the gradients of the last microbatch.
 
     With a ``grad_sync_func`` it does so only on the first rank, and only in the schedule of one chunk.
@@ -212,7 +226,7 @@ def reduces_early(config: Any, position: PipelinePosition) -> bool:
     return config.grad_sync_func is None or (position.chunks == 1 and position.rank == 0)
 
 
-def input_shape(batch: Batch, config: Any) -> Any:
+def _input_shape(batch: Batch, config: Any) -> Any:
     """Return the shape of each input of a stage in an interleaved schedule."""
     groups = batch.pg_collection
     tp_group = groups.tp if groups else parallel_state.get_tensor_model_parallel_group()
@@ -237,7 +251,7 @@ def check_v(config: Any) -> None:
         refuse("variable_seq_lengths is True, and in a V transfers need one shape")
 
 
-def check_replaceable(batch: Batch, pp_group: Any) -> None:
+def _check_replaceable(batch: Batch, pp_group: Any) -> None:
     """Raise UnsupportedError if chunks in a V cannot run, since the host's transfers cannot be skipped."""
     if not is_replaceable(batch, pp_group):
         raise UnsupportedError(

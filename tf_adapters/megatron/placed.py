@@ -13,19 +13,19 @@ from megatron.core.utils import get_model_config
 
 from megatron_patches.forward_backward import Batch
 from tf_adapters.hosts.links import Links
-from tf_adapters.megatron.chunks import Chunk, device_of, innermost
+from tf_adapters.megatron.chunks import Chunk, innermost
 from tf_adapters.megatron.ddp import before_reduction
-from tf_adapters.megatron.ordered import OrderedBatch, check_replaceable, check_v, input_shape, reduces_early
+from tf_adapters.megatron.ordered import OrderedBatch, check_v
 from tf_adapters.megatron.placement import is_in_v, position, v_forwards, v_order
 from tf_adapters.megatron.tags import tag
-from tf_adapters.schedule.ir import Action
-from tf_adapters.schedule.messages import assumed_receives
+from tf_adapters.schedule.ir import PipelineSchedule
+from tf_adapters.schedule.messages import Receives, assumed_receives
 
 
 class PlacedBatch:
     """Runs one batch in a V, with Megatron's own forward and backward steps and without deferral.
 
-    Raises UnsupportedError if the host's transfers cannot be skipped (``ordered.check_replaceable``).
+    Raises UnsupportedError if the model cannot run in a V, or the host's transfers cannot be skipped.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -33,27 +33,22 @@ class PlacedBatch:
         check_v(config)
         groups = batch.pg_collection
         group = groups.pp if groups else parallel_state.get_pipeline_model_parallel_group()
-        check_replaceable(batch, group)
         self._position = position(group, batch.model, config)
+        self._trains = not batch.forward_only
         self._chunks = {
             id(wrapped): Chunk(stage, wrapped)
             for stage, wrapped in zip(self._position.stages, batch.model, strict=True)
         }
-        self._by_stage = {chunk.stage: chunk for chunk in self._chunks.values()}
-        self._last = batch.num_microbatches - 1
-        self._trains = not batch.forward_only
-        self._reduces_early = reduces_early(config, self._position)
-        order = (v_order if self._trains else v_forwards)(self._position.size, batch.num_microbatches)
+        order, receives = _order(self._position.size, batch.num_microbatches, self._trains)
         self._ordered = OrderedBatch(
             batch,
             order,
-            self._position.stages,
-            receives=assumed_receives(order),
+            tuple(self._chunks.values()),
+            position=self._position,
+            receives=receives,
             links=Links(group),
-            device=device_of(batch.model),
-            run=self._run,
-            compute=lambda action: None,
-            input_shape=input_shape(batch, config),
+            run=lambda call, action: call(),
+            compute=lambda action, last: None,
         )
 
     @contextmanager
@@ -84,12 +79,12 @@ class PlacedBatch:
     def _finish(self, chunk: int | None) -> None:
         self._ordered.finish(None if chunk is None else self._position.stage(chunk))
 
-    def _run(self, call: Callable[[], Any], action: Action) -> Any:
-        ready = self._reduces_early and action.microbatch == self._last
-        if not self._trains:
-            return call()
-        with self._by_stage[action.stage].gradients.reported(ready):
-            return call()
+
+@functools.lru_cache
+def _order(size: int, microbatches: int, trains: bool) -> tuple[PipelineSchedule, Receives]:
+    """Return the order of a batch that trains or only evaluates, and when its ranks begin to receive."""
+    order = v_order(size, microbatches) if trains else v_forwards(size, microbatches)
+    return order, assumed_receives(order)
 
 
 def needs_placing(batch: Batch) -> bool:

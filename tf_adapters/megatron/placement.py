@@ -119,7 +119,6 @@ def v_order(size: int, microbatches: int) -> PipelineSchedule:
     return PipelineSchedule(tuple(reversed(v_with_whole_backwards(size, microbatches).ranks)))
 
 
-@functools.lru_cache
 def v_forwards(size: int, microbatches: int) -> PipelineSchedule:
     """Return the order of a batch that only evaluates."""
     rows = v_order(size, microbatches).ranks

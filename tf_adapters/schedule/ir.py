@@ -117,6 +117,11 @@ class PipelineSchedule:
         return {action: source for action, source in found if source is not None}
 
     @cached_property
+    def target(self) -> Mapping[Action, Action]:
+        """The inverse of ``source``: the action of another stage that needs an action's result."""
+        return {source: action for action, source in self.source.items()}
+
+    @cached_property
     def received(self) -> Mapping[Action, Action]:
         """The part of ``source`` that comes from another rank: the actions with an input to receive."""
         home = self.home

@@ -13,7 +13,6 @@ sequence, so they are done. Then the item gets done too, which is a contradictio
 
 from __future__ import annotations
 
-import functools
 from collections import Counter, deque
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -28,7 +27,6 @@ class Receives(NamedTuple):
     taken: Mapping[Action, int]
 
 
-@functools.lru_cache
 def assumed_receives(order: PipelineSchedule) -> Receives:
     """Return when ranks begin to receive in an order of unknown times, which may lack backwards.
 
@@ -76,13 +74,13 @@ def messages_taken(schedule: PipelineSchedule) -> dict[Action, int]:
     has arrived.
     """
     home, sources = schedule.home, schedule.received
-    targets = {source: target for target, source in sources.items()}
     found: dict[Action, int] = {}
     for row in schedule.ranks:
         had = Counter[int]()
         for action in row:
             if action in sources:
                 had[home[sources[action].stage]] += 1
-            if action in targets:
-                found[targets[action]] = had[home[targets[action].stage]]
+            target = schedule.target.get(action)
+            if target is not None and target in sources:
+                found[target] = had[home[target.stage]]
     return found

@@ -47,9 +47,7 @@ def force_plan(controller: Controller, ratios: Ratios) -> None:
     limits = Limits(max_freeze_ratio=0.0, **controller.config.deferral_limits, moves_forwards=moves_forwards)
     made = solve(PlanProblem(Measurement(controller.schedule, times), limits))
     data = {**made.to_json(), "freeze_ratio": {str(a): _ratio(ratios, a) for a in made.freeze_ratio}}
-    controller.state.measurement = replace(controller.state.measurement, unfrozen_step_ms=1.0)
-    controller.state.adopt(controller.schedule, Planned(FreezePlan.from_json(data), step_ms=1.0))
-    controller.state.completed_steps = max(controller.state.completed_steps, controller.state.phases.progressive_end)
+    _put_in_force(controller, FreezePlan.from_json(data))
 
 
 def force_order(controller: Controller, order: PipelineSchedule) -> None:
@@ -61,11 +59,16 @@ def force_order(controller: Controller, order: PipelineSchedule) -> None:
     ms = {Kind.FORWARD: 1.0, Kind.BACKWARD: 3.0, Kind.INPUT_GRAD: 2.0, Kind.WEIGHT_GRAD: 1.0}
     times = {action: Bounds(ms[action.kind], ms[action.kind]) for action in order.actions}
     made = solve(PlanProblem(Measurement(order, times), Limits(max_freeze_ratio=0.0)))
-    plan = replace(made, schedule=order)
-    controller.state.measurement = replace(controller.state.measurement, unfrozen_step_ms=1.0)
-    controller.state.adopt(controller.schedule, Planned(plan, step_ms=1.0))
-    controller.state.completed_steps = max(controller.state.completed_steps, controller.state.phases.progressive_end)
+    _put_in_force(controller, replace(made, schedule=order))
     controller.state.left_to_host = False  # whatever control steps said of an earlier order
+
+
+def _put_in_force(controller: Controller, plan: FreezePlan) -> None:
+    """Adopt a plan, and go on to stable freezing."""
+    state = controller.state
+    state.measurement = replace(state.measurement, unfrozen_step_ms=1.0)
+    state.adopt(controller.schedule, Planned(plan, step_ms=1.0))
+    state.completed_steps = max(state.completed_steps, state.phases.progressive_end)
 
 
 def _ratio(ratios: Ratios, action: Action) -> float:

@@ -10,8 +10,7 @@ from deepspeed_oracle import BF16, CHECKPOINTS_ON_CPU, REENTRANT, ZERO1, check_o
 from deepspeed_orders import EXACT, SAME_BITS, in_random_orders
 from deepspeed_ranks import Case, build_engine, train
 
-from tf_adapters.schedule.deferral import most_in_flight
-from tf_adapters.schedule.orders import one_forward_one_backward, v_with_whole_backwards
+from tf_adapters.schedule.orders import v_with_whole_backwards
 
 pytestmark = pytest.mark.distributed
 pytest.importorskip("deepspeed.runtime.pipe.dualpipev")
@@ -60,12 +59,6 @@ def test_any_order_is_the_host_to_the_bit(pools, name):
         assert mine["losses"] == theirs["losses"]
         for weight, value in theirs["parameters"].items():
             assert torch.equal(mine["parameters"][weight], value), weight
-
-
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (8, 16)])
-def test_no_rank_holds_more_than_the_fullest_of_1f1b(ranks: int, microbatches: int) -> None:
-    order = v_with_whole_backwards(ranks, microbatches)
-    assert most_in_flight(order) <= 2 * most_in_flight(one_forward_one_backward(ranks, microbatches))
 
 
 def test_a_v_needs_a_module_in_a_v(pools) -> None:

@@ -9,8 +9,9 @@ import pytest
 from torch.distributed.pipelining import schedules as host
 
 from tf_adapters.errors import ScheduleError
+from tf_adapters.schedule.deferral import most_in_flight
 from tf_adapters.schedule.ir import PipelineSchedule
-from tf_adapters.schedule.orders import named_schedule
+from tf_adapters.schedule.orders import named_schedule, one_forward_one_backward, v_with_whole_backwards
 from tf_adapters.torch_pipelining.schedules import from_action_lists
 
 CLASSES = {
@@ -49,3 +50,9 @@ def test_an_order_is_torchs(name: str, local: int, ranks: int) -> None:
         except ScheduleError:
             ours = None
         assert ours == expected
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (2, 4), (2, 8), (4, 4), (4, 8), (8, 16)])
+def test_in_a_v_no_rank_holds_more_than_the_fullest_of_1f1b(ranks: int, microbatches: int) -> None:
+    order = v_with_whole_backwards(ranks, microbatches)
+    assert most_in_flight(order) <= 2 * most_in_flight(one_forward_one_backward(ranks, microbatches))
