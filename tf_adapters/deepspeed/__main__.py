@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from tf_adapters.errors import ConfigError
 from tf_adapters.hosts.launcher import check_script, run_script
 
 _USAGE = "usage: deepspeed --module tf_adapters.deepspeed SCRIPT.py [its arguments]"
@@ -19,12 +18,8 @@ def main() -> None:
     from tf_adapters.deepspeed.entry import attaching
     from tf_adapters.deepspeed.v_module import place_modules
 
-    try:
-        place_modules(arguments)
-    except ConfigError as error:
-        raise SystemExit(f"tf_adapters.deepspeed: error: {error}") from None
     deepspeed.initialize = attaching(deepspeed.initialize)
-    run_script("tf_adapters.deepspeed", script, arguments)
+    run_script("tf_adapters.deepspeed", script, arguments, prepare=lambda: place_modules(arguments))
 
 
 def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
