@@ -62,13 +62,19 @@ def missing_name(owner: Any, names: Iterable[str], called: str = "") -> Problem:
 
 
 def compiled_problem(
-    wrapped: torch.nn.Module, model: torch.nn.Module, layers: Layers, settings: TimelyFreezeConfig | None
+    wrapped: torch.nn.Module,
+    model: torch.nn.Module,
+    layers: Layers,
+    settings: TimelyFreezeConfig | None,
+    has_taps: bool = False,
 ) -> Problem:
     """Return a problem if a compiled part of a stage (torch.compile) cannot be frozen as a whole.
 
     ``layers`` are those of ``model``, the stage's module inside the host's wrappers. Without settings, every compiled
-    part is a problem.
+    part is a problem. If the host's compiled layers can have taps, no part is one as long as nothing is masked.
     """
+    if has_taps and settings is not None and (settings.samples_tokens or settings.stage_limit == 0.0):
+        return None
     names = {id(part): name for name, part in model.named_modules()}
     compiled = [names.get(id(part), "") for part in wrapped.modules() if is_compiled(part)]
     if not compiled:

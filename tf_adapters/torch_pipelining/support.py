@@ -47,7 +47,7 @@ def check(schedule: Any, optimizers: Sequence[Any], settings: TimelyFreezeConfig
     for stage in stages_of(schedule):
         refuse(_stage_problem(stage, translated, bool(optimizers)))
         model = inside_replica(stage.submod)
-        refuse(compiled_problem(stage.submod, model, layers_of(model), settings))
+        refuse(compiled_problem(stage.submod, model, layers_of(model), settings, has_taps=True))
     refuse(_optimizer_problem(schedule, optimizers))
 
 

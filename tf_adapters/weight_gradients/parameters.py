@@ -44,7 +44,16 @@ def without_gradients(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether torch.compile has compiled this module itself, not a part of it."""
-    return vars(module).get("_compiled_call_impl") is not None or type(module).__name__ == "OptimizedModule"
+    return vars(module).get("_compiled_call_impl") is not None or compiled_module(module) is not None
+
+
+def compiled_module(module: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the module that ``torch.compile(module)`` has wrapped; None if this is no such wrapper.
+
+    FSDP makes a subclass of the wrapper's class.
+    """
+    wraps = any(kind.__name__ == "OptimizedModule" for kind in type(module).__mro__)
+    return module._modules.get("_orig_mod") if wraps else None
 
 
 def any_compiled(modules: Iterable[torch.nn.Module]) -> bool:

@@ -16,6 +16,7 @@ GRADIENT_READ = "other code reads or sets its .grad within a batch"
 TAKEN_AT_ONCE = "its gradient is taken by torch.autograd.grad, or by a backward that names its inputs"
 SECOND_DERIVATIVE = "a gradient of its gradient is taken (create_graph)"
 UNPROVEN = "its gradient has been zero so far, which proves nothing"
+HAS_STATE = "its compiled block sets attributes in its forward, or has other layers than at the start"
 CHECK_FAILED = "the tap's own computation failed"
 
 SAID = ", as an earlier line says"

@@ -21,8 +21,11 @@ from tf_adapters.weight_gradients.tap_function import hand_over
 _RUN = "_engine_run_backward"
 """The function through which both of torch's functions start a backward."""
 
-_INPUTS = 4
+INPUTS = 4
 """The place of the tensors that are asked for, in its arguments."""
+
+ACCUMULATES = "accumulate_grad"
+"""Its keyword that says whether gradients are accumulated, or returned."""
 
 _UNUSED = (
     "One of the differentiated Tensors appears to not have been used in the graph. "
@@ -60,19 +63,19 @@ class StandIns:
             yield
 
     def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        inputs = args[_INPUTS] if len(args) > _INPUTS else ()
+        inputs = args[INPUTS] if len(args) > INPUTS else ()
         pairs = {place: self._stand_ins[t] for place, t in enumerate(inputs) if self._has(t)}
         if not pairs:
             return run(*args, **kwargs)
-        more = (*args[:_INPUTS], (*inputs, *pairs.values()))
-        if kwargs["accumulate_grad"]:
-            run(*more, *args[_INPUTS + 1 :], **kwargs)
+        more = (*args[:INPUTS], (*inputs, *pairs.values()))
+        if kwargs[ACCUMULATES]:
+            run(*more, *args[INPUTS + 1 :], **kwargs)
             for place, stand_in in pairs.items():
                 _move_gradient(stand_in, inputs[place])
             return None
-        allow_unused = args[_INPUTS + 1]
+        allow_unused = args[INPUTS + 1]
         found = run(*more, True, **kwargs)
-        return _combined(found[: len(inputs)], dict(zip(pairs, found[len(inputs) :], strict=True)), allow_unused)
+        return combined(found[: len(inputs)], dict(zip(pairs, found[len(inputs) :], strict=True)), allow_unused)
 
     def _has(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value in self._stand_ins
@@ -87,7 +90,7 @@ def _move_gradient(stand_in: torch.Tensor, weight: Any) -> None:
         hand_over(values, weight)
 
 
-def _combined(
+def combined(
     own: Sequence[torch.Tensor | None], through: dict[int, torch.Tensor | None], allow_unused: bool
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of tensors from their ``own`` edges and ``through`` stand-ins, by place."""

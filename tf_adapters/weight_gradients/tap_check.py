@@ -11,14 +11,14 @@ the layer until a later check proves it.
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
 from tf_adapters.weight_gradients.reasons import (
@@ -41,6 +41,9 @@ _SAMPLED = 4096
 
 _MOST_REACHED_BYTES = 2**28
 """The most bytes that a check holds longer than the host does, in one backward: a job may have no more memory."""
+
+_Use = tuple[int | None, torch.Tensor]
+"""A microbatch and a weight of a compiled block."""
 
 _Place = tuple[int, torch.nn.Parameter]
 """A microbatch and a parameter."""
@@ -118,6 +121,7 @@ class TapCheck:
         self._compared: defaultdict[TappedLayer, dict[str, list[torch.Tensor]]] = defaultdict(dict)
         self._trusted: set[TappedLayer] = set()
         self._called: set[TappedLayer] = set()
+        self._uses: Counter[_Use] = Counter()
         self.kinds: defaultdict[TappedLayer, set[Hashable]] = defaultdict(set)
         self.microbatch: int | None = None
 
@@ -138,6 +142,7 @@ class TapCheck:
     def begin_batch(self) -> None:
         """Drop what a batch that failed has left."""
         self._sums.clear()
+        self._uses.clear()
 
     def add(self, microbatch: int, parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
         """Add a call's gradients, as the tap computes them."""
@@ -212,6 +217,27 @@ class TapCheck:
         """Note a call of ``layer`` whose gradients a tap cannot compute."""
         self._called.add(layer)
         self._note(layer, reason, True)
+
+    def has_seen(self, layer: TappedLayer, kind: Hashable) -> bool:
+        """Return whether this check has seen a call of this kind of ``layer``."""
+        return kind in self.kinds[layer]
+
+    def note_use(self, weight: torch.Tensor) -> None:
+        """Note that a compiled block computes with ``weight`` in the microbatch that runs."""
+        self._uses[self.microbatch, weight] += 1
+
+    def uses(self, weight: torch.Tensor) -> int:
+        """Return how often compiled blocks have computed with ``weight`` in the microbatch that runs."""
+        return self._uses[self.microbatch, weight]
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Run a compiled function: a mode that watches would be compiled into its graph."""
+        if torch._C._len_torch_function_stack():
+            with _pop_mode_temporarily():
+                yield
+        else:
+            yield
 
     def stop_watching(self) -> None:
         """Take our hooks from the parameters."""

@@ -78,6 +78,14 @@ class Check(Protocol):
 
     def not_understood(self, layer: TappedLayer, reason: str) -> None: ...
 
+    def has_seen(self, layer: TappedLayer, kind: Hashable) -> bool: ...
+
+    def note_use(self, weight: torch.Tensor) -> None: ...
+
+    def uses(self, weight: torch.Tensor) -> int: ...
+
+    def unwatched(self) -> Any: ...
+
 
 class TappedLayer(ABC):
     """One layer whose weight gradients are computed apart from its backward.
@@ -211,7 +219,7 @@ class _Call:
 
     def keep(self, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
         kept = Kept(inputs), Kept(gradient)
-        make = partial(_from_kept, self._layer, self._parameters, *kept)
+        make = partial(from_kept, self._layer, self._parameters, *kept)
         self._taps.keep(self._microbatch, self._layer, self._parameters, make=make, kept=kept)
 
     def at_once(self, inputs: torch.Tensor, gradient: torch.Tensor) -> Gradients:
@@ -265,9 +273,10 @@ class _Call:
         self._taps.keep(self._microbatch, self._layer, (parameter,), make=make, kept=(kept,))
 
 
-def _from_kept(
+def from_kept(
     layer: TappedLayer, parameters: Parameters, inputs: Kept, gradient: Kept, choose: Choose | None
 ) -> tuple[torch.Tensor, ...]:
+    """Compute a call's gradients from what was kept."""
     return layer.gradients(parameters, inputs.tensor, gradient.tensor, choose)
 
 

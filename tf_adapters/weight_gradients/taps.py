@@ -16,10 +16,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 
+from tf_adapters.weight_gradients.compiled_blocks import CompiledParts
 from tf_adapters.weight_gradients.kept import Kept, seal
 from tf_adapters.weight_gradients.reasons import OTHER_USES, PROVISIONAL, SAID, TAKEN_AT_ONCE
 from tf_adapters.weight_gradients.stand_ins import StandIns
@@ -80,7 +82,11 @@ class StageTaps:
         sole: bool = False,
         trusted: bool = False,
     ) -> None:
-        self._layers, self._accumulated = _layers(model, make), accumulated
+        alone = partial(
+            _alone, make, Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
+        )
+        self._compiled = CompiledParts(model, alone)
+        self._layers, self._accumulated = _layers(model, alone, self._compiled), accumulated
         self._prefixes = {layer: name[: name.rfind(".") + 1] for name, layer in self._layers.items()}
         self._by_name, self._stand_ins = by_name, StandIns()
         self._sole, self._trusted = sole, trusted
@@ -104,11 +110,13 @@ class StageTaps:
     def install(self) -> None:
         for layer in self._prefixes:
             layer.install(self)
+        self._compiled.install(self)
 
     def remove(self) -> None:
         self.end_check()
         for layer in self._prefixes:
             layer.remove()
+        self._compiled.remove()
 
     # --- which layers are tapped -----------------------------------------------------------------------------
 
@@ -179,7 +187,7 @@ class StageTaps:
         outer, self.microbatch = self.microbatch, microbatch
         kept_outside, self._kept = self._kept, []
         try:
-            with self._stand_ins.asked():
+            with self._stand_ins.asked(), self._compiled.around(self):
                 yield
         finally:
             self.copied_bytes += seal(self._kept)
@@ -301,17 +309,21 @@ def _is_same(before: _Total, now: _Total) -> bool:
     return before[0] is now[0] and before[1] == now[1]
 
 
-def _layers(model: torch.nn.Module, make: MakeLayer) -> dict[str, TappedLayer]:
-    """Return the layers of a model that have a tap, by the model's names of their parameters.
+def _alone(make: MakeLayer, uses: Counter[int], module: torch.nn.Module) -> TappedLayer | None:
+    """Return the tap of a layer that shares no parameter and has the forward of its class; None for others.
 
-    A layer that shares a parameter has none, since a tap sees only the gradients that pass its own layer. Nor has a
-    layer whose forward was replaced, since that may compute anything.
+    A tap sees only the gradients that pass its own layer, and a forward that was replaced may compute anything.
     """
-    uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    if "forward" in vars(module) or any(uses[id(p)] > 1 for p in module.parameters(recurse=False)):
+        return None
+    return make(module)
+
+
+def _layers(model: torch.nn.Module, make: MakeLayer, compiled: CompiledParts) -> dict[str, TappedLayer]:
+    """Return the layers of a model that have a tap, by the model's names of their parameters."""
     layers: dict[str, TappedLayer] = {}
     for prefix, module in model.named_modules():
-        if "forward" not in vars(module) and all(uses[id(p)] == 1 for p in module.parameters(recurse=False)):
-            layer = make(module)
-            if layer is not None:
-                layers.update((f"{prefix}.{name}" if prefix else name, layer) for name in layer.names)
+        layer = compiled.layers[module] if module in compiled.layers else make(module)
+        if layer is not None:
+            layers.update((f"{prefix}.{name}" if prefix else name, layer) for name in layer.names)
     return layers
