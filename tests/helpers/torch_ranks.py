@@ -57,6 +57,7 @@ class Case:
     set_to_none: bool = True
     checkpoint: bool = False
     compiled: bool = False  # each layer, by inductor
+    wrapped: bool = False  # each layer, by inductor, in a wrapper of torch.compile: as in TorchTitan
     traced: bool = False  # the stages are cut from the whole model by torch's tracer: pipeline(), build_stage()
     dtype: torch.dtype = torch.float32  # of the parameters
     give_optimizer: bool = True
@@ -212,6 +213,8 @@ def build(case: Case) -> Run:
         module = Layers(*stage_layers(index, case.stages), checkpoint=case.checkpoint, adapted=case.adapted)
         for layer in module.layers.values() if case.compiled else ():
             layer.compile()
+        for name, layer in [*module.layers.items()] if case.wrapped else ():
+            module.layers[name] = torch.compile(layer)
         wrapped = wrap(module.to(case.dtype), case.replicas, mesh["dp"])
         stages.append(PipelineStage(wrapped, index, case.stages, torch.device("cpu"), group=mesh.get_group("pp")))
     optimizers = [make_optimizer(case, stage.submod.parameters()) for stage in stages]

@@ -129,6 +129,7 @@ SCHEDULES = ("GPipe", "Interleaved1F1B", *(["ZBVZeroBubble"] if OLD else []))
 DEFERRED_TOKENS = ("--timely_freeze.weight_gradients=deferred", "--timely_freeze.granularity=token")
 EXACT = ("--timely_freeze.weight_gradients=deferred", "--timely_freeze.max_freeze_ratio", "0")
 CLIPPED = ("--training.max_norm", "0.5")  # which these gradients exceed
+COMPILED = ("--compile.enable", "--activation_checkpoint.mode", "selective")
 UNCLIPPED = ("--training.max_norm", "inf")
 CHECKPOINTS = ("--checkpoint.enable", "--checkpoint.interval", "14", "--checkpoint.no-last-save-model-only")
 
@@ -159,6 +160,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
         ),
         "unclipped, alone": job("unclipped alone", *LLAMA, *UNCLIPPED),
         "unclipped": job("unclipped", *LLAMA, *UNCLIPPED, *FREEZING, *EXACT),
+        "compiled, alone": job("compiled alone", *LLAMA, *COMPILED),
+        "compiled": job("compiled", *LLAMA, *COMPILED, *FREEZING, *EXACT),
         "clipped, alone": job("clipped alone", *LLAMA, *CLIPPED),
         "clipped": job("clipped", *LLAMA, *CLIPPED, *FREEZING, *EXACT),
         "whole": job("run", *LLAMA, *FREEZING, *CHECKPOINTS, steps=18),
@@ -213,6 +216,15 @@ def test_the_norm_of_gradients_that_are_not_clipped_is_late_and_the_same(jobs: d
     line = "training.max_norm is inf: the norm of all gradients is only logged, and no rank waits for it"
     assert jobs["unclipped"][0].said.count(line) == 1
     assert line not in jobs["clipped"][0].said
+
+
+@with_torchtitan
+@pytest.mark.programs
+def test_compiled_blocks_wait_and_train_as_the_compiled_job_alone(jobs: dict[str, list[Outcome]]) -> None:
+    for ours, alone in zip(jobs["compiled"], jobs["compiled, alone"], strict=True):
+        assert ours.losses == alone.losses
+        assert ours.norms == alone.norms
+    assert min(report_of(jobs, "compiled").tapped_share.values()) > 0.8
 
 
 @with_torchtitan

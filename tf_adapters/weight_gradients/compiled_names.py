@@ -30,20 +30,20 @@ def run_named(
     run: Callable[..., Any], asked: Collection[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run torch's backward, and add the gradients of the ``asked`` weights that taps compute."""
-    inputs, (allow_unused, *rest) = args[INPUTS], args[INPUTS + 1 :]
+    inputs, rest, accumulates = args[INPUTS], args[INPUTS + 1 :], kwargs[ACCUMULATES]
     gradients: dict[torch.Tensor, torch.Tensor | None] = dict.fromkeys(asked)
     _asked.append(gradients)
     try:  # the anchor lets every tap's backward run
-        found = run(*args[:INPUTS], (*inputs, ANCHOR), True, *rest, **kwargs)
+        found = run(*args[:INPUTS], (*inputs, ANCHOR), *(rest if accumulates else (True,)), **kwargs)
     finally:
         _asked.pop()
-    if kwargs[ACCUMULATES]:
+    if accumulates:
         for weight, gradient in gradients.items():
             if gradient is not None:
                 hand_over([gradient], weight)  # type: ignore[arg-type]
         return None
     through = {place: gradients[value] for place, value in enumerate(inputs) if value in gradients}
-    return combined(found[: len(inputs)], through, allow_unused)
+    return combined(found[: len(inputs)], through, allow_unused=rest[0])
 
 
 def collected(weight: torch.Tensor, inputs: torch.Tensor, gradient: torch.Tensor) -> bool:

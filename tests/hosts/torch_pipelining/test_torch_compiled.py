@@ -13,32 +13,35 @@ pytestmark = pytest.mark.distributed
 
 EXACT: dict[str, Any] = {"goal": "exact", "max_freeze_ratio": 0.0}
 CASES = {
-    "1f1b": Case(),
-    "interleaved": Case(schedule="ScheduleInterleaved1F1B"),
-    "1f1b, checkpointing": Case(checkpoint=True),
-    "1f1b, bfloat16": Case(dtype=torch.bfloat16),
+    "1f1b": Case(compiled=True),
+    "interleaved": Case(wrapped=True, schedule="ScheduleInterleaved1F1B"),
+    "1f1b, checkpointing": Case(compiled=True, checkpoint=True),
+    "1f1b, bfloat16": Case(wrapped=True, dtype=torch.bfloat16),
+    "fsdp": Case(compiled=True, replicas="fsdp"),
+    "fsdp of blocks, resharded": Case(wrapped=True, replicas="fsdp nested"),
+    "fsdp of blocks, mixed": Case(wrapped=True, replicas="fsdp mixed"),
 }
-REPLICATED = {"fsdp": Case(replicas="fsdp"), "fsdp mixed": Case(replicas="fsdp mixed")}
 
 
-@pytest.mark.parametrize("name", [*CASES, *REPLICATED])
+@pytest.mark.parametrize("name", CASES)
 def test_exact_steps_are_the_compiled_host_to_the_bit(name: str) -> None:
-    case = replace((CASES | REPLICATED)[name], section=EXACT, ratios=0.0, steps=4, compiled=True)
+    case = replace(CASES[name], section=EXACT, ratios=0.0, steps=4)
     ranks = pool(4 if case.replicas else 2)
     ours = ranks.run(train, case)
     alone = ranks.run(train, replace(case, section=None, ratios=None))
     for mine, theirs in zip(ours, alone, strict=True):
         assert mine["failure"] is None
+        assert mine["plan"]["ranks"] != mine["schedule"]
         assert [step["loss"] for step in mine["steps"]] == [step["loss"] for step in theirs["steps"]]
         for weight, value in theirs["parameters"].items():
             assert torch.equal(mine["parameters"][weight], value), weight
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "fsdp of blocks, resharded"])
 def test_every_block_is_tapped_and_nothing_is_compiled_after_the_first_step(name: str) -> None:
     section = {**EXACT, "warmup_steps": 2, "monitoring_steps": 4, "progressive_steps": 2}
-    case = replace(CASES[name], section=section, compiled=True, microbatches=8)
-    for tapped, compiled, failure in pool(2).run(compilations, case):
+    case = replace(CASES[name], section=section, microbatches=8)
+    for tapped, compiled, failure in pool(4 if case.replicas else 2).run(compilations, case):
         assert failure is None
         assert tapped == 1.0
         assert compiled[1:] == [compiled[0]] * (len(compiled) - 1)
