@@ -14,7 +14,7 @@ from tf_adapters.errors import SolverError, TimelyFreezeError
 
 __all__ = ["build_parser", "main"]
 
-_SUBCOMMANDS = ("plan", "simulate", "show", "balance", "configs", "schema", "doctor")
+_SUBCOMMANDS = ("plan", "simulate", "show", "balance", "configs", "check", "schema", "doctor")
 """Modules with ``add_parser(subparsers)``. It sets ``run``, which takes the arguments and returns the exit status."""
 
 

@@ -96,14 +96,14 @@ def load_json(path: str) -> Any:
     except json.JSONDecodeError as error:
         raise PlanInputError(f"{name}: not JSON: {error.msg} at line {error.lineno}") from error
     except RecursionError as error:
-        raise PlanInputError(f"{name}: not a plan's input: nested too deeply") from error
+        raise PlanInputError(f"{name}: not JSON: nested too deeply") from error
     except ValueError as error:
         # Python refuses integers of thousands of digits with a plain ValueError.
         raise PlanInputError(f"{name}: not JSON: {str(error).splitlines()[0]}") from error
 
 
 def _refuse_constant(literal: str) -> NoReturn:
-    raise PlanInputError(f"{literal} is not JSON: times are finite numbers of at least 0, ratios from 0 to 1")
+    raise PlanInputError(f"{literal} is not JSON: numbers are finite")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
