@@ -75,7 +75,7 @@ WORDS = (
 )
 OPTIONS = {
     "plan": ("--out", "--defer", "--extra-microbatches", "--bogus"),
-    "show": ("--png", "--svg", "--trace", "--no-gantt", "--plots", "--bogus"),
+    "show": ("--png", "--svg", "--trace", "--no-gantt", "--plots", "--csv", "--bogus"),
     "simulate": (
         *(
             "--forward-ms",

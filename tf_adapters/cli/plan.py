@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+from tf_adapters.cli.outputs import write_text
 from tf_adapters.cli.progress import ProgressLine
 from tf_adapters.errors import PlanInputError
 from tf_adapters.measuring.measurement import Steps
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.solve import plan_from_json
-from tf_adapters.report.schema import write_atomically
 
 _DESCRIPTION = """\
 Read a pipeline schedule with each action's time, all frozen and nothing frozen, in ms;
@@ -67,11 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is None:
         sys.stdout.write(text)
         return 0
-    try:
-        write_atomically(Path(args.out), text)
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        reason = getattr(error, "strerror", None) or error
-        raise PlanInputError(f"--out: cannot write {args.out!r}: {reason}") from None
+    write_text("--out", args.out, text)
     print(_summary(plan, args.out))
     return 0
 
