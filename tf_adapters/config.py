@@ -164,6 +164,7 @@ class TimelyFreezeConfig(BaseModel):
         description="the report is written to <output_dir>/timely_freeze/report.json",
         json_schema_extra={"allowed": "a path"},
     )
+    nvtx: bool = Field(False, description="name each action in a profile of NVIDIA Nsight Systems (CUDA only)")
 
     def __init__(self, **settings: Any) -> None:
         """Raise ConfigError, one line with each wrong setting, its value and what is allowed."""

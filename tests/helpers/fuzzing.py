@@ -75,7 +75,7 @@ WORDS = (
 )
 OPTIONS = {
     "plan": ("--out", "--defer", "--extra-microbatches", "--bogus"),
-    "show": ("--png", "--svg", "--trace", "--no-gantt", "--plots", "--bogus"),
+    "show": ("--png", "--svg", "--trace", "--no-gantt", "--plots", "--csv", "--bogus"),
     "simulate": (
         *(
             "--forward-ms",
@@ -91,6 +91,13 @@ OPTIONS = {
         *("--max-freeze-ratio", "--defer", "--extra-microbatches", "--input", "--csv", "--trace", "--no-gantt"),
     ),
     "configs": ("--copy", "--bogus"),
+    "check": ("--bogus",),
+}
+DEEPSPEED_CONFIG = {
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "none"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
+    "timely_freeze": {"goal": "pays", "freeze_limits": {"*norm*": 0.1}, "output_dir": "runs"},
 }
 
 
@@ -226,6 +233,11 @@ def configs_case(draw: random.Random, folder: Path) -> None:
     run(["configs", draw.choice((*WORDS, "plain", "../plain", "paper/llama_3_8b")), *options("configs", draw)])
 
 
+def check_case(draw: random.Random, folder: Path) -> None:
+    (folder / "in.json").write_bytes(as_bytes(DEEPSPEED_CONFIG, draw))
+    run(["check", "in.json", *options("check", draw)])
+
+
 def options(name: str, draw: random.Random) -> list[str]:
     """None to three options, with values that fit and values that do not. Pictures take long: few of them."""
     argv: list[str] = []
@@ -246,8 +258,9 @@ CASES = {
     "show": show_case,
     "simulate": simulate_case,
     "configs": configs_case,
+    "check": check_case,
 }
-WEIGHTS = (20, 20, 22, 18, 17, 3)
+WEIGHTS = (20, 20, 22, 18, 17, 3, 5)
 
 
 # --- judging -------------------------------------------------------------------------------------------------

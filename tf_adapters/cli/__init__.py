@@ -14,7 +14,7 @@ from tf_adapters.errors import SolverError, TimelyFreezeError
 
 __all__ = ["build_parser", "main"]
 
-_SUBCOMMANDS = tuple(f"tf_adapters.cli.{name}" for name in ("plan", "simulate", "show", "balance", "configs", "doctor"))
+_SUBCOMMANDS = ("plan", "simulate", "show", "balance", "configs", "check", "schema", "doctor")
 """Modules with ``add_parser(subparsers)``. It sets ``run``, which takes the arguments and returns the exit status."""
 
 
@@ -30,8 +30,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tf-adapters", description="TimelyFreeze for pipeline-parallel training: plan, look, check.")
     parser.add_argument("--version", action="version", version=f"tf-adapters {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
-    for module in _SUBCOMMANDS:
-        importlib.import_module(module).add_parser(subparsers)
+    for name in _SUBCOMMANDS:
+        importlib.import_module(f"tf_adapters.cli.{name}").add_parser(subparsers)
     return parser
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from tf_adapters.errors import ConfigError, UnsupportedError
 from tf_adapters.report.gantt import draw_panels
 from tf_adapters.report.layout import Panel
+from tf_adapters.report.schema import write_atomically
 from tf_adapters.report.trace import write_trace
 
 _LONGEST_NAME = 255  # bytes, on Linux
@@ -48,6 +49,15 @@ def _can_be_a_file(path: str) -> bool:
     except UnicodeEncodeError:
         return False
     return bool(path) and "\0" not in path and len(name) <= _LONGEST_NAME and not Path(path).is_dir()
+
+
+def write_text(option: str, path: str, text: str) -> None:
+    """Write a file as a whole. Raises ConfigError if it cannot be written."""
+    try:
+        write_atomically(Path(path), text)
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{option}: cannot write {path!r}: {reason}") from None
 
 
 def write_outputs(

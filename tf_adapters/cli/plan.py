@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+from tf_adapters.cli.outputs import write_text
 from tf_adapters.cli.progress import ProgressLine
 from tf_adapters.errors import PlanInputError
 from tf_adapters.measuring.measurement import Steps
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.solve import plan_from_json
-from tf_adapters.report.schema import write_atomically
 
 _DESCRIPTION = """\
 Read a pipeline schedule with each action's time, all frozen and nothing frozen, in ms;
@@ -67,11 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is None:
         sys.stdout.write(text)
         return 0
-    try:
-        write_atomically(Path(args.out), text)
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        reason = getattr(error, "strerror", None) or error
-        raise PlanInputError(f"--out: cannot write {args.out!r}: {reason}") from None
+    write_text("--out", args.out, text)
     print(_summary(plan, args.out))
     return 0
 
@@ -96,14 +92,14 @@ def load_json(path: str) -> Any:
     except json.JSONDecodeError as error:
         raise PlanInputError(f"{name}: not JSON: {error.msg} at line {error.lineno}") from error
     except RecursionError as error:
-        raise PlanInputError(f"{name}: not a plan's input: nested too deeply") from error
+        raise PlanInputError(f"{name}: not JSON: nested too deeply") from error
     except ValueError as error:
         # Python refuses integers of thousands of digits with a plain ValueError.
         raise PlanInputError(f"{name}: not JSON: {str(error).splitlines()[0]}") from error
 
 
 def _refuse_constant(literal: str) -> NoReturn:
-    raise PlanInputError(f"{literal} is not JSON: times are finite numbers of at least 0, ratios from 0 to 1")
+    raise PlanInputError(f"{literal} is not JSON: numbers are finite")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from tf_adapters.config import TimelyFreezeConfig
+from tf_adapters.deepspeed.json_config import APEX, FP16, FP16_AUTOCAST, OFFLOAD, clipping_warning, untested_problem
 from tf_adapters.deepspeed.partitions import misplaced
 from tf_adapters.deepspeed.replaced import replaced_problem
 from tf_adapters.deepspeed.stages import is_dualpipev, layers_by_stage
@@ -38,7 +39,6 @@ BF16_NAMES = (
 _FIRST_RIGHT_VERSION = (0, 19, 3)
 _SCALED = ("8bit", "4bit", "fp8")
 V_NAMES = ("_exec_recv_activations", "_exec_recv_grads", "_queue_p2p", "num_stages", "stage_id", "grid")
-_UNTESTED_OPTIMIZERS = ("onebit", "zerooneadam", "muon")
 
 
 def check(engine: Any, settings: TimelyFreezeConfig) -> None:
@@ -93,10 +93,7 @@ def warnings(engine: Any) -> list[str]:
             "microbatches twice, with or without freezing; use 0.19.3 or newer"
         )
     if engine.optimizer is engine.basic_optimizer and engine.gradient_clipping() > 0 and engine.num_stages > 1:
-        lines.append(
-            f"gradient_clipping is {engine.gradient_clipping():g} with ZeRO stage 0 in fp32: DeepSpeed's pipeline "
-            "engine then clips by the first stage's norm alone, with or without freezing; use ZeRO stage 1"
-        )
+        lines.append(clipping_warning(engine.gradient_clipping()))
     return lines
 
 
@@ -110,10 +107,9 @@ def _setting_problem(engine: Any) -> Problem:
             "DualPipeV on one pipeline rank is not supported; use two or more, or the default pipeline engine": alone,
             f"model parallelism of size {size} inside pipeline stages is not supported": size > 1,
             "mixture-of-experts layers are not supported with DeepSpeed's pipeline": engine.has_moe_layers,
-            "fp16 is not supported; use bf16 or fp32": engine.fp16_enabled(),
-            "torch_autocast in fp16 is not supported: each stage scales the loss by itself and skips updates alone; "
-            'use "dtype": "bfloat16"': autocasts and engine.torch_autocast_dtype() == torch.float16,
-            'mixed precision by NVIDIA Apex ("amp") is not supported; use bf16 or fp32': uses_apex,
+            FP16: engine.fp16_enabled(),
+            FP16_AUTOCAST: autocasts and engine.torch_autocast_dtype() == torch.float16,
+            APEX: uses_apex,
         }
     )
 
@@ -124,15 +120,13 @@ def _optimizer_problem(engine: Any) -> Problem:
     if inner is None:
         return 'the engine has no optimizer; name one in the config ("optimizer") or pass one to deepspeed.initialize'
     foreign = not isinstance(inner, torch.optim.Optimizer)
-    untested = any(part in name.lower() for part in _UNTESTED_OPTIMIZERS)
     unknown = outer is not inner and not isinstance(outer, (DeepSpeedZeroOptimizer, BF16_Optimizer))
     offloads = getattr(outer, "cpu_offload", False)
-    problem = first_problem(
+    problem = f"the optimizer {name} is no torch.optim.Optimizer" if foreign else untested_problem(name)
+    problem = problem or first_problem(
         {
-            f"the optimizer {name} is no torch.optim.Optimizer": foreign,
-            f"the optimizer {name} is not supported; use Adam, AdamW, SGD or another plain one": untested,
             f"the optimizer wrapper {wrapper} is not supported; use ZeRO stage 0 or 1, fp32 or bf16": unknown,
-            "ZeRO's optimizer offload is not supported; remove zero_optimization.offload_optimizer": offloads,
+            OFFLOAD: offloads,
         }
     )
     return problem or (None if outer is inner else _scaled_problem(inner) or missing_partition_name(outer))

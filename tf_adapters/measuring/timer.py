@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tf_adapters.config import SECTION
+from tf_adapters.errors import ConfigError
 from tf_adapters.measuring.control_steps import ControlPairs
 from tf_adapters.measuring.estimates import median
 from tf_adapters.measuring.phase import Phase
@@ -253,3 +255,21 @@ class ActionTimer:
     def steps_ms(self, phase: str, microbatches: int | None = None) -> tuple[float, ...]:
         """Durations of this rank's newest steps in a phase, ms, in order."""
         return tuple(ms for number, ms in self._steps.get(phase, ()) if microbatches in (None, number))
+
+
+class NvtxTimer(ActionTimer):
+    """A timer that also makes each action an NVTX range: "F 3 stage 1" is the forward of microbatch 3 on stage 1."""
+
+    def __init__(self, clock: Clock, keep: int = 256) -> None:
+        """Raise ConfigError if the clock's device is not CUDA, whose library NVTX ranges belong to."""
+        if clock.device != "cuda":
+            raise ConfigError(f"{SECTION}.nvtx is true: allowed is false here; NVTX is for CUDA, not {clock.device}")
+        super().__init__(clock, keep)
+
+    @contextmanager
+    def timed(self, phase: str, action: Action, share: float = 0.0) -> Iterator[None]:
+        import torch
+
+        name = f"{action.kind.value} {action.microbatch} stage {action.stage}"
+        with torch.cuda.nvtx.range(name), super().timed(phase, action, share):
+            yield

@@ -21,7 +21,7 @@ from tf_adapters.log import announce
 from tf_adapters.measuring.layer_times import LayerTimer
 from tf_adapters.measuring.memory import MemoryMeter
 from tf_adapters.measuring.phase import Phase
-from tf_adapters.measuring.timer import ActionTimer, clock_for, is_capturing
+from tf_adapters.measuring.timer import ActionTimer, NvtxTimer, clock_for, is_capturing
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.schedule.deferral import first_half
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
@@ -63,7 +63,8 @@ class Controller:
         )
         clock = pipeline.clock or clock_for(pipeline.device)
         self._timed = {s: {} if any_compiled(layers.values()) else layers for s, layers in pipeline.layers.items()}
-        self.timer, self._layers = ActionTimer(clock), LayerTimer(self._timed, clock)
+        timer = NvtxTimer if config.nvtx else ActionTimer
+        self.timer, self._layers = timer(clock), LayerTimer(self._timed, clock)
         self.memory = MemoryMeter(pipeline.device)
         self.state = RunState.fresh(config, pipeline.warmup_steps)
         self.state.turn_to(pipeline.schedule.validate())

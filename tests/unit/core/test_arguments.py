@@ -46,6 +46,7 @@ GOOD = {
     "replan_interval": [("1", 1), ("20", 20)],
     "solver_time_limit_s": [("2.5", 2.5), ("10", 10.0)],
     "output_dir": [("runs/a b", "runs/a b"), ("2024", "2024"), ("0.5", "0.5")],
+    "nvtx": [("true", True), ("false", False)],
 }
 NEEDS = {
     "extra_microbatches": {"weight_gradients": "deferred"},
@@ -88,6 +89,7 @@ BAD = {
     "replan_threshold": ["-0.1", "nan", "never"],
     "replan_interval": ["0", "-1", "1.5"],
     "solver_time_limit_s": ["0", "-1", "nan", "long"],
+    "nvtx": ["1", "yes", "True"],
 }
 
 

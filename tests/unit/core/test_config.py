@@ -44,6 +44,7 @@ def test_every_field_is_read():
         "replan_interval": 20,
         "solver_time_limit_s": 5,
         "output_dir": "runs",
+        "nvtx": True,
     }
     assert TimelyFreezeConfig.parse(section).model_dump() == section
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from clocks import FakeClock
+from one_rank import controller_of, train
 
+from tf_adapters.errors import ConfigError
 from tf_adapters.measuring.estimates import median
 from tf_adapters.measuring.phase import Phase
-from tf_adapters.measuring.timer import ActionTimer, Clock, Sample, clock_for, is_capturing
-from tf_adapters.schedule.ir import Action
+from tf_adapters.measuring.timer import ActionTimer, Clock, NvtxTimer, Sample, clock_for, is_capturing
+from tf_adapters.schedule.ir import Action, PipelineSchedule
 
 FORWARD, BACKWARD = Action.parse("0F0"), Action.parse("0B0")
 UPPER, LOWER = Phase.MONITORING_UPPER, Phase.MONITORING_LOWER
@@ -215,3 +218,46 @@ def test_the_first_part_of_a_backward_stays_with_its_sample() -> None:
     timer.drain()
     assert [sample.first_part for sample in timer.samples("phase", backward)] == [0.25, None, 0.75]
     assert timer.first_parts("phase", backward) == (0.25, 0.75)
+
+
+class CudaClock(FakeClock):
+    device = "cuda"
+
+
+@pytest.fixture
+def ranges(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What reaches NVTX: the name of each range that begins, and "end"."""
+    found: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", found.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: found.append("end"))
+    return found
+
+
+def test_each_action_is_a_named_range(ranges: list[str]) -> None:
+    timer = NvtxTimer(clock := CudaClock())
+    for text in ("1F3", "1I3", "1W3", "0B2"):
+        run(timer, clock, 3.0, Action.parse(text), share=0.5)
+    timer.drain()
+    assert ranges == ["F 3 stage 1", "end", "I 3 stage 1", "end", "W 3 stage 1", "end", "B 2 stage 0", "end"]
+    assert timer.samples(UPPER, Action.parse("1W3")) == (Sample(0.5, 3.0),)
+
+
+def test_a_range_ends_if_its_action_fails(ranges: list[str]) -> None:
+    with pytest.raises(ZeroDivisionError), NvtxTimer(CudaClock()).timed(UPPER, BACKWARD):
+        raise ZeroDivisionError
+    assert ranges == ["B 0 stage 0", "end"]
+
+
+ONE_STAGE = PipelineSchedule.from_text([["0F0", "0F1", "0B0", "0B1"]])
+
+
+@pytest.mark.parametrize("nvtx", [True, False])
+def test_the_setting_names_every_action_of_a_run(nvtx: bool, ranges: list[str], tmp_path: Path) -> None:
+    train(controller_of(ONE_STAGE, tmp_path, clock=CudaClock(), nvtx=nvtx), steps=2)
+    batch = ["F 0 stage 0", "end", "F 1 stage 0", "end", "B 0 stage 0", "end", "B 1 stage 0", "end"]
+    assert ranges == (2 * batch if nvtx else [])
+
+
+def test_ranges_without_cuda_are_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nvtx is true: allowed is false here; NVTX is for CUDA, not cpu"):
+        controller_of(ONE_STAGE, tmp_path, nvtx=True)
