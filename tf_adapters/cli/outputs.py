@@ -39,7 +39,7 @@ def check_outputs(args: argparse.Namespace) -> None:
         if not Path(path).parent.is_dir():
             raise ConfigError(f"{name}: cannot write {path}: the folder {Path(path).parent} does not exist")
         if name != "--trace" and importlib.util.find_spec("matplotlib") is None:
-            raise UnsupportedError(f'{name}: pictures need matplotlib: pip install "tf-adapters[plot]"')
+            raise UnsupportedError(f"{name}: pictures need matplotlib: pip install matplotlib")
 
 
 def _can_be_a_file(path: str) -> bool:
