@@ -158,3 +158,18 @@ def test_the_section_of_a_job_file_is_accepted(block: Block) -> None:
     section = read(block.text)["timely_freeze"]
     section.pop("enable", None)
     TimelyFreezeConfig.parse(section)
+
+
+@pytest.mark.programs
+def test_the_call_in_readme_has_types(tmp_path: Path) -> None:
+    """The wheel has py.typed, so a type checker of a user must see the settings and the adapter of each host."""
+    pytest.importorskip("mypy")
+    hosts = ("deepspeed", "megatron", "torch_pipelining")
+    script = "from typing import Any\nschedule: Any\noptimizer: Any\n" + python_of("README.md")
+    script += "\n".join(f"reveal_type(tf_adapters.{host}.attach)" for host in hosts)
+    (tmp_path / "script.py").write_text(script)
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    revealed = [line for line in done.stdout.splitlines() if "Revealed type" in line]
+    assert [re.findall(r"tf_adapters\.(\w+)\.adapter\.\w+ \| None", line) for line in revealed] == [[h] for h in hosts]
