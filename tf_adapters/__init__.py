@@ -18,7 +18,10 @@ from tf_adapters.errors import (
     UnsupportedError,
 )
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for a type checker, to which __getattr__ gives Any
+    from tf_adapters import deepspeed as deepspeed
+    from tf_adapters import megatron as megatron
+    from tf_adapters import torch_pipelining as torch_pipelining
     from tf_adapters.config import TimelyFreezeConfig
     from tf_adapters.hosts.adapter import HostAdapter as Adapter
 

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -21,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from tf_adapters.errors import ConfigError
 from tf_adapters.goals import Goal, contradicting, fallbacks, with_goal
 from tf_adapters.log import announce
-from tf_adapters.schemas import in_words
+from tf_adapters.schemas import in_words, quoted, unknown_keys
 
 SECTION = "timely_freeze"
 
@@ -175,9 +176,9 @@ class TimelyFreezeConfig(BaseModel):
                 f'{name} out, or choose goal "paper" or "pays"'
             )
         settings = with_goal(settings)
-        unknown = [_unknown_key(key) for key in settings if key not in type(self).model_fields]
+        unknown = [key for key in settings if key not in type(self).model_fields]
         if unknown:
-            raise ConfigError("; ".join(unknown))
+            raise ConfigError(unknown_keys(SECTION, unknown, tuple(type(self).model_fields)))
         try:
             super().__init__(**settings)
         except ValidationError as error:
@@ -312,7 +313,10 @@ class TimelyFreezeConfig(BaseModel):
         if section is None:
             return cls()
         if not isinstance(section, Mapping):
-            raise ConfigError(f'"{SECTION}" is {section!r}: it must be an object of settings')
+            shown = textwrap.shorten(repr(section), 72)
+            raise ConfigError(f'"{SECTION}" is {shown}: it must be an object of settings')
+        if SECTION in section:
+            raise ConfigError(f'the settings are a whole config: pass only its section "{SECTION}"')
         return cls(**{str(key): value for key, value in section.items()})
 
 
@@ -368,14 +372,8 @@ def find_section(host_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         squeezed = re.sub(r"[^a-z]", "", str(key).lower())
         alike = difflib.SequenceMatcher(None, squeezed, SECTION.replace("_", "")).ratio()
         if key != SECTION and alike >= 0.85:
-            raise ConfigError(f'unknown section {_quoted(key)} in the config: did you mean "{SECTION}"?')
+            raise ConfigError(f'unknown section {quoted(key)} in the config: did you mean "{SECTION}"?')
     return host_config.get(SECTION)
-
-
-def _unknown_key(key: str) -> str:
-    close = difflib.get_close_matches(key, TimelyFreezeConfig.model_fields, n=1, cutoff=0.6)
-    hint = f'did you mean "{close[0]}"?' if close else f"allowed are {', '.join(TimelyFreezeConfig.model_fields)}"
-    return f"{SECTION} has an unknown key {_quoted(key)}: {hint}"
 
 
 def _describe(error: ValidationError) -> list[str]:
@@ -388,13 +386,8 @@ def _describe(error: ValidationError) -> list[str]:
 
 
 def _limit_of(pattern: object) -> str:
-    return f"{SECTION}.freeze_limits[{_quoted(pattern)}]"
+    return f"{SECTION}.freeze_limits[{quoted(pattern)}]"
 
 
 def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else json.dumps(value)
-
-
-def _quoted(text: object) -> str:
-    """Return the text in double quotes, on one line."""
-    return json.dumps(str(text), ensure_ascii=False)

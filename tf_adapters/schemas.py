@@ -1,8 +1,10 @@
-"""JSON schemas in words, for messages that say what is allowed."""
+"""JSON schemas and names in words, for messages that say what is allowed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -28,6 +30,21 @@ def in_words(schema: Mapping[str, Any]) -> list[str]:
         case {"exclusiveMinimum": low}:
             limits = f"above {_shown(low)}"
     return [f"{'an integer' if schema['type'] == 'integer' else 'a number'} {limits}"]
+
+
+def unknown_keys(section: str, keys: Iterable[str], known: Sequence[str]) -> str:
+    """Return a line about unknown keys: the name that each may mean, or once all names that are known."""
+    close = {key: difflib.get_close_matches(key, known, n=1, cutoff=0.6) for key in keys}
+    hints = [f'{quoted(key)}: did you mean "{names[0]}"?' for key, names in close.items() if names]
+    far = [quoted(key) for key, names in close.items() if not names]
+    if far:
+        hints.append(f"{', '.join(far)}: allowed are {', '.join(known)}")
+    return "; ".join(f"{section} has an unknown key {hint}" for hint in hints)
+
+
+def quoted(text: object) -> str:
+    """Return the text in double quotes, on one line."""
+    return json.dumps(str(text), ensure_ascii=False)
 
 
 def _shown(limit: float) -> str:

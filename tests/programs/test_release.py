@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from pages import COMMANDS, write_inputs
 
 import tf_adapters
 from tf_adapters.cli import main
@@ -29,6 +31,12 @@ from tf_adapters.testing.ranks import HANG_S, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = "import setuptools.build_meta as b; print(b.build_sdist({0!r})); print(b.build_wheel({0!r}))"
+RUN_COMMANDS = """
+import json, tf_adapters.cli
+commands = json.load(open("commands.json"))
+statuses = [tf_adapters.__file__, *map(tf_adapters.cli.main, commands)]
+json.dump(statuses, open("statuses.json", "w"))
+"""
 NOT_SOURCE = shutil.ignore_patterns(".*", "build", "dist", "runs", "results", "*.egg-info", "__pycache__")
 
 
@@ -112,12 +120,22 @@ def test_the_installed_commands_work_without_a_checkout(installed: Installed, tm
     doctor = installed.run("tf-adapters", "doctor", cwd=tmp_path)
     assert doctor.returncode == 0, doctor.stdout + doctor.stderr
     assert re.search(rf"tf-adapters +{re.escape(tf_adapters.__version__)}\n", doctor.stdout)
-    ranks = [["0F0", "0B0"], ["1F0", "1B0"]]
-    times = {action: [9.0, 9.0] if "F" in action else [9.0, 20.0] for rank in ranks for action in rank}
-    (tmp_path / "in.json").write_text(json.dumps({"ranks": ranks, "times": times, "max_freeze_ratio": 0.8}))
-    plan = installed.run("tf-adapters", "plan", "in.json", cwd=tmp_path)
-    assert plan.returncode == 0, plan.stderr
-    assert json.loads(plan.stdout)["makespan_ms"]["planned"] < 58.0
+
+
+@pytest.mark.programs
+def test_the_documented_commands_run_without_a_checkout(
+    installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_inputs()
+    documented = [one.words[1:] for one in COMMANDS if one.words[0] == "tf-adapters" and len(one.words) > 2]
+    (tmp_path / "commands.json").write_text(json.dumps(documented))
+    ran = installed.run("python", "-c", RUN_COMMANDS, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    where, *statuses = json.loads((tmp_path / "statuses.json").read_text())
+    assert Path(where).is_relative_to(installed.packages)
+    failed = [shlex.join(words) for words, status in zip(documented, statuses, strict=True) if status != 0]
+    assert not failed
 
 
 @pytest.mark.programs

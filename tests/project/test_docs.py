@@ -1,4 +1,4 @@
-"""README, docs and the examples' READMEs: their snippets run, their commands parse, what they name exists.
+"""README, docs and the examples' READMEs: their commands run or parse, and what they name exists.
 
 Commands that start a training are not run here; their scripts, modules, files and options are looked up.
 """
@@ -11,14 +11,12 @@ import itertools
 import json
 import re
 import shlex
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from sample_reports import RANKS, report_data
+from pages import COMMANDS, PAGES, ROOT, Command, write_inputs
 from torch.distributed.run import get_args_parser
 
 import tf_adapters.cli
@@ -28,141 +26,15 @@ from tf_adapters.goals import LEVERS
 from tf_adapters.testing import emulated_device
 from tf_adapters.trainers.torchtitan_settings import JobSettings
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-
-PAGES = [
-    ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "examples").glob("*/README.md")),
-    ROOT / "deepspeed_configs" / "paper" / "README.md",
-    ROOT / "benchmarks" / "README.md",
-]
 USERS_OWN = {"train.py", "pretrain_gpt.py", "ds_config.json"}
 """Files of the reader's, which README and docs name as examples; an example's own page must name files that exist."""
-TIMES = {action: [9.0, 9.0] if "F" in action else [9.0, 20.0] for rank in RANKS for action in rank}
-PLAN_INPUT = {"ranks": RANKS, "times": TIMES, "max_freeze_ratio": 0.8}
-
-
-class Block(NamedTuple):
-    """A fenced block of a page."""
-
-    page: Path
-    line: int
-    language: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.page.relative_to(ROOT)}:{self.line}"
-
-
-def blocks(*languages: str) -> list[Block]:
-    found = []
-    for page in PAGES:
-        text = page.read_text()
-        for match in re.finditer(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-            if match[1] in languages:
-                found.append(Block(page, text[: match.start()].count("\n") + 1, match[1], match[2]))
-    return found
-
-
-class Command(NamedTuple):
-    """One command of a ``sh`` block or of a line's own, without what it sets in the environment."""
-
-    page: Path
-    words: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.page.relative_to(ROOT)}: {' '.join(self.words)}"
-
-
-def commands() -> Iterator[Command]:
-    for block in blocks("sh"):
-        for line in block.text.replace("\\\n", " ").splitlines():
-            yield from command(block.page, shlex.split(line, comments=True))
-    for page in PAGES:
-        for span in re.findall(
-            r"(?<!`)`((?:python|make|tf-adapters|torchrun|deepspeed|pip) [^`]*)`(?!`)", page.read_text()
-        ):
-            yield from command(page, shlex.split(span))
-
-
-def command(page: Path, words: list[str]) -> Iterator[Command]:
-    while words and re.fullmatch(r"\w+=.*", words[0]):
-        del words[0]
-    if words:
-        yield Command(page, tuple(itertools.takewhile(lambda word: word != ">", words)))
-
-
-COMMANDS = list(dict.fromkeys(commands()))
 
 
 def of_program(*programs: str) -> pytest.MarkDecorator:
     mine = [one for one in COMMANDS if one.words[0] in programs]
     assert mine, programs
     return pytest.mark.parametrize("command", mine, ids=str)
-
-
-# --- snippets ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_section_of_settings_is_accepted(page: Path) -> None:
-    for section in re.findall(r'"timely_freeze": (\{(?:[^{}]|\{[^{}]*\})*\})', page.read_text()):
-        TimelyFreezeConfig.parse(json.loads(section))
-
-
-@pytest.mark.parametrize("block", blocks("json"), ids=str)
-def test_json_parses(block: Block) -> None:
-    assert isinstance(json.loads(block.text), dict)
-
-
-@pytest.mark.parametrize("block", blocks("python"), ids=str)
-def test_python_compiles(block: Block) -> None:
-    compile(block.text, str(block), "exec")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_name_of_the_package_exists(page: Path) -> None:
-    """Attributes and submodules; those that only exist with a host are looked for without importing it."""
-    for name in set(re.findall(r"\btf_adapters((?:\.[a-z]\w*)+)", page.read_text())):
-        of_name: Any = tf_adapters
-        path = "tf_adapters"
-        for part in name[1:].split("."):
-            path += f".{part}"
-            if "." not in name[1:] or path.startswith("tf_adapters.testing"):
-                assert importlib.util.find_spec(path) or hasattr(of_name, part), f"{page}: {path}"
-                continue
-            if not hasattr(of_name, part):
-                assert importlib.util.find_spec(path), f"{page}: {path}"
-                break
-            of_name = getattr(of_name, part)
-
-
-GROUP = """
-import tempfile, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-"""
-PIPELINE = """
-loss_fn, folder = torch.nn.functional.mse_loss, tempfile.mkdtemp()
-stage = PipelineStage(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), 0, 1, torch.device("cpu"))
-schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
-optimizer = torch.optim.AdamW(stage.submod.parameters())
-batches = [(torch.ones(8, 4), torch.ones(8, 4))] * 2
-"""
-
-
-def test_the_snippets_for_torch_run(tmp_path: Path) -> None:
-    """In a pipeline of a single rank, in a process of its own."""
-    script = GROUP
-    for page in ("README.md", "docs/torch_pipelining.md"):
-        snippets = [block.text for block in blocks("python") if block.page == ROOT / page]
-        assert snippets
-        script += PIPELINE + "\n".join(snippets)
-    script += "dist.destroy_process_group()\n"
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
 
 
 # --- commands ------------------------------------------------------------------------------------------------
@@ -181,41 +53,16 @@ def test_an_extra_that_is_installed_exists(command: Command) -> None:
     )
     assert extras is not None
     for word in command.words:
+        assert not word.startswith("tf-adapters"), "it is on no index: name the checkout, '.[extra]'"
         if match := re.fullmatch(r"\.\[(.*)\]", word):
             assert set(match[1].split(",")) <= set(re.findall(r"^(\w+) = ", extras[1], re.MULTILINE))
 
 
 @pytest.fixture
-def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder, to work in, with the files that commands of the pages read."""
+def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a folder with the files that commands of the pages read."""
     monkeypatch.chdir(tmp_path)
-    Path("input.json").write_text(json.dumps(PLAN_INPUT))
-    Path("order.csv").write_text("\n".join(",".join(rank) for rank in RANKS))
-    assert tf_adapters.cli.main(["plan", "input.json", "--out", "plan.json"]) == 0
-    report = report_data(
-        times=TIMES,
-        plan=json.loads(Path("plan.json").read_text()),
-        layers={
-            stage: {
-                "layers": [{"name": name, "forward_ms": 1.0, "backward_ms": 2.0, "parameters": 9} for name in "ab"],
-                "rest_forward_ms": 0.0,
-                "rest_backward_ms": 0.0,
-            }
-            for stage in "01"
-        },
-        measured={
-            "backward_ms": [
-                {"action": action, "afr": afr, "ms": 20.0 - 11 * afr, "phase": None}
-                for action in ("0B0", "1B0")
-                for afr in (0.0, 0.5, 1.0)
-            ]
-        },
-    )
-    for name in ("timely_freeze/report.json", "runs/timely_freeze/report.json", "REPORT.json"):
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text(json.dumps(report))
-    Path("docs/images").mkdir(parents=True)
-    return tmp_path
+    write_inputs()
 
 
 @pytest.mark.usefixtures("inputs")
@@ -299,6 +146,23 @@ def test_arguments_of_freezing_are_accepted(page: Path) -> None:
 
 
 # --- what is named -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_name_of_the_package_exists(page: Path) -> None:
+    """Attributes and submodules; those that only exist with a host are looked for without importing it."""
+    for name in set(re.findall(r"\btf_adapters((?:\.[a-z]\w*)+)", page.read_text())):
+        of_name: Any = tf_adapters
+        path = "tf_adapters"
+        for part in name[1:].split("."):
+            path += f".{part}"
+            if "." not in name[1:] or path.startswith("tf_adapters.testing"):
+                assert importlib.util.find_spec(path) or hasattr(of_name, part), f"{page}: {path}"
+                continue
+            if not hasattr(of_name, part):
+                assert importlib.util.find_spec(path), f"{page}: {path}"
+                break
+            of_name = getattr(of_name, part)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -78,7 +78,7 @@ class TestTrainings(BridgeContract):
 
     def test_two_replicas_without_a_pipeline_freeze_too(self, jobs: dict[str, list[Told]]) -> None:
         first, second = jobs["no pipeline"]
-        assert "1 stages x 2 microbatches" in first.said
+        assert "1 stage x 2 microbatches" in first.said
         assert first.parameters == second.parameters != ""
 
     def test_an_evaluation_attaches_nothing(self, jobs: dict[str, list[Told]]) -> None:

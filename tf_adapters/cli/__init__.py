@@ -37,7 +37,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. After an error of ours, one line on stderr, return 1 if the solver failed, else 2."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:  # the line names the subcommand, which has the arguments
+        parser.prog = f"{parser.prog} {args.command}"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status: int = args.run(args)
         sys.stdout.flush()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 _CORE = {"torch": "2.5", "numpy": "1.26", "ortools": "9.10", "pydantic": "2.6", "scipy": "1.12"}
-_EXTRAS = {"matplotlib": ("plot", "Gantt charts"), "rich": ("cli", "coloured tables")}
+_EXTRAS = {"matplotlib": "Gantt charts", "rich": "coloured tables"}
 _BUILD_S = 600.0  # a lock older than this was left by a build that was killed
 
 Versions = Mapping[str, str | None]
@@ -26,23 +26,21 @@ Versions = Mapping[str, str | None]
 class SupportedHost:
     """A host that has an adapter, and the oldest and newest version with which the adapter's tests pass.
 
-    ``install`` is the argument of ``pip install``. A trainer has none: nobody installs it for our sake. ``on`` is the
-    name of the host that a trainer runs on.
+    ``on`` is the name of the host that a trainer runs on.
     """
 
     name: str
     package: str
     oldest: str
     newest: str
-    install: str = ""
     on: str = ""
 
 
 HOSTS = (
-    SupportedHost("deepspeed", "deepspeed", "0.19.3", "0.19.8", install="tf-adapters[deepspeed]"),
-    SupportedHost("megatron-core", "megatron-core", "0.16.1", "0.19.2", install="tf-adapters[megatron]"),
-    SupportedHost("torch.distributed.pipelining", "torch", "2.13", "2.15", install="torch>=2.13"),
-    SupportedHost("torchtitan", "torchtitan", "0.2.2", "0.3.0", install="tf-adapters[torchtitan]"),
+    SupportedHost("deepspeed", "deepspeed", "0.19.3", "0.19.8"),
+    SupportedHost("megatron-core", "megatron-core", "0.16.1", "0.19.2"),
+    SupportedHost("torch.distributed.pipelining", "torch", "2.13", "2.15"),
+    SupportedHost("torchtitan", "torchtitan", "0.2.2", "0.3.0"),
 )
 TRAINERS = (
     SupportedHost("Megatron-Bridge", "megatron-bridge", "0.3.1", "0.3.1", on="megatron-core"),
@@ -100,8 +98,8 @@ def interrupted_builds(root: Path) -> tuple[Path, ...]:
 def diagnose(versions: Versions, locks: Sequence[Path] = ()) -> Diagnosis:
     """Judge the result of ``installed_versions``, and of ``interrupted_builds``. A missing key is not installed."""
     hints = tuple(
-        f'no {package}, so no {use}: pip install "tf-adapters[{extra}]"'
-        for package, (extra, use) in _EXTRAS.items()
+        f"no {package}, so no {use}: pip install {package}"
+        for package, use in _EXTRAS.items()
         if versions.get(package) is None
     )
     hosts = tuple(_check_host(host, versions.get(host.package)) for host in HOSTS)
@@ -174,7 +172,7 @@ def _core_problems(versions: Versions) -> tuple[str, ...]:
 def _check_host(host: SupportedHost, version: str | None) -> HostCheck:
     tested = f"{host.oldest} to {host.newest} tested" if host.oldest != host.newest else f"{host.newest} tested"
     if version is None:
-        return HostCheck(host.name, False, "not installed", remedy=f'pip install "{host.install}"')
+        return HostCheck(host.name, False, "not installed", remedy=f'pip install "{host.package}>={host.oldest}"')
     if _release(version) < _release(host.oldest):
         remedy = f'pip install --upgrade "{host.package}>={host.oldest}"'
         return HostCheck(host.name, False, f"{version} is too old ({tested})", remedy=remedy)

@@ -37,10 +37,12 @@ def check_outputs(args: argparse.Namespace) -> None:
     for name, path in asked_for(args):
         if not _can_be_a_file(path):
             raise ConfigError(f"{name}: {path!r} is not a file's name")
+        if name != "--trace" and Path(path).suffix.lower() not in ("", f".{name[2:]}"):
+            raise ConfigError(f"{name}: {path!r} is another kind of file: its name must end in .{name[2:]}")
         if not Path(path).parent.is_dir():
             raise ConfigError(f"{name}: cannot write {path}: the folder {Path(path).parent} does not exist")
         if name != "--trace" and importlib.util.find_spec("matplotlib") is None:
-            raise UnsupportedError(f'{name}: pictures need matplotlib: pip install "tf-adapters[plot]"')
+            raise UnsupportedError(f"{name}: pictures need matplotlib: pip install matplotlib")
 
 
 def _can_be_a_file(path: str) -> bool:

@@ -58,7 +58,7 @@ def matplotlib_module(name: str) -> Any:
     try:
         return importlib.import_module(f"matplotlib.{name}".rstrip("."))
     except ImportError:
-        raise UnsupportedError('pictures need matplotlib: pip install "tf-adapters[plot]"') from None
+        raise UnsupportedError("pictures need matplotlib: pip install matplotlib") from None
 
 
 def rank_label(of_rank: Sequence[int], row: int, most: int = 3) -> str:

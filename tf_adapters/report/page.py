@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any, TextIO
 
 from tf_adapters.report.bars import ASCII, ChartLine, Glyphs, bars, glyphs_for, legend
@@ -35,9 +37,9 @@ class Page:
     notes: tuple[str, ...] = ()
 
 
-def as_text(page: Page, width: int = _WIDTH, glyphs: Glyphs = ASCII) -> str:
-    """The page as plain text; ``width`` is the chart's, in characters."""
-    parts = [page.headline, _facts(page), *(f"{table.title}\n{_grid(table)}" for table in page.tables)]
+def as_text(page: Page, width: int = _WIDTH, glyphs: Glyphs = ASCII, table_width: int | None = None) -> str:
+    """The page as plain text; ``width`` is the chart's, in characters. By default tables are as wide as their text."""
+    parts = [page.headline, _facts(page), *(f"{table.title}\n{_grid(table, table_width)}" for table in page.tables)]
     if page.panels:
         parts.append("\n".join([*map(str, bars(page.panels, width, glyphs)), legend(page.panels, glyphs)]))
     return "\n\n".join(part for part in (*parts, _notes(page)) if part)
@@ -47,7 +49,8 @@ def print_page(page: Page, stream: TextIO | None = None) -> None:
     """Print to ``stream`` (standard output); on a terminal with rich in colours."""
     out = stream or sys.stdout
     if not (out.isatty() and _print_rich(page, out)):
-        text = as_text(page, terminal_width(), glyphs_for(out))
+        width = terminal_width()
+        text = as_text(page, width, glyphs_for(out), width if out.isatty() else None)
         encoding = out.encoding or "utf-8"
         # A report may hold characters that the terminal cannot show.
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=out)
@@ -67,10 +70,29 @@ def _notes(page: Page) -> str:
     return "\n".join(f"note: {note}" for note in page.notes)
 
 
-def _grid(table: Table) -> str:
+def _grid(table: Table, width: int | None) -> str:
     lines = (table.header, *table.rows)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(table.header))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    widths = _column_widths(list(zip(*lines, strict=True)), width)
+    return "\n".join(text for cells in lines for text in _wrapped(cells, widths))
+
+
+def _column_widths(columns: Sequence[Sequence[str]], width: int | None) -> list[int]:
+    """Return each column's width: its longest cell's, or less if ``width`` needs it, but never less than a word's."""
+    widths = [max(len(cell) for cell in column) for column in columns]
+    words = [max(len(word) for cell in column for word in cell.split()) for column in columns]
+    while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
+        wider = [column for column, longest in enumerate(words) if widths[column] > longest]
+        if not wider:
+            break
+        widths[max(wider, key=widths.__getitem__)] -= 1
+    return widths
+
+
+def _wrapped(cells: Iterable[str], widths: Sequence[int]) -> Iterator[str]:
+    """Yield the lines of a row."""
+    wrapped = [textwrap.wrap(cell, width, break_on_hyphens=False) for cell, width in zip(cells, widths, strict=True)]
+    for parts in zip_longest(*wrapped, fillvalue=""):
+        yield "  ".join(part.rjust(width) for part, width in zip(parts, widths, strict=True))
 
 
 def _print_rich(page: Page, out: TextIO) -> bool:

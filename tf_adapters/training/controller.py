@@ -287,6 +287,8 @@ class Controller:
         """Log the line that says that freezing is on, and what will happen when."""
         host = f"{self.pipeline.host.name} {self.pipeline.host.version}"
         self._decisions.say(log_lines.enabled(host, self.schedule, self.config, self.state.phases))
+        if (line := log_lines.small(self.schedule, self.config)) is not None:
+            self._decisions.say(line)
 
     # --- the run's life --------------------------------------------------------------------------------------
 

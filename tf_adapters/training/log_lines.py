@@ -19,7 +19,8 @@ from tf_adapters.training.phases import PhaseSchedule
 
 def enabled(host: str, schedule: PipelineSchedule, config: TimelyFreezeConfig, phases: PhaseSchedule) -> str:
     goal = "" if config.goal is None else f"goal {config.goal} ({meaning(config)}); "
-    size = f"{schedule.num_stages} stages x {schedule.num_microbatches} microbatches"
+    stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    size = f"{stages} stage{'' if stages == 1 else 's'} x {microbatches} microbatch{'' if microbatches == 1 else 'es'}"
     size = f"{goal}{host}, {size}, method {config.method}"
     checks = f"stability checks every {config.stability_check_interval} steps"
     if not config.plans:
@@ -31,6 +32,20 @@ def enabled(host: str, schedule: PipelineSchedule, config: TimelyFreezeConfig, p
         f"{phases.warmup_end}, monitoring to {phases.monitoring_end}, progressive freezing to "
         f"{phases.progressive_end}, then {then}"
     )
+
+
+def small(schedule: PipelineSchedule, config: TimelyFreezeConfig) -> str | None:
+    """Return what a pipeline of one stage or a batch of one microbatch cannot gain; None for a larger one."""
+    if schedule.num_stages == 1 and not config.stage_limit:
+        return "one stage waits for no other, so there is nothing to gain here with nothing frozen"
+    if schedule.num_stages == 1:
+        return "one stage waits for no other: a step is shorter only by the weight gradients that it skips"
+    if schedule.num_microbatches == 1:
+        return (
+            f"a batch of one microbatch keeps {schedule.num_stages - 1} of {schedule.num_stages} stages waiting at all "
+            "times: cut it into more microbatches, which gains more"
+        )
+    return None
 
 
 def meaning(config: TimelyFreezeConfig) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tf_adapters.errors import ConfigError
 from tf_adapters.measuring.layer_times import Layers
 from tf_adapters.measuring.timer import Clock
 from tf_adapters.schedule.ir import PipelineSchedule
@@ -69,6 +70,10 @@ class HostPipeline:
     meetings: Sequence[str] = ()
     warmup_steps: int = 0
     clock: Clock | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
+            raise ConfigError(f"warmup_steps is {self.warmup_steps!r}: allowed is an integer of at least 0")
 
     @property
     def plan_facts(self) -> dict[str, Any]:

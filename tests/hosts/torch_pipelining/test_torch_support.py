@@ -305,6 +305,24 @@ def attached_twice() -> tuple[bool, list[str]]:
 
 
 @distributed
+def test_a_wrong_length_of_the_warm_up_is_one_line_on_all_ranks() -> None:
+    line = "warmup_steps is 'ten': allowed is an integer of at least 0"
+    assert [said.removeprefix("rank 0: ") for said in pool(2).run(with_warmup, "ten")] == [line] * 2
+    assert pool(2).run(with_warmup, 3) == [3, 3]
+
+
+def with_warmup(steps: Any) -> Any:
+    import tf_adapters.torch_pipelining
+
+    run = build(Case())
+    try:
+        adapter = tf_adapters.torch_pipelining.attach(run.schedule, optimizer=run.optimizers, warmup_steps=steps)
+    except ConfigError as error:
+        return str(error)
+    return adapter.controller.state.phases.warmup_end
+
+
+@distributed
 def test_detaching_leaves_everything_as_it_was_and_lets_it_be_attached_again() -> None:
     assert pool(2).run(attached_again) == [(True, True)] * 2
 

@@ -49,6 +49,13 @@ def test_every_field_is_read():
     assert TimelyFreezeConfig.parse(section).model_dump() == section
 
 
+class ManyLines:
+    """Shown as an optimizer shows itself."""
+
+    def __repr__(self) -> str:
+        return "Many lines\n    of an optimizer\n" * 20
+
+
 @pytest.mark.parametrize(
     ("section", "words"),
     [
@@ -73,7 +80,7 @@ def test_every_field_is_read():
         ),
         ({"granularity": "row"}, ["timely_freeze.granularity is 'row': allowed is \"tensor\""]),
         ({"warmup_steps": -1}, ["warmup_steps is -1", '"auto" or an integer from 0 to 1,000,000,000']),
-        ({"warmup_steps": "automatic"}, ["warmup_steps is 'automatic'", '"auto"']),
+        ({"warmup_steps": "ten"}, ["warmup_steps is 'ten'", '"auto"']),
         ({"warmup_steps": True}, ["warmup_steps is True"]),
         ({"monitoring_steps": 1}, ["monitoring_steps is 1", "from 2"]),
         ({"monitoring_steps": 2.5}, ["monitoring_steps is 2.5"]),
@@ -98,6 +105,9 @@ def test_every_field_is_read():
         ({"stability_check_interval": 2.0}, ["stability_check_interval is 2.0"]),
         ({"max_freze_ratio": 0.5}, ['unknown key "max_freze_ratio"', 'did you mean "max_freeze_ratio"?']),
         ({"colour": 1}, ['unknown key "colour"', "allowed are enabled, goal, method"]),
+        ({"train_batch_size": 8, "fp16": {}}, ['unknown key "train_batch_size", "fp16": allowed are enabled, goal']),
+        ({"train_batch_size": 8, "timely_freeze": {}}, ['a whole config: pass only its section "timely_freeze"']),
+        (ManyLines(), ["Many lines of an optimizer", "must be an object of settings"]),
     ],
 )
 def test_a_wrong_setting_is_one_line_that_names_field_value_and_what_is_allowed(section, words):

@@ -15,7 +15,7 @@ from sample_reports import MEASURED, PLAN, TIMES, report
 from tf_adapters.cli import main
 from tf_adapters.errors import ConfigError
 from tf_adapters.report import Report
-from tf_adapters.report.page import as_text, print_page
+from tf_adapters.report.page import Page, Table, as_text, print_page
 from tf_adapters.report.terminal import page
 
 
@@ -233,6 +233,19 @@ def test_the_terminal_gets_the_same_words_with_and_without_rich(monkeypatch: pyt
         assert piece in without.getvalue()
 
 
+@pytest.mark.parametrize("width", [80, 60, 1])
+def test_a_narrow_terminal_wraps_cells_and_keeps_columns(width: int) -> None:
+    rows = (
+        ("schedule interleaved-zero-bubble, 2 stages a rank", "1,487.0", "42% of their time saved"),
+        ("now", "9", ""),
+    )
+    shown = Page("headline", (), (Table("title", ("", "step ms, planned", "weight gradients"), rows),))
+    lines = as_text(shown, table_width=width).splitlines()[3:]
+    assert len({len(line) for line in lines}) == 1  # right-aligned columns
+    assert len(lines[0]) <= max(width, len("interleaved-zero-bubble,") + 2 + len("planned") + 2 + len("gradients"))
+    assert " ".join(" ".join(lines).split()).count("interleaved-zero-bubble,") == 1
+
+
 def show(*arguments: str) -> int:
     return main(["show", *arguments])
 
@@ -311,8 +324,21 @@ def test_show_refuses_files_that_it_could_not_write_before_printing(
 ) -> None:
     path = tmp_path / "report.json"
     report().write(path)
-    assert show(str(path), "--trace", str(tmp_path / "none" / "a.json")) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "--trace: cannot write" in err
-    assert err.count("\n") == 1
+    for argument, file, said in (
+        ("--trace", str(tmp_path / "none" / "a.json"), "--trace: cannot write"),
+        ("--png", "batch.jpg", "--png: 'batch.jpg' is another kind of file: its name must end in .png"),
+        ("--svg", "batch.png", "--svg: 'batch.png' is another kind of file: its name must end in .svg"),
+    ):
+        assert show(str(path), argument, file) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert said in err
+        assert err.count("\n") == 1
+
+
+def test_an_argument_of_another_command_is_one_line_that_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        show("report.json", "--json")
+    assert ended.value.code == 2
+    line = "tf-adapters show: unrecognized arguments: --json; see tf-adapters show --help\n"
+    assert capsys.readouterr() == ("", line)

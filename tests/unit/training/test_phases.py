@@ -2,6 +2,7 @@ import pytest
 
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.measuring.phase import Phase
+from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.training import log_lines
 from tf_adapters.training.phases import PhaseSchedule
 
@@ -78,3 +79,14 @@ def test_monitoring_that_freezes_nothing_is_called_that():
     assert mixed == "monitoring, every second step with drawn freeze ratios"
     assert log_lines.phase(TimelyFreezeConfig(weight_gradients="deferred"), phases, 1) == "monitoring, nothing frozen"
     assert log_lines.phase(TimelyFreezeConfig(weight_gradients="deferred", granularity="token"), phases, 1) == mixed
+
+
+def test_a_pipeline_that_is_too_small_to_gain_is_told_so():
+    def line(stages, microbatches, **settings):
+        orders = [[f"{s}{k}{m}" for k in "FB" for m in range(microbatches)] for s in range(stages)]
+        return log_lines.small(PipelineSchedule.from_text(orders), TimelyFreezeConfig(**settings))
+
+    assert "nothing to gain here with nothing frozen" in line(1, 8)
+    assert "only by the weight gradients that it skips" in line(1, 1, goal="paper")
+    assert "a batch of one microbatch keeps 3 of 4 stages waiting" in line(4, 1)
+    assert line(2, 2) is None
