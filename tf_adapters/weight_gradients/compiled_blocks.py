@@ -260,7 +260,7 @@ def _route(inputs: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) -
     """Give a product to the layer of its weight."""
     layer = _layers.get(_place(weight))
     if layer is None:
-        raise RuntimeError("timely_freeze: a compiled layer's weight has moved between its forward and its backward")
+        raise RuntimeError("the weight of a compiled layer has moved in memory between its forward and its backward")
     layer.block.keep(layer, inputs, gradient)
 
 
