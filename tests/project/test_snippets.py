@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -169,7 +170,8 @@ def test_the_call_in_readme_has_types(tmp_path: Path) -> None:
     script += "\n".join(f"reveal_type(tf_adapters.{host}.attach)" for host in hosts)
     (tmp_path / "script.py").write_text(script)
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S)
+    path = {**os.environ, "PYTHONPATH": str(ROOT)}  # an editable install is a finder, which mypy does not ask
+    done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     revealed = [line for line in done.stdout.splitlines() if "Revealed type" in line]
     assert [re.findall(r"tf_adapters\.(\w+)\.adapter\.\w+ \| None", line) for line in revealed] == [[h] for h in hosts]
