@@ -130,6 +130,10 @@ DEFERRED_TOKENS = ("--timely_freeze.weight_gradients=deferred", "--timely_freeze
 EXACT = ("--timely_freeze.weight_gradients=deferred", "--timely_freeze.max_freeze_ratio", "0")
 CLIPPED = ("--training.max_norm", "0.5")  # which these gradients exceed
 COMPILED = ("--compile.enable", "--activation_checkpoint.mode", "selective")
+COMPILED_INTERLEAVED = (
+    *("--compile.enable", "--activation_checkpoint.mode", "full"),
+    *("--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"),
+)
 UNCLIPPED = ("--training.max_norm", "inf")
 CHECKPOINTS = ("--checkpoint.enable", "--checkpoint.interval", "14", "--checkpoint.no-last-save-model-only")
 
@@ -162,6 +166,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
         "unclipped": job("unclipped", *LLAMA, *UNCLIPPED, *FREEZING, *EXACT),
         "compiled, alone": job("compiled alone", *LLAMA, *COMPILED),
         "compiled": job("compiled", *LLAMA, *COMPILED, *FREEZING, *EXACT),
+        "compiled, interleaved, alone": job("compiled interleaved alone", *LLAMA, *COMPILED_INTERLEAVED),
+        "compiled, interleaved": job("compiled interleaved", *LLAMA, *COMPILED_INTERLEAVED, *FREEZING, *EXACT),
         "clipped, alone": job("clipped alone", *LLAMA, *CLIPPED),
         "clipped": job("clipped", *LLAMA, *CLIPPED, *FREEZING, *EXACT),
         "whole": job("run", *LLAMA, *FREEZING, *CHECKPOINTS, steps=18),
@@ -220,17 +226,16 @@ def test_the_norm_of_gradients_that_are_not_clipped_is_late_and_the_same(jobs: d
 
 @with_torchtitan
 @pytest.mark.programs
-def test_compiled_blocks_wait_and_train_as_the_compiled_job_alone(jobs: dict[str, list[Outcome]]) -> None:
-    for ours, alone in zip(jobs["compiled"], jobs["compiled, alone"], strict=True):
-        assert ours.losses == alone.losses
-        assert ours.norms == alone.norms
-    assert min(report_of(jobs, "compiled").tapped_share.values()) > 0.8
+@pytest.mark.parametrize("folder", ["compiled", "compiled interleaved"])
+def test_compiled_blocks_wait(jobs: dict[str, list[Outcome]], folder: str) -> None:
+    assert min(report_of(jobs, folder).tapped_share.values()) > 0.8
 
 
 @with_torchtitan
 @pytest.mark.programs
-def test_deferral_clips_as_torchtitan_alone(jobs: dict[str, list[Outcome]]) -> None:
-    for ours, alone in zip(jobs["clipped"], jobs["clipped, alone"], strict=True):
+@pytest.mark.parametrize("name", ["clipped", "compiled", "compiled, interleaved"])
+def test_deferral_trains_and_clips_as_torchtitan_alone(jobs: dict[str, list[Outcome]], name: str) -> None:
+    for ours, alone in zip(jobs[name], jobs[f"{name}, alone"], strict=True):
         assert ours.losses == alone.losses
         assert ours.norms == alone.norms
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from tf_adapters.weight_gradients.compiled_check import Product, compare, uses
 from tf_adapters.weight_gradients.compiled_names import asked_for, collected, run_named
-from tf_adapters.weight_gradients.compiled_tap import ANCHOR, CompiledLinear, available, receive
+from tf_adapters.weight_gradients.compiled_tap import ANCHOR, CompiledLinear, operator
 from tf_adapters.weight_gradients.kept import Kept
 from tf_adapters.weight_gradients.parameters import compiled_module, is_compiled
 from tf_adapters.weight_gradients.reasons import CHECK_FAILED, HAS_STATE, OTHER_USES, TAKEN_AT_ONCE, USERS_HOOK
@@ -29,13 +29,13 @@ from tf_adapters.weight_gradients.stand_ins import around_backwards
 from tf_adapters.weight_gradients.tap_function import accumulates, hand_over
 from tf_adapters.weight_gradients.tapped_layer import (
     Check,
-    Choose,
     LinearTap,
     Parameters,
     TappedLayer,
     Taps,
-    from_kept,
+    autocast_type,
     has_users_hook,
+    keep_product,
     linear_gradient,
     transforms_run,
 )
@@ -48,7 +48,7 @@ _Place = tuple[int, int]
 _layers: WeakValueDictionary[_Place, CompiledLayer] = WeakValueDictionary()
 
 
-class CompiledLayer(TappedLayer):
+class CompiledLayer(LinearTap):
     """A linear layer inside a compiled block."""
 
     block: CompiledBlock
@@ -62,11 +62,6 @@ class CompiledLayer(TappedLayer):
     @property
     def weight(self) -> Any:
         return self.module._parameters["weight"]
-
-    def gradients(
-        self, parameters: Parameters, inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        return (linear_gradient(parameters[0], inputs, gradient, choose),)
 
 
 class CompiledPart:
@@ -153,9 +148,7 @@ class CompiledBlock(CompiledPart):
     def _kind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
         """Return what a graph may depend on besides values."""
         seen = map(_described, tree_leaves((args, kwargs)))
-        device = self.layers[0].weight.device.type
-        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        return self._owner.training, cast, *seen
+        return self._owner.training, autocast_type(self.layers[0].weight), *seen
 
     # --- the check -------------------------------------------------------------------------------------------
 
@@ -190,18 +183,17 @@ class CompiledBlock(CompiledPart):
 
     def keep(self, layer: CompiledLayer, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
         """Keep what the weight gradient of ``layer`` needs, if the backward that runs accumulates it."""
-        kept, weight = (Kept(inputs), Kept(gradient)), layer.weight
+        weight, taps = layer.weight, self._taps
         if self._replayed is not None:
-            self._replayed.append(Product(layer.weight, *kept))
+            self._replayed.append(Product(weight, Kept(inputs), Kept(gradient)))
             return
         if collected(weight, inputs, gradient) or not accumulates(torch.autograd.graph.get_gradient_edge(ANCHOR).node):
             return
-        taps = self._taps
         if taps is None or taps.microbatch is None:
             hand_over([linear_gradient(weight, inputs, gradient)], weight)
             return
-        make = partial(from_kept, layer, (weight,), *kept)
-        taps.keep(taps.microbatch, layer, (weight,), make=make, kept=kept)
+        kept = Kept(inputs), Kept(gradient)
+        keep_product(taps, taps.microbatch, layer, parameters=(weight,), kept=kept)
 
 
 class CompiledParts:
@@ -219,7 +211,6 @@ class CompiledParts:
         self.layers |= {layer.module: layer for layer in self._layers}
 
     def install(self, taps: Taps) -> None:
-        receive(_route)
         for part in self._parts:
             part.install(taps)
 
@@ -298,7 +289,7 @@ def inside(module: torch.nn.Module) -> torch.nn.Module:
 def _part(module: torch.nn.Module, make: MakeLayer) -> CompiledPart:
     """Return the block that a compiled module becomes, or a part without taps if it cannot have any."""
     compiler, parts = _compiler(module), list(inside(module).modules())
-    if compiler is None or not available() or _captures_graphs(compiler) or any(map(_is_sharded, parts)):
+    if compiler is None or operator(_route) is None or _captures_graphs(compiler) or any(map(_is_sharded, parts)):
         return CompiledPart(module)
     alone = (part for part in parts if vars(part).get("_compiled_call_impl") is None)
     layers = [CompiledLayer(part) for part in alone if type(make(part)) is LinearTap]

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tf_adapters.weight_gradients.kept import Kept, seal
 from tf_adapters.weight_gradients.reasons import ANOTHER_GRADIENT, OTHER_USES, UNPROVEN
+from tf_adapters.weight_gradients.tap_check import differs
 from tf_adapters.weight_gradients.tapped_layer import TappedLayer
 
 _SEED = 1
@@ -120,11 +121,7 @@ def _put_back(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return not bool(((one != other) & ~(one.isnan() & other.isnan())).any())
+    return one is other if one is None or other is None else not differs(one, other)
 
 
 def _says_something(gradient: torch.Tensor | None) -> bool:

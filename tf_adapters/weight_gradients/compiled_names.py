@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tf_adapters.weight_gradients.compiled_tap import ANCHOR
-from tf_adapters.weight_gradients.stand_ins import ACCUMULATES, INPUTS, combined
+from tf_adapters.weight_gradients.stand_ins import combined, inputs_of, run_with
 from tf_adapters.weight_gradients.tap_function import hand_over
 from tf_adapters.weight_gradients.tapped_layer import linear_gradient
 
@@ -22,28 +22,26 @@ _asked: list[dict[torch.Tensor, torch.Tensor | None]] = []
 
 def asked_for(weights: Collection[torch.Tensor], args: tuple[Any, ...]) -> list[torch.Tensor]:
     """Return those of the weights that a backward with these arguments asks for."""
-    inputs = args[INPUTS] if len(args) > INPUTS else ()
-    return [value for value in inputs if isinstance(value, torch.Tensor) and value in weights]
+    return [value for value in inputs_of(args) if isinstance(value, torch.Tensor) and value in weights]
 
 
 def run_named(
     run: Callable[..., Any], asked: Collection[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run torch's backward, and add the gradients of the ``asked`` weights that taps compute."""
-    inputs, rest, accumulates = args[INPUTS], args[INPUTS + 1 :], kwargs[ACCUMULATES]
     gradients: dict[torch.Tensor, torch.Tensor | None] = dict.fromkeys(asked)
     _asked.append(gradients)
     try:  # the anchor lets every tap's backward run
-        found = run(*args[:INPUTS], (*inputs, ANCHOR), *(rest if accumulates else (True,)), **kwargs)
+        found = run_with([ANCHOR], run, args, kwargs)
     finally:
         _asked.pop()
-    if accumulates:
+    if found is None:
         for weight, gradient in gradients.items():
             if gradient is not None:
                 hand_over([gradient], weight)  # type: ignore[arg-type]
         return None
-    through = {place: gradients[value] for place, value in enumerate(inputs) if value in gradients}
-    return combined(found[: len(inputs)], through, allow_unused=rest[0])
+    through = {place: gradients[value] for place, value in enumerate(inputs_of(args)) if value in gradients}
+    return combined(args, found, through)
 
 
 def collected(weight: torch.Tensor, inputs: torch.Tensor, gradient: torch.Tensor) -> bool:

@@ -21,34 +21,20 @@ Keep = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 ANCHOR = torch.zeros(0, requires_grad=True)
 """An input of each graph, so that a tap's backward runs. Only a backward that accumulates everywhere reaches it."""
 
-_receivers: list[Keep] = []
-_library: list[torch.library.Library] = []  # torch forgets the operator with its library
 
-
-def receive(keep: Keep) -> None:
-    """From now on the operator calls ``keep``."""
-    _receivers[:] = [keep]
-
-
-@cache
-def available() -> bool:
-    """Define the operator. Return whether this torch has operators with an effect."""
+@cache  # torch forgets an operator with its library
+def operator(keep: Keep) -> torch.library.Library | None:
+    """Define the operator, which calls ``keep``. Return its library; None if torch has no operators with an effect."""
     try:
         from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
     except ImportError:
-        return False
+        return None
     library = torch.library.Library("tf_adapters", "DEF")  # type: ignore[no-untyped-call]
     library.define("keep(Tensor inputs, Tensor gradient, Tensor weight) -> ()")  # type: ignore[no-untyped-call]
-    library.impl("keep", _keep, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    library.impl("keep", keep, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake("tf_adapters::keep", _keep_nothing, lib=library)
     _register_effectful_op(torch.ops.tf_adapters.keep.default, _EffectType.ORDERED)
-    _library.append(library)
-    return True
-
-
-def _keep(inputs: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) -> None:
-    for keep in _receivers:
-        keep(inputs, gradient, weight)
+    return library
 
 
 def _keep_nothing(inputs: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ Source: torch/autograd/__init__.py (``grad``, ``backward``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,11 +21,8 @@ from tf_adapters.weight_gradients.tap_function import hand_over
 _RUN = "_engine_run_backward"
 """The function through which both of torch's functions start a backward."""
 
-INPUTS = 4
+_INPUTS = 4
 """The place of the tensors that are asked for, in its arguments."""
-
-ACCUMULATES = "accumulate_grad"
-"""Its keyword that says whether gradients are accumulated, or returned."""
 
 _UNUSED = (
     "One of the differentiated Tensors appears to not have been used in the graph. "
@@ -63,19 +60,16 @@ class StandIns:
             yield
 
     def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        inputs = args[INPUTS] if len(args) > INPUTS else ()
+        inputs = inputs_of(args)
         pairs = {place: self._stand_ins[t] for place, t in enumerate(inputs) if self._has(t)}
         if not pairs:
             return run(*args, **kwargs)
-        more = (*args[:INPUTS], (*inputs, *pairs.values()))
-        if kwargs[ACCUMULATES]:
-            run(*more, *args[INPUTS + 1 :], **kwargs)
+        found = run_with(pairs.values(), run, args, kwargs)
+        if found is None:
             for place, stand_in in pairs.items():
                 _move_gradient(stand_in, inputs[place])
             return None
-        allow_unused = args[INPUTS + 1]
-        found = run(*more, True, **kwargs)
-        return combined(found[: len(inputs)], dict(zip(pairs, found[len(inputs) :], strict=True)), allow_unused)
+        return combined(args, found, dict(zip(pairs, found[len(inputs) :], strict=True)))
 
     def _has(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value in self._stand_ins
@@ -90,11 +84,29 @@ def _move_gradient(stand_in: torch.Tensor, weight: Any) -> None:
         hand_over(values, weight)
 
 
+def inputs_of(args: tuple[Any, ...]) -> Sequence[Any]:
+    """Return the tensors that a backward with these arguments asks for."""
+    inputs: Sequence[Any] = args[_INPUTS] if len(args) > _INPUTS else ()
+    return inputs
+
+
+def run_with(
+    more: Iterable[torch.Tensor], run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Sequence[torch.Tensor | None] | None:
+    """Run a backward that asks for ``more`` tensors too. Return the gradients; None if it accumulates them."""
+    rest = args[_INPUTS + 1 :] if kwargs["accumulate_grad"] else (True,)  # allow_unused
+    found: Sequence[torch.Tensor | None] = run(*args[:_INPUTS], (*args[_INPUTS], *more), *rest, **kwargs)
+    return None if kwargs["accumulate_grad"] else found
+
+
 def combined(
-    own: Sequence[torch.Tensor | None], through: dict[int, torch.Tensor | None], allow_unused: bool
+    args: tuple[Any, ...], own: Sequence[torch.Tensor | None], through: Mapping[int, torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of tensors from their ``own`` edges and ``through`` stand-ins, by place."""
-    found = list(own)
+    """Return the gradients that a backward with ``args`` asks for: from their ``own`` edges and ``through`` others.
+
+    ``through`` has the place of a tensor among those that are asked for.
+    """
+    found, allow_unused = list(own[: len(args[_INPUTS])]), args[_INPUTS + 1]
     for place, gradient in through.items():
         direct = found[place]
         if direct is None or gradient is None:

@@ -196,7 +196,7 @@ class TapCheck:
         """
         for layer, tensor, version, sample in self._reached:
             if tensor._version == version and tensor.untyped_storage().size():
-                self._note(layer, WRITTEN_BY_POINTER, _differs(sample, _sample(tensor)))
+                self._note(layer, WRITTEN_BY_POINTER, differs(sample, _sample(tensor)))
 
     @contextmanager
     def inside(self, layer: TappedLayer) -> Iterator[None]:
@@ -295,7 +295,7 @@ class TapCheck:
             elif ours is None:
                 self._note(layer, OTHER_USES, gradient.count_nonzero() > 0)
             else:
-                self._note(layer, ANOTHER_GRADIENT, _differs(ours, gradient))
+                self._note(layer, ANOTHER_GRADIENT, differs(ours, gradient))
                 flags.append((gradient != 0).any())
 
         had_none = parameter._backward_hooks is None
@@ -329,7 +329,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     return flat[:: -(-flat.numel() // _SAMPLED)] if flat.numel() else flat
 
 
-def _differs(ours: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | bool:
+def differs(ours: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | bool:
     """Return whether two gradients differ in any bit."""
     if ours.shape != gradient.shape or ours.dtype != gradient.dtype:
         return True

@@ -168,7 +168,7 @@ class TappedLayer(ABC):
 
     def kind(self, inputs: Any) -> Hashable:
         """Return what a product depends on besides its values: a kind that no check has seen has no tap."""
-        cast = _autocast(inputs) if isinstance(inputs, torch.Tensor) else None
+        cast = autocast_type(inputs) if isinstance(inputs, torch.Tensor) else None
         return getattr(inputs, "dtype", None), getattr(inputs, "ndim", None), cast
 
     def watched(self, taps: Taps, check: Check, call: partial[Any], output: Any, parameters: Parameters) -> Any:
@@ -196,7 +196,7 @@ def _as_multiplied(inputs: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     return inputs if inputs.dtype == output.dtype else inputs.to(output.dtype)
 
 
-def _autocast(tensor: torch.Tensor) -> torch.dtype | None:
+def autocast_type(tensor: torch.Tensor) -> torch.dtype | None:
     """Return the type to which autocast now casts the operands of products on this tensor's device."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -210,7 +210,7 @@ class _Call:
     def __init__(self, taps: Taps, layer: TappedLayer, parameters: Parameters, call: partial[Any]) -> None:
         assert taps.microbatch is not None
         self._taps, self._layer, self._parameters = taps, layer, parameters
-        self._microbatch, self._cast = taps.microbatch, _autocast(parameters[0])
+        self._microbatch, self._cast = taps.microbatch, autocast_type(parameters[0])
         self._run, self._others = call.func, call.args[1:]
         self._keywords = {name: value for name, value in call.keywords.items() if name != layer.input_name}
 
@@ -219,8 +219,7 @@ class _Call:
 
     def keep(self, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
         kept = Kept(inputs), Kept(gradient)
-        make = partial(from_kept, self._layer, self._parameters, *kept)
-        self._taps.keep(self._microbatch, self._layer, self._parameters, make=make, kept=kept)
+        keep_product(self._taps, self._microbatch, self._layer, parameters=self._parameters, kept=kept)
 
     def at_once(self, inputs: torch.Tensor, gradient: torch.Tensor) -> Gradients:
         self._taps.asked_by_name(self._layer)
@@ -273,10 +272,16 @@ class _Call:
         self._taps.keep(self._microbatch, self._layer, (parameter,), make=make, kept=(kept,))
 
 
-def from_kept(
+def keep_product(
+    taps: Taps, microbatch: int, layer: TappedLayer, *, parameters: Parameters, kept: tuple[Kept, Kept]
+) -> None:
+    """Keep inputs and output gradient of one call of a layer for its weight gradients."""
+    taps.keep(microbatch, layer, parameters, make=partial(_from_kept, layer, parameters, *kept), kept=kept)
+
+
+def _from_kept(
     layer: TappedLayer, parameters: Parameters, inputs: Kept, gradient: Kept, choose: Choose | None
 ) -> tuple[torch.Tensor, ...]:
-    """Compute a call's gradients from what was kept."""
     return layer.gradients(parameters, inputs.tensor, gradient.tensor, choose)
 
 

@@ -82,9 +82,8 @@ class StageTaps:
         sole: bool = False,
         trusted: bool = False,
     ) -> None:
-        alone = partial(
-            _alone, make, Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
-        )
+        uses = Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
+        alone = partial(_alone, make, uses)
         self._compiled = CompiledParts(model, alone)
         self._layers, self._accumulated = _layers(model, alone, self._compiled), accumulated
         self._prefixes = {layer: name[: name.rfind(".") + 1] for name, layer in self._layers.items()}
