@@ -232,6 +232,8 @@ class Decisions:
             state.measure(job.measurement, (job.reason,))
             self._unplanned.clear()
         self._adopt(state, job.measurement.schedule, planned)
+        if first and self._config.is_auto and not planned.plan.mean_freeze_ratio:
+            state.phases = state.phases.without_ramp()
         if first or job.reason:
             self._report()
 

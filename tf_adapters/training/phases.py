@@ -69,6 +69,10 @@ class PhaseSchedule:
         """The same with step ``step`` as the last one of planning; progressive freezing keeps its length."""
         return replace(self, plan_end=step, progressive_end=step + self.progressive_end - self.freezing_start)
 
+    def without_ramp(self) -> PhaseSchedule:
+        """The same for a plan that freezes nothing: it is in force, complete, from its first step."""
+        return replace(self, progressive_end=self.freezing_start)
+
     def phase(self, step: int) -> Phase:
         """The phase of step ``step`` (from 1)."""
         if step <= self.warmup_end:
