@@ -144,7 +144,7 @@ class TimelyFreezeConfig(BaseModel):
         "host", description='the pipeline schedule to run; "host" keeps the one the host runs'
     )
     on_error: Literal["warn", "raise"] = Field(
-        "warn", description="an error of ours: warn and train without freezing, or raise it on all ranks"
+        "warn", description="an error of ours: warn and train as the host alone, or raise it on all ranks"
     )
     replan_threshold: float = Field(
         0.1,

@@ -18,7 +18,7 @@ _TITLES = {
     Phase.WARMUP: "warm-up",
     Phase.MONITORING_UPPER: "monitoring, nothing frozen",
     Phase.MONITORING_LOWER: "monitoring, weight gradients frozen",
-    Phase.PLANNING: "nothing frozen, the plan is being made",
+    Phase.PLANNING: "the plan is being made",
     Phase.PROGRESSIVE: "progressive freezing",
     Phase.STABLE: "stable freezing",
 }
