@@ -62,9 +62,8 @@ class TimelyFreezeConfig(BaseModel):
     enabled: bool = Field(True, description="false leaves the host exactly as it is")
     goal: Goal | None = Field(
         None,
-        description="what a run is for; exact: the host's bits, sooner; pays: exact first, then sampled tokens where "
-        "measurements say that they pay; paper: TimelyFreeze as published; each setting of your own overrides it; by "
-        "default exact, unless another setting asks for freezing",
+        description="what a run is for; exact: the host's bits, sooner; pays: exact, then sampled tokens if they pay; "
+        "paper: TimelyFreeze as published; your own settings override it; by default exact, unless one asks to freeze",
     )
     method: Literal["timely", "timely+apf", "timely+autofreeze", "apf", "autofreeze", "none"] = Field(
         "timely",
@@ -127,9 +126,7 @@ class TimelyFreezeConfig(BaseModel):
         "in the paper, nothing frozen in the first half, everything in the second",
     )
     monitoring_steps: _Steps = Field(40, ge=2, description="steps of monitoring; mixed monitoring may need fewer")
-    monitoring_precision: float = Field(
-        0.02, gt=0, le=1, description="standard error, as a share of the times, at which mixed monitoring ends"
-    )
+    monitoring_precision: float = Field(0.02, gt=0, le=1, description="relative error that ends mixed monitoring")
     progressive_steps: _Steps = Field(50, ge=0, description="steps over which the freeze ratios rise to the plan's")
     stability_check_interval: _Steps = Field(
         50, ge=1, description="steps between the stability checks of APF and AutoFreeze"
@@ -148,7 +145,7 @@ class TimelyFreezeConfig(BaseModel):
         "host", description='the pipeline schedule to run; "host" keeps the one the host runs'
     )
     on_error: Literal["warn", "raise"] = Field(
-        "warn", description="an error of ours: warn and train without freezing, or raise it on all ranks"
+        "warn", description="an error of ours: warn and train as the host alone, or raise it on all ranks"
     )
     replan_threshold: float = Field(
         0.1,
@@ -251,6 +248,11 @@ class TimelyFreezeConfig(BaseModel):
     def plans(self) -> bool:
         """Return whether the pipeline is monitored and planned. APF and AutoFreeze alone need neither."""
         return self.method not in ("apf", "autofreeze")
+
+    @property
+    def freezes(self) -> bool:
+        """Return whether the run may skip or sample weight gradients once it has been monitored."""
+        return self.method != "none" and self.stage_limit > 0
 
     @property
     def monitors_with_masks(self) -> bool:
@@ -365,8 +367,7 @@ def _schemas() -> Any:
 def find_section(host_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the ``timely_freeze`` section of a host's JSON config, or None.
 
-    Raises ConfigError for a key that is almost the section's name. Hosts ignore unknown keys, so the job would train
-    without freezing, and no line would say so.
+    Raises ConfigError for a key that is almost the section's name: hosts ignore unknown keys without a word.
     """
     for key in host_config:
         squeezed = re.sub(r"[^a-z]", "", str(key).lower())

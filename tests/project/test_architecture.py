@@ -20,8 +20,10 @@ FLOORS = [
     {"weight_gradients"},
     {"training"},
     {"report"},
-    {"hosts", "simulate"},
-    {"advice", "deepspeed", "megatron", "torch_pipelining"},
+    {"simulate"},
+    {"advice"},
+    {"hosts"},
+    {"deepspeed", "megatron", "torch_pipelining"},
     {"trainers"},
     {"cli", "testing"},
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from tf_adapters.advice.balance import balance
 from tf_adapters.errors import ConfigError, TimelyFreezeError
@@ -68,6 +69,24 @@ def levers(report: Report, progress: Callable[[str], None] | None = None) -> Lev
     return Levers(run.now(), tuple(others), tuple(notes))
 
 
+def goal_lines(report: Report) -> list[str]:
+    """Say what each goal would bring to a run with method "none", and what that assumes. Empty for many actions."""
+    measured = report.config.get("method") == "none" and report.times
+    if not measured or len(report.schedule.actions) > MOST_ACTIONS:
+        return []
+    try:
+        run = _Run(report, lambda _: None)
+        goals = [next(run.deferral()), *islice(run.freezing(), 2)]
+    except TimelyFreezeError as error:
+        return [f"what the goals would bring is not known: {error}"]
+    now = run.now()
+    rows = [
+        f"{goal.name}: planned {goal.step_ms:,.1f} ms a step, {_speedup(now, goal)}; weight gradients: {goal.gradients}"
+        for goal in goals
+    ]
+    return [*rows, *run.assumptions()]
+
+
 class _Run:
     """A run's times, and the predicted steps."""
 
@@ -83,7 +102,7 @@ class _Run:
     def now(self) -> Lever:
         return Lever("as it is, measured", self._step_ms, whole_microbatches_held(self.schedule), "all")
 
-    def notes(self) -> Iterator[str]:
+    def assumptions(self) -> Iterator[str]:
         if self._assumed:
             yield (
                 "what freezing saves was not measured (nothing was frozen): a weight gradient is taken to last "
@@ -91,6 +110,9 @@ class _Run:
             )
         if not self._costs:
             yield "drawing tokens was not measured: it is taken to cost a tenth of a weight gradient"
+
+    def notes(self) -> Iterator[str]:
+        yield from self.assumptions()
         promised = self._report.measured.planned_step_ms
         if promised is not None and not self._assumed and self._report.plan and self._report.plan.mean_freeze_ratio:
             yield PROMISED.format(promised)
@@ -196,13 +218,17 @@ def _with_assumed_weights(times: Mapping[Action, Bounds]) -> dict[Action, Bounds
 _HEADER = ("", "step ms, planned", "speedup", "microbatches held", "weight gradients")
 
 
+def _speedup(now: Lever, lever: Lever) -> str:
+    return f"{now.step_ms / lever.step_ms if lever.step_ms > 0.0 else 1.0:.2f}x"
+
+
 def levers_table(found: Levers) -> Table:
     """A row for the measured step, then one for each lever."""
     rows = tuple(
         (
             lever.name,
             f"{lever.step_ms:,.1f}",
-            f"{found.now.step_ms / lever.step_ms if lever.step_ms > 0.0 else 1.0:.2f}x",
+            _speedup(found.now, lever),
             held_text(lever.held),
             lever.gradients,
         )

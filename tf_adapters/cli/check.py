@@ -13,7 +13,7 @@ from tf_adapters.errors import ConfigError
 from tf_adapters.goals import GOALS
 
 if TYPE_CHECKING:
-    from tf_adapters.training.phases import PhaseSchedule
+    from tf_adapters.training.state import RunState
 
 _DESCRIPTION = """\
 Say what the "timely_freeze" section of a DeepSpeed config means: the goal, what stays exact, what happens in which
@@ -77,10 +77,11 @@ def _phases(settings: TimelyFreezeConfig, config: Mapping[str, Any]) -> Iterator
     from tf_adapters.training.state import RunState
 
     of_scheduler = scheduler_warmup(config)
-    phases = RunState.fresh(settings, DEFAULT_WARMUP_STEPS if of_scheduler is None else of_scheduler).phases
+    state = RunState.fresh(settings, DEFAULT_WARMUP_STEPS if of_scheduler is None else of_scheduler)
+    phases = state.phases
     starts: dict[str, int] = {}  # first step by what happens; two phases may look alike
     for end in (0, phases.warmup_end, phases.upper_end, phases.monitoring_end, phases.progressive_end):
-        starts.setdefault(_what_happens(settings, phases, end + 1), end + 1)
+        starts.setdefault(_what_happens(settings, state, end + 1), end + 1)
     lasts = [first - 1 for first in [*starts.values()][1:]]
     for (text, first), last in zip(starts.items(), [*lasts, None], strict=True):
         yield f"from step {first}: {text}" if last is None else f"steps {first} to {last}: {text}"
@@ -90,13 +91,13 @@ def _phases(settings: TimelyFreezeConfig, config: Mapping[str, Any]) -> Iterator
         yield "monitoring may end earlier, once its times are precise; later phases then begin earlier"
 
 
-def _what_happens(settings: TimelyFreezeConfig, phases: PhaseSchedule, step: int) -> str:
+def _what_happens(settings: TimelyFreezeConfig, state: RunState, step: int) -> str:
     from tf_adapters.training.log_lines import phase
 
-    is_planned = settings.plans and settings.method != "none" and step > phases.freezing_start
+    is_planned = settings.plans and settings.method != "none" and step > state.phases.freezing_start
     if is_planned and not settings.stage_limit:
         return "weight gradients deferred as planned, none skipped" if settings.defers else "planned, nothing frozen"
-    return phase(settings, phases, step)
+    return phase(settings, state, step)
 
 
 def _placement(settings: TimelyFreezeConfig) -> str:

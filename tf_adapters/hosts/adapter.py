@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from tf_adapters.advice.levers import goal_lines
 from tf_adapters.collectives import Collectives, on_all_ranks
 from tf_adapters.config import SECTION, TimelyFreezeConfig
 from tf_adapters.errors import ConfigError
@@ -73,7 +74,7 @@ class HostAdapter(ABC):
         pipeline = replace(pipeline, ties=(*pipeline.ties, *self.ties(pipeline)))
 
         def make() -> None:
-            made.append(Controller(config, pipeline, collectives, RunReporter(collectives, self.metrics())))
+            made.append(Controller(config, pipeline, collectives, RunReporter(collectives, self.metrics(), goal_lines)))
 
         on_all_ranks(collectives, make)
         self.controller = made[0]

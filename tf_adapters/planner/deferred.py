@@ -65,10 +65,11 @@ def describe_deferral(plan: FreezePlan, host: PipelineSchedule) -> str:
     """Describe a deferral: the share that can wait, the saving, and the memory. The plan has a ``deferrable_share``."""
     shares = plan.deferrable_share.values()
     spans, order = plan.span_ms, plan.schedule or host
-    saved = (spans.host or spans.unfrozen) - spans.unfrozen
+    saved = f"{(spans.host or spans.unfrozen) - spans.unfrozen:.1f} ms a step"
+    saved += " with nothing frozen" if plan.mean_freeze_ratio else ""
     return (
         f"weight gradients that can wait are {min(shares):.0%} to {max(shares):.0%} of a stage's backwards; "
-        f"their order saves {saved:.1f} ms a step with nothing frozen; a rank holds {most_in_flight(order)} "
+        f"their order saves {saved}; a rank holds {most_in_flight(order)} "
         f"microbatches at most, in the host's order {most_in_flight(host)}"
     )
 

@@ -78,8 +78,9 @@ def legend(panels: Sequence[Panel], glyphs: Glyphs) -> str:
     parts = [f"{glyphs.forward} forward"]
     if Kind.INPUT_GRAD in kinds:
         parts.append(f"{glyphs.input_grad} input gradients")
+    frozen = any(block.frozen for panel in panels for block in panel.blocks)
     what = "weight gradients" if Kind.BACKWARD not in kinds else "backward"
-    parts.append(f"{glyphs.frozen[0]} {what}, {glyphs.frozen[1:]} the more is frozen")
+    parts.append(f"{glyphs.frozen[0]} {what}" + (f", {glyphs.frozen[1:]} the more is frozen" if frozen else ""))
     return "   ".join([*parts, f"{glyphs.idle} idle"])
 
 

@@ -31,7 +31,8 @@ def bubble_headline(report: Report) -> str | None:
     if batch is None:
         return None
     step = f", a step {milliseconds(step_ms)}" if step_ms else ""
-    return f"bubble {batch.bubble:.1%}: a batch takes {milliseconds(batch.span_ms)}{step}, nothing frozen"
+    how = ", nothing frozen" if report.freezes else ""
+    return f"bubble {batch.bubble:.1%}: a batch takes {milliseconds(batch.span_ms)}{step}{how}"
 
 
 def batch_facts(report: Report) -> Iterator[tuple[str, str]]:

@@ -125,7 +125,7 @@ def result_line(report: Report, stable_steps_ms: Sequence[float]) -> str | None:
     if report.status != "stable" or not stable or not unfrozen or step is None or not measured.planned_step_ms:
         return None
     if report.config.get("method") == "none":
-        return f"method none: {stable:.1f} ms a step, nothing frozen; planned {measured.planned_step_ms:.1f} ms"
+        return f"method none: {stable:.1f} ms a step"
     where = "emulated device, " if report.host.emulated else ""
     if measured.speedup is not None and measured.speedup_interval is not None:
         low, high = measured.speedup_interval
@@ -133,10 +133,11 @@ def result_line(report: Report, stable_steps_ms: Sequence[float]) -> str | None:
             f"{where}stable training: {stable:.1f} ms a step, {measured.speedup:.2f}x as fast as {report.baseline} "
             f"({low:.2f}x to {high:.2f}x; {measured.host_step_ms:.1f} ms in {measured.control_steps} control steps)"
         )
-    if report.is_exact:
+    if not report.freezes:
+        unknown = f"; {batch_words.speed_unknown(measured.control_steps, report.baseline)}" if report.is_exact else ""
         return (
             f"{where}stable training: {stable:.1f} ms a step over {len(stable_steps_ms)} steps, planned "
-            f"{measured.planned_step_ms:.1f} ms; {batch_words.speed_unknown(measured.control_steps, report.baseline)}"
+            f"{measured.planned_step_ms:.1f} ms{unknown}"
         )
     error = step.error / step.value if step.value else 0.0
     return (
@@ -144,6 +145,19 @@ def result_line(report: Report, stable_steps_ms: Sequence[float]) -> str | None:
         f"(+-{error:.1%}) of {unfrozen:.1f} ms with nothing frozen; "
         f"planned {measured.planned_step_ms:.1f} ms, {unfrozen / measured.planned_step_ms:.2f}x"
     )
+
+
+def early_end(report: Report) -> str | None:
+    """Say in which phase a run has ended, and what is missing; None if its plan was in force, or if it failed."""
+    step, warmup, monitored = report.step, report.phases.warmup_end or 0, report.phases.monitoring_end or 0
+    ends = {
+        "warmup": f"the warm-up after {step} of {warmup} steps: nothing was measured",
+        "monitoring": f"monitoring after {step - warmup} of {monitored - warmup} steps: no plan was made",
+        "planning": "planning: the plan was still being made",
+        "planned": "planning: the plan was made, and no step has followed it",
+        "progressive": f"progressive freezing: the whole plan starts after step {report.phases.progressive_end}",
+    }
+    return f"ended in {ends[report.status]}" if report.status in ends else None
 
 
 def _measured(state: RunState, ranks: Sequence[LocalMeasurements]) -> Measured:

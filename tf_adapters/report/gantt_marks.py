@@ -165,7 +165,7 @@ def mark_end(axes: Any, panel: Panel, unfrozen_ms: float) -> None:
 
 
 def explain(figure: Any, panels: Sequence[Panel], headline: str, frame: Frame) -> None:
-    """Add the headline above; below the panels the legend and the bar of freeze ratios."""
+    """Add the headline above; below the panels the legend and, if anything is frozen, the bar of freeze ratios."""
     left = frame.left / frame.width
     figure.text(left, 1 - 0.16 / frame.total, headline, va="top", fontsize=12, color=_INK)
     present = {block.action.kind for panel in panels for block in panel.blocks}
@@ -186,7 +186,8 @@ def explain(figure: Any, panels: Sequence[Panel], headline: str, frame: Frame) -
         borderpad=0,
         labelcolor=_INK,
     )
-    _ratio_bar(figure, Kind.BACKWARD if Kind.BACKWARD in kinds else Kind.WEIGHT_GRAD, frame)
+    if any(block.frozen for panel in panels for block in panel.blocks):
+        _ratio_bar(figure, Kind.BACKWARD if Kind.BACKWARD in kinds else Kind.WEIGHT_GRAD, frame)
 
 
 def _ratio_bar(figure: Any, kind: Kind, frame: Frame) -> None:

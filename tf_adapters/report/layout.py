@@ -76,14 +76,14 @@ class Panel:
 
 def before(report: Report) -> Panel:
     """The batch with nothing frozen, each action as early as it can start. Raises ConfigError without times."""
-    known = report.measurement
-    return timeline("before: nothing frozen", known.schedule, known.dag, known.upper)
+    known, what = report.measurement, "nothing frozen" if report.freezes else "the host's order"
+    return timeline(f"before: {what}", known.schedule, known.dag, known.upper)
 
 
 def exact(report: Report) -> Panel | None:
-    """The batch with weight gradients deferred and nothing frozen; None where the host's order stays."""
+    """The batch with weight gradients deferred and nothing frozen; None where that is the plan, or no order of it."""
     plan, order = report.plan, planned_order(report)
-    if plan is None or order == report.schedule:
+    if plan is None or not report.has_own_order or not plan.mean_freeze_ratio:
         return None
     durations = durations_under(replace(plan, freeze_ratio={}), report.measurement.times)
     dag = planned_dag(report.measurement, plan)
@@ -91,18 +91,18 @@ def exact(report: Report) -> Panel | None:
 
 
 def after(report: Report) -> Panel | None:
-    """The batch as planned, or None without a plan. Raises ConfigError when the plan lacks an action."""
+    """The batch as planned; None without a plan that changes it. Raises ConfigError when the plan lacks an action."""
     plan = report.plan
-    if plan is None:
+    if plan is None or not (plan.mean_freeze_ratio or report.has_own_order):
         return None
     schedule = planned_order(report)
     for name, given in (("start_ms", plan.start_ms), ("duration_ms", plan.duration_ms)):
         missing = next((action for action in schedule.actions if action not in given), None)
         if missing is not None:
             raise ConfigError(f"plan.{name} has no entry for {missing}")
-    title = f"after: planned, {plan.mean_freeze_ratio:.0%} of the weight gradients skipped"
+    skipped = f"{plan.mean_freeze_ratio:.0%} of the weight gradients skipped"
     return _panel(
-        title,
+        f"after: planned, {skipped if plan.mean_freeze_ratio else 'weight gradients deferred'}",
         schedule,
         plan.start_ms,
         duration=plan.duration_ms,
@@ -130,7 +130,8 @@ def measured(report: Report) -> Panel | None:
     }
     ratios = {action: samples[str(action)].afr for action in schedule.actions if action.freezable}
     mean = sum(ratios.values()) / len(ratios)
-    title = f"measured: medians of stable freezing ({mean:.0%} skipped) put through the schedule's graph"
+    what = f"stable freezing ({mean:.0%} skipped)" if mean else "stable steps"
+    title = f"measured: medians of {what} put through the schedule's graph"
     return timeline(title, schedule, planned_dag(report.measurement, report.plan), durations=durations, frozen=ratios)
 
 

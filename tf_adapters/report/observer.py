@@ -5,16 +5,24 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tf_adapters.collectives import Collectives, to_first_rank
 from tf_adapters.log import announce
-from tf_adapters.report.build import build_report, result_line
+from tf_adapters.report.build import build_report, early_end, result_line
+from tf_adapters.report.schema import Report
 from tf_adapters.training.run_view import LocalMeasurements, RunView
 
 MetricSink = Callable[[Mapping[str, float]], None]
 """Takes a step's figures. One with a method ``due()`` is asked after each step whether it wants them."""
+
+Advice = Callable[[Report], Sequence[str]]
+
+
+def _no_advice(_: Report) -> Sequence[str]:
+    return ()
 
 
 class RunReporter:
@@ -22,13 +30,15 @@ class RunReporter:
 
     A process that ends without ``close`` still leaves a report: rank 0 writes what it knows by itself. ``metrics`` is
     called on this rank after each step with named figures (ratios in [0, 1], ms). It is code of the user or of the
-    host. If it raises, training goes on, and the first error is logged.
+    host. If it raises, training goes on, and the first error is logged. ``advice`` gives lines for the end of the log.
     """
 
-    def __init__(self, collectives: Collectives, metrics: MetricSink | None = None) -> None:
+    def __init__(
+        self, collectives: Collectives, metrics: MetricSink | None = None, advice: Advice = _no_advice
+    ) -> None:
         self._collectives, self._metrics = collectives, metrics
         self._said_metrics_failed = False
-        self._writer = _Writer(writes=collectives.rank == 0)
+        self._writer = _Writer(writes=collectives.rank == 0, advice=advice)
 
     def step_ended(self, run: RunView) -> None:
         """Give the figures of a step that has ended to whoever asked for them."""
@@ -55,15 +65,14 @@ class RunReporter:
 
     def close(self, run: RunView) -> None:
         """The run is over: the last report. Called on all ranks."""
-        self._writer.said_result = False
-        self._write(run)
+        self._write(run, last=True)
         self._writer.forget()
 
-    def _write(self, run: RunView) -> None:
+    def _write(self, run: RunView, last: bool = False) -> None:
         try:
             ranks = to_first_rank(self._collectives, run.local_measurements)
             if ranks is not None:
-                self._writer.write(run, ranks)
+                self._writer.write(run, ranks, last)
         except Exception as error:
             self._writer.warn(error, self._collectives.rank)
 
@@ -77,10 +86,10 @@ class _Writer:
     The process keeps it until the run is closed or another one has its place: it holds no model and no group.
     """
 
-    def __init__(self, writes: bool) -> None:
+    def __init__(self, writes: bool, advice: Advice) -> None:
         self.run: RunView | None = None
-        self._writes = writes
-        self.said_result = False
+        self._writes, self._advice = writes, advice
+        self._said_result = False
         self._said_speedup = False
         self._said_failure = False
         self._process = os.getpid()
@@ -104,18 +113,22 @@ class _Writer:
             del _newest[self.run.config.report_path]
         self.run = None
 
-    def write(self, run: RunView, ranks: Sequence[LocalMeasurements]) -> None:
+    def write(self, run: RunView, ranks: Sequence[LocalMeasurements], last: bool) -> None:
         self._gathered = ranks
-        report = build_report(run, ranks)
-        report.write(run.config.report_path)
+        report, path = build_report(run, ranks), run.config.report_path
+        report.write(path)
         self._said_failure = False
         known = report.measured.speedup is not None
-        if self.said_result and (self._said_speedup or not known):
-            return
-        line = result_line(report, run.stable_steps_ms())
-        if line is not None:
-            self.said_result, self._said_speedup = True, known
-            announce(0, line)
+        if last or not self._said_result or (known and not self._said_speedup):
+            line = result_line(report, run.stable_steps_ms())
+            if line is not None:
+                self._said_result, self._said_speedup = True, known
+                announce(0, line)
+        if last:
+            ended = early_end(report)
+            for line in (*([ended] if ended else []), *self._advice(report)):
+                announce(0, line)
+            announce(0, f"the report is written; next: tf-adapters show {shlex.quote(str(path))}")
 
     def write_last(self) -> None:
         """The process ends without ``close``: other ranks may be gone, so their newest known figures stand.
@@ -127,8 +140,7 @@ class _Writer:
         if run is None or os.getpid() != self._process:
             return
         try:
-            self.said_result = False
-            self.write(run, [run.local_measurements(), *self._gathered[1:]])
+            self.write(run, [run.local_measurements(), *self._gathered[1:]], last=True)
         except Exception as error:
             self.warn(error, 0)
 

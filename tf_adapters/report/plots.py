@@ -89,9 +89,9 @@ def plots_of(report: Report) -> dict[str, Draw]:
     figures: dict[str, Draw] = {}
     if any(fitted(on_the_line(*of_stage)) for of_stage in backward_points(report).items()):
         figures["backward_time"] = _draw_backward_time
-    if report.frozen_share or planned_ratio_by_step(report):
+    if any(map(any, [*report.frozen_share.values(), *planned_ratio_by_step(report).values()])):
         figures["freeze_ratio"] = _draw_freeze_ratio
-    if report.parameter_freeze_ratio:
+    if any(report.parameter_freeze_ratio.values()):
         figures["parameters"] = _draw_parameters
     if report.plan is not None and report.plan.frontier:
         figures["frontier"] = _draw_frontier
@@ -107,7 +107,7 @@ def draw_plots(report: Report, folder: str | os.PathLike[str]) -> tuple[Path, ..
     """
     plots = plots_of(report)
     if not plots:
-        raise ConfigError("the report has nothing to plot yet: backward times and freeze ratios come with the plan")
+        raise ConfigError("the report has nothing to plot yet: pictures come with the plan")
     if "\0" in os.fspath(folder):
         raise ConfigError(f"--plots: {folder!r} is not a folder's name")
     agg, figures = matplotlib_module("backends.backend_agg"), matplotlib_module("figure")
@@ -209,7 +209,8 @@ def _draw_rank_times(figure: Any, report: Report) -> None:
         left = [begin + value for begin, value in zip(left, values, strict=True)]
     for rank, bubble in enumerate(batch.bubbles):
         axes.annotate(f" {bubble:.0%}", (batch.span_ms, rank), va="center", fontsize=8)
-    axes.set_title(f"a rank's batch of {batch.span_ms:,.1f} ms with nothing frozen; right: its bubble", fontsize=9)
+    what = "with nothing frozen" if report.freezes else "in the host's order"
+    axes.set_title(f"a rank's batch of {batch.span_ms:,.1f} ms {what}; right: its bubble", fontsize=9)
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     axes.invert_yaxis()
     axes.set(xlabel="ms", xlim=(0, 1.08 * batch.span_ms))

@@ -231,11 +231,22 @@ class Report(_Model):
         return self.schedule.num_stages <= len(self.schedule.ranks)
 
     @property
+    def freezes(self) -> bool:
+        """Return whether the plan or an earlier one freezes anything. Before there is a plan: whether it may."""
+        if self.plan is None:
+            return self.max_freeze_ratio != 0.0
+        return self.plan.mean_freeze_ratio > 0.0 or any(self.measured.mean_afr.values())
+
+    @property
+    def has_own_order(self) -> bool:
+        """Return whether the plan has an order of its own, in which weight gradients are deferred."""
+        return self.plan is not None and self.plan.schedule not in (None, self.schedule)
+
+    @property
     def is_exact(self) -> bool:
         """Return whether the plan has an order of its own and freezes nothing."""
-        if self.plan is None or not self.plan.deferrable_share or self.plan.schedule in (None, self.schedule):
-            return False
-        return not self.plan.mean_freeze_ratio
+        plan = self.plan
+        return plan is not None and self.has_own_order and bool(plan.deferrable_share) and not plan.mean_freeze_ratio
 
     @property
     def baseline(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from tf_adapters.planner.deferred import describe_deferral
+from tf_adapters.planner.freeze_plan import Makespan
 from tf_adapters.planner.frontier import describe_frontier
 from tf_adapters.report.batch import batch_facts, bubble_headline
 from tf_adapters.report.layout import Panel, stable_samples
@@ -22,10 +23,10 @@ _HEADER = (
     *("backward ms, nothing skipped", "backward ms, stable"),
 )
 _STATUS = {
-    "warmup": "warming up: nothing is measured and nothing is frozen yet",
-    "monitoring": "monitoring: timing the steps, with nothing frozen and with every weight gradient skipped",
+    "warmup": "warming up: nothing is measured or changed yet",
+    "monitoring": "monitoring: timing the steps",
     "planning": "planning: all times are measured; the plan is being made while training goes on",
-    "planned": "planned: freezing starts with the next steps",
+    "planned": "planned: the plan starts with the next step",
     "progressive": "progressive freezing: the shares rise step by step to the plan's",
     "stable": "stable freezing: the plan is in force",
     "disabled": "disabled: the host trains as if tf-adapters were not there",
@@ -35,7 +36,7 @@ _TABLE_TITLE = "Share of each stage's weight gradients that is skipped (backward
 
 
 def page(report: Report, panels: Sequence[Panel] = ()) -> Page:
-    rows = () if _only_measures(report) else _rows(report)
+    rows = _rows(report) if report.freezes and not _only_measures(report) else ()
     tables = (Table(_TABLE_TITLE, _HEADER, rows),) if rows else ()
     return Page(_headline(report), tuple(_facts(report)), tables=tables, panels=tuple(panels), notes=_remarks(report))
 
@@ -53,7 +54,8 @@ def _headline(report: Report) -> str:
     if stable is None:
         wait = "not run" if report.status in ("disabled", "failed") else "still to be measured"
         promise = f"{planned}, " if planned else ""
-        return f"step {_ms(unfrozen)} with nothing frozen; {promise}stable freezing {wait}"
+        baseline, steps = (" with nothing frozen", "freezing") if report.freezes else ("", "steps")
+        return f"step {_ms(unfrozen)}{baseline}; {promise}stable {steps} {wait}"
     ratio = measured.step_ratio or (stable / unfrozen if unfrozen else 0.0)
     factors = [f"{1 / ratio:.2f}x measured" if ratio else "", planned]
     return f"step {_ms(unfrozen)} -> {_ms(stable)}: {', '.join(filter(None, factors))}"
@@ -89,9 +91,11 @@ def _facts(report: Report) -> Iterable[tuple[str, str]]:
 
 def _status(report: Report) -> str:
     if report.status == "stable" and _only_measures(report):
-        return "measured: nothing is frozen"
+        return "measured: the host trains as if tf-adapters were not there"
     if report.status == "stable" and report.plan is None:
         return "freezing what is stable, without a plan"
+    if report.status == "stable" and not report.freezes:
+        return "stable: the plan is in force"
     return _STATUS[report.status]
 
 
@@ -101,16 +105,14 @@ def _plan_facts(report: Report) -> Iterable[tuple[str, str]]:
         yield "plan", "none yet" if report.status in ("warmup", "monitoring") else "none"
     else:
         spans = plan.span_ms
-        unfrozen = f"{_ms(spans.unfrozen)} nothing frozen"
-        if spans.host and plan.schedule != schedule:
-            unfrozen = f"{_ms(spans.host)} in the host's order, {_ms(spans.unfrozen)} with weight gradients deferred"
         name, what = ("batch", "pipeline computation") if plan.period_ms is None else ("period", "steps overlap:")
-        yield name, f"{what} {unfrozen}, {_ms(spans.planned)} planned, {_ms(spans.fully_frozen)} everything frozen"
+        yield name, f"{what} {_spans(report, spans)}"
         if plan.deferrable_share:
             yield "deferral", describe_deferral(plan, schedule)
-        limit = report.max_freeze_ratio
-        bound = "" if limit is None else f", limit {limit:.0%} per stage"
-        yield "plan", f"skip {plan.mean_freeze_ratio:.0%} of the weight gradients on average{bound}"
+        if report.freezes:
+            limit = report.max_freeze_ratio
+            bound = "" if limit is None else f", limit {limit:.0%} per stage"
+            yield "plan", f"skip {plan.mean_freeze_ratio:.0%} of the weight gradients on average{bound}"
         if plan.frontier:
             yield "auto", describe_frontier(plan)
         if report.tokens:
@@ -122,8 +124,21 @@ def _plan_facts(report: Report) -> Iterable[tuple[str, str]]:
         yield "batches", _batches(report.batches)
     pace, ratio = report.measured.forward_pace, report.measured.step_ratio
     if pace and ratio and abs(pace - 1.0) >= _SAME_PACE:
-        forwards = f"forwards, which do not freeze, take {pace:.2f}x what they took while monitoring"
+        still = ", which do not freeze," if report.freezes else ""
+        forwards = f"forwards{still} take {pace:.2f}x what they took while monitoring"
         yield "pace", f"{forwards}: {pace / ratio:.2f}x measured at the same pace"
+
+
+def _spans(report: Report, spans: Makespan) -> str:
+    """The batch or the period in the host's order, with weight gradients deferred, as planned and all frozen."""
+    deferred = spans.host is not None and report.has_own_order
+    host = f"{_ms(spans.host if deferred and spans.host else spans.unfrozen)} in the host's order"
+    if not report.freezes:
+        return f"{host}, {_ms(spans.planned)} planned"
+    unfrozen = f"{_ms(spans.unfrozen)} nothing frozen"
+    if deferred:
+        unfrozen = f"{host}, {_ms(spans.unfrozen)} with weight gradients deferred"
+    return f"{unfrozen}, {_ms(spans.planned)} planned, {_ms(spans.fully_frozen)} everything frozen"
 
 
 def _batches(batches: Mapping[str, Batches]) -> str:
@@ -144,7 +159,8 @@ def _tokens(stages: Collection[SampledTokens]) -> str:
 
 
 def _phase_ends(report: Report) -> str:
-    known = [f"{name} {step}" for name, step in report.phases.named() if step is not None]
+    phases = report.phases.named()[: 3 if report.freezes and not _only_measures(report) else 2]
+    known = [f"{name} {step}" for name, step in phases if step is not None]
     return f"; last step of {', '.join(known)}" if known else ""
 
 
@@ -193,7 +209,7 @@ def _per_microbatch(actions: list[str], times: dict[str, float], microbatches: i
 
 def _remarks(report: Report) -> tuple[str, ...]:
     ratio, pace = report.measured.step_ratio, report.measured.forward_pace or 1.0
-    if ratio is None or ratio < 0.995 * pace or _only_measures(report) or report.is_exact:
+    if ratio is None or ratio < 0.995 * pace or _only_measures(report) or not report.freezes:
         return report.note
     return ("freezing has not made the step faster", *report.note)
 

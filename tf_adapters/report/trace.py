@@ -52,7 +52,7 @@ def _thread(process: int, thread: int, name: str, blocks: Sequence[Block]) -> It
             "args": {
                 "stage": block.action.stage,
                 "microbatch": block.action.microbatch,
-                "freeze ratio": block.frozen,
+                **({"freeze ratio": block.frozen} if block.frozen else {}),
                 "on the critical path": block.critical,
             },
         }

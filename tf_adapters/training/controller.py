@@ -284,7 +284,7 @@ class Controller:
         announce(self._collectives.rank, text, logging.WARNING)
 
     def announce_start(self) -> None:
-        """Log the line that says that freezing is on, and what will happen when."""
+        """Log the line that says that the run is on, and what will happen when."""
         host = f"{self.pipeline.host.name} {self.pipeline.host.version}"
         self._decisions.say(log_lines.enabled(host, self.schedule, self.config, self.state.phases))
         if (line := log_lines.small(self.schedule, self.config)) is not None:
@@ -324,7 +324,7 @@ class Controller:
             host=self.pipeline.plan_facts,
         )
         self._forget_measured()
-        phase = log_lines.phase(self.config, self.state.phases, self.step)
+        phase = log_lines.phase(self.config, self.state, self.step)
         self._decisions.say(f"resumed after step {self.state.completed_steps}: {phase}")
         for note in self.state.notes if self.state.plan is None else ():
             self._decisions.say(note)

@@ -114,7 +114,7 @@ class Decisions:
         self._plan_batch(state)
         self._check_stability(state)
         if state.phases.description(step + 1) != phases.description(step):
-            self.say(f"step {step + 1}: {log_lines.phase(self._config, state.phases, step + 1)}")
+            self.say(f"step {step + 1}: {log_lines.phase(self._config, state, step + 1)}")
 
     def _verify(self, state: RunState, executed: Sequence[Action] | None) -> None:
         """Check each order once: the host's own after the warm-up, a plan's in its first step."""
@@ -232,6 +232,8 @@ class Decisions:
             state.measure(job.measurement, (job.reason,))
             self._unplanned.clear()
         self._adopt(state, job.measurement.schedule, planned)
+        if first and self._config.is_auto and not planned.plan.mean_freeze_ratio:
+            state.phases = state.phases.without_ramp()
         if first or job.reason:
             self._report()
 
@@ -324,7 +326,7 @@ class Decisions:
         return decide_from_all(self._collectives, median_ms, lambda steps_ms: max(steps_ms))
 
     def _guarded(self, state: RunState, decide: Callable[[], None]) -> None:
-        """An error has reached every rank: raise it on all, or train on without freezing on all."""
+        """An error has reached every rank: raise it on all, or train on as the host alone on all."""
         try:
             decide()
         except TimelyFreezeError as error:
@@ -333,7 +335,7 @@ class Decisions:
             self._report()
             if self._config.on_error == "raise":
                 raise
-            announce(self._collectives.rank, f"{error}; training goes on without freezing", logging.WARNING)
+            announce(self._collectives.rank, f"{error}; training goes on as the host alone", logging.WARNING)
 
 
 _SURE = 0.99

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from tf_adapters.schedule.ir import Kind, PipelineSchedule
 from tf_adapters.selection.stability import StabilityState
 from tf_adapters.training.phases import PhaseSchedule
 
+if TYPE_CHECKING:
+    from tf_adapters.training.state import RunState
+
 
 def enabled(host: str, schedule: PipelineSchedule, config: TimelyFreezeConfig, phases: PhaseSchedule) -> str:
     goal = "" if config.goal is None else f"goal {config.goal} ({meaning(config)}); "
@@ -25,13 +29,13 @@ def enabled(host: str, schedule: PipelineSchedule, config: TimelyFreezeConfig, p
     checks = f"stability checks every {config.stability_check_interval} steps"
     if not config.plans:
         return f"enabled: {size}, without a plan; warm-up to step {phases.warmup_end}, then {checks}"
+    if config.stage_limit:
+        size += f", max freeze ratio {'auto' if config.is_auto else f'{config.stage_limit:g}'}"
+    monitored = f"warm-up to step {phases.warmup_end}, monitoring to {phases.monitoring_end}"
+    if not config.freezes:
+        return f"enabled: {size}; {monitored}, then the {'host alone' if config.method == 'none' else 'plan'}"
     then = f"stable freezing, {checks}" if config.stability_metric else "stable freezing"
-    most = "auto" if config.is_auto else f"{config.stage_limit:g}"
-    return (
-        f"enabled: {size}, max freeze ratio {most}; warm-up to step "
-        f"{phases.warmup_end}, monitoring to {phases.monitoring_end}, progressive freezing to "
-        f"{phases.progressive_end}, then {then}"
-    )
+    return f"enabled: {size}; {monitored}, progressive freezing to {phases.progressive_end}, then {then}"
 
 
 def small(schedule: PipelineSchedule, config: TimelyFreezeConfig) -> str | None:
@@ -51,7 +55,7 @@ def small(schedule: PipelineSchedule, config: TimelyFreezeConfig) -> str | None:
 def meaning(config: TimelyFreezeConfig) -> str:
     """Return the words for the effect of a run on the model."""
     if config.method == "none":
-        return "measures and freezes nothing afterwards"
+        return "measures, and leaves the rest to the host"
     if not config.stage_limit and config.plans:
         if config.defers:
             return "the same bits as without"
@@ -77,14 +81,21 @@ def changed(factors: Mapping[tuple[int, Kind], float]) -> str:
     return f"actions take other times than it was made for ({told})"
 
 
-def phase(config: TimelyFreezeConfig, phases: PhaseSchedule, step: int) -> str:
+def phase(config: TimelyFreezeConfig, state: RunState, step: int) -> str:
+    """Describe the phase of ``step``. Only runs that may freeze hear of freezing."""
+    phases = state.phases
     if not config.plans and step > phases.warmup_end:
         return f"stability checks every {config.stability_check_interval} steps; {config.stability_metric} freezes"
     if phases.phase(step).monitors and not config.monitors_with_masks:
-        return "monitoring, nothing frozen"
-    if config.method == "none" and step > phases.freezing_start:
-        return "planned; method none freezes nothing"
-    return phases.description(step)
+        return "monitoring, nothing frozen" if config.freezes else "monitoring"
+    if step <= phases.freezing_start:
+        return phases.description(step)
+    if config.method == "none" or state.left_to_host:
+        return "measured; every step runs as the host alone" if config.method == "none" else "stable, as the host alone"
+    if config.freezes and (state.plan is None or state.plan.mean_freeze_ratio):
+        return phases.description(step)
+    own = state.plan is None or state.plan.schedule in (None, state.schedule)
+    return f"stable, {'the order of the host stays' if own else 'the plan runs'}"
 
 
 def checked(state: StabilityState, config: TimelyFreezeConfig, shares: Mapping[int, float]) -> str:
@@ -142,10 +153,11 @@ def with_more_memory(more: int, plans: tuple[FreezePlan, FreezePlan], promised: 
 
 
 def planned(plan: FreezePlan, forecast: Forecast) -> str:
-    """Say the measured and the planned time of a step, and the freeze ratios."""
+    """Say the measured and the planned time of a step, and the freeze ratios if there are any."""
     stages = ", ".join(f"stage {stage}: {ratio:.2f}" for stage, ratio in sorted(plan.stage_freeze_ratio.items()))
+    ratios = f" at mean freeze ratio {plan.mean_freeze_ratio:.2f} ({stages})" if plan.mean_freeze_ratio else ""
     return (
         f"measured {forecast.unfrozen_ms:.1f} ms a step; plan: {forecast.planned_ms:.1f} ms "
-        f"({1 / forecast.ratio:.2f}x) at mean freeze ratio {plan.mean_freeze_ratio:.2f} ({stages}); "
+        f"({1 / forecast.ratio:.2f}x){ratios}; "
         f"{plan.solver.name} {plan.solver.status.value} in {plan.solver.seconds:.2f} s"
     )

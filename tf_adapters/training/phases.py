@@ -18,7 +18,7 @@ _TITLES = {
     Phase.WARMUP: "warm-up",
     Phase.MONITORING_UPPER: "monitoring, nothing frozen",
     Phase.MONITORING_LOWER: "monitoring, weight gradients frozen",
-    Phase.PLANNING: "nothing frozen, the plan is being made",
+    Phase.PLANNING: "the plan is being made",
     Phase.PROGRESSIVE: "progressive freezing",
     Phase.STABLE: "stable freezing",
 }
@@ -68,6 +68,10 @@ class PhaseSchedule:
     def planned_after(self, step: int) -> PhaseSchedule:
         """The same with step ``step`` as the last one of planning; progressive freezing keeps its length."""
         return replace(self, plan_end=step, progressive_end=step + self.progressive_end - self.freezing_start)
+
+    def without_ramp(self) -> PhaseSchedule:
+        """The same for a plan that freezes nothing: it is in force, complete, from its first step."""
+        return replace(self, progressive_end=self.freezing_start)
 
     def phase(self, step: int) -> Phase:
         """The phase of step ``step`` (from 1)."""

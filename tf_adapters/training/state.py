@@ -143,7 +143,7 @@ class RunState:
 
     def freezes(self, config: TimelyFreezeConfig) -> bool:
         """Return whether the run freezes anything once it has been monitored."""
-        return not self.failure and not self.left_to_host and config.method != "none" and config.stage_limit > 0
+        return not self.failure and not self.left_to_host and config.freezes
 
     @property
     def forecast(self) -> Forecast | None:
@@ -282,6 +282,8 @@ def compatible_state(
     unplanned = not state.plans and not state.awaits_plan
     if config.plans and unplanned and state.completed_steps > state.phases.warmup_end:
         return state.restarted(config, "a checkpoint interrupted it")
+    if config.plans and not config.freezes:  # in earlier versions every plan began with progressive freezing
+        state.phases = state.phases.without_ramp()
     state.turn_to(schedule)
     return state
 
@@ -336,11 +338,12 @@ def _digest(data: Mapping[str, Any]) -> str:
 
 
 def _phases(config: TimelyFreezeConfig, warmup_end: int) -> PhaseSchedule:
-    """Phases after a warm-up that ends with step ``warmup_end``: without a plan neither monitoring nor a ramp."""
+    """Phases after a warm-up that ends with step ``warmup_end``. There is a ramp only if a plan may freeze."""
     if not config.plans:
         return PhaseSchedule.of_lengths(warmup_end, 0, 0)
     mixed = config.monitoring == "mixed"
-    return PhaseSchedule.of_lengths(warmup_end, config.monitoring_steps, config.progressive_steps, mixed=mixed)
+    phases = PhaseSchedule.of_lengths(warmup_end, config.monitoring_steps, config.progressive_steps, mixed=mixed)
+    return phases if config.freezes else phases.without_ramp()
 
 
 def fingerprint(config: TimelyFreezeConfig, schedule: PipelineSchedule, masks: StageMasks) -> str:

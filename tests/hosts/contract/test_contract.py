@@ -660,7 +660,9 @@ def updates(host: str) -> dict:
 
 def test_a_run_that_only_measures_finds_the_slow_replica(ranks, host, tmp_path):
     outcomes = ranks(2 * STAGES).run(with_slow_rank, host, str(tmp_path))
-    assert [failure for failure, _ in outcomes] == [None] * 2 * STAGES
+    assert [failure for failure, *_ in outcomes] == [None] * 2 * STAGES
+    rows = [line for *_, log in outcomes for line in log if "timely_freeze: goal " in line]
+    assert [row.split(":")[1].strip() for row in rows] == ["goal exact", "goal pays, at most", "goal paper"]
     batch = Report.read(tmp_path / "timely_freeze" / "report.json").batch_times
     assert batch is not None
     assert batch.replicas == 2
@@ -673,8 +675,8 @@ def test_a_run_that_only_measures_finds_the_slow_replica(ranks, host, tmp_path):
 SLOW_RANK, SLOWER_S = 2 * STAGES - 1, 0.15
 
 
-def with_slow_rank(host: str, folder: str) -> tuple[str | None, int]:
-    """The failure, and this rank's stage. One rank sleeps in every forward."""
+def with_slow_rank(host: str, folder: str) -> tuple[str | None, int, list[str]]:
+    """The failure, this rank's stage, and the last lines of its log. One rank sleeps in every forward."""
     settings = {"warmup_steps": 1, "monitoring_steps": 2, "method": "none", "max_freeze_ratio": 0.0}
     training = start(host, settings, folder)
     controller = training.controller
@@ -684,8 +686,9 @@ def with_slow_rank(host: str, folder: str) -> tuple[str | None, int]:
         layer.register_forward_pre_hook(lambda *_: time.sleep(SLOWER_S))
     for number in range(4):
         training.step(number)
-    training.detach()
-    return controller.state.failure, stage
+    with Lines() as log:
+        training.detach()
+    return controller.state.failure, stage, log.seen
 
 
 def test_replicas_draw_the_same_masks_and_average_their_gradients(ranks, host):

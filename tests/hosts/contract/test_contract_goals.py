@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -53,7 +54,11 @@ def test_a_goal_is_one_setting(ranks, host, tmp_path, goal):
         assert rank["plan"] is not None
         assert {name: getattr(rank["config"], name) for name in GOALS[goal]} == GOALS[goal]
     assert any(f"enabled: goal {goal} ({MEANS[goal]}); " in line for line in found[0]["log"])
+    said = [line.replace("timely_freeze", "") for rank in found for line in rank["log"]]
+    assert sum("the report is written; next: tf-adapters show " in line for line in said) == 1
     if goal == "exact":
+        assert not [line for line in said if re.search("freez|frozen|skip", line)]
+        assert any("step 6: stable, the" in line for line in said)
         for ours, theirs in zip(found, ranks(STAGES).run(trained, host, None, ""), strict=True):
             assert ours["losses"] == theirs["losses"]
             assert same(ours["parameters"], theirs["parameters"])

@@ -7,7 +7,7 @@ from problems import plan_problem
 from sample_reports import report_of
 
 from tf_adapters.advice import levers as module
-from tf_adapters.advice.levers import Levers, levers
+from tf_adapters.advice.levers import Levers, goal_lines, levers
 from tf_adapters.planner.forecast import forecast
 from tf_adapters.planner.solve import solve
 from tf_adapters.schedule.durations import Bounds
@@ -50,6 +50,18 @@ def test_each_lever_is_what_the_forecast_promises():
     assert 300.0 < exact < 400.0
     # A rank of 1F1B computes 240 ms; 20 ms are passed before it begins or after it ended, wherever it is.
     assert all(step >= 400.0 - (330.0 - 240.0) for name, step in steps.items() if not freezes(name))
+
+
+def test_the_lines_of_the_goals_are_their_rows_of_the_page():
+    report = report_of(one_forward_one_backward(4, 8), lower=20.0)
+    found = levers(report)
+    rows = [lever for lever in found.others if lever.name in ("goal exact", "goal pays, at most", "goal paper")]
+    lines = goal_lines(report)
+    assert len(rows) == 3
+    steps = [f"{row.name}: planned {row.step_ms:,.1f} ms a step, {100.0 / row.step_ms:.2f}x" for row in rows]
+    assert lines[:3] == [f"{step}; weight gradients: {row.gradients}" for step, row in zip(steps, rows, strict=True)]
+    assert lines[3:] == list(found.notes)
+    assert goal_lines(report_of(one_forward_one_backward(4, 8), config={"method": "timely"})) == []
 
 
 def test_forwards_move_where_the_run_says_that_they_may():

@@ -38,7 +38,7 @@ def test_it_says_what_a_ready_config_means(check: Any) -> None:
     assert said(check, ready_configs()["plain"].read_text()) == [
         "on: goal exact (the same bits as without)",
         "steps 1 to 20: warm-up",
-        "steps 21 to 60: monitoring, nothing frozen",
+        "steps 21 to 60: monitoring",
         "from step 61: weight gradients deferred as planned, none skipped",
         "monitoring may end earlier, once its times are precise; later phases then begin earlier",
         "placement: stages where DeepSpeed puts them; schedule: DeepSpeed's own, then the order of the plan",
@@ -83,7 +83,7 @@ def test_it_names_every_setting_that_differs_from_its_default(check: Any) -> Non
         ),
         ({"timely_freeze": {"schedule": "gpipe", "weight_gradients": "in_place"}}, "schedule: gpipe"),
         ({"timely_freeze": {"weight_gradients": "in_place"}}, "from step 51: planned, nothing frozen"),
-        ({"timely_freeze": {"method": "none"}}, "from step 51: planned; method none freezes nothing"),
+        ({"timely_freeze": {"method": "none"}}, "from step 51: measured; every step runs as the host alone"),
         ({"timely_freeze": {"method": "apf"}}, "on: without a goal (freezes stable parameters, without a plan)"),
         ({"timely_freeze": {"method": "apf"}}, "from step 11: stability checks every 50 steps; apf freezes"),
         ({"timely_freeze": {}}, "the config names no warm-up of a scheduler: one that the script makes may"),

@@ -41,6 +41,28 @@ def test_a_run_that_ends_before_it_has_a_plan_leaves_a_report(tmp_path: Path) ->
     assert (report.status, report.step, report.plan) == ("monitoring", 3, None)
 
 
+ENDS = {
+    0: "ended in the warm-up after 0 of 1 steps: nothing was measured",
+    3: "ended in monitoring after 2 of 4 steps: no plan was made",
+    5: "ended in planning: the plan was made, and no step has followed it",
+    6: "ended in progressive freezing: the whole plan starts after step 7",
+    8: "stable freezing: ",
+}
+
+
+@pytest.mark.parametrize("steps", ENDS)
+def test_a_run_ends_with_its_phase_and_the_next_command(
+    steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    controller = controller_of(tmp_path / "a run")
+    train(controller, steps)
+    caplog.clear()
+    controller.close()
+    phase, command = (record.getMessage().removeprefix("timely_freeze: ") for record in caplog.records)
+    assert phase.startswith(ENDS[steps])
+    assert command == f"the report is written; next: tf-adapters show '{controller.report_path}'"
+
+
 def test_a_run_that_failed_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("the solver broke")
@@ -105,7 +127,9 @@ def test_a_process_that_ends_without_closing_leaves_the_last_step(tmp_path: Path
     said = ended(tmp_path, "train(controller_of(folder), 23)")
     report = report_of(tmp_path)
     assert (report.status, report.step) == ("stable", 23)
-    assert said.rstrip().splitlines()[-1].find("stable freezing: ") > 0
+    *_, result, command = said.rstrip().splitlines()
+    assert "stable freezing: " in result
+    assert command.endswith(f"next: tf-adapters show {tmp_path / 'timely_freeze' / 'report.json'}")
 
 
 @pytest.mark.parametrize("end", ["", "; second.close()"])

@@ -1,10 +1,15 @@
 import pytest
+from schedules import gpipe, one_f_one_b
 
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.measuring.phase import Phase
+from tf_adapters.planner.forecast import Forecast
+from tf_adapters.planner.solve import plan
+from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.training import log_lines
 from tf_adapters.training.phases import PhaseSchedule
+from tf_adapters.training.state import RunState
 
 
 def test_phases_follow_each_other_at_the_papers_steps():
@@ -73,14 +78,6 @@ def test_monitoring_that_ends_early_brings_everything_after_it_forward():
     assert [phases.phase(step) for step in (13, 17, 18)] == [Phase.PROGRESSIVE, Phase.PROGRESSIVE, Phase.STABLE]
 
 
-def test_monitoring_that_freezes_nothing_is_called_that():
-    phases = PhaseSchedule.of_lengths(0, 10, 5, mixed=True)
-    mixed = log_lines.phase(TimelyFreezeConfig(goal="paper"), phases, 1)
-    assert mixed == "monitoring, every second step with drawn freeze ratios"
-    assert log_lines.phase(TimelyFreezeConfig(weight_gradients="deferred"), phases, 1) == "monitoring, nothing frozen"
-    assert log_lines.phase(TimelyFreezeConfig(weight_gradients="deferred", granularity="token"), phases, 1) == mixed
-
-
 def test_a_pipeline_that_is_too_small_to_gain_is_told_so():
     def line(stages, microbatches, **settings):
         orders = [[f"{s}{k}{m}" for k in "FB" for m in range(microbatches)] for s in range(stages)]
@@ -90,3 +87,37 @@ def test_a_pipeline_that_is_too_small_to_gain_is_told_so():
     assert "only by the weight gradients that it skips" in line(1, 1, goal="paper")
     assert "a batch of one microbatch keeps 3 of 4 stages waiting" in line(4, 1)
     assert line(2, 2) is None
+
+
+DRAWN = "monitoring, every second step with drawn freeze ratios"
+HOST = "measured; every step runs as the host alone"
+
+
+@pytest.mark.parametrize(
+    ("settings", "monitoring", "then"),
+    [
+        ({"goal": "paper"}, DRAWN, "stable freezing"),
+        ({"goal": "paper", "weight_gradients": "deferred"}, "monitoring, nothing frozen", "stable freezing"),
+        ({"granularity": "token", "weight_gradients": "deferred"}, DRAWN, "stable freezing"),
+        ({"method": "none"}, DRAWN, HOST),
+        ({"method": "none", "max_freeze_ratio": 0.0}, "monitoring", HOST),
+        ({}, "monitoring", "stable, the order of the host stays"),
+    ],
+)
+def test_only_a_run_that_may_freeze_speaks_of_it(settings, monitoring, then):
+    config = TimelyFreezeConfig(warmup_steps=1, monitoring_steps=10, progressive_steps=0, **settings)
+    state = RunState.fresh(config, 0)
+    assert [log_lines.phase(config, state, step) for step in (2, 12)] == [monitoring, then]
+    enabled = log_lines.enabled("host 1", gpipe(2, 2), config, state.phases)
+    assert ("progressive freezing to 11, then stable freezing" in enabled) == (then == "stable freezing")
+    assert ("freez" in enabled) == (bool(settings) and settings.get("max_freeze_ratio") != 0.0)
+
+
+def test_a_plan_of_goal_exact_is_said_without_freeze_ratios():
+    schedule = one_f_one_b(2, 4)
+    times = {action: Bounds(1.0, 2.0) for action in schedule.actions}
+    for ratio in (0.0, 0.8):
+        line = log_lines.planned(plan(schedule, times, ratio), Forecast(10.0, 8.0))
+        assert line.startswith(
+            "measured 10.0 ms a step; plan: 8.0 ms (1.25x)" + ("; " if ratio == 0.0 else " at mean freeze")
+        )

@@ -87,6 +87,27 @@ def test_a_small_plan_is_there_when_monitoring_ends(tmp_path, workers, monkeypat
     assert workers == []
 
 
+@pytest.mark.parametrize(
+    "settings", [{"goal": "exact"}, {"max_freeze_ratio": 0.0}, {"method": "none"}, {"goal": "pays"}]
+)
+def test_a_plan_that_freezes_nothing_is_complete_from_its_first_step(tmp_path, settings):
+    controller = controller_of(tmp_path, **{"progressive_steps": 2, **settings})
+    train(controller, LAST_MONITORED)
+    assert controller.state.plan is not None
+    assert controller.phase is Phase.STABLE
+    assert controller.state.phases.ramp(LAST_MONITORED + 1) == 1.0
+
+
+def test_a_plan_that_is_made_beside_training_and_freezes_nothing_is_complete_once_it_is_there(tmp_path, workers):
+    controller = controller_of(tmp_path, goal="exact", progressive_steps=2)
+    train(controller, LAST_MONITORED + 1)
+    assert controller.phase is Phase.PLANNING
+    go_on(workers[0])
+    while controller.state.plan is None:
+        train(controller, 1)
+    assert controller.phase is Phase.STABLE
+
+
 @pytest.mark.parametrize("precision", [1e-6, 1.0], ids=["never precise", "precise at once"])
 def test_monitoring_waits_for_the_device_once_at_its_end(tmp_path, precision):
     """A wait empties the queue of launches: steps after it look slow, and only unfrozen ones would follow one."""

@@ -110,6 +110,18 @@ def test_a_state_of_another_format_keeps_its_step_and_says_so(data: dict[str, An
     assert "the checkpoint's state is of format" in state.notes[-1]
 
 
+EXACT = TimelyFreezeConfig(warmup_steps=5, monitoring_steps=10, progressive_steps=20)
+
+
+@pytest.mark.parametrize("completed", [3, 15, 20, 100])
+def test_a_run_that_freezes_nothing_drops_the_progressive_steps_of_an_older_state(completed: int) -> None:
+    older = planned_state(completed) if completed >= 15 else RunState.fresh(CONFIG, AUTO_WARMUP)
+    older.completed_steps = completed
+    state = resumed(saved(older, EXACT), EXACT)
+    assert state.completed_steps == completed
+    assert [state.phases.phase(step) is Phase.STABLE for step in (15, 16)] == [False, True]
+
+
 # --- what no longer holds ------------------------------------------------------------------------------------
 
 
@@ -135,7 +147,8 @@ def test_a_plan_for_something_else_is_made_anew_and_the_step_stays(change: dict[
     assert state.completed_steps == 20
     assert state.plan is None
     assert state.measurement.times == {}
-    assert state.phases == PhaseSchedule(20, 30, 50, mixed=True)
+    ramp = 20 if change.get("config", CONFIG).freezes else 0
+    assert state.phases == PhaseSchedule(20, 30, 30 + ramp, mixed=True)
     assert state.phases.phase(21) is Phase.MONITORING_UPPER
     assert state.notes[0] == "1B0: a note"
     assert state.notes[-1].startswith("monitoring began again after step 20: the checkpoint's plan is for another")
