@@ -260,6 +260,7 @@ def wrap(module: nn.Module, kind: str, mesh: Any) -> nn.Module:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     from torch.nn.parallel import DistributedDataParallel
+    from torch.nn.parallel.distributed import _MixedPrecision
 
     name, _, variant = kind.partition(" ")
     if name == "ddp":
@@ -270,6 +271,7 @@ def wrap(module: nn.Module, kind: str, mesh: Any) -> nn.Module:
             find_unused_parameters=variant == "unused",
             gradient_as_bucket_view=variant == "view",
             static_graph=variant == "static",
+            mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16) if variant == "mixed" else None,
         )
     if name == "tp":
         return parallelize_module(

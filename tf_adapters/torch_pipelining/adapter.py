@@ -26,12 +26,14 @@ from tf_adapters.measuring.timer import clock_for
 from tf_adapters.report.observer import MetricSink
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.selection.freeze_units import FreezeUnit
-from tf_adapters.torch_pipelining.execution import RewrittenOrder
+from tf_adapters.torch_pipelining.execution import RewrittenOrder, runs_metadata_pass
 from tf_adapters.torch_pipelining.replicas import (
     frozen_replica,
     inside_replica,
     is_replicated,
     layers_with_taps,
+    reduce_gradients,
+    reduces_in_backward,
     replica_count,
     reported_to_reducer,
     trained_replica,
@@ -120,7 +122,7 @@ class TorchPipeliningAdapter(HostAdapter):
         if stage.stage_index in self._replaced:
             layer = lambda _: None  # noqa: E731
         return StageTaps(
-            stage.submod,
+            inside_replica(stage.submod),
             layer,
             unsharded_adder(stage.submod),
             by_name=True,
@@ -178,6 +180,7 @@ class TorchPipeliningAdapter(HostAdapter):
         if self._optimizers:
             self._steps.begin_batch()
             self._held.add_batch(self.controller.held_parameters())
+        self._leave_first_microbatch()
         self._in_batch = True
         self._backwards.clear()
         try:
@@ -188,6 +191,17 @@ class TorchPipeliningAdapter(HostAdapter):
         if not self._optimizers:
             self.controller.end_step()
         return result
+
+    def _leave_first_microbatch(self) -> None:
+        """Leave the first microbatch to the host where DDP's reducer reduces its gradients by themselves.
+
+        The metadata pass, which also follows each evaluation, makes the reducer expect gradients in the first backward.
+        """
+        expected = runs_metadata_pass(self.schedule)
+        for stage in self._stages:
+            taps = self.controller.pipeline.taps.get(stage.stage_index)
+            if taps is not None:
+                taps.untapped = 0 if expected and reduces_in_backward(stage.submod) else None
 
     def finish_step(self) -> None:
         self._steps.finish()
@@ -272,8 +286,22 @@ class TorchPipeliningAdapter(HostAdapter):
         self._backwards[stage.stage_index] += 1
         if whole and not full_backward and stage.stage_index in self._replaced:  # torch would say it to the W
             last_backward = self._backwards[stage.stage_index] == self.controller.state.microbatches
-        with self._reported(stage, bwd_chunk_id, last_backward), self._action(stage, kind, bwd_chunk_id):
-            run(bwd_chunk_id, loss=loss, full_backward=whole, last_backward=last_backward)
+        reduces = self._reduces(stage)
+        of_host = last_backward and not reduces
+        with self._reported(stage, bwd_chunk_id, of_host), self._action(stage, kind, bwd_chunk_id):
+            run(bwd_chunk_id, loss=loss, full_backward=whole, last_backward=of_host)
+        if reduces and last_backward:
+            reduce_gradients(stage.submod)
+
+    def _reduces(self, stage: Any) -> bool:
+        """Return whether this batch's gradients of a stage are reduced here, after the last B or W.
+
+        Where taps compute weight gradients, a reduction inside of a backward would come too early.
+        """
+        controller = self.controller
+        if not self._in_batch or controller.state.runs_as_host(controller.step):
+            return False
+        return stage.stage_index in controller.pipeline.taps and reduces_in_backward(stage.submod)
 
     def _reported(self, stage: Any, microbatch: int, last: bool) -> AbstractContextManager[None]:
         if not self._in_batch:
@@ -287,6 +315,8 @@ class TorchPipeliningAdapter(HostAdapter):
     ) -> None:
         if self._defers(stage):
             self.controller.compute_weight_gradients(stage.stage_index, bwd_chunk_id)
+            if last_backward and self._reduces(stage):
+                reduce_gradients(stage.submod)
             return
         with self._action(stage, Kind.WEIGHT_GRAD, bwd_chunk_id):
             run(bwd_chunk_id, last_backward=last_backward)

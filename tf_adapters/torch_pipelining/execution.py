@@ -17,6 +17,16 @@ from torch.distributed.pipelining import schedules as host
 from tf_adapters.schedule.ir import PipelineSchedule
 
 
+def runs_metadata_pass(schedule: Any) -> bool:
+    """Return whether the next batch first runs the stages' modules to learn the shapes of their outputs.
+
+    torch does so in the first batch, and in each batch that trains after one that evaluated.
+    """
+    name = "_stage{}_{}_initialized".format
+    plural = "" if isinstance(schedule, host.PipelineScheduleSingle) else "s"
+    return not all(getattr(schedule, name(plural, part), False) for part in ("forward", "backward"))
+
+
 class RewrittenOrder:
     """Runs the batches of one schedule object in another order."""
 

@@ -153,6 +153,22 @@ def reported_to_reducer(module: torch.nn.Module, names: Iterable[str], first: bo
         module.reducer = reducer
 
 
+def reduces_in_backward(module: torch.nn.Module) -> bool:
+    """Return whether the gradients are reduced by hooks that run in the last backward of a batch."""
+    return isinstance(module, DistributedDataParallel)
+
+
+def reduce_gradients(module: Any) -> None:
+    """Let DDP's reducer reduce the accumulated gradients of a stage, at the end of a batch.
+
+    The reducer has the buckets, the communication hook and the sums that it would have in the last backward. It takes
+    the gradients from ``.grad``, so they need not come from a backward. All backwards of the batch must have run
+    without a reduction (``no_sync``). Returns when the gradients are reduced, as a backward would.
+    """
+    module.reducer.prepare_for_backward([])
+    _fire_hooks([parameter for parameter in module.parameters() if parameter.requires_grad])
+
+
 class _Preparing:
     """DDP's reducer with a function that is called whenever the reducer is prepared for a backward."""
 

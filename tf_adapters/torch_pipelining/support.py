@@ -33,6 +33,7 @@ STAGE_NAMES = (
     *("dw_builder", "group", "is_first", "submod"),
 )
 BACKWARD_NAMES = ("backward_one_chunk", "backward_weight_one_chunk", "backward_maybe_with_nosync")
+REDUCER_NAMES = ("_delay_all_reduce_params", "_use_python_reducer", "mixed_precision", "no_sync", "reducer")
 FSDP_NAMES = ("_get_fsdp_state",)
 FSDP_STATE_NAMES = ("_auto_reshard_after_forward", "_fsdp_param_groups")
 _COMPUTATIONS = {*(kind.value for kind in Kind), "OVERLAP_F_B"}
@@ -54,16 +55,14 @@ def check(schedule: Any, optimizers: Sequence[Any], settings: TimelyFreezeConfig
 def check_split_backwards(schedule: Any, advice: str) -> None:
     """Raise UnsupportedError, with ``advice``, if weight gradients apart from the host's backwards would be wrong.
 
-    DDP's reducer expects weight gradients in the backward. If the schedule itself splits backwards (I and W), torch
-    adds up gradients in their own type until FSDP's next backward. The sums then depend on the order of I and W.
+    If the schedule itself splits backwards (I and W), torch adds up gradients in their own type until FSDP's next
+    backward. The sums then depend on the order of I and W.
     """
     splits = any(action.kind is Kind.WEIGHT_GRAD for action in translate(schedule).actions)
     for stage in stages_of(schedule):
-        if isinstance(stage.submod, DistributedDataParallel):
-            refuse(
-                f"stage {stage.stage_index} is wrapped in {type(stage.submod).__name__}, which reduces gradients in "
-                f"the backward; use {advice} with it"
-            )
+        problem = _own_reduction(stage.submod) if isinstance(stage.submod, DistributedDataParallel) else None
+        if problem:
+            refuse(f"stage {stage.stage_index} is wrapped in DistributedDataParallel {problem}; use {advice} with it")
         if splits and adds_up_in_another_type(stage.submod):
             refuse(
                 f"stage {stage.stage_index} has fully_shard with another reduce_dtype than the gradients' type, and "
@@ -194,6 +193,19 @@ def _reducer_problem(module: DistributedDataParallel, splits: bool, has_optimize
         }
     )
     return problem and f"is wrapped in DistributedDataParallel {problem}"
+
+
+def _own_reduction(module: Any) -> Problem:
+    """Return how a DDP module reduces gradients, if it does not wait for all gradients of its last backward."""
+    refuse(missing_name(module, REDUCER_NAMES))
+    mixed, delayed = module.mixed_precision is not None, bool(module._delay_all_reduce_params)
+    return first_problem(
+        {
+            "with mixed_precision, whose own hooks change gradients in the backward": mixed,
+            "with torch's Python reducer, which reduces each gradient by itself": module._use_python_reducer,
+            "with delay_all_reduce_named_params, which reduces some gradients later": delayed,
+        }
+    )
 
 
 def _optimizer_problem(schedule: Any, optimizers: Sequence[Any]) -> Problem:

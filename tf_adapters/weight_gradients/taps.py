@@ -93,6 +93,7 @@ class StageTaps:
         self.check: TapCheck | None = None  # in the step that is checked
         self.anchor = torch.zeros(0, requires_grad=True)  # so that a tap's backward runs
         self._paused = False  # whether the host computes all layers that are not checked
+        self.untapped: int | None = None  # a microbatch of this batch that the host computes
         self.copied_bytes = 0  # in this step, by tensors that others could have changed
         self._left: dict[TappedLayer, str] = {}  # layers that are left to the host, and why
         self._proven: dict[TappedLayer, set[Hashable]] = {}  # tapped layers, and the kinds of their calls
@@ -121,6 +122,8 @@ class StageTaps:
 
     def taps(self, layer: TappedLayer, kind: Hashable) -> bool:
         """Return whether a call of this kind of input is tapped."""
+        if self.microbatch == self.untapped:
+            return False
         if self._trusted:
             return layer not in self._left
         return not self._paused and kind in self._proven.get(layer, ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -38,32 +39,23 @@ def replaced(rank: dict[str, Any]) -> list[str]:
     return [line for line in rank["log"] if "goal pays takes" in line]
 
 
-def test_replicas_in_a_reducer_leave_weight_gradients_in_the_backward(tmp_path):
-    case = Case(replicas="ddp", section=PAYS, output_dir=str(tmp_path))
-    found = pool(4).run(trained, case)
-    for rank in found:
-        assert rank["settings"] == ("pays", "auto", "tensor", "in_place")
-        assert rank["failure"] is None
-    [line] = replaced(found[0])
-    assert 'takes granularity "tensor" and weight_gradients "in_place" here: rank 0: stage 0 is wrapped' in line
-    assert not any(map(replaced, found[1:]))
+LEFT = Case(schedule="ScheduleZBVZeroBubble", replicas="fsdp mixed")
 
 
-def test_exact_without_deferral_still_has_the_hosts_bits(tmp_path):
-    case = Case(replicas="ddp", section=EXACT, output_dir=str(tmp_path))
-    found = pool(4).run(trained, case)
+def test_sums_that_depend_on_the_order_leave_weight_gradients_in_the_backward(tmp_path):
+    found = pool(4).run(trained, replace(LEFT, section=EXACT, output_dir=str(tmp_path)))
+    alone = pool(4).run(trained, replace(LEFT, section=None))
     assert any("the same bits as without, and nothing is deferred" in line for line in found[0]["log"])
-    alone = pool(4).run(trained, Case(replicas="ddp", section=None))
     for ours, theirs in zip(found, alone, strict=True):
         assert ours["settings"] == ("exact", 0.0, "tensor", "in_place")
+        assert ours["failure"] is None
         assert ours["losses"] == theirs["losses"]
         assert all((ours["parameters"][name] == value).all() for name, value in theirs["parameters"].items())
 
 
 def test_what_the_user_has_set_is_refused_and_not_replaced():
-    case = Case(replicas="ddp", section={**PHASES, "weight_gradients": "deferred"})
-    for line in pool(4).run(refused, case):
-        assert "is wrapped in DistributedDataParallel" in line
+    for line in pool(4).run(refused, replace(LEFT, section={**PHASES, "weight_gradients": "deferred"})):
+        assert "their sums depend on its order; use" in line
 
 
 def refused(case: Case) -> str:

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from rank_pools import fork_ranks
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tf_adapters.torch_pipelining.replicas import reported_to_reducer
+from tf_adapters.torch_pipelining.replicas import reduce_gradients, reported_to_reducer
 
 LAYERS, WIDTH = 6, 8
 FROZEN = ("1.weight", "4.weight")
@@ -73,6 +74,50 @@ def reduced(last: bool) -> tuple[list[str], dict[str, torch.Tensor], dict[str, t
             events.clear()
     assert not any(parameters[name].requires_grad for name in FROZEN)
     return events, expected, {name: p.grad for name, p in parameters.items() if p.grad is not None}
+
+
+@pytest.mark.distributed
+def test_gradients_are_reduced_at_the_end_as_in_the_last_backward() -> None:
+    """The same buckets in the same order, through the same communication hook, with the same bits."""
+    with fork_ranks(2) as pool:
+        for host, ours in pool.run(reduced_at_the_end):
+            assert len(host[0]) > 2
+            assert ours[0] == host[0]
+            assert all(torch.equal(ours[1][name], gradient) for name, gradient in host[1].items())
+
+
+def reduced_at_the_end() -> list[tuple[list[int], dict[str, torch.Tensor]]]:
+    """Sizes of the reduced buckets, and the gradients: with torch's last backward, then with ``reduce_gradients``."""
+    torch.manual_seed(0)
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1
+    layers = nn.Sequential(*[nn.Linear(WIDTH + i, WIDTH + i + 1, bias=False) for i in range(LAYERS)])
+    model = DistributedDataParallel(layers, bucket_cap_mb=WIDTH * WIDTH * 4 / 2**20)
+    buckets: list[int] = []
+
+    def hook(state: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        buckets.append(bucket.buffer().numel())
+        return allreduce_hook(None, bucket)
+
+    hook.__annotations__.clear()  # torch compares them with types, and they are texts
+    model.register_comm_hook(None, hook)
+    torch.manual_seed(dist.get_rank())
+    microbatches = [torch.randn(3, WIDTH) for _ in range(3)]
+    model(microbatches[0]).sum().backward()  # only then it makes more buckets than one
+    found = []
+    for own in (False, True):
+        model.zero_grad()
+        buckets.clear()
+        with model.no_sync():
+            outputs = [model(microbatch).square().mean() for microbatch in microbatches]
+            for output in outputs if own else outputs[:-1]:
+                output.backward()
+        if own:
+            reduce_gradients(model)
+        else:
+            model.reducer.prepare_for_backward([])
+            outputs[-1].backward()
+        found.append(([*buckets], {name: p.grad.clone() for name, p in layers.named_parameters()}))
+    return found
 
 
 def test_a_frozen_parameter_without_gradient_is_given_no_zeros() -> None:

@@ -199,6 +199,30 @@ def test_what_cannot_be_right_is_refused_in_one_line_on_all_ranks(name: str) -> 
     assert pool(2).run(outcome, case, change) == [("UnsupportedError", PREFIX + text)] * 2
 
 
+def reducer_of_python(run: Run) -> None:
+    run.stages[0].submod._use_python_reducer = True
+
+
+def delayed_reduction(run: Run) -> None:
+    run.stages[0].submod._delay_all_reduce_params = [*run.stages[0].submod.parameters()]
+
+
+@distributed
+@pytest.mark.parametrize(
+    ("variant", "change", "text"),
+    [
+        ("ddp mixed", unchanged, "with mixed_precision, whose own hooks change gradients in the backward"),
+        ("ddp", reducer_of_python, "with torch's Python reducer, which reduces each gradient by itself"),
+        ("ddp", delayed_reduction, "with delay_all_reduce_named_params, which reduces some gradients later"),
+    ],
+)
+def test_a_reducer_that_cannot_wait_is_left_its_weight_gradients(variant: str, change: Any, text: str) -> None:
+    case = replace(ALONE, replicas=variant)
+    deferred = {"weight_gradients": "deferred", "max_freeze_ratio": 0.8}
+    line = f'{PREFIX}{DDP}{text}; use weight_gradients "in_place" with it'
+    assert pool(2).run(outcome, case, change, deferred, deferred) == [("UnsupportedError", line)] * 2
+
+
 def own_loop(run: Run) -> None:
     class Own(type(run.schedule)):  # type: ignore[misc]
         def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
