@@ -286,7 +286,7 @@ class TorchPipeliningAdapter(HostAdapter):
         self._backwards[stage.stage_index] += 1
         if whole and not full_backward and stage.stage_index in self._replaced:  # torch would say it to the W
             last_backward = self._backwards[stage.stage_index] == self.controller.state.microbatches
-        reduces = self._reduces(stage)
+        reduces = self._reduces(stage) and bwd_chunk_id in self.controller.pipeline.taps[stage.stage_index].recorded
         of_host = last_backward and not reduces
         with self._reported(stage, bwd_chunk_id, of_host), self._action(stage, kind, bwd_chunk_id):
             run(bwd_chunk_id, loss=loss, full_backward=whole, last_backward=of_host)
@@ -294,14 +294,12 @@ class TorchPipeliningAdapter(HostAdapter):
             reduce_gradients(stage.submod)
 
     def _reduces(self, stage: Any) -> bool:
-        """Return whether this batch's gradients of a stage are reduced here, after the last B or W.
+        """Return whether we reduce a stage's gradients where taps compute the last ones.
 
-        Where taps compute weight gradients, a reduction inside of a backward would come too early.
+        The host reduces them in its last backward, which would be too early.
         """
-        controller = self.controller
-        if not self._in_batch or controller.state.runs_as_host(controller.step):
-            return False
-        return stage.stage_index in controller.pipeline.taps and reduces_in_backward(stage.submod)
+        tapped = self._in_batch and stage.stage_index in self.controller.pipeline.taps
+        return tapped and reduces_in_backward(stage.submod)
 
     def _reported(self, stage: Any, microbatch: int, last: bool) -> AbstractContextManager[None]:
         if not self._in_batch:
@@ -314,9 +312,10 @@ class TorchPipeliningAdapter(HostAdapter):
         self, stage: Any, run: Callable[..., None], bwd_chunk_id: int, last_backward: bool = False
     ) -> None:
         if self._defers(stage):
-            self.controller.compute_weight_gradients(stage.stage_index, bwd_chunk_id)
             if last_backward and self._reduces(stage):
-                reduce_gradients(stage.submod)
+                taps = self.controller.pipeline.taps[stage.stage_index]
+                reduce_gradients(stage.submod, except_for=taps.waiting(bwd_chunk_id))
+            self.controller.compute_weight_gradients(stage.stage_index, bwd_chunk_id)
             return
         with self._action(stage, Kind.WEIGHT_GRAD, bwd_chunk_id):
             run(bwd_chunk_id, last_backward=last_backward)

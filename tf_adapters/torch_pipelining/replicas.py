@@ -7,7 +7,7 @@ torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -158,15 +158,19 @@ def reduces_in_backward(module: torch.nn.Module) -> bool:
     return isinstance(module, DistributedDataParallel)
 
 
-def reduce_gradients(module: Any) -> None:
-    """Let DDP's reducer reduce the accumulated gradients of a stage, at the end of a batch.
+def reduce_gradients(module: Any, except_for: Collection[torch.nn.Parameter] = ()) -> None:
+    """Let DDP's reducer reduce a stage's gradients at the end of a batch.
 
     The reducer has the buckets, the communication hook and the sums that it would have in the last backward. It takes
     the gradients from ``.grad``, so they need not come from a backward. All backwards of the batch must have run
-    without a reduction (``no_sync``). Returns when the gradients are reduced, as a backward would.
+    without a reduction (``no_sync``). Gradients ``except_for`` which more follows are reduced once that is accumulated.
+    As at the end of a backward, all gradients are reduced when the last one has been given.
     """
     module.reducer.prepare_for_backward([])
-    _fire_hooks([parameter for parameter in module.parameters() if parameter.requires_grad])
+    later = set(map(id, except_for))
+    whole = [parameter for parameter in module.parameters() if parameter.requires_grad and id(parameter) not in later]
+    if whole:
+        _fire_hooks(whole)
 
 
 class _Preparing:

@@ -93,6 +93,7 @@ class StageTaps:
         self.check: TapCheck | None = None  # in the step that is checked
         self.anchor = torch.zeros(0, requires_grad=True)  # so that a tap's backward runs
         self._paused = False  # whether the host computes all layers that are not checked
+        self.recorded: set[int] = set()  # microbatches of this batch whose calls may be tapped
         self.untapped: int | None = None  # a microbatch of this batch that the host computes
         self.copied_bytes = 0  # in this step, by tensors that others could have changed
         self._left: dict[TappedLayer, str] = {}  # layers that are left to the host, and why
@@ -186,6 +187,7 @@ class StageTaps:
     @contextmanager
     def recording(self, microbatch: int) -> Iterator[None]:
         """Run a forward, a loss or a backward of a microbatch, and keep what its weight gradients need."""
+        self.recorded.add(microbatch)
         outer, self.microbatch = self.microbatch, microbatch
         kept_outside, self._kept = self._kept, []
         try:
@@ -197,6 +199,7 @@ class StageTaps:
 
     def begin_batch(self) -> None:
         """Drop what the batch before has left: pending gradients if it failed, and its notes on ``.grad``."""
+        self.recorded.clear()
         self._pending.clear()
         self._totals.clear()
         if self.check is not None:
@@ -214,6 +217,10 @@ class StageTaps:
     def pending(self) -> tuple[int, ...]:
         """The microbatches whose weight gradients are still to be computed, in the order of their backwards."""
         return tuple(microbatch for microbatch, calls in self._pending.items() if calls)
+
+    def waiting(self, microbatch: int) -> Collection[torch.nn.Parameter]:
+        """Return the parameters whose gradients of a microbatch are still to be computed."""
+        return [parameter for call in self._pending.get(microbatch, ()) for parameter in call.parameters]
 
     def keep(
         self, microbatch: int, layer: TappedLayer, parameters: Parameters, *, make: Make, kept: Sequence[Kept]
