@@ -47,6 +47,7 @@ class Case:
     section: dict[str, Any] | None = field(default_factory=dict)
     tied: bool = False
     adapted: range | None = None  # layers that have low-rank adapters: nothing else trains
+    compiled: str = ""  # "layers": one by one; "engine": all by ``engine.compile()``, "late": after attach
     steps: int = 6
     numbers: tuple[int, ...] = ()  # of microbatches in the steps in turn, where they change
     ratios: float | dict[str, float] | None = None  # a plan to start with, instead of a measured one
@@ -157,9 +158,13 @@ def build_engine(case: Case) -> Any:
         numbered = [(name, layer) for name, layer in module.named_children() if name.isdigit()]
         freeze_all_but_adapters(numbered, case.adapted)
         module.tied_modules.requires_grad_(False)
+    for layer in module.forward_funcs if case.compiled == "layers" else ():
+        layer.compile(fullgraph=True)
     # All of them: an optimizer passes by what has no gradient, and a stage that trains nothing needs one too.
     parameters = list(module.parameters())
     engine = deepspeed.initialize(model=module, model_parameters=parameters, config=case.ds_config())[0]
+    if case.compiled == "engine":
+        engine.compile()
     ENGINES.append(engine)
     return engine
 
@@ -269,6 +274,8 @@ def train(case: Case) -> dict[str, Any]:
 
     engine = build_engine(case)
     adapter = tf_adapters.deepspeed.attach(engine)
+    if case.compiled == "late":
+        engine.compile()
     recorder = GradientRecorder(engine, adapter and adapter.controller)
     if adapter is not None and case.ratios is not None:
         force_plan(adapter.controller, case.ratios)

@@ -232,7 +232,7 @@ class DeepSpeedAdapter(HostAdapter):
     def _begin_step(self) -> host.PipeSchedule:
         """Start a training step, and return the schedule that the engine runs in it."""
         engine, controller = self.engine, self.controller
-        refuse_compiled(engine)  # it may have been compiled after attaching
+        refuse_compiled(engine, self.config)  # it may have been compiled after attaching
         if engine.micro_batches != controller.state.microbatches:
             controller.reschedule(self._orders(engine.micro_batches))
         self._tracker = MicrobatchTracker()

@@ -17,7 +17,7 @@ from tf_adapters.deepspeed.partitions import misplaced
 from tf_adapters.deepspeed.replaced import replaced_problem
 from tf_adapters.deepspeed.stages import is_dualpipev, layers_by_stage
 from tf_adapters.hosts.agreement import refuse_other_schedules, refuse_v
-from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, missing_name, refuse
+from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, masks_parameters, missing_name, refuse
 from tf_adapters.weight_gradients.parameters import COMPILED
 
 ENGINE_NAMES = (
@@ -55,9 +55,9 @@ def check(engine: Any, settings: TimelyFreezeConfig) -> None:
     refuse(missing_name(p2p, TRANSFER_NAMES, called="deepspeed.runtime.pipe.p2p"))
     module_names = (*MODULE_NAMES, "phase_bounds") if is_dualpipev(engine) else MODULE_NAMES
     refuse(missing_name(engine.module, module_names, called="PipelineModule"))
-    refuse_compiled(engine)
+    refuse_compiled(engine, settings)
     layers = {name: layer for of_stage in layers_by_stage(engine).values() for name, layer in of_stage.items()}
-    refuse(compiled_problem(engine.module, engine.module, layers, settings))
+    refuse(compiled_problem(engine.module, engine.module, layers, settings, has_taps=True))
     refuse(replaced_problem(engine, settings))
     refuse(_setting_problem(engine) or _optimizer_problem(engine) or _partition_problem(engine))
     if is_dualpipev(engine):
@@ -69,9 +69,22 @@ def check(engine: Any, settings: TimelyFreezeConfig) -> None:
         refuse_v(settings, "build a deepspeed.pipe.DualPipeVModule instead of the PipelineModule")
 
 
-def refuse_compiled(engine: Any) -> None:
-    """Raise UnsupportedError if the engine itself has been compiled: a cheap check for every step."""
-    refuse(COMPILED if getattr(engine, "is_compiled", False) else None)
+def refuse_compiled(engine: Any, settings: TimelyFreezeConfig) -> None:
+    """Raise UnsupportedError if the engine itself has been compiled: a cheap check for every step.
+
+    With nothing masked its layers can be compiled one by one, as ``engine.compile()`` does, but not its backward.
+    """
+    if not getattr(engine, "is_compiled", False):
+        return
+    refuse(COMPILED if masks_parameters(settings) else None)
+    if getattr(engine, "_is_compiled_autograd_enabled", False):
+        refuse("engine.compile was called with compiled_autograd_enabled=True, which compiles the whole backward")
+    refuse("DeepCompile reduces gradients inside compiled graphs; leave it off" if _is_deepcompiled(engine) else None)
+
+
+def _is_deepcompiled(engine: Any) -> bool:
+    enabled = getattr(engine, "is_deepcompile_enabled", None)
+    return enabled is not None and bool(enabled())
 
 
 def refuse_another(schedule: Any, attached: type) -> None:

@@ -62,9 +62,8 @@ class Controller:
             pipeline.units, config.seed, config.freeze_exclude, caps=config.freeze_caps, tokens=config.samples_tokens
         )
         clock = pipeline.clock or clock_for(pipeline.device)
-        self._timed = {s: {} if any_compiled(layers.values()) else layers for s, layers in pipeline.layers.items()}
         timer = NvtxTimer if config.nvtx else ActionTimer
-        self.timer, self._layers = timer(clock), LayerTimer(self._timed, clock)
+        self.timer, self._layers = timer(clock), LayerTimer(pipeline.layers, clock)
         self.memory = MemoryMeter(pipeline.device)
         self.state = RunState.fresh(config, pipeline.warmup_steps)
         self.state.turn_to(pipeline.schedule.validate())
@@ -146,7 +145,8 @@ class Controller:
         self.memory.start_step()
         self._step_masks.clear()
         if self._times_layers():
-            self._layers.on(self._timed)
+            timed = {s: of for s, of in self.pipeline.layers.items() if not any_compiled(of.values())}
+            self._layers.on(timed)
         self._checks.begin_batch()
         self.timer.drain()
         self._step_start = self.timer.start_step(self.state.microbatches)

@@ -46,6 +46,7 @@ class ActivationGraphs:
 
     def learned(self) -> AbstractContextManager[None]:
         """Run a forward that freezes nothing, and see which of a module's outputs require gradients in the host."""
+        self._is_compiled = any_compiled([self._model])  # it may have been compiled since
         return self._looking(self._learn)
 
     def kept(self, ends: bool) -> AbstractContextManager[None]:

@@ -210,6 +210,10 @@ class CompiledParts:
         self._layers = [layer for block in self._blocks for layer in block.layers]
         self.layers |= {layer.module: layer for layer in self._layers}
 
+    def are_others(self, model: torch.nn.Module) -> bool:
+        """Return whether other parts of the model are compiled now."""
+        return any(is_compiled(module) and module not in self.layers for module in model.modules())
+
     def install(self, taps: Taps) -> None:
         for part in self._parts:
             part.install(taps)

@@ -82,11 +82,10 @@ class StageTaps:
         sole: bool = False,
         trusted: bool = False,
     ) -> None:
-        uses = Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
-        alone = partial(_alone, make, uses)
-        self._compiled = CompiledParts(model, alone)
-        self._layers, self._accumulated = _layers(model, alone, self._compiled), accumulated
-        self._prefixes = {layer: name[: name.rfind(".") + 1] for name, layer in self._layers.items()}
+        self._model, self._make, self._accumulated = model, make, accumulated
+        self._known = frozenset(name for name, _ in model.named_parameters())
+        self._installed = False
+        self._find_layers()
         self._by_name, self._stand_ins = by_name, StandIns()
         self._sole, self._trusted = sole, trusted
         self.microbatch: int | None = None  # whose forward, loss or backward runs
@@ -103,6 +102,15 @@ class StageTaps:
         self._kept: list[Kept] = []  # by the backward that runs
         self._totals: dict[torch.nn.Parameter, _Total] = {}  # as the last tapped call or weight gradient left them
 
+    def _find_layers(self) -> None:
+        model = self._model
+        uses = Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
+        alone = partial(_alone, self._make, uses)
+        self._compiled = CompiledParts(model, alone)
+        layers = _layers(model, alone, self._compiled)
+        self._layers = {name: layer for name, layer in layers.items() if name in self._known}
+        self._prefixes = {layer: name[: name.rfind(".") + 1] for name, layer in self._layers.items()}
+
     @property
     def names(self) -> frozenset[str]:
         """Names of the parameters whose gradients may be computed apart."""
@@ -112,12 +120,14 @@ class StageTaps:
         for layer in self._prefixes:
             layer.install(self)
         self._compiled.install(self)
+        self._installed = True
 
     def remove(self) -> None:
         self.end_check()
         for layer in self._prefixes:
             layer.remove()
         self._compiled.remove()
+        self._installed = False
 
     # --- which layers are tapped -----------------------------------------------------------------------------
 
@@ -198,7 +208,15 @@ class StageTaps:
             self.microbatch, self._kept = outer, kept_outside
 
     def begin_batch(self) -> None:
-        """Drop what the batch before has left: pending gradients if it failed, and its notes on ``.grad``."""
+        """Drop what the batch before has left: pending gradients if it failed, and its notes on ``.grad``.
+
+        If other parts are compiled than before, the taps are put on anew. The host computes layers that no check has
+        proven since.
+        """
+        if self._installed and self._compiled.are_others(self._model):
+            self.remove()
+            self._find_layers()
+            self.install()
         self.recorded.clear()
         self._pending.clear()
         self._totals.clear()

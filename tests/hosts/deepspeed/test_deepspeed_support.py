@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.deepspeed.schedules import GPipeSchedule, MicrobatchTracker, translate
-from tf_adapters.errors import ConfigError
+from tf_adapters.errors import ConfigError, UnsupportedError
 from tf_adapters.testing import RankPool
 
 distributed = pytest.mark.distributed
@@ -100,6 +100,19 @@ def dualpipev_on_one_rank() -> Any:
 def compiled_engine() -> Any:
     engine = initialize()
     engine.compile()
+    return engine
+
+
+def engine_with_a_compiled_backward() -> Any:
+    engine = initialize()
+    engine.compile(compiled_autograd_enabled=True)
+    return engine
+
+
+def engine_with_deepcompile() -> Any:
+    engine = initialize()
+    engine.compile()
+    engine.is_deepcompile_enabled = lambda: True  # it needs a device
     return engine
 
 
@@ -322,6 +335,25 @@ def compiled_on_the_last_rank() -> Any:
 def test_what_is_wrong_on_one_rank_only_is_raised_on_all(pools: Any) -> None:
     refusal = ("UnsupportedError", on_rank(1, COMPILED), True)
     assert pools(2).run(attach_to, compiled_on_the_last_rank) == [refusal] * 2
+
+
+def attach_exact(build: Callable[[], Any]) -> str:
+    import tf_adapters.deepspeed
+
+    try:
+        tf_adapters.deepspeed.attach(build(), {"goal": "exact"}).detach()
+    except UnsupportedError as error:
+        return str(error)
+    return "attached"
+
+
+@distributed
+def test_exact_runs_take_compiled_layers_but_not_a_compiled_backward(pools: Any) -> None:
+    whole = "engine.compile was called with compiled_autograd_enabled=True, which compiles the whole backward"
+    assert pools(2).run(attach_exact, engine_with_compiled_layers) == ["attached"] * 2
+    assert pools(2).run(attach_exact, engine_with_a_compiled_backward) == [PREFIX + whole] * 2
+    reduces = "DeepCompile reduces gradients inside compiled graphs; leave it off"
+    assert pools(2).run(attach_exact, engine_with_deepcompile) == [PREFIX + reduces] * 2
 
 
 @distributed
