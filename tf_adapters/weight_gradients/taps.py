@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, Protocol
+from weakref import ref
 
 import torch
 
@@ -82,10 +83,10 @@ class StageTaps:
         sole: bool = False,
         trusted: bool = False,
     ) -> None:
-        self._model, self._make, self._accumulated = model, make, accumulated
+        self._model, self._make, self._accumulated = ref(model), make, accumulated  # the taps keep no model alive
         self._known = frozenset(name for name, _ in model.named_parameters())
         self._installed = False
-        self._find_layers()
+        self._find_layers(model)
         self._by_name, self._stand_ins = by_name, StandIns()
         self._sole, self._trusted = sole, trusted
         self.microbatch: int | None = None  # whose forward, loss or backward runs
@@ -102,8 +103,7 @@ class StageTaps:
         self._kept: list[Kept] = []  # by the backward that runs
         self._totals: dict[torch.nn.Parameter, _Total] = {}  # as the last tapped call or weight gradient left them
 
-    def _find_layers(self) -> None:
-        model = self._model
+    def _find_layers(self, model: torch.nn.Module) -> None:
         uses = Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
         alone = partial(_alone, self._make, uses)
         self._compiled = CompiledParts(model, alone)
@@ -213,9 +213,10 @@ class StageTaps:
         If other parts are compiled than before, the taps are put on anew. The host computes layers that no check has
         proven since.
         """
-        if self._installed and self._compiled.are_others(self._model):
+        model = self._model()
+        if self._installed and model is not None and self._compiled.are_others(model):
             self.remove()
-            self._find_layers()
+            self._find_layers(model)
             self.install()
         self.recorded.clear()
         self._pending.clear()
