@@ -73,7 +73,7 @@ def compiled_problem(
     ``layers`` are those of ``model``, the stage's module inside the host's wrappers. Without settings, every compiled
     part is a problem. If the host's compiled layers can have taps, no part is one as long as nothing is masked.
     """
-    if has_taps and settings is not None and (settings.samples_tokens or settings.stage_limit == 0.0):
+    if has_taps and settings is not None and (settings.samples_tokens or settings.max_freeze_ratio == 0.0):
         return None
     names = {id(part): name for name, part in model.named_modules()}
     compiled = [names.get(id(part), "") for part in wrapped.modules() if is_compiled(part)]

@@ -17,8 +17,7 @@ from tf_adapters.torch_pipelining import entry
 pytestmark = pytest.mark.distributed
 
 PHASES = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 1}
-EXACT = {**PHASES, "goal": "exact", "max_freeze_ratio": 0.0}
-PAYS = {**PHASES, "goal": "pays", "max_freeze_ratio": "auto"}
+EXACT = {**PHASES, "goal": "exact"}
 
 
 def trained(case: Case) -> dict[str, Any]:
@@ -35,23 +34,15 @@ def trained(case: Case) -> dict[str, Any]:
 
 
 def replaced(rank: dict[str, Any]) -> list[str]:
-    return [line for line in rank["log"] if "goal pays takes" in line]
+    return [line for line in rank["log"] if "goal exact takes" in line]
 
 
-def test_replicas_in_a_reducer_leave_weight_gradients_in_the_backward(tmp_path):
-    case = Case(replicas="ddp", section=PAYS, output_dir=str(tmp_path))
-    found = pool(4).run(trained, case)
-    for rank in found:
-        assert rank["settings"] == ("pays", "auto", "tensor", "in_place")
-        assert rank["failure"] is None
-    [line] = replaced(found[0])
-    assert 'takes granularity "tensor" and weight_gradients "in_place" here: rank 0: stage 0 is wrapped' in line
-    assert not any(map(replaced, found[1:]))
-
-
-def test_exact_without_deferral_still_has_the_hosts_bits(tmp_path):
+def test_replicas_in_a_reducer_leave_weight_gradients_in_the_backward_and_bits_as_they_are(tmp_path):
     case = Case(replicas="ddp", section=EXACT, output_dir=str(tmp_path))
     found = pool(4).run(trained, case)
+    [line] = replaced(found[0])
+    assert 'takes weight_gradients "in_place" here: rank 0: stage 0 is wrapped' in line
+    assert not any(map(replaced, found[1:]))
     assert any("the same bits as without, and nothing is deferred" in line for line in found[0]["log"])
     alone = pool(4).run(trained, Case(replicas="ddp", section=None))
     for ours, theirs in zip(found, alone, strict=True):
@@ -83,8 +74,8 @@ def refused_on_one_rank(case: Case) -> dict[str, Any]:
 
 
 def test_all_ranks_take_what_the_last_of_them_can_run(tmp_path):
-    found = pool(2).run(refused_on_one_rank, Case(section=PAYS, output_dir=str(tmp_path)))
-    assert [rank["settings"] for rank in found] == [("pays", "auto", "tensor", "in_place")] * 2
+    found = pool(2).run(refused_on_one_rank, Case(section=EXACT, output_dir=str(tmp_path)))
+    assert [rank["settings"] for rank in found] == [("exact", 0.0, "tensor", "in_place")] * 2
     assert all(rank["failure"] is None for rank in found)
     [line] = replaced(found[0])
     assert "here: rank 1: rank 1 cannot; use" in line

@@ -63,7 +63,7 @@ def test_a_state_of_an_older_format_keeps_its_step_and_is_monitored_anew() -> No
 
 
 def test_a_state_of_format_2_goes_on_with_its_plans_and_times() -> None:
-    """Of a run with two numbers of microbatches, sampled tokens and ``max_freeze_ratio`` "auto"."""
+    """Of a run with two numbers of microbatches, sampled tokens and a ``max_freeze_ratio`` "auto" of that version."""
     data, schedule = load("state_format_2.json"), one_f_one_b(2, 3)
     masks = StageMasks({stage: [FreezeUnit((f"{stage}.weight",), 4.0, (2, 2))] for stage in (0, 1)}, seed=0)
     state = compatible_state(data, CONFIG, schedule, masks, 3)
@@ -74,12 +74,7 @@ def test_a_state_of_format_2_goes_on_with_its_plans_and_times() -> None:
         data["bounds"],
         data["gaps"]["communication"],
     )
-    assert known.learning is not None
-    assert (known.unfrozen_step_ms, known.other_ms, known.learning.stages[0].cost.fixed) == (
-        12.3456789012345,
-        1.25,
-        0.05,
-    )
+    assert (known.unfrozen_step_ms, known.other_ms) == (12.3456789012345, 1.25)
     assert known.batch_times is not None
     assert [known.token_costs[stage].fixed for stage in (0, 1)] == [0.05, 0.1]
     assert {number: batch.steps for number, batch in state.plans.of.items()} == {4: 0, 3: 1}
