@@ -188,7 +188,7 @@ def test_other_sections_are_left_alone():
 
 def test_python_settings_are_checked_as_the_json_ones():
     assert TimelyFreezeConfig(max_freeze_ratio=0.5) == TimelyFreezeConfig.parse({"max_freeze_ratio": 0.5})
-    with pytest.raises(ConfigError, match='max_freeze_ratio is 2: allowed is a number from 0 to 1'):
+    with pytest.raises(ConfigError, match="max_freeze_ratio is 2: allowed is a number from 0 to 1"):
         TimelyFreezeConfig(max_freeze_ratio=2)
     with pytest.raises(ConfigError, match='did you mean "seed"'):
         TimelyFreezeConfig(sed=1)
