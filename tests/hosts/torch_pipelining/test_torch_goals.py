@@ -17,7 +17,7 @@ from tf_adapters.torch_pipelining import entry
 pytestmark = pytest.mark.distributed
 
 PHASES = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 1}
-EXACT = {**PHASES, "goal": "exact"}
+EXACT = {**PHASES, "goal": "exact", "max_freeze_ratio": 0.0}
 
 
 def trained(case: Case) -> dict[str, Any]:

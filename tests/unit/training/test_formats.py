@@ -88,6 +88,16 @@ def test_a_state_of_format_2_goes_on_with_its_plans_and_times() -> None:
     assert earliest.measurement.other_ms == max(0.0, known.unfrozen_step_ms - known.span_ms)
 
 
+def test_a_report_of_a_goal_that_was_taken_out_is_shown(tmp_path: Path) -> None:
+    data = load("report_format_1.json")
+    data["config"] |= {"goal": "pays", "max_freeze_ratio": "auto"}
+    data["gradient_signal"] = {"0": [0.2, 0.05]}
+    data["plan"]["frontier"] = [{"makespan_ms": 80.0, "added_noise": {"0": None}, "chosen": True}]
+    assert Report.from_json(data).max_freeze_ratio is None
+    (tmp_path / "report.json").write_text(json.dumps(data))
+    assert main(["show", str(tmp_path / "report.json")]) == 0
+
+
 def test_the_table_of_hosts_is_what_doctor_compares_with() -> None:
     page = (ROOT / "docs" / "compatibility.md").read_text()
     rows = re.findall(r"^\| ([\w. -]+) \| `([\w-]+)` \| ([\d.]+) \| .* \| (\d+) \| \d+ \|$", page, re.MULTILINE)
