@@ -181,7 +181,6 @@ def untrained(
         {s: tensor_units(parameters) for s, parameters in every.items()},
         {stage: every[stage]},
         held_values=lambda *_: (weights,),
-        replicas=dist.get_world_size() // stages,
         traced=collectives.rank < stages,
         clock=SyntheticClock(),
     )
