@@ -26,7 +26,6 @@ from tf_adapters.schemas import in_words, quoted, unknown_keys
 
 SECTION = "timely_freeze"
 
-_MOST_AUTO = 0.8
 _Steps = Annotated[int, Field(le=10**9)]
 """Steps or microbatches, at most more than any run has."""
 
@@ -62,8 +61,8 @@ class TimelyFreezeConfig(BaseModel):
     enabled: bool = Field(True, description="false leaves the host exactly as it is")
     goal: Goal | None = Field(
         None,
-        description="what a run is for; exact: the host's bits, sooner; pays: exact, then sampled tokens if they pay; "
-        "paper: TimelyFreeze as published; your own settings override it; by default exact, unless one asks to freeze",
+        description="what a run is for; exact: the host's bits, sooner; paper: TimelyFreeze as published; your own "
+        "settings override it; by default exact, unless one asks to freeze",
     )
     method: Literal["timely", "timely+apf", "timely+autofreeze", "apf", "autofreeze", "none"] = Field(
         "timely",
@@ -71,10 +70,8 @@ class TimelyFreezeConfig(BaseModel):
         "is stable is frozen first; apf, autofreeze: what is stable, without a plan; none: measure, plan and report, "
         "then freeze nothing",
     )
-    max_freeze_ratio: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = Field(
-        0.8,
-        description='r_max: the mean freeze ratio that no stage exceeds; "auto" freezes what pays, by the noise of the '
-        "gradients, 0.8 at most and often nothing",
+    max_freeze_ratio: float = Field(
+        0.8, ge=0, le=1, description="r_max: the mean freeze ratio that no stage exceeds; 0 freezes nothing"
     )
     target_speedup: Annotated[float, Field(ge=1, le=_MOST_TIMES)] | None = Field(
         None, description="freeze the least that makes a step this many times as fast; by default, as fast as can be"
@@ -170,7 +167,7 @@ class TimelyFreezeConfig(BaseModel):
         if (name := contradicting(settings)) is not None:
             raise ConfigError(
                 f'{SECTION}.goal is "exact" and {SECTION}.{name} is {settings[name]!r}, which changes gradients: leave '
-                f'{name} out, or choose goal "paper" or "pays"'
+                f'{name} out, or choose goal "paper"'
             )
         settings = with_goal(settings)
         unknown = [key for key in settings if key not in type(self).model_fields]
@@ -194,14 +191,12 @@ class TimelyFreezeConfig(BaseModel):
             self._refuse_both("extra_microbatches", "weight_gradients", f"0, {or_deferred}")
         if self.memory_limit is not None and not self.fills_memory:
             self._refuse_both("memory_limit", "extra_microbatches", 'null, or extra_microbatches "auto"')
-        if self.is_auto and not self.plans:
-            self._refuse_both("max_freeze_ratio", "method", "a number with it, since auto chooses a plan")
         goal = f' with goal "{self.goal}"' if self.goal else ""
         for pattern, limit in self.freeze_limits.items():
-            if self.plans and limit > self.stage_limit:
+            if self.plans and limit > self.max_freeze_ratio:
                 raise ConfigError(
                     f"{_limit_of(pattern)} is {limit}: allowed is a number from 0 to {SECTION}.max_freeze_ratio, "
-                    f"which is {self.stage_limit}{goal}"
+                    f"which is {self.max_freeze_ratio}{goal}"
                 )
 
     def _refuse_both(self, name: str, other: str, allowed: str) -> NoReturn:
@@ -212,11 +207,6 @@ class TimelyFreezeConfig(BaseModel):
         """Yield these settings, then those that a host may run instead, nearest to the goal first."""
         for change in fallbacks(dict(self)):
             yield self.model_copy(update=change)
-
-    @property
-    def is_auto(self) -> bool:
-        """Return whether the plan is chosen by what it pays."""
-        return self.max_freeze_ratio == "auto"
 
     @property
     def fills_memory(self) -> bool:
@@ -233,11 +223,6 @@ class TimelyFreezeConfig(BaseModel):
         return None if self.memory_limit is None else self.memory_limit * 2**30
 
     @property
-    def stage_limit(self) -> float:
-        """Return the mean freeze ratio, in [0, 1], that no stage exceeds."""
-        return _MOST_AUTO if self.max_freeze_ratio == "auto" else self.max_freeze_ratio
-
-    @property
     def stability_metric(self) -> Literal["apf", "autofreeze"] | None:
         """Return the metric that finds stable parameters; None if the method has no such metric."""
         if self.method in ("apf", "timely+apf"):
@@ -252,7 +237,7 @@ class TimelyFreezeConfig(BaseModel):
     @property
     def freezes(self) -> bool:
         """Return whether the run may skip or sample weight gradients once it has been monitored."""
-        return self.method != "none" and self.stage_limit > 0
+        return self.method != "none" and self.max_freeze_ratio > 0
 
     @property
     def monitors_with_masks(self) -> bool:
@@ -260,7 +245,7 @@ class TimelyFreezeConfig(BaseModel):
 
         Deferral without sampling needs no masks: backwards compute their weight gradients last, and this part is timed.
         """
-        return self.stage_limit > 0 and not (self.defers and not self.samples_tokens)
+        return self.max_freeze_ratio > 0 and not (self.defers and not self.samples_tokens)
 
     @property
     def defers(self) -> bool:
@@ -290,7 +275,7 @@ class TimelyFreezeConfig(BaseModel):
     @property
     def freeze_caps(self) -> dict[str, float]:
         """Return each pattern's limit divided by ``max_freeze_ratio``, in [0, 1]; without a plan the limit itself."""
-        full = self.stage_limit if self.plans else 1.0
+        full = self.max_freeze_ratio if self.plans else 1.0
         return {pattern: limit / full if full else 0.0 for pattern, limit in self.freeze_limits.items()}
 
     @property

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-Goal = Literal["exact", "pays", "paper"]
+Goal = Literal["exact", "paper"]
 
 DEFAULT: Goal = "exact"
 
 GOALS: Mapping[str, Mapping[str, Any]] = {
     "exact": {"max_freeze_ratio": 0.0, "granularity": "tensor", "weight_gradients": "deferred"},
-    "pays": {"max_freeze_ratio": "auto", "granularity": "token", "weight_gradients": "deferred"},
     "paper": {"max_freeze_ratio": 0.8, "granularity": "tensor", "weight_gradients": "in_place"},
 }
 LEVERS = tuple(GOALS[DEFAULT])
@@ -51,13 +50,7 @@ def with_goal(settings: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(settings)
     if found.get("goal") is None:
         found["goal"] = None if _leaving_default(found) else DEFAULT
-    levers = dict(GOALS.get(str(found["goal"]), {}))
-    method = found.get("method", "timely")
-    if method in ("apf", "autofreeze"):  # they have no plan, which deferral and "auto" need
-        levers = {}
-    elif method not in ("timely", "none"):  # they choose whole tensors
-        levers.pop("granularity", None)
-    return levers | found
+    return {**GOALS.get(str(found["goal"]), {}), **found}
 
 
 def fallbacks(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -79,8 +72,6 @@ def fallbacks(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 _NEARER: tuple[dict[str, Any], ...] = (
     {},
-    {"granularity": "tensor"},
     {"weight_gradients": "in_place"},
-    {"granularity": "tensor", "weight_gradients": "in_place"},
     {"granularity": "block", "weight_gradients": "in_place"},
 )

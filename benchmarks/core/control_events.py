@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from tf_adapters.collectives import ProcessGroupCollectives, on_one_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.hosts.agreement import agree_on_settings, gather_units
-from tf_adapters.measuring.learning import Probe
 from tf_adapters.planner.solve import solve
 from tf_adapters.report.observer import RunReporter
 from tf_adapters.schedule.ir import Kind
@@ -37,12 +36,10 @@ MICROBATCHES = 64
 TENSORS, ELEMENTS = 48, 400_000
 TRACED = 32
 REPEATS = 5
-LEVERS = {"weight_gradients": "deferred", "granularity": "token", "max_freeze_ratio": "auto"}
+LEVERS = {"weight_gradients": "deferred", "granularity": "token"}
 MS = {Kind.FORWARD: 10.0, Kind.BACKWARD: 20.0, Kind.INPUT_GRAD: 10.0, Kind.WEIGHT_GRAD: 10.0}
 FREEZABLE = {Kind.FORWARD: 0.0, Kind.BACKWARD: 0.5, Kind.INPUT_GRAD: 0.0, Kind.WEIGHT_GRAD: 1.0}
-PROBES = 8
-"""As many as a rank keeps."""
-WITH_LEVERS = ", deferred tokens, auto"
+WITH_LEVERS = ", deferred tokens"
 HOST = HostInfo("synthetic", "0")
 
 
@@ -184,7 +181,6 @@ def untrained(
         {s: tensor_units(parameters) for s, parameters in every.items()},
         {stage: every[stage]},
         held_values=lambda *_: (weights,),
-        replicas=dist.get_world_size() // stages,
         traced=collectives.rank < stages,
         clock=SyntheticClock(),
     )
@@ -216,9 +212,8 @@ def events_of(controller: Controller, collectives: CountedCollectives) -> dict[s
     (stage,) = controller.parameter_masks
     units = controller.pipeline.units
     executed = schedule.ranks[stage]
-    setup = replace(controller._setup, probes=dict)
-    maker = PlanMaker(setup)
-    watch = Replanning(setup)
+    maker = PlanMaker(controller._setup)
+    watch = Replanning(controller._setup)
     known = controller.state.measurement
     plan = solve(maker._problem(known)) if collectives.rank == 0 else None
     assert controller.state.plan is not None
@@ -250,14 +245,11 @@ def events_of_checks(controller: Controller) -> dict[str, Callable[[], Any]]:
 
 
 def events_with_levers(controller: Controller, collectives: CountedCollectives) -> dict[str, Callable[[], Any]]:
-    """Return events with larger messages: deferral, sampled tokens and ``max_freeze_ratio`` "auto" are on."""
+    """Return events with larger messages: deferral and sampled tokens are on."""
     schedule = controller.schedule
     (stage,) = controller.parameter_masks
-    random = np.random.default_rng(collectives.rank)
-    probes = {stage: tuple(Probe(*random.uniform(1.0, 2.0, 3).tolist()) for _ in range(PROBES))}
-    setup = replace(controller._setup, probes=lambda: probes)
-    maker = PlanMaker(setup)
-    watch = Replanning(setup)
+    maker = PlanMaker(controller._setup)
+    watch = Replanning(controller._setup)
     known, in_force = controller.state.measurement, controller.state.plan
     assert in_force is not None
     assert in_force.schedule is not None

@@ -65,7 +65,6 @@ WAYS = {
     '1F1B, `"goal": "exact"`': Way(settings=EXACT),
     '1F1B, `"goal": "exact"`, `"extra_microbatches": 2`': Way(settings=EXACT | {"extra_microbatches": 2}),
     '1F1B, `"goal": "exact"`, `"extra_microbatches": 4`': Way(settings=EXACT | {"extra_microbatches": 4}),
-    '1F1B, `"goal": "pays"`': Way(settings={"goal": "pays"}),
     '1F1B, `"goal": "paper"`': Way(settings={"goal": "paper"}),
     'interleaved 1F1B, 2 stages on a rank, `"goal": "exact"`': Way(settings=EXACT, pipeline=INTERLEAVED),
     ALONE["megatron-core"]: Way(**MEGATRON),

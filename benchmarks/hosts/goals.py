@@ -31,14 +31,13 @@ WAYS: dict[str, dict[str, Any]] = {
     EMPTY: {},
     "exact": {"goal": "exact"},
     "exact, extra_microbatches 4": {"goal": "exact", "extra_microbatches": 4},
-    "pays": {"goal": "pays"},
     "paper": {"goal": "paper"},
 }
 SPEED_LASTS_MS = 60.0
 """How long a device keeps a speed that was drawn: the time of a forward."""
 SIZE = Size(4, layers=8, width=192, context=16, micro_batch=2, microbatches=8, clip=0.0)
 PHASES = {"warmup": 2, "monitoring": 12, "progressive": 0, "stable": 22}
-SHOWN = (EMPTY, "exact, extra_microbatches 4", "pays", "paper")
+SHOWN = (EMPTY, "exact, extra_microbatches 4", "paper")
 
 
 def main() -> None:

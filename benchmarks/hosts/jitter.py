@@ -28,7 +28,7 @@ from tf_adapters.testing.emulated_link import EmulatedLinks, Link
 RESULTS = result_file("hosts/jitter.json")
 PAGE = ROOT / "docs" / "deferral.md"
 HOST = "torch"
-WAYS = ("exact", "exact, extra_microbatches 4", "pays", "paper")
+WAYS = ("exact", "exact, extra_microbatches 4", "paper")
 JITTER = {"no jitter": 0.0, "5%": 0.05, "10%": 0.10, "20%": 0.20}
 """Standard deviation of the time that a device takes, as a share."""
 STALLS = "a link that stalls"

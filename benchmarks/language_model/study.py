@@ -18,10 +18,10 @@ import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
-from benchmarks.language_model.table import STEPS, WALL_CLOCK, by_task, choices, contrasts, draw, gains
+from benchmarks.language_model.table import STEPS, WALL_CLOCK, by_task, contrasts, draw, gains
 from benchmarks.language_model.tasks import TASKS
 from benchmarks.language_model.training import train
-from benchmarks.language_model.ways import GOALS, LEVERS, WAYS
+from benchmarks.language_model.ways import GOALS, LEVERS, RETIRED, WAYS
 from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, put_table, result_file
 
@@ -47,11 +47,10 @@ def main() -> None:
         cells = [(task, way, seed) for seed in range(args.seeds) for way in args.ways for task in args.tasks]
         run([cell for cell in cells if cell not in there], args.processes, time.time() + 60.0 * args.minutes)
     runs = by_task(read())
-    put_table(PAGE, "language_model", gains(runs, WALL_CLOCK, GOALS))
+    put_table(PAGE, "language_model", gains(runs, WALL_CLOCK, (*GOALS, *RETIRED)))
     put_table(PAGE, "language_model_levers", gains(runs, WALL_CLOCK, LEVERS))
     put_table(PAGE, "language_model_steps", gains(runs, STEPS))
     put_table(PAGE, "language_model_contrasts", contrasts(runs))
-    put_table(PAGE, "language_model_auto", choices(runs))
     draw(runs, PICTURE)
 
 

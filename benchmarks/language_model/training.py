@@ -8,7 +8,6 @@ weights of linear layers are frozen, 97% of the freezable work.
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,26 +15,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.language_model.network import STAGES, Stage, stages
+from benchmarks.language_model.network import Stage, stages
 from benchmarks.language_model.tasks import PRETRAINING, TASKS, Rows, Task, rows_of
-from benchmarks.language_model.ways import DRAWING, MICROBATCHES, WAYS, Way, planned, problem, speedup
+from benchmarks.language_model.ways import DRAWING, MICROBATCHES, WAYS, Way, planned, speedup
 from benchmarks.shared.files import ROOT
 from tf_adapters.hosts.units import units_of
-from tf_adapters.measuring.learning import Learning
-from tf_adapters.planner.frontier import best_point
-from tf_adapters.planner.solve import solve
 from tf_adapters.selection.masks import Mask, StageMasks
 from tf_adapters.training.step_masks import StepMasks
-from tf_adapters.weight_gradients.gradient_noise import GradientNoise
 from tf_adapters.weight_gradients.tapped_layer import plain_layer
 from tf_adapters.weight_gradients.taps import RowSampler, StageTaps
 from tf_adapters.weight_gradients.tokens import Chosen, TokenSampler
 from tf_adapters.weight_gradients.tokens import Rows as TokenRows
 
 WARMUP = 20
-LOOK_EACH, PROBES = 20, (8, 12, 16)
-"""Steps from one look at the noise of the gradients to the next, and the probes before it."""
-
 NEWEST = 0.05
 """Share of the newest weights in the evaluated average, which removes noise as a falling learning rate would."""
 
@@ -77,9 +69,6 @@ class Training:
     def __init__(self, task: Task, way: Way, seed: int) -> None:
         self.task, self.way, self.seed, self.plan = task, way, seed, planned(way)
         self.step, self.elapsed = 0, 0.0
-        self.ratios, self.progress = list[float](), list[float]()  # of each step so far
-        self.looks_in_a_row = 0  # that found another plan better
-        self.chosen_progress = 1.0  # of a step by the plan in force, at the newest look
         self.stages = _first_weights(task, seed)
         self.taps = {index: StageTaps(stage, plain_layer, trusted=True) for index, stage in enumerate(self.stages)}
         for taps in self.taps.values():
@@ -87,7 +76,6 @@ class Training:
         weights = {i: {n: p for n, p in s.named_parameters() if n in self.taps[i].names} for i, s in self._numbered()}
         units = {i: [u for u in units_of(s) if u.names[0] in weights[i]] for i, s in self._numbered()}
         self.draws = StageMasks(units, seed, tokens=way.samples_tokens)
-        self.noise = GradientNoise(weights)
         self.step_masks = StepMasks(self._draw, weights, ties=())
         self.parameters = [p for stage in self.stages for p in stage.parameters()]
         self.averages = [p.detach().clone() for p in self.parameters]
@@ -97,37 +85,15 @@ class Training:
         yield from enumerate(self.stages)
 
     def _draw(self, stage: int) -> Sequence[Mask]:
-        frozen = 0.0 if self._probes() else 1.0
-        ratios = [frozen * self.plan.ratio_of_microbatch[stage, m] for m in range(self.way.microbatches)]
+        ratios = [self.plan.ratio_of_microbatch[stage, m] for m in range(self.way.microbatches)]
         if self.way.independent:  # each draw is that of a step with one microbatch
             first = self.step * len(ratios)
             return [self.draws.draw(first + m, stage, [ratio])[0] for m, ratio in enumerate(ratios)]
         return self.draws.draw(self.step, stage, ratios)
 
-    def _probes(self) -> bool:
-        return self.way.auto and self.step % LOOK_EACH in PROBES
-
-    def _look(self) -> None:
-        """Choose the plan anew, as ``training.replanning`` does."""
-        costs = dict.fromkeys(range(STAGES), DRAWING) if self.way.samples_tokens else {}
-        learning = Learning.measured([self.noise.probes()], MICROBATCHES, costs, adaptive=True)
-        assert learning is not None
-        if not self.plan.frontier or self._pays_otherwise(learning):
-            self.looks_in_a_row = 0
-            self.plan = solve(problem(self.way, learning))
-        self.chosen_progress = learning.progress(self.plan.frontier[self.plan.chosen].added_noise).share
-
-    def _pays_otherwise(self, learning: Learning) -> bool:
-        """Return whether this look and the last one found another plan better."""
-        other = best_point(self.plan.frontier, learning, self.plan.chosen) != self.plan.chosen
-        self.looks_in_a_row = self.looks_in_a_row + 1 if other else 0
-        return self.looks_in_a_row == 2
-
     def train_step(self, rows: Rows) -> None:
         self.step += 1
         self.step_masks.clear()
-        if self._probes():
-            self.noise.begin()
         self.elapsed += self.step_time()
         for group in self.optimizer.param_groups:
             group["lr"] = min(1.0, self.step / WARMUP) * self.task.learning_rate * self.way.learning_rate
@@ -143,33 +109,24 @@ class Training:
         self.optimizer.step()
         with torch.no_grad():
             torch._foreach_lerp_(self.averages, self.parameters, max(NEWEST, 1.0 / self.step))
-        self.noise.end(MICROBATCHES)
-        self.ratios.append(0.0 if self._probes() else self.plan.mean_freeze_ratio)
-        self.progress.append(1.0 if self._probes() else self.chosen_progress)
-        if self.way.auto and self.step % LOOK_EACH == 0:
-            self._look()
 
     def step_time(self) -> float:
         """Return the time of this step, in steps of the host alone; a whole number of steps fits into the run."""
-        plan = planned(self.way) if self._probes() else self.plan
-        return 1.0 / speedup(plan) if self.way.auto else self.task.steps / round(self.task.steps * speedup(plan))
+        return self.task.steps / round(self.task.steps * speedup(self.plan))
 
     def reaches(self, share: float) -> bool:
         """Return True if the next step would exceed this share of the time."""
         return self.elapsed + 0.5 * self.step_time() >= share * self.task.steps
 
     def _backward(self, rows: Rows) -> None:
-        """Gradients of the batch; in a probe, which looks at each microbatch's, those one after the other."""
-        count = self.way.microbatches if self._probes() else 1
-        for part, (inputs, labels) in enumerate(zip(*(t.chunk(count) for t in rows), strict=True)):
-            x = inputs
-            for index, stage in self._numbered():
-                with self.taps[index].recording(part):
-                    x = stage(x)
-            loss = nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten()) / count
-            loss.backward()  # type: ignore[no-untyped-call]
-            for index, taps in self.taps.items():
-                taps.compute(part, self.noise.observer(index) if self._probes() else self._sampler(index))
+        """Compute the gradients of the batch."""
+        x, labels = rows
+        for index, stage in self._numbered():
+            with self.taps[index].recording(0):
+                x = stage(x)
+        nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten()).backward()  # type: ignore[no-untyped-call]
+        for index, taps in self.taps.items():
+            taps.compute(0, self._sampler(index))
 
     def _sampler(self, stage: int) -> RowSampler | None:
         masks = [self.step_masks.of(stage, microbatch) for microbatch in range(self.way.microbatches)]
@@ -204,7 +161,7 @@ def train(task_name: str, way_name: str, seed: int) -> dict[str, Any]:
     curve: list[tuple[float, float]] = []
     same_steps = None
     rows = task.rows * way.microbatches
-    data = task.data(rows * (2 * task.steps if way.auto else round(task.steps * speedup(training.plan))), seed)
+    data = task.data(rows * round(task.steps * speedup(training.plan)), seed)
     while not training.reaches(1.0):
         training.train_step(rows_of(data, range(training.step * rows, (training.step + 1) * rows)))
         if training.step == task.steps:
@@ -215,9 +172,8 @@ def train(task_name: str, way_name: str, seed: int) -> dict[str, Any]:
         "task": task_name,
         "way": way_name,
         "seed": seed,
-        "speedup": training.step / task.steps if way.auto else speedup(training.plan),
-        "mean_freeze_ratio": statistics.fmean(training.ratios),
-        "progress": statistics.fmean(training.progress) if way.auto else None,
+        "speedup": speedup(training.plan),
+        "mean_freeze_ratio": training.plan.mean_freeze_ratio,
         "steps": training.step,
         "loss": curve[-1][1],
         "loss_at_equal_steps": same_steps,

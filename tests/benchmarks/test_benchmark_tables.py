@@ -11,8 +11,8 @@ import pytest
 from benchmarks.core import control, deferral, token_cost
 from benchmarks.hosts import balance, compiled, emulated, imbalance, levers, memory
 from benchmarks.language_model import study
-from benchmarks.language_model.table import STEPS, WALL_CLOCK, by_task, choices, contrasts, gains
-from benchmarks.language_model.ways import GOALS, LEVERS
+from benchmarks.language_model.table import STEPS, WALL_CLOCK, by_task, contrasts, gains
+from benchmarks.language_model.ways import GOALS, LEVERS, RETIRED
 from benchmarks.shared.files import keep_row, markdown_table, put_table
 
 
@@ -36,11 +36,10 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "imbalance": (imbalance.PAGE, lambda: imbalance.table(imbalance.read_rows())),
     "levers": (levers.PAGE, lambda: levers.table(json.loads(levers.RESULTS.read_text()))),
     "memory": (memory.PAGE, lambda: memory.table(memory.read_rows())),
-    "language_model": (study.PAGE, lambda: gains(by_task(study.read()), WALL_CLOCK, GOALS)),
+    "language_model": (study.PAGE, lambda: gains(by_task(study.read()), WALL_CLOCK, (*GOALS, *RETIRED))),
     "language_model_levers": (study.PAGE, lambda: gains(by_task(study.read()), WALL_CLOCK, LEVERS)),
     "language_model_steps": (study.PAGE, lambda: gains(by_task(study.read()), STEPS)),
     "language_model_contrasts": (study.PAGE, lambda: contrasts(by_task(study.read()))),
-    "language_model_auto": (study.PAGE, lambda: choices(by_task(study.read()))),
 }
 """By the name of a table in its page: the page, and the table from the committed results."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.language_model.network import Shape
-from benchmarks.language_model.table import STEPS, WALL_CLOCK, by_task, choices, contrasts, gains
+from benchmarks.language_model.table import STEPS, WALL_CLOCK, by_task, contrasts, gains
 from benchmarks.language_model.tasks import TASKS, rows_of
 from benchmarks.language_model.training import Training
 from benchmarks.language_model.ways import BASE, EXACT, MICROBATCHES, WAYS
@@ -70,7 +70,7 @@ def test_a_weight_that_no_microbatch_trains_stays() -> None:
 
 
 def run(way: str, seed: int, loss: float, **more: Any) -> dict[str, Any]:
-    same = {"speedup": 1.0, "mean_freeze_ratio": 0.0, "progress": None, STEPS: loss + 0.1, "steps": 100, "curve": []}
+    same = {"speedup": 1.0, "mean_freeze_ratio": 0.0, STEPS: loss + 0.1}
     return {"task": "from scratch", "way": way, "seed": seed, WALL_CLOCK: loss, **same, **more}
 
 
@@ -81,17 +81,3 @@ def test_differences_are_paired_by_seed_and_one_seed_has_no_error() -> None:
     assert "+0.110 ± 0.010 (2)" in table
     assert "+0.500, one seed" in table
     assert "nan" not in table + contrasts(by_task(rows))
-
-
-def test_an_auto_run_tells_what_it_chose() -> None:
-    rows = [run(BASE, 0, 2.0), run("tokens, auto", 0, 1.95, speedup=1.25, mean_freeze_ratio=0.3, progress=0.9)]
-    assert "| from scratch | tokens, auto | 0 | 0.30 | 0.80 | 0.90 | +0.050 |" in choices(by_task(rows))
-
-
-def test_the_progress_that_was_found_is_in_steps_with_nothing_frozen() -> None:
-    alone = run(BASE, 0, 2.0, curve=[(0.5, 3.0), (1.0, 2.0)])
-    auto = {"speedup": 1.25, "progress": 0.9, "steps": 125}
-    table = choices(by_task([alone, run("tokens, auto", 0, 2.1, **auto)]))
-    assert "| 0.90 | -0.100 | 0.76 |" in table  # as low as after 95 steps
-    lower = choices(by_task([alone, run("tokens, auto", 0, 1.9, **auto)]))
-    assert "| 0.90 | +0.100 | |" in lower

@@ -55,7 +55,7 @@ class Run:
             "warmup_steps": draw.choice((0, 1, 2)),
             "monitoring_steps": draw.choice((2, 4, 6)),
             "progressive_steps": draw.choice((0, 1, 3)),
-            "max_freeze_ratio": draw.choice((0.0, 0.3, 0.8, 1.0, "auto")),
+            "max_freeze_ratio": draw.choice((0.0, 0.3, 0.8, 1.0)),
             "weight_gradients": draw.choice(("in_place", "deferred")),
             "granularity": draw.choice(("tensor", "tensor", "token")),
             "gradient_scale": draw.choice(("skipped_as_zero", "computed_mean")),
@@ -65,7 +65,7 @@ class Run:
             "seed": draw.randrange(1000),
             "on_error": "warn",
         }
-        if section["max_freeze_ratio"] != "auto" and section["granularity"] == "tensor" and draw.random() < 0.3:
+        if section["granularity"] == "tensor" and draw.random() < 0.3:
             section["method"] = draw.choice(("timely+apf", "timely+autofreeze", "none"))
             section["stability_check_interval"] = draw.choice((1, 2, 4))
         return section

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from tf_adapters.advice.balance import balance
 from tf_adapters.errors import ConfigError, TimelyFreezeError
@@ -22,7 +21,7 @@ from tf_adapters.report.schema import Report
 from tf_adapters.schedule.deferral import whole_microbatches_held
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind
-from tf_adapters.simulate.goal_comparison import DRAWING, MOST_ACTIONS, PAPER, WORTH_MEMORY
+from tf_adapters.simulate.goal_comparison import MOST_ACTIONS, PAPER, WORTH_MEMORY
 from tf_adapters.simulate.model_costs import action_bounds
 from tf_adapters.simulate.named_schedules import Sizes, named_order
 from tf_adapters.simulate.simulated_pipeline import carried_gaps, recut, stage_times
@@ -30,6 +29,10 @@ from tf_adapters.simulate.simulation_page import GRADIENTS, held_text
 from tf_adapters.simulate.sources import PROMISED
 
 _MOST_DEFERRED = 4_096  # actions up to which an order with deferral takes a second or two
+_DRAWING = TokenCost(fixed=0.1)
+"""Assumed cost of sampling tokens without a measurement: a tenth of a weight gradient, for drawing and gathering."""
+
+_SAMPLED = "{:.0%} of their time saved, unbiased"
 _ORDERS = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv")
 
 
@@ -76,7 +79,7 @@ def goal_lines(report: Report) -> list[str]:
         return []
     try:
         run = _Run(report, lambda _: None)
-        goals = [next(run.deferral()), *islice(run.freezing(), 2)]
+        goals = [*run.deferral(), next(run.freezing())]
     except TimelyFreezeError as error:
         return [f"what the goals would bring is not known: {error}"]
     now = run.now()
@@ -84,7 +87,7 @@ def goal_lines(report: Report) -> list[str]:
         f"{goal.name}: planned {goal.step_ms:,.1f} ms a step, {_speedup(now, goal)}; weight gradients: {goal.gradients}"
         for goal in goals
     ]
-    return [*rows, *run.assumptions()]
+    return [*rows, *run.assumption()]
 
 
 class _Run:
@@ -102,17 +105,17 @@ class _Run:
     def now(self) -> Lever:
         return Lever("as it is, measured", self._step_ms, whole_microbatches_held(self.schedule), "all")
 
-    def assumptions(self) -> Iterator[str]:
+    def assumption(self) -> Iterator[str]:
         if self._assumed:
             yield (
                 "what freezing saves was not measured (nothing was frozen): a weight gradient is taken to last "
                 "as long as the forward, at most half of the backward"
             )
-        if not self._costs:
-            yield "drawing tokens was not measured: it is taken to cost a tenth of a weight gradient"
 
     def notes(self) -> Iterator[str]:
-        yield from self.assumptions()
+        yield from self.assumption()
+        if not self._costs:
+            yield "drawing tokens was not measured: it is taken to cost a tenth of a weight gradient"
         promised = self._report.measured.planned_step_ms
         if promised is not None and not self._assumed and self._report.plan and self._report.plan.mean_freeze_ratio:
             yield PROMISED.format(promised)
@@ -129,18 +132,17 @@ class _Run:
             yield roomy
 
     def freezing(self) -> Iterator[Lever]:
-        """The goals that freeze, then each of their parts: sampled tokens without deferral, frozen tensors with it."""
-        yield self._sampled("goal pays, at most", PAPER)
+        """The goal that freezes, then frozen tensors and sampled tokens within the run's own limit."""
         yield self._planned("goal paper", PAPER, GRADIENTS["paper"], defer=False)
         limit = f", limit {self._ratio:g}"
         if self._ratio != PAPER:
-            yield self._sampled(f"sampled tokens, deferred{limit}", self._ratio)
             yield self._planned(f"freezing{limit}", self._ratio, GRADIENTS["paper"], defer=False)
-        yield self._sampled(f"sampled tokens{limit}", self._ratio, defer=False)
+        yield self._sampled(f"sampled tokens, deferred{limit}")
+        yield self._sampled(f"sampled tokens{limit}", defer=False)
         yield self._planned(f"freezing, deferred{limit}", self._ratio, GRADIENTS["paper"])
 
-    def _sampled(self, name: str, ratio: float, defer: bool = True) -> Lever:
-        return self._planned(name, ratio, GRADIENTS["pays"], defer=defer, costs=self._costs or {0: DRAWING})
+    def _sampled(self, name: str, defer: bool = True) -> Lever:
+        return self._planned(name, self._ratio, _SAMPLED, defer=defer, costs=self._costs or {0: _DRAWING})
 
     def _planned(
         self,

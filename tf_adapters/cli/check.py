@@ -95,7 +95,7 @@ def _what_happens(settings: TimelyFreezeConfig, state: RunState, step: int) -> s
     from tf_adapters.training.log_lines import phase
 
     is_planned = settings.plans and settings.method != "none" and step > state.phases.freezing_start
-    if is_planned and not settings.stage_limit:
+    if is_planned and not settings.max_freeze_ratio:
         return "weight gradients deferred as planned, none skipped" if settings.defers else "planned, nothing frozen"
     return phase(settings, state, step)
 

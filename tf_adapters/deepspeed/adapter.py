@@ -49,7 +49,7 @@ from tf_adapters.deepspeed.stages import (
 )
 from tf_adapters.deepspeed.support import refuse_another, refuse_compiled
 from tf_adapters.deepspeed.v_execution import VSchedule, VTransfers
-from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
+from tf_adapters.hosts.adapter import HostAdapter
 from tf_adapters.hosts.waiting import WaitingWeights
 from tf_adapters.measuring.timer import clock_for
 from tf_adapters.overrides import Overrides
@@ -120,8 +120,6 @@ class DeepSpeedAdapter(HostAdapter):
             microbatch_size=int(engine.train_micro_batch_size_per_gpu()),
             moves_forwards=not engine.dynamic_shape,  # with dynamic shapes, receives cannot begin early
             traced=holds_first_rank(engine.grid.get_pipe_parallel_group()),
-            replicas=engine.grid.get_data_parallel_world_size(),
-            adaptive=is_adaptive([engine.basic_optimizer]),
             meetings=meetings(engine, self._loss_is_late),
             warmup_steps=self._warmup_steps(),
             clock=clock_for(torch.device(engine.device)),

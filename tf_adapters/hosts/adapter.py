@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -217,12 +217,6 @@ def _check_scaled(config: TimelyFreezeConfig, pipeline: HostPipeline) -> None:
                     f'{SECTION}.gradient_scale is "{config.gradient_scale}": allowed is "skipped_as_zero" here, since '
                     f"stages {stages[id(parameter)]} and {stage} of one rank share the parameter {name}"
                 )
-
-
-def is_adaptive(optimizers: Iterable[Any]) -> bool:
-    """Return whether all optimizers normalise by gradient size, as Adam does: their groups have ``betas``."""
-    groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
-    return bool(groups) and all("betas" in group for group in groups)
 
 
 A = TypeVar("A", bound=HostAdapter)

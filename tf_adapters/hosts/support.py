@@ -63,7 +63,7 @@ def missing_name(owner: Any, names: Iterable[str], called: str = "") -> Problem:
 
 def masks_parameters(settings: TimelyFreezeConfig) -> bool:
     """Return whether whole parameters may be frozen, for which torch.compile would compile again."""
-    return settings.stage_limit != 0.0 and not settings.samples_tokens
+    return settings.max_freeze_ratio != 0.0 and not settings.samples_tokens
 
 
 def compiled_problem(

@@ -11,7 +11,6 @@ from pydantic import Field, model_validator
 
 from tf_adapters.errors import ScheduleError
 from tf_adapters.measuring.batch_times import BatchTimes
-from tf_adapters.measuring.learning import Learning
 from tf_adapters.measuring.token_cost import CostPair
 from tf_adapters.measuring.transfers import Gaps
 from tf_adapters.schedule.dag import PipelineDag
@@ -36,7 +35,6 @@ class Measurement(Value):
         waits: from the end of ``SendWait.posted`` to the start of ``SendWait.blocked``, an action of another rank. That
             rank has sent a message before, and waits until the message is received.
         token_costs: by stage, the cost of sampled weight gradients, where tokens are sampled.
-        learning: what freezing costs in learning, where single microbatches' gradients were seen.
         unfrozen_step_ms: a whole step with nothing frozen; 0 where not measured.
         other_ms: the part of a step that is not the batch: data, optimizer.
         steps: whether all ranks "meet" between two steps, or steps "overlap": a rank begins the next one while others
@@ -52,7 +50,6 @@ class Measurement(Value):
     overhead: Mapping[ActionText, Time] = field(default_factory=dict)
     waits: Mapping[EdgeText, Time] = field(default_factory=dict)
     token_costs: Mapping[int, CostPair] = field(default_factory=dict)
-    learning: Learning | None = None
     unfrozen_step_ms: Time = 0.0
     other_ms: Time = 0.0
     batch_times: BatchTimes | None = None
@@ -126,10 +123,6 @@ class Measurement(Value):
                     raise ValueError(f"{name}: {rank} is not a rank: allowed are 0 to {last_rank}")
         if self.waits:
             self.schedule.execution_order(self.waits)
-        last = self.schedule.num_stages - 1
-        for stage in self.learning.stages if self.learning else ():
-            if not 0 <= stage <= last:
-                raise ValueError(f"learning.stages: {stage} is not a stage of the schedule: allowed are 0 to {last}")
         object.__setattr__(self, "times", {action: self.times[action] for action in actions})
         return self
 

@@ -21,7 +21,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron_patches.forward_backward import Batch
 from tf_adapters.collectives import Collectives, holds_first_rank, on_all_ranks
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
+from tf_adapters.hosts.adapter import HostAdapter
 from tf_adapters.hosts.boundaries import HeldSinceUpdate, UpdateSteps
 from tf_adapters.hosts.late import LateNorms
 from tf_adapters.hosts.layers import layers_of
@@ -67,7 +67,6 @@ class MegatronModel:
     num_microbatches: int
     pp_group: Any
     expert_parallel_size: int = 1
-    replicas: int = 1
     microbatch_size: int | None = None
     moves_forwards: bool = False
     norm_can_be_late: bool = False
@@ -156,8 +155,6 @@ class MegatronAdapter(HostAdapter):
             microbatch_size=model.microbatch_size,
             moves_forwards=model.moves_forwards,
             traced=holds_first_rank(model.pp_group),
-            replicas=model.replicas,
-            adaptive=is_adaptive([model.optimizer]),
             meetings=meetings(model.chunks, model.optimizer, model.config, self._norm_is_late),
             warmup_steps=self._warmup_steps,
             clock=clock_for(device_of(model.chunks)),

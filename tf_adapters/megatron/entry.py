@@ -124,7 +124,6 @@ def _agreed_model(
             num_microbatches=microbatches,
             pp_group=group,
             expert_parallel_size=max(1, int(parallel_state.get_expert_model_parallel_world_size())),
-            replicas=int(parallel_state.get_data_parallel_world_size(with_context_parallel=True)),
             microbatch_size=_microbatch_size_of_the_run(),
         )
         described.append(of_rank)

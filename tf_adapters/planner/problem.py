@@ -60,8 +60,7 @@ class PlanProblem:
     """The input of the planner: a measurement and the limits of a plan.
 
     With ``measurement.token_costs``, no ratio is above the largest one that drawing tokens can reach. Among the plans
-    that end as early, the one with the least noise is then chosen instead of the one with the least freezing. With
-    ``measurement.learning``, the plan is the one that pays most.
+    that end as early, the one with the least noise is then chosen instead of the one with the least freezing.
     """
 
     measurement: Measurement
@@ -106,13 +105,11 @@ class PlanProblem:
                 raise PlanInputError(f"unknown field {reprlib.repr(key)}{hint}")
         if data.get("token_cost") is not None:
             data = {**data, "token_costs": {0: data["token_cost"]}}
-        if isinstance(data.get("learning"), dict) and "other_ms" in data["learning"]:
-            data = {"other_ms": data["learning"]["other_ms"], **data}
         return cls(Measurement.from_json(data), Limits.from_json(data))
 
 
 _FIELDS = ("ranks", *[field.name for kind in (Measurement, Limits) for field in fields(kind)][1:], "token_cost")
-"""``token_cost`` is one for all stages. Earlier versions wrote ``other_ms`` into ``learning``."""
+"""``token_cost`` is one for all stages."""
 
 _UNUSED = ("unfrozen_step_ms", "other_ms", "batch_times", "token_cost")
 _ALLOWED = ", ".join(name for name in _FIELDS if name not in _UNUSED)

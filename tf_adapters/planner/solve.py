@@ -13,7 +13,6 @@ from tf_adapters.errors import PlanInputError, SolverError
 from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.planner.deferred import plan_deferred
 from tf_adapters.planner.freeze_plan import FreezePlan, Makespan, SolverReport
-from tf_adapters.planner.frontier import plan_that_pays
 from tf_adapters.planner.glop import solve_glop
 from tf_adapters.planner.optimality import optimality_gap
 from tf_adapters.planner.problem import Limits, PlanProblem
@@ -79,8 +78,7 @@ def solve(problem: PlanProblem, time_limit_s: float | None = None, progress: Pro
     0.1% of the makespan, GLOP tries for at most 20 s, and the better plan is returned, with status FEASIBLE where it
     is not GLOP's. ``progress`` is told in words how far the solve has come.
 
-    With ``defer`` the order is rewritten first (``planner.deferred``), and each order has ``time_limit_s``. With
-    ``learning`` the plan is the one that pays most (``planner.frontier``), and each point has ``time_limit_s``.
+    With ``defer`` the order is rewritten first (``planner.deferred``), and each order has ``time_limit_s``.
 
     Raises ScheduleError for a schedule that cannot run, PlanInputError for times, ratios and limits that
     are missing or out of range, SolverError when no solver has a plan (within ``time_limit_s``, if given).
@@ -92,8 +90,6 @@ def solve(problem: PlanProblem, time_limit_s: float | None = None, progress: Pro
         time_limit_s = min(time_limit_s, LONGEST_S)
     progress = progress or (lambda _: None)
     measurement, limits = problem.measurement, problem.limits
-    if measurement.learning:
-        return plan_that_pays(problem, lambda one_point: solve(one_point, time_limit_s, progress))
     if limits.defer:
         return plan_deferred(problem, lambda one_order: solve(one_order, time_limit_s, progress))
     progress(f"{len(measurement.schedule.actions):,} actions")

@@ -12,7 +12,6 @@ from tf_adapters import __version__
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.measuring.control_steps import speedup
 from tf_adapters.measuring.estimates import estimate, grouped, median, merged
-from tf_adapters.measuring.learning import Learning
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.measuring.token_cost import TokenCost
 from tf_adapters.measuring.transfers import Gaps
@@ -73,7 +72,6 @@ def build_report(run: RunView, ranks: Sequence[LocalMeasurements]) -> Report:
         tapped_share={str(stage): share for stage, share in state.taps.shares.items()} if state.taps else {},
         copied_bytes={str(stage): copied for rank in ranks for stage, copied in sorted(rank.copied_bytes.items())},
         tokens=_tokens(state.plan, known.token_costs),
-        gradient_signal=_signal(known.learning),
         batches=_batches(state.plans),
         layers={str(s): of for rank in ranks for s, of in sorted(rank.layers.items())},
         batch_times=known.batch_times,
@@ -99,10 +97,6 @@ def _tokens(plan: FreezePlan | None, costs: Mapping[int, TokenCost]) -> dict[str
         str(stage): SampledTokens(kept=fmean(shares), fixed=costs[stage].fixed, per_token=costs[stage].per_token)
         for stage, shares in sorted(kept.items())
     }
-
-
-def _signal(learning: Learning | None) -> dict[str, tuple[float, float]]:
-    return {str(stage): (of.signal, of.error) for stage, of in learning.stages.items()} if learning else {}
 
 
 def disabled_report(host: HostInfo, config: TimelyFreezeConfig, reason: str) -> Report:

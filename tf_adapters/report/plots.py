@@ -1,4 +1,4 @@
-"""Pictures of one run, drawn from its report: backward times, freeze ratios, the frontier, the time of each rank.
+"""Pictures of one run, drawn from its report: backward times, freeze ratios, the time of each rank.
 
 Only drawing imports matplotlib. A picture is left out if the report lacks its data.
 """
@@ -93,8 +93,6 @@ def plots_of(report: Report) -> dict[str, Draw]:
         figures["freeze_ratio"] = _draw_freeze_ratio
     if any(report.parameter_freeze_ratio.values()):
         figures["parameters"] = _draw_parameters
-    if report.plan is not None and report.plan.frontier:
-        figures["frontier"] = _draw_frontier
     if batch_of(report) is not None:
         figures["rank_times"] = _draw_rank_times
     return figures
@@ -173,26 +171,6 @@ def _draw_parameters(figure: Any, report: Report) -> None:
         axes.axvline(mean, color="black", linewidth=1, linestyle="--")
         axes.set_title(f"stage {stage}: {len(ratios)} tensors, mean {mean:.2f}", fontsize=9)
         axes.set(xlabel="share of microbatches in which a tensor is frozen", ylabel="tensors", xlim=(0, 1))
-
-
-def _draw_frontier(figure: Any, report: Report) -> None:
-    """Draw the gain of each plan that could have been chosen: speed, a step's progress, progress in time."""
-    assert report.plan is not None
-    figure.set_size_inches(7.5, _HEIGHT)
-    axes, points = figure.add_subplot(), report.plan.frontier
-    chosen = points[report.plan.chosen]
-    ratios = [point.mean_freeze_ratio for point in points]
-    errors = [point.progress_error for point in points]
-    axes.plot(ratios, [p.speed for p in points], marker="o", markersize=4, label="speed", color=_colour(0))
-    axes.errorbar(ratios, [p.progress for p in points], errors, marker="o", markersize=4, capsize=2,
-                  label="progress of a step", color=_colour(1))  # fmt: skip
-    axes.errorbar(ratios, [p.progress_in_time for p in points], [p.speed * p.progress_error for p in points],
-                  marker="o", markersize=4, capsize=2, label="progress in the same time", color=_colour(2))  # fmt: skip
-    axes.axvline(chosen.mean_freeze_ratio, color="0.5", linewidth=1, linestyle="--", label="the plan")
-    axes.axhline(1.0, color="0.8", linewidth=0.8)
-    axes.set_title("what freezing brings, the host alone = 1 (standard errors)", fontsize=9)
-    axes.set(xlabel="mean freeze ratio", ylim=(0, None))
-    axes.legend(fontsize=8)
 
 
 def _draw_rank_times(figure: Any, report: Report) -> None:

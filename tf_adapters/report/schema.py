@@ -151,13 +151,12 @@ class Report(_Model):
     stage and name, the share of stable freezing's microbatches in which a parameter was frozen (a tied weight: on all
     of its stages). ``tapped_share`` is by stage, where weight gradients are deferred or sampled: the share of their
     work that can be. ``copied_bytes`` is by stage: what a step copies since others could have changed what waits for
-    its weight gradient. ``tokens`` is by stage, where they are sampled. ``gradient_signal`` is by stage, where
-    ``max_freeze_ratio`` is "auto": the share of a batch's gradient that is signal, and its standard error. ``layers``
-    holds, by stage, the times of its layers in the warm-up. ``batches`` is by number of microbatches, where they are
-    mixed: all else is of the number that most steps had. ``batch_times`` is where the ranks' time goes with nothing
-    frozen. ``steps`` says whether ranks "meet" between steps or steps "overlap"; if they overlap, ``between_steps`` has
-    each rank's time between steps in ms. ``moves_forwards`` says whether a plan may change the host's order of forwards
-    and input gradients. All may be left out.
+    its weight gradient. ``tokens`` is by stage, where they are sampled. ``layers`` holds, by stage, the times of its
+    layers in the warm-up. ``batches`` is by number of microbatches, where they are mixed: all else is of the number
+    that most steps had. ``batch_times`` is where the ranks' time goes with nothing frozen. ``steps`` says whether ranks
+    "meet" between steps or steps "overlap"; if they overlap, ``between_steps`` has each rank's time between steps in
+    ms. ``moves_forwards`` says whether a plan may change the host's order of forwards and input gradients. All may be
+    left out.
     """
 
     format: Literal[1] = FORMAT
@@ -180,7 +179,6 @@ class Report(_Model):
     tapped_share: dict[str, Share] = Field(default_factory=dict)
     copied_bytes: dict[str, int] = Field(default_factory=dict)
     tokens: dict[str, SampledTokens] = Field(default_factory=dict)
-    gradient_signal: dict[str, tuple[Share, Quotient]] = Field(default_factory=dict)
     layers: dict[str, StageLayers] = Field(default_factory=dict)
     batches: dict[str, Batches] = Field(default_factory=dict)
     batch_times: BatchTimes | None = None
@@ -255,7 +253,7 @@ class Report(_Model):
 
     @property
     def max_freeze_ratio(self) -> float | None:
-        """The run's r_max, in [0, 1]; None where it is "auto" or not known."""
+        """The run's r_max, in [0, 1]; None where it is not known, or "auto" in a report of an earlier version."""
         ratio = self.config.get("max_freeze_ratio")
         return float(ratio) if isinstance(ratio, (int, float)) and 0.0 <= ratio <= 1.0 else None
 

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.planner.freeze_plan import Makespan
-from tf_adapters.planner.frontier import describe_frontier
 from tf_adapters.report.batch import batch_facts, bubble_headline
 from tf_adapters.report.layout import Panel, stable_samples
 from tf_adapters.report.page import Page, Table
@@ -113,8 +112,6 @@ def _plan_facts(report: Report) -> Iterable[tuple[str, str]]:
             limit = report.max_freeze_ratio
             bound = "" if limit is None else f", limit {limit:.0%} per stage"
             yield "plan", f"skip {plan.mean_freeze_ratio:.0%} of the weight gradients on average{bound}"
-        if plan.frontier:
-            yield "auto", describe_frontier(plan)
         if report.tokens:
             yield "tokens", _tokens(report.tokens.values())
         solver = plan.solver

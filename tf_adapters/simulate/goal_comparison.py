@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from tf_adapters.goals import GOALS
-from tf_adapters.measuring.token_cost import TokenCost
 from tf_adapters.planner.forecast import planned_dag
 from tf_adapters.planner.problem import Limits, PlanProblem
 from tf_adapters.planner.program import Progress
@@ -15,42 +13,26 @@ from tf_adapters.schedule.deferral import whole_microbatches_held
 from tf_adapters.simulate.simulated_pipeline import Pipeline
 from tf_adapters.simulate.simulation import GoalPoint, gain_of
 
-DRAWING = TokenCost(fixed=0.1)
-"""Assumed cost of sampling tokens without a measurement: a tenth of a weight gradient, for drawing and gathering."""
-
 MOST_ACTIONS = 1_024  # up to which the plans of all goals take a second or two
 WORTH_MEMORY = 0.01  # more microbatches in memory are named if they save at least this share
 PAPER = float(GOALS["paper"]["max_freeze_ratio"])
-"""The limit of goal "paper", and the largest share that "pays" may sample."""
 
 
 def goal_points(pipeline: Pipeline, progress: Progress | None = None) -> tuple[GoalPoint, ...]:
     """Plan each goal, and "exact" also with more microbatches in memory. Empty for pipelines of many actions.
 
-    "pays" is planned with the most sampling that it allows; a run often uses less. ``progress`` gets lines of text.
-    Raises SolverError as the planner does.
+    ``progress`` gets lines of text. Raises SolverError as the planner does.
     """
     if len(pipeline.schedule.actions) > MOST_ACTIONS:
         return ()
     exact = _point(pipeline, progress, "exact", 0.0)
     roomy = _point(pipeline, progress, "exact", 0.0, extra=len(pipeline.schedule.ranks))
     worth_it = roomy.batch.ms < (1.0 - WORTH_MEMORY) * exact.batch.ms
-    costs = pipeline.measurement.token_costs or {0: DRAWING}
-    pays = _point(pipeline, progress, "pays", PAPER, costs=costs)
-    paper = _point(pipeline, progress, "paper", PAPER)
-    return (exact, *([roomy] if worth_it else []), pays, paper)
+    return (exact, *([roomy] if worth_it else []), _point(pipeline, progress, "paper", PAPER))
 
 
-def _point(
-    pipeline: Pipeline,
-    progress: Progress | None,
-    goal: str,
-    ratio: float,
-    *,
-    extra: int = 0,
-    costs: Mapping[int, TokenCost] | None = None,
-) -> GoalPoint:
-    known = replace(pipeline.measurement, token_costs=costs or {})
+def _point(pipeline: Pipeline, progress: Progress | None, goal: str, ratio: float, *, extra: int = 0) -> GoalPoint:
+    known = replace(pipeline.measurement, token_costs={})
     defers = GOALS[goal]["weight_gradients"] == "deferred"
     limits = Limits.of_training(ratio, defer=defers, extra_microbatches=extra)
     plan = solve(PlanProblem(known, limits), progress=progress and (lambda text: progress(f"goal {goal}: {text}")))

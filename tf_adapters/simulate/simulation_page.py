@@ -10,7 +10,7 @@ from tf_adapters.report.page import Page, Table
 from tf_adapters.schedule.ir import Action
 from tf_adapters.simulate.simulation import Gain, GoalPoint, Simulation
 
-GRADIENTS = {"exact": "all, the same bits", "pays": "{:.0%} of their time saved, unbiased", "paper": "{:.0%} skipped"}
+GRADIENTS = {"exact": "all, the same bits", "paper": "{:.0%} skipped"}
 """Words for what becomes of the weight gradients, by goal; the number is the plan's mean freeze ratio."""
 
 _STEPS = 8  # most parts of a critical path that are printed
@@ -163,7 +163,7 @@ def _digit(ratio: float) -> str:
 def _goal_row(point: GoalPoint) -> tuple[str, ...]:
     extra = f", extra_microbatches {point.extra_microbatches}" if point.extra_microbatches else ""
     return (
-        f"{point.goal}{', at most' if point.goal == 'pays' else extra}",
+        f"{point.goal}{extra}",
         *(_ms(point.batch.ms), _percent(point.batch.gain)),
         held_text(point.held),
         GRADIENTS[point.goal].format(point.mean_freeze_ratio),

@@ -101,7 +101,7 @@ def _from_input(path: str, data: Any) -> Request:
     problem = PlanProblem.from_json(data)
     source = "given on standard input" if path == "-" else f"given in {path}"
     return Request(
-        (Pipeline("as given", replace(problem.measurement, token_costs={}, learning=None)),),
+        (Pipeline("as given", replace(problem.measurement, token_costs={})),),
         problem.limits.max_freeze_ratio,
         source=source,
         extra_microbatches=problem.limits.extra_microbatches if problem.limits.defer else None,

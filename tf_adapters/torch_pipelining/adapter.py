@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tf_adapters.collectives import Collectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.hosts.adapter import HostAdapter, is_adaptive
+from tf_adapters.hosts.adapter import HostAdapter
 from tf_adapters.hosts.boundaries import HeldSinceUpdate, UpdateSteps
 from tf_adapters.hosts.layers import layers_of
 from tf_adapters.hosts.units import units_of
@@ -34,7 +34,6 @@ from tf_adapters.torch_pipelining.replicas import (
     layers_with_taps,
     reduce_gradients,
     reduces_in_backward,
-    replica_count,
     reported_to_reducer,
     trained_replica,
     unsharded_adder,
@@ -104,8 +103,6 @@ class TorchPipeliningAdapter(HostAdapter):
                 host_backwards=self._replaced,
                 moves_forwards=True,
                 traced=holds_first_rank(self._stages[0].group),
-                adaptive=is_adaptive(optimizers),
-                replicas=replica_count(self._stages[0].submod),
                 meetings=meetings,
                 warmup_steps=DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps,
                 clock=clock_for(torch.device(self._stages[0].device)),

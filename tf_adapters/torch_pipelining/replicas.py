@@ -21,11 +21,6 @@ from tf_adapters.weight_gradients.engine_taps import linear_layer
 from tf_adapters.weight_gradients.tapped_layer import LinearTap, TappedLayer
 
 
-def replica_count(module: torch.nn.Module) -> int:
-    """Return the number of a stage's replicas in DDP; 1 without DDP, even if the user averages gradients."""
-    return int(module.process_group.size()) if isinstance(module, DistributedDataParallel) else 1
-
-
 def is_replicated(module: torch.nn.Module) -> bool:
     """Return whether DDP or FSDP changes the gradients of a part of this module, too."""
     return any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in module.modules())

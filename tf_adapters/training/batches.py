@@ -141,7 +141,6 @@ def carried_over(known: Measurement, schedule: PipelineSchedule) -> Measurement:
         communication={(s, t): transfer[_group(t)] for s, t in schedule.transfers() if _group(t) in transfer},
         overhead={action: overhead[_group(action)] for action in schedule.actions if _group(action) in overhead},
         waits={(w.posted, w.blocked): transfer[_group(w.sent[1])] for w in waits},
-        learning=known.learning and known.learning.of_batch(number / before),
     )
     return replace(other, unfrozen_step_ms=other.span_ms + known.other_ms)
 

@@ -40,7 +40,6 @@ from tf_adapters.training.step_masks import MaskTally, Scale, StepMasks
 from tf_adapters.training.tap_checks import TapChecks
 from tf_adapters.training.tapped_actions import TappedActions
 from tf_adapters.weight_gradients.activations import ActivationGraphs
-from tf_adapters.weight_gradients.gradient_noise import GradientNoise
 from tf_adapters.weight_gradients.parameters import ParameterMask, any_compiled
 
 _LAYER_STEPS = 4
@@ -82,20 +81,13 @@ class Controller:
             lambda stage: self._ratios.masks(self.state, self.step, stage), pipeline.parameters, pipeline.ties
         )
         self._tally = MaskTally()
-        freezable = {
-            stage: {name: of_stage[name] for name in self.masks.names(stage)}
-            for stage, of_stage in pipeline.parameters.items()
-        }
-        self._noise = GradientNoise(freezable if config.is_auto else {})
         self._executed: list[Action] = []
         self._ran_here = False  # whether the newest step ran in this process, since a state was loaded
         self._step_start: Any = None
         self.waits_for_update = False  # no update seems to come: until one does, the host computes everything
-        self._setup = RunSetup(
-            config, collectives, pipeline, self.masks, timer=self.timer, memory=self.memory, probes=self._noise.probes
-        )
+        self._setup = RunSetup(config, collectives, pipeline, self.masks, timer=self.timer, memory=self.memory)
         self._checks = TapChecks(pipeline.taps)
-        self._tapped_actions = TappedActions(self._setup, self._checks, self._noise)
+        self._tapped_actions = TappedActions(self._setup, self._checks)
         self._decisions = Decisions(self._setup, self.stability_checks, self._report)
 
     # --- what the host calls in every step -------------------------------------------------------------------
@@ -151,8 +143,6 @@ class Controller:
         self.timer.drain()
         self._step_start = self.timer.start_step(self.state.microbatches)
         self._step_masks.draw()
-        if self._ratios.probes(self.state, self.step):
-            self._noise.begin()
 
     @contextmanager
     def running(self, action: Action) -> Iterator[None]:
@@ -225,7 +215,6 @@ class Controller:
         self.timer.stop_step(self._timed_phase, self._step_start, step)
         self.memory.stop_step(self._timed_phase)
         self._layers.off()  # a copy of the model that is made between two steps has no hooks of ours
-        self._noise.end(self.state.microbatches)
         self._tally.add(step, phase, self._step_masks)
         self._step_start = None
         self.state.completed_steps = step
@@ -354,7 +343,6 @@ class Controller:
         """End of freezing on this rank. Called on all ranks at the same point: leaves the final report."""
         self._decisions.forget()
         self._layers.off()
-        self._noise.abandon()  # where a step has failed
         if self._observer is not None:
             self._observer.close(self.view())
 
@@ -369,7 +357,6 @@ class Controller:
             action,
             waits=self.waits_for_update,
             shares=lambda microbatch: self.mask(action.stage, microbatch).share,
-            probes=self._ratios.probes(self.state, self.step),
             halfway=self._input_gradients_done,
         )
 

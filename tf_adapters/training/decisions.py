@@ -12,7 +12,6 @@ from tf_adapters.log import announce
 from tf_adapters.measuring.control_steps import EARLY_KNOWN, NEIGHBOURS, Speedup, is_control, speedup
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.planner.deferred import describe_deferral
-from tf_adapters.planner.frontier import describe_frontier
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.training import batch_words, log_lines, tap_findings
@@ -232,8 +231,6 @@ class Decisions:
             state.measure(job.measurement, (job.reason,))
             self._unplanned.clear()
         self._adopt(state, job.measurement.schedule, planned)
-        if first and self._config.is_auto and not planned.plan.mean_freeze_ratio:
-            state.phases = state.phases.without_ramp()
         if first or job.reason:
             self._report()
 
@@ -248,8 +245,6 @@ class Decisions:
         if plan.deferrable_share:
             self.say(f"deferral: {describe_deferral(plan, schedule)}")
             self._say_memory(batch)
-        if plan.frontier:
-            self.say(f"max_freeze_ratio auto: {describe_frontier(plan)}")
         meeting = log_lines.meeting(state.measured_for(schedule), plan, self._pipeline.meetings)
         for line in (log_lines.planned(plan, batch.forecast), *([meeting] if meeting else []), *planned.notes):
             self.say(line)

@@ -14,8 +14,6 @@ from tf_adapters.selection.masks import NONE_PREFERRED, Mask, StageMasks
 from tf_adapters.training.state import RunState
 
 _FIRST_STAGE_MONITORING_RATIO = 0.8  # far along the line, yet short of its end
-_MONITORED_EACH = 4  # steps of monitoring from one probe to the next: they should not slow what is timed
-_STABLE_EACH = 20  # steps of stable freezing from one probe to the next, at least: a probe freezes nothing
 
 
 class FreezeRatios:
@@ -35,16 +33,6 @@ class FreezeRatios:
     def _monitors_with_masks(self, state: RunState) -> bool:
         return not state.failure and self._config.monitors_with_masks
 
-    def probes(self, state: RunState, step: int) -> bool:
-        """Return whether ``step`` looks at the noise of the gradients, and freezes nothing."""
-        if not self._config.is_auto or state.failure:
-            return False
-        phase, phases = state.phases.phase(step), state.phases
-        if phase is Phase.MONITORING_UPPER:
-            return (step - phases.warmup_end) % _MONITORED_EACH == 1
-        passed, interval = step - phases.progressive_end, max(self._config.replan_interval, _STABLE_EACH)
-        return phase is Phase.STABLE and passed % interval == interval // 2
-
     def ratio(self, state: RunState, step: int, action: Action) -> float:
         """Return the actual freeze ratio (AFR) of an action at a step, in [0, 1] (paper section 3.3).
 
@@ -57,7 +45,7 @@ class FreezeRatios:
             return compiling[action.microbatch].share
         if self._config.plans and state.phases.phase(step).monitors:
             return self._monitoring_ratio(state, step, action) if self._monitors_with_masks(state) else 0.0
-        if not state.freezes(self._config) or self.probes(state, step):
+        if not state.freezes(self._config):
             return 0.0
         if not self._config.plans:
             return self._masks.share(action.stage, self.stable(state, step, action.stage))

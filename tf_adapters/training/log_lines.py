@@ -29,8 +29,8 @@ def enabled(host: str, schedule: PipelineSchedule, config: TimelyFreezeConfig, p
     checks = f"stability checks every {config.stability_check_interval} steps"
     if not config.plans:
         return f"enabled: {size}, without a plan; warm-up to step {phases.warmup_end}, then {checks}"
-    if config.stage_limit:
-        size += f", max freeze ratio {'auto' if config.is_auto else f'{config.stage_limit:g}'}"
+    if config.max_freeze_ratio:
+        size += f", max freeze ratio {config.max_freeze_ratio:g}"
     monitored = f"warm-up to step {phases.warmup_end}, monitoring to {phases.monitoring_end}"
     if not config.freezes:
         return f"enabled: {size}; {monitored}, then the {'host alone' if config.method == 'none' else 'plan'}"
@@ -40,7 +40,7 @@ def enabled(host: str, schedule: PipelineSchedule, config: TimelyFreezeConfig, p
 
 def small(schedule: PipelineSchedule, config: TimelyFreezeConfig) -> str | None:
     """Return what a pipeline of one stage or a batch of one microbatch cannot gain; None for a larger one."""
-    if schedule.num_stages == 1 and not config.stage_limit:
+    if schedule.num_stages == 1 and not config.max_freeze_ratio:
         return "one stage waits for no other, so there is nothing to gain here with nothing frozen"
     if schedule.num_stages == 1:
         return "one stage waits for no other: a step is shorter only by the weight gradients that it skips"
@@ -56,14 +56,13 @@ def meaning(config: TimelyFreezeConfig) -> str:
     """Return the words for the effect of a run on the model."""
     if config.method == "none":
         return "measures, and leaves the rest to the host"
-    if not config.stage_limit and config.plans:
+    if not config.max_freeze_ratio and config.plans:
         if config.defers:
             return "the same bits as without"
-        return "the same bits as without, and nothing is deferred; goal pays or paper would shorten steps"
-    most = "" if config.is_auto else f"up to {config.stage_limit:.0%} of "
-    what = f"samples {most}tokens, unbiased" if config.samples_tokens else f"skips {most}weight gradients"
-    first = "defers exactly, then " if config.defers else ""
-    return f"{first}{what}{', where measurements say that it pays' if config.is_auto else ''}"
+        return "the same bits as without, and nothing is deferred; goal paper would shorten steps"
+    most = f"up to {config.max_freeze_ratio:.0%} of"
+    what = f"samples {most} tokens, unbiased" if config.samples_tokens else f"skips {most} weight gradients"
+    return f"{'defers exactly, then ' if config.defers else ''}{what}"
 
 
 def out_of_reach(target_ms: float, promised: Forecast, max_freeze_ratio: float) -> str:

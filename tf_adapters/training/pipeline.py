@@ -44,8 +44,6 @@ class HostPipeline:
         moves_forwards: whether the host can run forwards and input gradients in another order, too.
         microbatch_size: samples of a microbatch, as the host's settings have them; None where they do not say it.
         traced: whether transfers are measured on this rank's pipeline: true of one replica of the pipeline.
-        replicas: the number of replicas of the pipeline, each with its own microbatches; 1 where it is not known.
-        adaptive: whether the optimizer divides by the size of the gradient, as Adam does.
         meetings: the reasons why all ranks meet between two steps, as far as the host's settings show them.
         warmup_steps: the value of ``warmup_steps: "auto"``.
         clock: by default the clock of the device that the parameters live on.
@@ -65,8 +63,6 @@ class HostPipeline:
     moves_forwards: bool = False
     microbatch_size: int | None = None
     traced: bool = True
-    replicas: int = 1
-    adaptive: bool = False
     meetings: Sequence[str] = ()
     warmup_steps: int = 0
     clock: Clock | None = None

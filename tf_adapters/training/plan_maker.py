@@ -13,7 +13,6 @@ from tf_adapters.measuring.between_steps import between_steps
 from tf_adapters.measuring.compact import PackedBounds, PackedTraces
 from tf_adapters.measuring.estimates import merged
 from tf_adapters.measuring.freeze_response import Group, StageTimes, measured_times
-from tf_adapters.measuring.learning import Learning, Probe
 from tf_adapters.measuring.measurement import NOTHING_MEASURED, Measurement
 from tf_adapters.measuring.memory import MemoryMeter
 from tf_adapters.measuring.phase import Phase
@@ -23,7 +22,6 @@ from tf_adapters.measuring.token_cost import TokenCost, slower_cost
 from tf_adapters.measuring.transfers import complete_steps, local_traces, measure_gaps
 from tf_adapters.planner.forecast import Forecast, forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.planner.frontier import SOLVES
 from tf_adapters.planner.problem import Limits, PlanProblem
 from tf_adapters.planner.solve import solve
 from tf_adapters.planner.worker import BackgroundPlan
@@ -46,7 +44,7 @@ _WORTH_MEMORY = 0.02
 
 @dataclass(frozen=True)
 class RunSetup:
-    """The parts of a run that its decisions need. ``probes`` returns this rank's newest probes by stage."""
+    """The parts of a run that its decisions need."""
 
     config: TimelyFreezeConfig
     collectives: Collectives
@@ -54,14 +52,6 @@ class RunSetup:
     masks: StageMasks
     timer: ActionTimer
     memory: MemoryMeter
-    probes: Callable[[], Mapping[int, Sequence[Probe]]]
-
-    def learning(
-        self, schedule: PipelineSchedule, ranks: Sequence[Mapping[int, Sequence[Probe]]], costs: Mapping[int, TokenCost]
-    ) -> Learning | None:
-        """From the probes of all ranks; None where a stage has none. ``costs`` are by stage, where tokens are drawn."""
-        batch = schedule.num_microbatches * self.pipeline.replicas
-        return Learning.measured(ranks, batch, costs, self.pipeline.adaptive)
 
 
 @dataclass(frozen=True)
@@ -92,7 +82,6 @@ class _Local:
     step_ms: float
     typical_ms: Mapping[Group, float]
     token_costs: Mapping[int, TokenCost]
-    probes: Mapping[int, Sequence[Probe]]
     rank: int  # of the pipeline
     fitting: int | None
     means: Mapping[Group, Bounds] = field(default_factory=dict)
@@ -139,14 +128,12 @@ class PlanMaker:
             steps = list(traced_steps.values())
             self._steps, gaps = slowest_durations(steps, detailed, times), measure_gaps(schedule, steps)
             costs = merged((rank.token_costs for rank in ranks), slower_cost)
-            learning = self._run.learning(schedule, [rank.probes for rank in ranks], costs)
             between = between_steps(schedule, traced_steps, traces)
             known = Measurement(
                 schedule,
                 times,
                 **gaps._asdict(),
                 token_costs=costs,
-                learning=learning,
                 **between._asdict(),
                 fitting_microbatches=_fitting_by_rank(ranks),
             ).of_step(max(rank.step_ms for rank in ranks))
@@ -192,9 +179,8 @@ class PlanMaker:
         return planned
 
     def _begin(self, job: PlanJob) -> Planned | None:
-        solves, limit_s = SOLVES if self._config.is_auto else 1, self._config.solver_time_limit_s
-        known = job.measurement
-        if len(known.schedule.actions) * solves <= _SOLVED_AT_ONCE:
+        known, limit_s = job.measurement, self._config.solver_time_limit_s
+        if len(known.schedule.actions) <= _SOLVED_AT_ONCE:
             return on_one_rank(self._collectives, lambda: self._promise(known, solve(self._problem(known), limit_s)))
 
         def launch() -> None:
@@ -211,8 +197,7 @@ class PlanMaker:
         if self._config.fills_memory:
             fitting = self._run.memory.most_microbatches(Phase.MONITORING_UPPER, self._config.memory_limit_bytes)
         rank = schedule.rank_of(min(self._run.pipeline.parameters))
-        figures = times.typical_ms(), times.token_costs, self._run.probes()
-        local = _Local(step_ms, *figures, rank=rank, fitting=fitting)
+        local = _Local(step_ms, times.typical_ms(), times.token_costs, rank=rank, fitting=fitting)
         if not self._run.pipeline.traced:
             return replace(local, means=times.means())
         return replace(
@@ -241,13 +226,12 @@ class PlanMaker:
     def _problem(self, known: Measurement) -> PlanProblem:
         config, target = self._config, self._config.target_ms(known.unfrozen_step_ms)
         limits = Limits.of_training(
-            config.stage_limit,
+            config.max_freeze_ratio,
             target_makespan_ms=max(0.0, known.span_ms - (known.unfrozen_step_ms - target)) if target else 0.0,
             **config.deferral_limits,
             moves_forwards=self._run.pipeline.moves_forwards and not self.keeps_forwards,
         )
-        unknown = config.is_auto and known.learning is None
-        return PlanProblem(known, replace(limits, max_freeze_ratio=0.0) if unknown else limits)
+        return PlanProblem(known, limits)
 
     def _promise(self, known: Measurement, plan: FreezePlan) -> Planned:
         promised = self._forecast(known, plan)
@@ -259,17 +243,12 @@ class PlanMaker:
         return forecast(known, plan, steps=self._steps, stage_0_vanishes=self._run.masks.can_freeze_all(0))
 
     def _notes(self, known: Measurement, promised: Forecast, plan: FreezePlan) -> Iterator[str]:
-        """Say what the settings ask for and the plan does not reach, and why nothing is frozen."""
+        """Say what the settings ask for and the plan does not reach."""
         target = self._config.target_ms(known.unfrozen_step_ms)
-        if target and promised.planned_ms > target * _NEARLY and not self._config.is_auto:
-            yield log_lines.out_of_reach(target, promised, self._config.stage_limit)
+        if target and promised.planned_ms > target * _NEARLY:
+            yield log_lines.out_of_reach(target, promised, self._config.max_freeze_ratio)
         if self._config.fills_memory:
             yield log_lines.filled_memory(known, plan)
-        if self._config.is_auto and not plan.frontier:
-            yield (
-                "max_freeze_ratio auto: nothing is frozen, since the gradients of single microbatches cannot be seen "
-                "here, so that what freezing costs is not known"
-            )
 
     def _with_more_memory(self, known: Measurement, promised: Forecast, plan: FreezePlan) -> Iterator[str]:
         """Say how much faster the first exact plan would be with more microbatches in memory, if solved at once."""

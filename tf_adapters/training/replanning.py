@@ -14,14 +14,12 @@ from tf_adapters.collectives import decide_from_all
 from tf_adapters.measuring.compact import PackedTraces
 from tf_adapters.measuring.estimates import median, merged
 from tf_adapters.measuring.freeze_response import Group
-from tf_adapters.measuring.learning import Learning, Probe
 from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.measuring.timer import ActionTimer, Sample, Trace
 from tf_adapters.measuring.transfers import Gaps, complete_steps, local_traces, measure_gaps
 from tf_adapters.planner.forecast import durations_under, planned_dag, stable_durations
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.planner.frontier import best_point
 from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
@@ -37,12 +35,11 @@ _IN_A_ROW = 2
 
 @dataclass(frozen=True)
 class _Local:
-    """One rank's part: how many times as long each group takes as planned, its step in ms, its traces, its probes."""
+    """One rank's part: how many times as long each group takes as planned, its step in ms, its traces."""
 
     changes: Mapping[Group, float]
     step_ms: float
     traces: PackedTraces
-    probes: Mapping[int, Sequence[Probe]]
 
 
 class Replanning:
@@ -55,8 +52,7 @@ class Replanning:
     def due(self, step: int, settled: int) -> bool:
         """Return whether to look after ``step``. Stable freezing began after step ``settled``."""
         passed = step - settled
-        looks = self._config.replan_threshold > 0 or self._config.is_auto
-        return looks and passed > 0 and passed % self._config.replan_interval == 0
+        return self._config.replan_threshold > 0 and passed > 0 and passed % self._config.replan_interval == 0
 
     def forget(self) -> None:
         """Begin anew: the pipeline runs something else now."""
@@ -70,19 +66,14 @@ class Replanning:
         def judge(ranks: Sequence[_Local]) -> tuple[Packed, str] | None:
             slowest = merged((rank.changes for rank in ranks), max)  # a stage takes as long as its slowest replica
             away = max((max(factor, 1.0 / factor) - 1.0 for factor in slowest.values()), default=0.0)
-            # Where a stage has no probe, what monitoring said stands.
-            newest = self._run.learning(schedule, [rank.probes for rank in ranks], known.token_costs)
-            learning = newest or known.learning
-            why = [log_lines.changed(slowest)] if 0.0 < self._config.replan_threshold < away else []
-            why += _pays_otherwise(plan, learning)
-            if not why:
+            if away <= self._config.replan_threshold:
                 return None
             gaps = _gaps(known, plan, [rank.traces.unpack(ran) for rank in ranks])
             factors = {action: slowest.get((action.stage, action.kind), 1.0) for action in known.times}
             times = {a: Bounds(b.lower * factors[a], b.upper * factors[a]) for a, b in known.times.items()}
-            now = replace(known, times=times, **gaps._asdict(), learning=learning, batch_times=None)
+            now = replace(known, times=times, **gaps._asdict(), batch_times=None)
             saved = max(0.0, now.span_ms - self._planned_ms(now, plan))
-            return packed(now.of_step(max(rank.step_ms for rank in ranks) + saved)), "; ".join(why)
+            return packed(now.of_step(max(rank.step_ms for rank in ranks) + saved)), log_lines.changed(slowest)
 
         number = schedule.num_microbatches
         fresh = decide_from_all(self._run.collectives, lambda: self._local(ran, known.times, number), judge)
@@ -98,7 +89,7 @@ class Replanning:
         traces = PackedTraces.of(ran, local_traces(timer, Phase.STABLE, number) if self._run.pipeline.traced else ())
         newest = min(self._config.replan_interval, _NEWEST)
         step_ms = timer.step_ms(Phase.STABLE, number) or 0.0
-        return _Local(changes(timer, bounds, newest), step_ms, traces, self._run.probes())
+        return _Local(changes(timer, bounds, newest), step_ms, traces)
 
     def _planned_ms(self, known: Measurement, plan: FreezePlan) -> float:
         """A batch with these times under the plan in force, ms."""
@@ -106,18 +97,6 @@ class Replanning:
         if self._run.masks.can_freeze_all(0):
             now = stable_durations(now, plan.freeze_ratio)
         return planned_dag(known, plan).span_ms(now)
-
-
-def _pays_otherwise(plan: FreezePlan, learning: Learning | None) -> list[str]:
-    """Why another plan of the frontier pays more now than the one in force, if one does."""
-    if not plan.frontier or learning is None:
-        return []
-    best = best_point(plan.frontier, learning, plan.chosen)
-    if best == plan.chosen:
-        return []
-    chosen, better = (plan.frontier[number].mean_freeze_ratio for number in (plan.chosen, best))
-    found = "pays more than" if best else "is as good as"
-    return [f"the gradients' noise has changed: freezing {better:.2f} {found} {chosen:.2f}"]
 
 
 def changes(timer: ActionTimer, bounds: Mapping[Action, Bounds], newest: int) -> dict[Group, float]:

@@ -136,7 +136,7 @@ class RunState:
         stable = self.phases.phase(step) is Phase.STABLE and is_control(step - self.phases.progressive_end)
         if not stable or self.plan is None or self.failure or self.left_to_host:
             return False
-        if self.plan.mean_freeze_ratio > 0.0 or self.plan.frontier:
+        if self.plan.mean_freeze_ratio > 0.0:
             return False
         splits = any(action.kind is Kind.WEIGHT_GRAD for action in self.schedule.actions)
         return not splits and self.plan.schedule not in (None, self.schedule)
@@ -222,7 +222,7 @@ def _of_format_2(data: Mapping[str, Any], schedule: PipelineSchedule) -> dict[st
     alone |= {name: data.get(name, 0.0) for name in ("unfrozen_step_ms", "planned_step_ms")}
     batches = data.get("batches", [alone] if data["plan"] else [])
     own = next((batch for batch in batches if batch["plan"] is None), alone)
-    others = ("unfrozen_step_ms", "other_ms", "token_costs", "learning", "batch_times")
+    others = ("unfrozen_step_ms", "other_ms", "token_costs", "batch_times")
     facts = {name: data[name] for name in others if data.get(name) is not None}
     ranks = own["schedule"] if data["bounds"] else []
     measurement = Measurement.from_json({"ranks": ranks, "times": data["bounds"], **data["gaps"], **facts})

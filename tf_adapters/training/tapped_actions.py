@@ -16,7 +16,6 @@ from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.training.plan_maker import RunSetup
 from tf_adapters.training.state import RunState
 from tf_adapters.training.tap_checks import TapChecks
-from tf_adapters.weight_gradients.gradient_noise import GradientNoise
 from tf_adapters.weight_gradients.taps import RowSampler, StageTaps
 from tf_adapters.weight_gradients.tokens import TokenSampler
 
@@ -27,9 +26,9 @@ Shares = Callable[[int], float]
 class TappedActions:
     """Runs the actions of one rank's stages with their taps."""
 
-    def __init__(self, setup: RunSetup, checks: TapChecks, noise: GradientNoise) -> None:
+    def __init__(self, setup: RunSetup, checks: TapChecks) -> None:
         self._config, self._pipeline, self._masks = setup.config, setup.pipeline, setup.masks
-        self._checks, self._noise = checks, noise
+        self._checks = checks
 
     @contextmanager
     def around(
@@ -39,20 +38,18 @@ class TappedActions:
         *,
         waits: bool,
         shares: Shares,
-        probes: bool,
         halfway: Callable[[Action], None],
     ) -> Iterator[None]:
         """Run a host's computation inside.
 
         ``waits`` says that no update seems to come. Without a plan the host then computes everything. ``halfway`` is
-        called when only weight gradients of the action are left. ``probes`` says whether the step looks at the noise of
-        samples.
+        called when only weight gradients of the action are left.
         """
         taps, microbatch = self._pipeline.taps.get(action.stage), action.microbatch
         if taps is None or (waits and state.plan is None):
             yield
             return
-        apart = not self._checks.all and self._computed_apart(state, action, shares(microbatch), probes)
+        apart = not self._checks.all and self._computed_apart(state, action, shares(microbatch))
         with self._at_work(taps, action, apart):
             yield
         if action.freezable and not apart:
@@ -81,7 +78,7 @@ class TappedActions:
         with self._checks.forward(), taps.checking(action.microbatch):
             yield
 
-    def _computed_apart(self, state: RunState, action: Action, share: float, probes: bool) -> bool:
+    def _computed_apart(self, state: RunState, action: Action, share: float) -> bool:
         """Return whether the weight gradients of an action's microbatch are computed apart from its backward.
 
         Before there is a plan they are always computed apart, so that they can be timed. Under a plan they are computed
@@ -93,7 +90,7 @@ class TappedActions:
             return False
         if plan is None or Action(action.stage, Kind.WEIGHT_GRAD, action.microbatch) in plan.freeze_ratio:
             return True
-        return self._config.samples_tokens and (share > 0.0 or probes)
+        return self._config.samples_tokens and share > 0.0
 
     def _compute(self, state: RunState, stage: int, microbatch: int, shares: Shares) -> None:
         sampler = self._sampler(state, stage, microbatch, shares(microbatch))
@@ -101,10 +98,8 @@ class TappedActions:
             self._pipeline.taps[stage].compute(microbatch, sampler)
 
     def _sampler(self, state: RunState, stage: int, microbatch: int, share: float) -> RowSampler | None:
-        if not self._config.samples_tokens:
+        if not self._config.samples_tokens or not share:
             return None
-        if not share:
-            return self._noise.observer(stage)
         cost, caps = state.measurement.token_costs.get(stage, TokenCost()), self._masks.caps(stage)
         key = (self._config.seed, state.completed_steps + 1, stage, microbatch)
         return TokenSampler(key, lambda weight: cost.kept(share * caps.get(weight, 0.0)))

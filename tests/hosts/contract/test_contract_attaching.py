@@ -26,7 +26,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "in place": {},
     "deferred": {"weight_gradients": "deferred"},
     "tokens": {"granularity": "token"},
-    "auto": {"max_freeze_ratio": "auto", "monitoring_steps": 4},
 }
 each_way = pytest.mark.parametrize("way", WAYS)
 NOTHING = "no.such.parameter"

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.distributed
 LIFE = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 1, "on_error": "raise"}
 MEANS = {
     "exact": "the same bits as without",
-    "pays": "defers exactly, then samples tokens, unbiased, where measurements say that it pays",
     "paper": "skips up to 80% of weight gradients",
 }
 STEPS = 9

@@ -498,7 +498,7 @@ def attach_by_rank(*settings: Any) -> tuple[str, str]:
     return "attached" if adapter else "disabled", ""
 
 
-WRONG = 'timely_freeze.max_freeze_ratio is 1.5: allowed is "auto" or a number from 0 to 1'
+WRONG = "timely_freeze.max_freeze_ratio is 1.5: allowed is a number from 0 to 1"
 
 
 @distributed

@@ -429,7 +429,7 @@ def test_a_schedule_cannot_be_chosen(schedule: str) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_a_wrong_setting_is_refused() -> None:
-    text = 'timely_freeze.max_freeze_ratio is 1.5: allowed is "auto" or a number from 0 to 1'
+    text = "timely_freeze.max_freeze_ratio is 1.5: allowed is a number from 0 to 1"
     assert attach_refusal(ConfigError, {"max_freeze_ratio": 1.5}) == text
 
 

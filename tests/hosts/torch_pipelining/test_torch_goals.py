@@ -19,7 +19,6 @@ pytestmark = pytest.mark.distributed
 
 PHASES = {"warmup_steps": 1, "monitoring_steps": 4, "progressive_steps": 1}
 EXACT = {**PHASES, "goal": "exact", "max_freeze_ratio": 0.0}
-PAYS = {**PHASES, "goal": "pays", "max_freeze_ratio": "auto"}
 
 
 def trained(case: Case) -> dict[str, Any]:
@@ -36,7 +35,7 @@ def trained(case: Case) -> dict[str, Any]:
 
 
 def replaced(rank: dict[str, Any]) -> list[str]:
-    return [line for line in rank["log"] if "goal pays takes" in line]
+    return [line for line in rank["log"] if "goal exact takes" in line]
 
 
 LEFT = Case(schedule="ScheduleZBVZeroBubble", replicas="fsdp mixed")
@@ -45,6 +44,9 @@ LEFT = Case(schedule="ScheduleZBVZeroBubble", replicas="fsdp mixed")
 def test_sums_that_depend_on_the_order_leave_weight_gradients_in_the_backward(tmp_path):
     found = pool(4).run(trained, replace(LEFT, section=EXACT, output_dir=str(tmp_path)))
     alone = pool(4).run(trained, replace(LEFT, section=None))
+    [line] = replaced(found[0])
+    assert 'takes weight_gradients "in_place" here: rank 0: stage 0 has fully_shard' in line
+    assert not any(map(replaced, found[1:]))
     assert any("the same bits as without, and nothing is deferred" in line for line in found[0]["log"])
     for ours, theirs in zip(found, alone, strict=True):
         assert ours["settings"] == ("exact", 0.0, "tensor", "in_place")
@@ -75,8 +77,8 @@ def refused_on_one_rank(case: Case) -> dict[str, Any]:
 
 
 def test_all_ranks_take_what_the_last_of_them_can_run(tmp_path):
-    found = pool(2).run(refused_on_one_rank, Case(section=PAYS, output_dir=str(tmp_path)))
-    assert [rank["settings"] for rank in found] == [("pays", "auto", "tensor", "in_place")] * 2
+    found = pool(2).run(refused_on_one_rank, Case(section=EXACT, output_dir=str(tmp_path)))
+    assert [rank["settings"] for rank in found] == [("exact", 0.0, "tensor", "in_place")] * 2
     assert all(rank["failure"] is None for rank in found)
     [line] = replaced(found[0])
     assert "here: rank 1: rank 1 cannot; use" in line

@@ -264,7 +264,7 @@ def test_what_is_right_is_accepted(replicas: str, optimizer: str) -> None:
 
 # --- settings ------------------------------------------------------------------------------------------------
 
-WRONG = 'timely_freeze.max_freeze_ratio is 1.5: allowed is "auto" or a number from 0 to 1'
+WRONG = "timely_freeze.max_freeze_ratio is 1.5: allowed is a number from 0 to 1"
 SCHEDULE = (
     'timely_freeze.schedule is "gpipe": allowed is "host"; with torch.distributed.pipelining the schedule is the '
     "object that you pass"

@@ -137,7 +137,7 @@ def test_what_attach_would_refuse_is_refused(check: Any, more: dict[str, Any], w
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"timely_freeze": {"goal": "pays", "goal": "exact"}}', "field 'goal' is there twice"),
+        ('{"timely_freeze": {"goal": "paper", "goal": "exact"}}', "field 'goal' is there twice"),
         ('{"seed": NaN}', "NaN is not JSON: numbers are finite"),
         ('{\n// ours\n"timely_freeze": {}}', "not JSON: "),
         ("[]", "this is not a DeepSpeed config: a config is a JSON object"),
@@ -151,6 +151,6 @@ def test_a_wrong_file_ends_with_one_line(check: Any, text: str, words: str) -> N
 
 
 def test_it_reads_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO('{"timely_freeze": {"goal": "pays"}}'))
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"timely_freeze": {"goal": "paper"}}'))
     assert main(["check", "-"]) == 0
-    assert capsys.readouterr().out.startswith("on: goal pays (")
+    assert capsys.readouterr().out.startswith("on: goal paper (")

@@ -84,6 +84,6 @@ def test_other_keys_of_the_config_are_free(capsys: pytest.CaptureFixture[str]) -
     assert main(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert schema == config_schema()
-    assert accepts(schema, {"train_batch_size": 8, "timely_freeze": {"goal": "pays"}})
+    assert accepts(schema, {"train_batch_size": 8, "timely_freeze": {"goal": "paper"}})
     assert not accepts(schema, {"timely_freeze": {"goal": "fast"}})
     assert not accepts(schema, {"timely_freeze": []})

@@ -12,7 +12,6 @@ from tf_adapters.errors import ConfigError
 from tf_adapters.goals import GOALS, LEVERS
 
 EXACT = {"max_freeze_ratio": 0.0, "granularity": "tensor", "weight_gradients": "deferred"}
-PAYS = {"max_freeze_ratio": "auto", "granularity": "token", "weight_gradients": "deferred"}
 PAPER = {"max_freeze_ratio": 0.8, "granularity": "tensor", "weight_gradients": "in_place"}
 
 
@@ -28,13 +27,11 @@ def levers(config: TimelyFreezeConfig) -> dict[str, Any]:
         ({"extra_microbatches": 4}, "exact", EXACT),
         ({"goal": None}, "exact", EXACT),
         ({"goal": "exact"}, "exact", EXACT),
-        ({"goal": "pays"}, "pays", PAYS),
         ({"goal": "paper"}, "paper", PAPER),
-        ({"goal": "pays", "granularity": "tensor"}, "pays", {**PAYS, "granularity": "tensor"}),
+        ({"goal": "paper", "granularity": "token"}, "paper", {**PAPER, "granularity": "token"}),
         ({"goal": "exact", "weight_gradients": "in_place"}, "exact", {**EXACT, "weight_gradients": "in_place"}),
-        ({"goal": "pays", "method": "apf"}, "pays", PAPER),
-        ({"goal": "pays", "method": "timely+apf"}, "pays", {**PAYS, "granularity": "tensor"}),
-        ({"goal": "pays", "method": "none"}, "pays", PAYS),
+        ({"goal": "paper", "method": "apf"}, "paper", PAPER),
+        ({"goal": "exact", "method": "none"}, "exact", EXACT),
     ],
 )
 def test_a_goal_chooses_what_is_not_given(section, goal, expected):
@@ -112,13 +109,6 @@ def nearest(section: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 
 def test_what_a_host_cannot_run_is_left_out_step_by_step():
-    assert nearest({"goal": "pays"}) == [
-        ("auto", "token", "deferred"),
-        ("auto", "tensor", "deferred"),
-        ("auto", "token", "in_place"),
-        ("auto", "tensor", "in_place"),
-        ("auto", "block", "in_place"),
-    ]
     assert nearest({}) == [
         (0.0, "tensor", "deferred"),
         (0.0, "tensor", "in_place"),
@@ -129,10 +119,20 @@ def test_what_a_host_cannot_run_is_left_out_step_by_step():
 
 def test_what_the_user_has_chosen_stays():
     assert nearest({"weight_gradients": "deferred", "granularity": "token"}) == [(0.8, "token", "deferred")]
-    assert nearest({"goal": "pays", "granularity": "block"}) == [
-        ("auto", "block", "deferred"),
-        ("auto", "block", "in_place"),
+    assert nearest({"goal": "exact", "granularity": "block"}) == [
+        (0.0, "block", "deferred"),
+        (0.0, "block", "in_place"),
     ]
-    deferred = [("auto", "token", "deferred"), ("auto", "tensor", "deferred")]
-    assert nearest({"goal": "pays", "extra_microbatches": "auto"}) == deferred
     assert nearest({"extra_microbatches": "auto"}) == [(0.0, "tensor", "deferred")]
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        ({"goal": "pays"}, "timely_freeze.goal is 'pays': allowed is " + '"exact", "paper", or null'),
+        ({"max_freeze_ratio": "auto"}, "timely_freeze.max_freeze_ratio is 'auto': allowed is a number from 0 to 1"),
+    ],
+)
+def test_what_was_taken_out_is_refused_with_what_is_allowed(section, line):
+    with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
+        TimelyFreezeConfig.parse(section)

@@ -210,15 +210,14 @@ def test_steps_that_overlap_show_two_steps_and_the_rank_that_holds_the_period() 
 
 def test_each_goal_is_planned_from_the_same_times() -> None:
     whole = pipeline(one_f_one_b(4, 8))
-    exact, roomy, pays, paper = goal_points(Pipeline("overlap", replace(whole.measurement, steps="overlap")))
-    assert [point.goal for point in (exact, roomy, pays, paper)] == ["exact", "exact", "pays", "paper"]
+    exact, roomy, paper = goal_points(Pipeline("overlap", replace(whole.measurement, steps="overlap")))
+    assert [point.goal for point in (exact, roomy, paper)] == ["exact", "exact", "paper"]
     assert (exact.extra_microbatches, roomy.extra_microbatches) == (0, 4)
     assert exact.mean_freeze_ratio == roomy.mean_freeze_ratio == 0.0
     assert exact.held == paper.held == 4
     assert 4 < roomy.held <= 8
     assert roomy.batch.gain > exact.batch.gain > 0.0
-    assert pays.batch.gain > exact.batch.gain
-    assert 0.0 < pays.mean_freeze_ratio < paper.mean_freeze_ratio
+    assert paper.mean_freeze_ratio > 0.0
 
 
 def test_goals_are_on_the_page_and_in_the_json() -> None:
@@ -226,7 +225,7 @@ def test_goals_are_on_the_page_and_in_the_json() -> None:
     found = replace(simulate(whole, 0.8), goals=goal_points(whole))
     page = simulation_page(found, "given", (), width=120)
     table = next(table for table in page.tables if table.title == "What each goal would bring")
-    assert [row[0] for row in table.rows] == ["exact", "pays, at most", "paper"]
+    assert [row[0] for row in table.rows] == ["exact", "paper"]
     assert table.rows[0][-1] == "all, the same bits"
     (exact, *_) = json.loads(json.dumps(found.to_json()))["goals"]
     assert exact["batch"]["ms"] == found.goals[0].batch.ms

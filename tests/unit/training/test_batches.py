@@ -19,7 +19,6 @@ import tf_adapters.training.plan_maker as planning
 from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.errors import SolverError
-from tf_adapters.measuring.learning import Learning, StageLearning
 from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.report import Report
@@ -110,16 +109,6 @@ def test_a_target_grows_with_the_batch() -> None:
     other = carried_over(known, one_f_one_b(2, 8))
     faster = TimelyFreezeConfig(target_speedup=1.25)
     assert faster.target_ms(other.unfrozen_step_ms) == pytest.approx(other.unfrozen_step_ms / 1.25)
-
-
-def test_a_larger_batch_has_more_signal() -> None:
-    learning = Learning({0: StageLearning(0.2, 0.05)})
-    twice = learning.of_batch(2.0).stages[0]
-    assert twice.signal == pytest.approx(0.2 / (0.2 + 0.8 / 2))
-    slope = (StageLearning(0.2001, 0.0).of_batch(2.0).signal - twice.signal) / 0.0001
-    assert twice.error == pytest.approx(0.05 * slope, rel=1e-3)
-    again = learning.of_batch(2.0).of_batch(0.5).stages[0]
-    assert (again.signal, again.error) == pytest.approx((0.2, 0.05))
 
 
 def test_a_pipeline_is_the_same_where_its_ranks_run_the_same_stages() -> None:

@@ -47,7 +47,7 @@ def watch(**settings: Any) -> Replanning:
     masks = StageMasks({stage: [FreezeUnit(("weight",), 1.0, (1,))] for stage in range(2)}, seed=0)
     pipeline = HostPipeline(HostInfo("host", "1"), SCHEDULE, units={}, parameters={})
     config, memory = TimelyFreezeConfig(goal="paper", **settings), MemoryMeter(pipeline.device)
-    setup = RunSetup(config, Collectives(), pipeline, masks, timer=Filled().timer, memory=memory, probes=dict)
+    setup = RunSetup(config, Collectives(), pipeline, masks, timer=Filled().timer, memory=memory)
     return Replanning(setup)
 
 
