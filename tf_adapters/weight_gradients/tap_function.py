@@ -159,7 +159,7 @@ def _run_backward(root: torch.Tensor, gradient: torch.Tensor) -> None:
 
     Source: megatron/core/pipeline_parallel/schedules.py (``custom_backward``).
     """
-    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.run_backward(
         tensors=(root,),
         grad_tensors=(gradient,),
         keep_graph=False,
