@@ -46,11 +46,9 @@ SIZES = (Size(width=256, layers=4), Size(width=1024, layers=2, microbatches=4))
 FREEZING: dict[str, Any] = {"max_freeze_ratio": None, "warmup": 2, "monitoring": 14, "progressive": 0}
 TINY = 8
 """Where kernels take no time, so that the row shows what Python and autograd take."""
-LAYERS = {TINY: 20, 256: 8, 512: 4, 1024: 4, 2048: 2, 4096: 2}
-"""Width of single layers, and how many of them are in a row."""
-TOKENS = 512
-PAIRS = {False: 40, True: 400}
-"""Measurements of wide and of narrow layers."""
+LAYERS = {TINY: (20, 300), 256: (8, 60), 512: (4, 40), 1024: (2, 24), 2048: (2, 8), 4096: (1, 5)}
+"""By width of single layers, how many are in a row, and the number of pairs."""
+TOKENS = 1024
 STEPS = 16
 """Steps of stable training that are measured, without control steps: those run as the host."""
 
@@ -69,7 +67,7 @@ def main() -> None:
     if args.layers:
         torch.set_num_threads(1)
         keep_freed_memory()
-        layers = {f"{width:,} wide": tap_row(width, count) for width, count in LAYERS.items()}
+        layers = {f"{width:,} wide": tap_row(width, *of_width) for width, of_width in LAYERS.items()}
         write_json(LAYERS_RESULTS, {"machine": machine(), "tokens": TOKENS, "rows": layers})
         put_table(PAGE, "price_layers", layers_table(layers))
         print(layers_table(layers))
@@ -121,7 +119,7 @@ def row(host: str, size: Size) -> dict[str, float]:
     }
 
 
-def tap_row(width: int, count: int) -> dict[str, float]:
+def tap_row(width: int, count: int, rounds: int) -> dict[str, float]:
     """Return a layer's CPU times in us: its forward and backward alone, and what a tap adds, as medians of pairs."""
     tokens = 2 if width == TINY else TOKENS
     inputs = torch.randn(tokens, width, requires_grad=True)
@@ -129,7 +127,7 @@ def tap_row(width: int, count: int) -> dict[str, float]:
     taps = StageTaps(tapped, plain_layer, by_name=True, sole=True, trusted=True)
     taps.install()
     pairs = []
-    for number in range(PAIRS[width <= 256]):
+    for number in range(rounds + 2):
         if number % 2:
             alone = layer_us(plain, inputs, None)
             pairs.append((alone, layer_us(tapped, inputs, taps)))

@@ -32,7 +32,7 @@ _PAYS = 0.99
 REASON = "a trial of steps that overlap"
 
 
-class Kept(NamedTuple):
+class BeforeTrial(NamedTuple):
     """The plan for ranks that meet, what it was made from, and the time of its steps in ms."""
 
     measurement: Measurement
@@ -46,7 +46,7 @@ class OverlapTrial:
     def __init__(self, run: RunSetup, overlapping: Measurement) -> None:
         self._timer, self._collectives = run.timer, run.collectives
         self.job = PlanJob(overlapping, REASON)
-        self.kept: Kept | None = None
+        self.kept: BeforeTrial | None = None
         self._plan: FreezePlan | None = None  # whose steps are counted
         self._steps: list[int] = []
 
@@ -71,7 +71,7 @@ class OverlapTrial:
     def keep(self, state: RunState, step_ms: float) -> None:
         """Remember the plan for ranks that meet, which ran until now."""
         assert state.batch is not None
-        self.kept = Kept(state.measurement, state.batch, step_ms)
+        self.kept = BeforeTrial(state.measurement, state.batch, step_ms)
 
     def _own_ms(self) -> float:
         self._timer.drain(wait=True)

@@ -82,7 +82,7 @@ class Planned:
     notes: tuple[str, ...] = ()
 
 
-class Measured(NamedTuple):
+class MonitoredSteps(NamedTuple):
     """The measurement of the monitored steps, and a sentence for each bound that noise had crossed.
 
     ``own_times`` is empty, or by rank its own time between steps in ms, if it is not clear whether ranks meet there.
@@ -142,7 +142,7 @@ class PlanMaker:
 
         return decide_from_all(self._collectives, local, lambda errors: max(errors))
 
-    def measure(self, schedule: PipelineSchedule, findings: TapFindings) -> Measured:
+    def measure(self, schedule: PipelineSchedule, findings: TapFindings) -> MonitoredSteps:
         """Return what the monitored steps show. Raises TimelyFreezeError, the same on every rank."""
 
         def merge(ranks: Sequence[_Local]) -> tuple[Packed, tuple[str, ...], Mapping[int, float]]:
@@ -173,7 +173,7 @@ class PlanMaker:
             return packed(known), notes, {} if between.is_clear else between.between_steps
 
         known, notes, own_times = decide_from_all(self._collectives, lambda: self._local(schedule), merge)
-        return Measured(unpacked(known, schedule), notes, own_times)
+        return MonitoredSteps(unpacked(known, schedule), notes, own_times)
 
     def start(self, job: PlanJob) -> Planned | None:
         """Make the plan, or begin to: None where it is made beside training. Raises TimelyFreezeError on all ranks."""

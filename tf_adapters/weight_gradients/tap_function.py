@@ -99,7 +99,7 @@ class _GraphOnly(torch.autograd.Function):
         return gradient
 
 
-def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+def apply(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
     """Return ``function.apply(*args)``, without its preparations for transforms of ``torch.func``: none may run."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
@@ -150,7 +150,7 @@ def hand_over(gradient: list[torch.Tensor], parameter: torch.nn.Parameter) -> No
         _run_backward(parameter, gradient.pop())
         return
     with torch.enable_grad():
-        node: torch.Tensor = apply(_HandOver, gradient, parameter)
+        node: torch.Tensor = apply(_HandOver, (gradient, parameter))
     _run_backward(node, node.detach())
 
 

@@ -194,7 +194,7 @@ class TappedLayer(ABC):
                 parameter.requires_grad = True
         tapped, multiplied = _Call(taps, self, parameters, call), _as_multiplied(self._input_of(call), output)
         named = taps.named(parameters)
-        return apply(Tap, tapped, multiplied, output, taps.anchor, *named)
+        return apply(Tap, (tapped, multiplied, output, taps.anchor, *named))
 
     def _input_of(self, call: partial[Any]) -> Any:
         return call.args[0] if call.args else call.keywords.get(self.input_name)

@@ -16,7 +16,7 @@ from tf_adapters.testing.plans import tensor_units
 from tf_adapters.training import overlap_trial
 from tf_adapters.training.controller import Controller
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
-from tf_adapters.training.plan_maker import Measured, PlanMaker
+from tf_adapters.training.plan_maker import MonitoredSteps, PlanMaker
 
 MEETING_MS = 10.0
 FIRST_STABLE = 4
@@ -53,7 +53,7 @@ class Run:
 def unclear(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the monitored steps say nothing. On one rank no plan promises a gain: let the trial's plan do so."""
     measure = PlanMaker.measure
-    monkeypatch.setattr(PlanMaker, "measure", lambda *args: Measured(*measure(*args)[:2], own_times={0: 1.0}))
+    monkeypatch.setattr(PlanMaker, "measure", lambda *args: MonitoredSteps(*measure(*args)[:2], own_times={0: 1.0}))
     monkeypatch.setattr(overlap_trial, "_PAYS", 1.0)
 
 
