@@ -25,12 +25,12 @@ from tf_adapters.selection.stability import StabilityState
 from tf_adapters.testing import force_plan
 from tf_adapters.testing.plans import tensor_units
 from tf_adapters.training.controller import Controller
-from tf_adapters.training.decisions import verify_schedule
 from tf_adapters.training.pipeline import HostInfo, HostPipeline
 from tf_adapters.training.plan_maker import PlanMaker
 from tf_adapters.training.replanning import Replanning
 from tf_adapters.training.state import for_other_ranks
 from tf_adapters.training.tap_findings import TapFindings
+from tf_adapters.training.verification import verify_schedule
 
 MICROBATCHES = 64
 TENSORS, ELEMENTS = 48, 400_000

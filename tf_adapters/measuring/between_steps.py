@@ -1,13 +1,21 @@
 """Find out whether all ranks meet between two steps, and how long each rank takes between its steps.
 
 The rank that ends a batch first has most to gain. If it begins the next step before the last action of the batch has
-ended, it did not wait for that action's rank, so steps overlap. Otherwise the ranks meet: a reduction of the loss, a
-norm over all gradients or a barrier holds that rank, or a weight that it shares with the rank that ends last. Steps
-whose ranks all end at about the same time show nothing; they count as meeting, since there is little to gain.
+ended, it did not wait for that action's rank, so steps overlap. Otherwise the ranks may meet: a reduction of the loss,
+a norm over all gradients or a barrier holds that rank, or a weight that it shares with the rank that ends last.
+
+But a rank that meets nobody may begin late, too. Its last message can hold it until the last action of the batch
+begins, and then it does its own work between steps:
+
+    rank 0   ...  B2 |   B3   | own work |
+    rank 1   ...  B3 |  held  | own work |
+
+If this work takes longer than that last action, the steps do not show whether ranks meet.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -29,10 +37,12 @@ class BetweenSteps(NamedTuple):
     """A measurement of the time between steps.
 
     ``steps`` is "meet" or "overlap". If steps overlap, ``between_steps`` is each rank's own time between them, in ms.
+    If it is not clear which, ``steps`` is "meet", and the own times are estimates for steps that overlap.
     """
 
     steps: Steps
     between_steps: dict[int, float]
+    is_clear: bool = True
 
 
 class _Step(NamedTuple):
@@ -56,18 +66,30 @@ def between_steps(
         if all(number in of_rank for of_rank in until_next.values())
     ]
     busy = [rank for rank, row in enumerate(schedule.ranks) if row]
-    is_known = steps and until_next.keys() >= set(busy)
-    if not is_known or 2 * sum(_begins_early(schedule, step) for step in steps) < len(steps):
+    if not steps or len(busy) < 2 or not until_next.keys() >= set(busy):
         return BetweenSteps("meet", {})
-    return BetweenSteps("overlap", {rank: _own_time(schedule, rank, steps) for rank in busy})
+    seen = Counter(_seen(schedule, step) for step in steps)
+    own = {rank: _own_time(schedule, rank, steps) for rank in busy}
+    if 2 * seen["overlap"] >= len(steps):
+        return BetweenSteps("overlap", own)
+    if 2 * seen["meet"] >= len(steps):
+        return BetweenSteps("meet", {})
+    # A rank that was held seems to work longer. The shortest time is that of a rank that nothing held.
+    return BetweenSteps("meet", dict.fromkeys(busy, min(own.values())), is_clear=False)
 
 
-def _begins_early(schedule: PipelineSchedule, step: _Step) -> bool:
-    """Return whether the rank that ended first begins the next step clearly before this batch has ended."""
+def _seen(schedule: PipelineSchedule, step: _Step) -> Steps | None:
+    """Return what a step shows; None if ranks that meet and ranks that do not could both have run it."""
     on_one_clock, began = aligned(schedule, step.trace)
     ends = {rank: on_one_clock[row[-1]].end_ms for rank, row in enumerate(schedule.ranks) if row}
-    first, last = min(ends, key=lambda rank: ends[rank]), max(ends.values())
-    return began[first] + step.until_next[first] < last - _EARLY * (last - ends[first])
+    begins = {rank: began[rank] + step.until_next[rank] for rank in ends}
+    first, last = min(ends, key=lambda rank: ends[rank]), max(ends, key=lambda rank: ends[rank])
+    margin = _EARLY * (ends[last] - ends[first])
+    if begins[first] < ends[last] - margin:
+        return "overlap"
+    last_action = on_one_clock[schedule.ranks[last][-1]]
+    own_ms = begins[last] - ends[last]
+    return "meet" if last_action.start_ms + own_ms < ends[last] - margin else None
 
 
 def _own_time(schedule: PipelineSchedule, rank: int, steps: Sequence[_Step]) -> float:

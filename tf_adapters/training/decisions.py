@@ -6,20 +6,22 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from tf_adapters.collectives import Collectives, decide_from_all
-from tf_adapters.errors import ScheduleError, TimelyFreezeError
+from tf_adapters.collectives import decide_from_all
+from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.log import announce
 from tf_adapters.measuring.control_steps import EARLY_KNOWN, NEIGHBOURS, Speedup, is_control, speedup
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.planner.deferred import describe_deferral
-from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.training import batch_words, log_lines, tap_findings
 from tf_adapters.training.batches import BatchPlan, most_seen
+from tf_adapters.training.overlap_trial import REASON, OverlapTrial
 from tf_adapters.training.plan_maker import PlanJob, PlanMaker, Planned, RunSetup
 from tf_adapters.training.replanning import Replanning
 from tf_adapters.training.state import RunState
 from tf_adapters.training.tap_findings import TapFindings
+from tf_adapters.training.verification import verify_schedule
 
 
 class Decisions:
@@ -34,6 +36,9 @@ class Decisions:
         self._unplanned: set[int] = set()  # numbers of microbatches that no plan could be made for
         self.plan_maker = PlanMaker(setup)
         self._replanning = Replanning(setup)
+        self._setup = setup
+        self._meets_clearly = True  # or the monitored steps were clear, whether ranks meet between steps or not
+        self._trial: OverlapTrial | None = None
 
     def say(self, text: str) -> None:
         announce(self._collectives.rank, text)
@@ -85,6 +90,7 @@ class Decisions:
         """Give up a plan that is being made, and what was seen of the pipeline and of plans in force."""
         self.plan_maker.close()
         self._replanning.forget()
+        self._trial = None
         for seen in (self._verified, self._monitored, self._unplanned):
             seen.clear()
 
@@ -106,6 +112,7 @@ class Decisions:
         elif (job := self.plan_maker.job) is not None:
             self._take(state, job, self.plan_maker.poll)
         self._compare_with_host(state)
+        self._try_overlap(state)
         stable = step - state.phases.progressive_end
         if stable in (10, EARLY_KNOWN) or (stable > 0 and stable % self._config.replan_interval == 0):
             self._report()
@@ -151,10 +158,14 @@ class Decisions:
 
     def _measure(self, state: RunState) -> None:
         schedule = most_seen(self._monitored or [state.schedule])
-        known, notes = self.plan_maker.measure(schedule, state.taps or TapFindings())
-        state.measure(known, notes)
-        for note in notes:
+        measured = self.plan_maker.measure(schedule, state.taps or TapFindings())
+        known = measured.known
+        state.measure(known, measured.notes)
+        for note in measured.notes:
             self.say(note)
+        self._meets_clearly = not measured.own_times or bool(self._pipeline.meetings)
+        if not self._meets_clearly:
+            self._trial = OverlapTrial(self._setup, measured.overlapping)
         if known.batch_times is not None:
             self.say(batch_words.log_line(known.batch_times, known.unfrozen_step_ms))
 
@@ -174,6 +185,35 @@ class Decisions:
             "in the host's way; wider layers, more tokens in a microbatch or extra_microbatches would help",
         )
         self._report()
+
+    def _try_overlap(self, state: RunState) -> None:
+        """Go on with a trial of steps that overlap, and end it with the faster plan."""
+        trial = self._trial
+        if trial is None or self.plan_maker.job is not None:
+            return
+        if state.left_to_host:
+            self._trial = None
+            return
+        step_ms = trial.step_ms(state)
+        if step_ms is None:
+            return
+        if trial.kept is None:
+            trial.keep(state, step_ms)
+            self._start(state, trial.job)
+            return
+        self._trial = None
+        before = trial.kept
+        text = (
+            f"step {state.completed_steps}: a step takes {step_ms:.1f} ms with the plan for steps that overlap and "
+            f"{before.step_ms:.1f} ms with the plan for ranks that meet: the faster one stays"
+        )
+        if before.step_ms <= step_ms:
+            batch = before.batch
+            state.measure(before.measurement)
+            state.adopt(batch.schedule, Planned(batch.plan, batch.planned_step_ms))
+            self._timer.controls.forget(batch.schedule.num_microbatches)
+        state.note(text)
+        self.say(text)
 
     def _give_up_moved_forwards(self, state: RunState) -> None:
         """Leave the run to the host if a plan moves forwards that must keep their order."""
@@ -212,6 +252,7 @@ class Decisions:
             planned = make()
         except TimelyFreezeError as error:
             if job.reason:
+                self._trial = None
                 self.say(f"the plan stays as it is: {error}")
                 return
             if first:
@@ -227,6 +268,10 @@ class Decisions:
             state.phases = state.phases.planned_after(state.completed_steps + (planned is None))
         if planned is None:
             return
+        if job.reason and self._trial is not None and not self._trial.goes_on(job, planned, state):
+            self._trial = None
+            if job.reason == REASON:
+                return
         if job.reason:
             state.measure(job.measurement, (job.reason,))
             self._unplanned.clear()
@@ -245,7 +290,8 @@ class Decisions:
         if plan.deferrable_share:
             self.say(f"deferral: {describe_deferral(plan, schedule)}")
             self._say_memory(batch)
-        meeting = log_lines.meeting(state.measured_for(schedule), plan, self._pipeline.meetings)
+        known, why = state.measured_for(schedule), self._pipeline.meetings
+        meeting = log_lines.meeting(known, plan, why, is_clear=self._meets_clearly)
         for line in (log_lines.planned(plan, batch.forecast), *([meeting] if meeting else []), *planned.notes):
             self.say(line)
 
@@ -347,35 +393,3 @@ def _slower_than_host(ranks: Sequence[Speedup | None]) -> Speedup | None:
         return None
     slowest = max(known, key=lambda of_rank: of_rank.host_ms / of_rank.value)
     return slowest if slowest.high < 1.0 else None
-
-
-def verify_schedule(collectives: Collectives, schedule: PipelineSchedule, executed: Sequence[Action]) -> None:
-    """Raise ScheduleError, on all ranks, where what a rank ran in a step is not what the schedule says.
-
-    A weight gradient may have run earlier than planned, where the host wanted to reduce it.
-    """
-    expected = [_without_weights(row) for row in schedule.ranks]
-
-    def local() -> int | tuple[Action, ...]:
-        """The row of the schedule that this rank ran, or what it ran instead."""
-        actions = tuple(executed)
-        row = _without_weights(actions)
-        return expected.index(row) if actions and row in expected else actions
-
-    def check(ranks: Sequence[int | tuple[Action, ...]]) -> None:
-        if all(isinstance(row, int) for row in ranks):
-            return
-        by_rank = [schedule.ranks[row] if isinstance(row, int) else row for row in ranks]
-        ran = {schedule.rank_of(actions[0].stage): actions for actions in by_rank if actions}
-        rows = PipelineSchedule(tuple(ran.get(rank, ()) for rank in range(len(schedule.ranks))))
-        raise ScheduleError(
-            f"the ranks did not run the schedule. They ran:\n{rows.grid()}\nThe schedule is:\n{schedule.grid()}"
-        )
-
-    decide_from_all(collectives, local, check)
-
-
-def _without_weights(row: Sequence[Action]) -> tuple[tuple[Action, ...], frozenset[Action]]:
-    """Split a row into the actions whose order matters to its neighbours, and its weight gradients."""
-    weights = frozenset(action for action in row if action.kind is Kind.WEIGHT_GRAD)
-    return tuple(action for action in row if action not in weights), weights

@@ -112,8 +112,19 @@ _WORTH_SAYING = 0.01
 """Share of a step from which the cost of meeting is said."""
 
 
-def meeting(known: Measurement, plan: FreezePlan, meetings: Sequence[str]) -> str:
-    """Say whether the ranks meet between steps, why, and the cost. Empty if that changes next to nothing."""
+_UNCLEAR = (
+    "it is not clear whether all ranks meet between steps: their own work there takes longer than the last action of a "
+    "batch"
+)
+
+
+def meeting(known: Measurement, plan: FreezePlan, meetings: Sequence[str], is_clear: bool = True) -> str:
+    """Say whether the ranks meet between steps, why, and the cost. Empty if that changes next to nothing.
+
+    Without ``is_clear`` the measurement does not show it. A plan for steps that overlap is then a trial.
+    """
+    if plan.period_ms is not None and not is_clear:
+        return f"{_UNCLEAR}. A trial of a few steps shows whether a plan for ranks that do not meet is faster"
     if plan.period_ms is not None:
         return (
             f"ranks do not meet between steps: a new step begins every {plan.period_ms.planned:.1f} ms, "
@@ -122,6 +133,8 @@ def meeting(known: Measurement, plan: FreezePlan, meetings: Sequence[str]) -> st
     cost = cost_of_meeting(known, plan)
     if cost <= _WORTH_SAYING * plan.makespan_ms.planned:
         return ""
+    if not is_clear:
+        return f"{_UNCLEAR}. If they do, this costs {cost:.1f} ms of each step"
     why = ", ".join(meetings) or "a norm over all gradients, a reduced loss or a barrier in the training loop"
     return f"all ranks meet between steps, which costs {cost:.1f} ms of each step; what makes them meet: {why}"
 

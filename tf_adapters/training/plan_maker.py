@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from tf_adapters.collectives import Collectives, decide_from_all, on_one_rank
 from tf_adapters.config import TimelyFreezeConfig
@@ -71,6 +72,23 @@ class Planned:
     notes: tuple[str, ...] = ()
 
 
+class MonitoredSteps(NamedTuple):
+    """The measurement of the monitored steps, and a sentence for each bound that noise had crossed.
+
+    ``own_times`` is empty, or by rank its own time between steps in ms, if it is not clear whether ranks meet there.
+    """
+
+    known: Measurement
+    notes: tuple[str, ...]
+    own_times: Mapping[int, float]
+
+    @property
+    def overlapping(self) -> Measurement:
+        """The measurement for ranks that do not meet."""
+        known = replace(self.known, steps="overlap", between_steps=self.own_times)
+        return known.of_step(known.unfrozen_step_ms)
+
+
 @dataclass(frozen=True)
 class _Local:
     """The message of one rank about its monitored steps.
@@ -113,13 +131,10 @@ class PlanMaker:
 
         return decide_from_all(self._collectives, local, lambda errors: max(errors))
 
-    def measure(self, schedule: PipelineSchedule, findings: TapFindings) -> tuple[Measurement, tuple[str, ...]]:
-        """Return the measurement of the monitored steps, and a sentence for each bound that noise had crossed.
+    def measure(self, schedule: PipelineSchedule, findings: TapFindings) -> MonitoredSteps:
+        """Return what the monitored steps show. Raises TimelyFreezeError, the same on every rank."""
 
-        Raises TimelyFreezeError, the same on every rank.
-        """
-
-        def merge(ranks: Sequence[_Local]) -> tuple[Packed, tuple[str, ...]]:
+        def merge(ranks: Sequence[_Local]) -> tuple[Packed, tuple[str, ...], Mapping[int, float]]:
             detailed = [rank.bounds.unpack(schedule) for rank in ranks if rank.bounds]
             bounds, notes = merge_bounds(schedule, detailed, [rank.means for rank in ranks])
             times = findings.without_overhead(bounds)
@@ -134,17 +149,18 @@ class PlanMaker:
                 times,
                 **gaps._asdict(),
                 token_costs=costs,
-                **between._asdict(),
+                steps=between.steps,
+                between_steps=between.between_steps if between.steps == "overlap" else {},
                 fitting_microbatches=_fitting_by_rank(ranks),
             ).of_step(max(rank.step_ms for rank in ranks))
             traced = batch_times(schedule, steps, gaps)
             typical = [(rank, local.typical_ms) for rank, local in enumerate(ranks)]
             if traced:
                 known = replace(known, batch_times=with_replicas(traced, known.dag, known.upper, typical))
-            return packed(known), notes
+            return packed(known), notes, {} if between.is_clear else between.between_steps
 
-        known, notes = decide_from_all(self._collectives, lambda: self._local(schedule), merge)
-        return unpacked(known, schedule), notes
+        known, notes, own_times = decide_from_all(self._collectives, lambda: self._local(schedule), merge)
+        return MonitoredSteps(unpacked(known, schedule), notes, own_times)
 
     def start(self, job: PlanJob) -> Planned | None:
         """Make the plan, or begin to: None where it is made beside training. Raises TimelyFreezeError on all ranks."""

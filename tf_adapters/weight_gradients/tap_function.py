@@ -57,17 +57,17 @@ class Tap(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(inputs)
-        ctx.call, ctx.count = call, len(weights)
+        ctx.call = call
         return output.detach()  # no view of it: the host may change the outputs of its layers in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        _, _, (anchor, _), *weights = ctx.next_functions
         to_inputs: torch.Tensor | None = None
-        to_weights: Gradients = [None] * ctx.count
+        to_weights: Gradients = [None] * len(weights)
         if gradient is None:
             return None, None, None, None, *to_weights
         (inputs,) = ctx.saved_tensors
-        _, _, (anchor, _), *weights = ctx.next_functions
         accumulated, makes_graph = accumulates(anchor), torch.is_grad_enabled()
         if accumulated and not makes_graph:  # the usual case
             ctx.call.keep(inputs, gradient)
@@ -97,6 +97,11 @@ class _GraphOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
+
+
+def apply(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
+    """Return ``function.apply(*args)``, without its preparations for transforms of ``torch.func``: none may run."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 class Diverted(torch.autograd.Function):
@@ -141,12 +146,28 @@ class _HandOver(torch.autograd.Function):
 
 def hand_over(gradient: list[torch.Tensor], parameter: torch.nn.Parameter) -> None:
     """Accumulate the gradient, the only entry of the list, through the hooks on its parameter."""
-    if parameter.grad is None:
-        with torch.enable_grad():
-            node: torch.Tensor = _HandOver.apply(gradient, parameter)  # type: ignore[no-untyped-call]
-        torch.autograd.backward([node], [node.detach()])
-    else:
-        torch.autograd.backward([parameter], gradient)
+    if parameter.grad is not None:
+        _run_backward(parameter, gradient.pop())
+        return
+    with torch.enable_grad():
+        node: torch.Tensor = apply(_HandOver, (gradient, parameter))
+    _run_backward(node, node.detach())
+
+
+def _run_backward(root: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Run ``torch.autograd.backward`` without its checks of the arguments, which take longer than the call itself.
+
+    Source: megatron/core/pipeline_parallel/schedules.py (``custom_backward``).
+    """
+    torch.autograd.Variable._execution_engine.run_backward(
+        tensors=(root,),
+        grad_tensors=(gradient,),
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def accumulates(node: Any) -> bool:

@@ -18,9 +18,8 @@ import torch
 
 from tf_adapters.weight_gradients.interception import Interception, Run
 from tf_adapters.weight_gradients.kept import Kept
-from tf_adapters.weight_gradients.parameters import without_gradients
 from tf_adapters.weight_gradients.reasons import NOT_PLAIN, SECOND_DERIVATIVE, USERS_HOOK
-from tf_adapters.weight_gradients.tap_function import Diverted, Gradients, Tap, TappedCall
+from tf_adapters.weight_gradients.tap_function import Diverted, Gradients, Tap, TappedCall, apply
 from tf_adapters.weight_gradients.tokens import Rows
 
 Choose = Callable[[str, torch.Tensor, torch.Tensor], Rows]
@@ -87,6 +86,9 @@ class Check(Protocol):
     def unwatched(self) -> Any: ...
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 class TappedLayer(ABC):
     """One layer whose weight gradients are computed apart from its backward.
 
@@ -133,13 +135,15 @@ class TappedLayer(ABC):
 
         They are looked up in each call, because FSDP replaces them while the module computes.
         """
-        return tuple(p for name in self.names if (p := getattr(self.module, name)).requires_grad)
+        module = self.module
+        return tuple([p for name in self.names if (p := _parameter(module, name)).requires_grad])
 
     def forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module's ``run``, with the tap on its output while a microbatch is recorded."""
         taps, call = self._taps, partial(run, *args, **kwargs)
         if taps is None or taps.microbatch is None or not torch.is_grad_enabled():
             return call()
+        # From here to the layer's own call, each line counts: narrow layers take no longer than this code.
         parameters = self.training(args, kwargs)
         if not parameters:
             return call()
@@ -181,14 +185,26 @@ class TappedLayer(ABC):
     def tapped(self, taps: Taps, call: partial[Any], parameters: Parameters) -> Any:
         """Return the output of ``call``, without a copy. In its backward its gradient is saved with the input."""
         taps.called(parameters)
-        with without_gradients(parameters):
+        for parameter in parameters:  # as ``without_gradients``, which takes longer
+            parameter.requires_grad = False
+        try:
             output = call()
+        finally:
+            for parameter in parameters:
+                parameter.requires_grad = True
         tapped, multiplied = _Call(taps, self, parameters, call), _as_multiplied(self._input_of(call), output)
         named = taps.named(parameters)
-        return Tap.apply(tapped, multiplied, output, taps.anchor, *named)  # type: ignore[no-untyped-call]
+        return apply(Tap, (tapped, multiplied, output, taps.anchor, *named))
 
     def _input_of(self, call: partial[Any]) -> Any:
         return call.args[0] if call.args else call.keywords.get(self.input_name)
+
+
+def _parameter(module: torch.nn.Module, name: str) -> Any:
+    """Return ``module.name``. ``torch.nn.Module`` looks for its parameters last, which takes longer."""
+    attributes = vars(module)
+    found = None if name in attributes else attributes["_parameters"].get(name)
+    return getattr(module, name) if found is None else found
 
 
 def _as_multiplied(inputs: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
@@ -212,7 +228,7 @@ class _Call:
         self._taps, self._layer, self._parameters = taps, layer, parameters
         self._microbatch, self._cast = taps.microbatch, autocast_type(parameters[0])
         self._run, self._others = call.func, call.args[1:]
-        self._keywords = {name: value for name, value in call.keywords.items() if name != layer.input_name}
+        self._keywords = call.keywords and {k: value for k, value in call.keywords.items() if k != layer.input_name}
 
     def second_derivative(self) -> None:
         self._taps.surprised(self._layer, SECOND_DERIVATIVE)
@@ -296,7 +312,8 @@ def has_hooks(parameter: torch.Tensor) -> bool:
 
 def has_users_hook(parameters: Sequence[torch.Tensor]) -> bool:
     """Return whether a hook on one of these is not a host's. It may need each microbatch's gradient in its backward."""
-    return any(_has_users(p._backward_hooks) for p in parameters) or may_update_in_backward(parameters)
+    hooked = [p for p in parameters if has_hooks(p)]
+    return bool(hooked) and (any(_has_users(p._backward_hooks) for p in hooked) or may_update_in_backward(hooked))
 
 
 def may_update_in_backward(parameters: Sequence[torch.Tensor]) -> bool:
@@ -327,13 +344,15 @@ def _is_plain(inputs: Any, parameters: Sequence[torch.nn.Parameter]) -> bool:
     computed. Nor is it for complex, nested, sparse or distributed tensors. An input of three or more dimensions has to
     be contiguous: torch's product otherwise has other bits if its weight needs no gradient.
     """
+    for parameter in parameters:
+        if not (isinstance(parameter, torch.nn.Parameter) and parameter.is_leaf and parameter.is_floating_point()):
+            return False
     return (
-        type(inputs) in (torch.Tensor, torch.nn.Parameter)
+        type(inputs) in _PLAIN
         and inputs.layout is torch.strided
         and not inputs.is_nested
         and inputs.is_floating_point()
         and (inputs.ndim <= 2 or inputs.is_contiguous())
-        and all(isinstance(p, torch.nn.Parameter) and p.is_leaf and p.is_floating_point() for p in parameters)
         and not transforms_run()
     )
 
@@ -360,11 +379,14 @@ def linear_gradient(
     weight: torch.Tensor, inputs: torch.Tensor, gradient: torch.Tensor, choose: Choose | None = None
 ) -> torch.Tensor:
     """Gradient of a weight ``[outputs, inputs]``, by the product that torch's own backward runs."""
-    inputs, gradient = inputs.reshape(-1, inputs.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+    if inputs.ndim != 2 or gradient.ndim != 2:
+        inputs, gradient = inputs.reshape(-1, inputs.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
     if choose is not None:
         inputs, gradient = choose("weight", inputs, gradient)
-    inputs = inputs.to(gradient.dtype)  # under autocast the layer computes in another type
-    return torch.mm(gradient.t(), inputs).to(weight.dtype)
+    if inputs.dtype != gradient.dtype:  # under autocast the layer computes in another type
+        inputs = inputs.to(gradient.dtype)
+    product = torch.mm(gradient.t(), inputs)
+    return product if product.dtype == weight.dtype else product.to(weight.dtype)
 
 
 def plain_layer(module: torch.nn.Module, kind: type[torch.Tensor] = torch.nn.Parameter) -> TappedLayer | None:

@@ -45,3 +45,11 @@ def test_ranks_that_meet_pay_for_it():
 def test_a_cost_of_next_to_nothing_is_not_said():
     one = problem(1, "meet")
     assert line(replace(one), "tied weights") == ""
+
+
+def test_what_is_not_clear_is_not_claimed():
+    for steps, end in (("meet", "ms of each step"), ("overlap", "for ranks that do not meet is faster")):
+        of = problem(4, steps)
+        said = log_lines.meeting(of.measurement, solve(of), (), is_clear=False)
+        assert said.startswith("it is not clear whether all ranks meet between steps")
+        assert said.endswith(end)
