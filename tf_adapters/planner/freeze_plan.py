@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, co
 
 from tf_adapters.planner.program import SolverStatus
 from tf_adapters.schedule.durations import ActionText, Milliseconds, Order, Quotient, Share
+from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.values import Value
 
 _Noise = Annotated[
@@ -114,6 +115,10 @@ class FreezePlan(Value):
     def span_ms(self) -> Makespan:
         """The pipeline's part of a step: the period where steps overlap, else the makespan."""
         return self.period_ms or self.makespan_ms
+
+    def changes(self, host: PipelineSchedule) -> bool:
+        """Return whether the plan defers or freezes anything, compared with the host's own order."""
+        return self.mean_freeze_ratio > 0.0 or self.schedule not in (None, host)
 
     @cached_property
     def chosen(self) -> int:

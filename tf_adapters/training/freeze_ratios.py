@@ -57,7 +57,7 @@ class FreezeRatios:
             return compiling[action.microbatch].share
         if self._config.plans and state.phases.phase(step).monitors:
             return self._monitoring_ratio(state, step, action) if self._monitors_with_masks(state) else 0.0
-        if not state.freezes(self._config) or self.probes(state, step):
+        if not state.freezes(self._config) or self.probes(state, step) or state.is_control(step):
             return 0.0
         if not self._config.plans:
             return self._masks.share(action.stage, self.stable(state, step, action.stage))

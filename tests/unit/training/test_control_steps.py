@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from pathlib import Path
 
+import one_rank
 import pytest
 import torch
 from clocks import FakeClock
@@ -165,6 +166,21 @@ def test_a_plan_of_the_hosts_own_order_has_no_control_steps(tmp_path: Path, monk
     run.train(STEADY + EARLY_KNOWN + 1)
     assert run.controller.timer.controls.of(None) == ()
     assert not run.controller.state.left_to_host
+
+
+def test_a_freezing_run_has_control_steps_that_train_everything_also_after_a_resume(tmp_path: Path) -> None:
+    run = one_rank.controller_of(gpipe(1, 4), tmp_path, monitoring="halves")
+    before = 7  # steps until the plan is fully in force
+    shares = one_rank.train(run, before + EARLY_KNOWN + 10)
+    controls = [step - before for step in range(before + 1, len(shares) + 1) if not shares[step - 1]]
+    assert controls == [12, 16, 20, 24, 28, 32, 36, 40]
+    run.close()
+    share = shares[-1]
+    assert Report.read(run.report_path).measured.speedup == pytest.approx(2.0 / (2.0 - 0.5 * share), rel=0.02)
+    again = one_rank.controller_of(gpipe(1, 4), tmp_path, monitoring="halves")
+    again.load_state_dict(run.state_dict())
+    for step in (before + 11, before + 12, before + 13):
+        assert again.frozen_parameters(step, 0, 0) == run.frozen_parameters(step, 0, 0)
 
 
 def test_a_new_plan_drops_the_comparison_with_the_one_before() -> None:
