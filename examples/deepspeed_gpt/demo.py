@@ -38,7 +38,7 @@ OPTIONS = paired.Options(
     warmup=3,
     monitoring=12,
     progressive=0,
-    stable=44,  # with 8 control steps
+    stable=46,  # with 8 control steps
     settings={"replan_threshold": 0.0},
 )
 
