@@ -48,7 +48,7 @@ Training a GPT, 1,024 wide, on 2 pipeline stages with 4 microbatches, four times
 - exact: weight gradients wait until a rank would idle, which changes no bit;
 - exact, 2 extra: the same, and ranks hold up to 2 more microbatches;
 - paper: TimelyFreeze, which skips whole weight gradients.
-Some steps of each training run as DeepSpeed alone. Its speedup is over these control steps.
+Some steps of each training run as DeepSpeed alone. The speedup is over these control steps.
 {steps} steps each, about three minutes in all on two free cores.
 """
 
@@ -97,7 +97,7 @@ def table(trained: Mapping[str, paired.Trained]) -> str:
     titles = (
         "",
         "step",
-        "control step",
+        "step as DeepSpeed alone",
         "speedup",
         "its 95% interval",
         "weight gradients skipped",

@@ -128,7 +128,7 @@ class Measured(_Model):
     neither says what a run gains. ``forward_pace`` is how many times as long forwards take in
     the stable phase as when the plan's times were measured: they do not freeze, so that is the machine. ``speedup`` is
     over the host alone: the median of ``control_steps`` comparisons, with its 95% interval. ``host_step_ms`` is the
-    median control step.
+    median step of the host in them.
     """
 
     step_ms_unfrozen: Milliseconds | None = None
