@@ -1,4 +1,4 @@
-"""Train the example twice in the same processes, step by step in turn: with DeepSpeed alone, and with freezing."""
+"""Train the example in processes of a pool: with DeepSpeed alone, with tf-adapters, or both step by step in turn."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import logging
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from text import ByteDataset, load_text, split
 
-from tf_adapters.testing.paired import Outcome, PairedSettings, Pairs, Step, compare, in_rotation, on_and_off
+from tf_adapters.testing.paired import Outcome, PairedSettings, Pairs, Step, compare, on_and_off
 
-ALONE = "DeepSpeed alone"
 CONFIGS = Path(__file__).resolve().parents[2] / "deepspeed_configs"
 
 
@@ -73,72 +73,28 @@ def run(options: Options) -> Outcome:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One training: median step in ms, measured and planned speedup over the host alone, what it froze, its loss."""
+class Trained:
+    """One training: the median of its last steps in ms, its held-out loss, and its report if we were attached."""
 
-    name: str
     step_ms: float
-    speedup: float
-    planned: float
-    mean_freeze_ratio: float
     held_out_loss: float
-    report: str = ""
+    report: str | None = None
 
 
-def side_by_side(options: Options, ways: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """The host alone and each way, settings by name, in turn, step by step. Called on all ranks at once."""
-    alone, _ = build_engine(options, freezing=False)
-    folders = {name: f"{options.output_dir}/{number}" for number, name in enumerate(ways, 1)}
-    chosen = {name: replace(options, settings=ways[name], output_dir=folder) for name, folder in folders.items()}
-    naming = _Naming()
-    logging.getLogger("tf_adapters").addFilter(naming)
-    attached = {name: naming.of(name, build_engine)(of_way, freezing=True) for name, of_way in chosen.items()}
-    steps = {ALONE: training_step(alone, options)}
-    steps |= {name: naming.of(name, training_step(engine, options)) for name, (engine, _) in attached.items()}
-    rounds = [in_rotation(steps, number) for number in range(options.steps)][-options.stable :]
-    rows = [_row(ALONE, rounds, alone, options)]
-    for name, (engine, adapter) in attached.items():
-        controller = adapter.controller
-        report, planned = str(controller.report_path), 1.0 / controller.forecast.ratio
-        ratio = controller.state.plan.mean_freeze_ratio
-        naming.of(name, adapter.detach)()
-        row = _row(name, rounds, engine, options)
-        rows.append(replace(row, planned=planned, mean_freeze_ratio=ratio, report=report))
-    return rows
-
-
-class _Naming(logging.Filter):
-    """Has every line of the log say which of several trainings it is about."""
-
-    training = ""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if self.training:
-            record.msg = str(record.msg).replace("timely_freeze:", f"timely_freeze, {self.training}:", 1)
-        return True
-
-    def of(self, training: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call, in whose lines the training is named."""
-
-        def named(*args: Any, **more: Any) -> Any:
-            self.training = training
-            try:
-                return call(*args, **more)
-            finally:
-                self.training = ""
-
-        return named
-
-
-def _row(name: str, rounds: Sequence[Mapping[str, float]], engine: Any, options: Options) -> Row:
-    return Row(
-        name=name,
-        step_ms=statistics.median(times[name] for times in rounds),
-        speedup=statistics.median(times[ALONE] / times[name] for times in rounds),
-        planned=1.0,
-        mean_freeze_ratio=0.0,
-        held_out_loss=held_out_loss(engine, options),
-    )
+def train(options: Options, freezing: bool) -> Trained:
+    """Train one engine on this rank, without a barrier between steps. Called on all ranks at once."""
+    engine, adapter = build_engine(options, freezing)
+    step = training_step(engine, options)
+    steps_ms = []
+    for _ in range(options.steps):
+        start_s = time.perf_counter()
+        step()
+        steps_ms.append((time.perf_counter() - start_s) * 1e3)
+    report = None
+    if adapter is not None:
+        report = str(adapter.controller.report_path)
+        adapter.detach()
+    return Trained(statistics.median(steps_ms[-options.stable :]), held_out_loss(engine, options), report)
 
 
 def run_without_freezing(options: Options) -> Pairs:

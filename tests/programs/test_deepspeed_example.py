@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from example_runs import load_example
+from sample_reports import MEASURED, report
 
 pytest.importorskip("deepspeed")
 
@@ -113,3 +114,17 @@ def test_config_is_ready_to_use(path):
     assert config["zero_optimization"]["stage"] in (0, 1), "the pipeline engine supports no more"
     clips_wrongly = config["zero_optimization"]["stage"] == 0 and "bf16" not in config
     assert config["gradient_clipping"] == 0 or not clips_wrongly
+
+
+def test_the_demos_table_has_the_speedups_of_the_reports(tmp_path):
+    demo = load_example("deepspeed_gpt/demo.py")
+    known = {**MEASURED, "speedup": 1.11, "speedup_interval": [1.09, 1.12]}
+    unknown = {**MEASURED, "speedup": None, "speedup_interval": None, "host_step_ms": None}
+    trained = {demo.ALONE: demo.paired.Trained(612.0, 2.5)}
+    for name, measured in zip(demo.WAYS, (known, unknown, MEASURED), strict=True):
+        report(measured=measured).write(tmp_path / f"{name}.json")
+        trained[name] = demo.paired.Trained(600.0, 2.5, str(tmp_path / f"{name}.json"))
+    rows = {line[:26].strip(): line[26:].split() for line in demo.table(trained).splitlines()}
+    assert rows["speedup"] == ["1.00x", "1.11x", "not", "known", "1.32x"]
+    assert rows["its 95% interval"] == ["1.09x", "to", "1.12x", "1.29x", "to", "1.34x"]
+    assert rows["step"][:2] == ["612", "ms"]

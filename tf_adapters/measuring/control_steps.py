@@ -1,10 +1,15 @@
 """Control steps: now and then a step runs as the host alone runs, so that the gain is measured against the host.
 
 The steps of monitoring are no baseline. They compute weight gradients apart, which is slower than the host's own way on
-narrow layers. A control step is compared with the planned steps just before and after it:
+narrow layers. A control step is compared with the planned steps around it:
 
-    step     111      112      113
-             planned  control  planned      ratio = control / mean of both planned
+    step     111      112      113      114
+             planned  control  planned  planned     planned = mean of 111 and 114
+                                                    host = 112 + 113 - planned,  ratio = host / planned
+
+Step 113 counts too, because a rank may pay in it for the control step. Where steps overlap, a late rank finds the
+inputs of the control step ready and does not wait for them. It waits in the next step instead, and an early rank does
+the reverse. The sum of both steps is the same on all ranks.
 
 The speedup is the median of these ratios. Its interval reaches from the k-th smallest to the k-th largest ratio, with
 the largest k that keeps the confidence. It needs independent ratios, but no particular distribution.
@@ -29,8 +34,8 @@ _EARLY = 8  # the number of control steps that follow each other soon
 _EARLY_EACH = 4  # steps from one of these to the next
 _EACH = 100  # steps between later control steps
 
-NEIGHBOURS = 2
-"""Steps to wait after a control step: the device has then probably finished the planned step that follows it."""
+NEIGHBOURS = 3
+"""Steps to wait after a control step: the device has then probably finished the two planned steps that follow it."""
 
 EARLY_KNOWN = _FIRST + (_EARLY - 1) * _EARLY_EACH + NEIGHBOURS
 """Stable steps after which all early control steps can be compared."""
@@ -45,7 +50,7 @@ def is_control(stable_step: int) -> bool:
 
 
 class Pair(NamedTuple):
-    """Durations in ms of a control step and of the two planned steps around it (mean). All have ``microbatches``."""
+    """Durations in ms of a step of the host alone and of a planned one, from the steps around a control step."""
 
     microbatches: int
     host_ms: float
@@ -68,7 +73,7 @@ class ControlPairs:
 
     def __init__(self) -> None:
         self._pairs: deque[Pair] = deque(maxlen=_KEPT)
-        self._steps: deque[_Step] = deque(maxlen=3)
+        self._steps: deque[_Step] = deque(maxlen=4)
 
     def clear(self) -> None:
         self._pairs.clear()
@@ -83,12 +88,12 @@ class ControlPairs:
     def add(self, number: int, microbatches: int, ms: float, is_control: bool) -> None:
         """Add a planned step or a control step of ``microbatches``."""
         self._steps.append(_Step(number, microbatches, ms, is_control))
-        if len(self._steps) < 3:
+        if [step.is_control for step in self._steps] != [False, True, False, False]:
             return
-        before, middle, after = self._steps
-        comparable = after.number - before.number == 2 and len({step.microbatches for step in self._steps}) == 1
-        if comparable and [step.is_control for step in self._steps] == [False, True, False]:
-            self._pairs.append(Pair(microbatches, middle.ms, fmean((before.ms, after.ms))))
+        before, control, after, later = self._steps
+        if later.number - before.number == 3 and len({step.microbatches for step in self._steps}) == 1:
+            planned_ms = fmean((before.ms, later.ms))
+            self._pairs.append(Pair(microbatches, control.ms + after.ms - planned_ms, planned_ms))
 
     def of(self, microbatches: int | None) -> tuple[Pair, ...]:
         """Return the pairs with this number of microbatches; None asks for all."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from enum import Enum
 
+LAYER_STEPS = 4
+"""Number of steps in which layers are timed. They are the last of the warm-up, and no plan is made from them."""
+
 
 class Phase(str, Enum):
     """The phases of paper section 3. Monitoring has two kinds of steps.

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from tf_adapters.planner.program import SolverStatus
 from tf_adapters.schedule.durations import ActionText, Milliseconds, Order, Quotient, Share
+from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.values import Value
 
 
@@ -68,6 +69,10 @@ class FreezePlan(Value):
     def span_ms(self) -> Makespan:
         """The pipeline's part of a step: the period where steps overlap, else the makespan."""
         return self.period_ms or self.makespan_ms
+
+    def changes(self, host: PipelineSchedule) -> bool:
+        """Return whether the plan defers or freezes anything, compared with the host's own order."""
+        return self.mean_freeze_ratio > 0.0 or self.schedule not in (None, host)
 
     @cached_property
     def ratio_of_microbatch(self) -> Mapping[tuple[int, int], float]:

@@ -11,7 +11,7 @@ from statistics import fmean
 from tf_adapters import __version__
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.measuring.control_steps import speedup
-from tf_adapters.measuring.estimates import estimate, grouped, median, merged
+from tf_adapters.measuring.estimates import grouped, median, merged
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.measuring.token_cost import TokenCost
 from tf_adapters.measuring.transfers import Gaps
@@ -28,7 +28,6 @@ from tf_adapters.report.schema import (
     Status,
 )
 from tf_adapters.schedule.ir import Action, PipelineSchedule
-from tf_adapters.training import batch_words
 from tf_adapters.training.batches import BatchPlans
 from tf_adapters.training.pipeline import HostInfo
 from tf_adapters.training.run_view import REPORTED, LocalMeasurements, Points, RunView
@@ -113,31 +112,18 @@ def disabled_report(host: HostInfo, config: TimelyFreezeConfig, reason: str) -> 
 
 
 def result_line(report: Report, stable_steps_ms: Sequence[float]) -> str | None:
-    """The run's result in one line, with the standard error of the measured step; None before stable freezing."""
-    measured, step = report.measured, estimate(stable_steps_ms)
-    stable, unfrozen = measured.step_ms_stable, measured.step_ms_unfrozen
-    if report.status != "stable" or not stable or not unfrozen or step is None or not measured.planned_step_ms:
+    """The run's result in one line; None before the plan is in force."""
+    measured = report.measured
+    stable, planned = measured.step_ms_stable, measured.planned_step_ms
+    if report.status != "stable" or not stable or not planned or not stable_steps_ms:
         return None
     if report.config.get("method") == "none":
         return f"method none: {stable:.1f} ms a step"
     where = "emulated device, " if report.host.emulated else ""
-    if measured.speedup is not None and measured.speedup_interval is not None:
-        low, high = measured.speedup_interval
-        return (
-            f"{where}stable training: {stable:.1f} ms a step, {measured.speedup:.2f}x as fast as {report.baseline} "
-            f"({low:.2f}x to {high:.2f}x; {measured.host_step_ms:.1f} ms in {measured.control_steps} control steps)"
-        )
-    if not report.freezes:
-        unknown = f"; {batch_words.speed_unknown(measured.control_steps, report.baseline)}" if report.is_exact else ""
-        return (
-            f"{where}stable training: {stable:.1f} ms a step over {len(stable_steps_ms)} steps, planned "
-            f"{measured.planned_step_ms:.1f} ms{unknown}"
-        )
-    error = step.error / step.value if step.value else 0.0
+    what = "freezing" if report.freezes else "training"
     return (
-        f"{where}stable freezing: {stable:.1f} ms a step over {len(stable_steps_ms)} steps, {unfrozen / stable:.2f}x "
-        f"(+-{error:.1%}) of {unfrozen:.1f} ms with nothing frozen; "
-        f"planned {measured.planned_step_ms:.1f} ms, {unfrozen / measured.planned_step_ms:.2f}x"
+        f"{where}stable {what}: {stable:.1f} ms a step over {len(stable_steps_ms)} steps, planned {planned:.1f} ms; "
+        f"{report.speed}"
     )
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from tf_adapters.errors import ConfigError, PlanInputError, first_problem
 from tf_adapters.measuring.batch_times import BatchTimes
+from tf_adapters.measuring.control_steps import LEAST
 from tf_adapters.measuring.layer_times import StageLayers
 from tf_adapters.measuring.measurement import Measurement, Steps
 from tf_adapters.measuring.transfers import Gaps
@@ -123,10 +124,11 @@ class Measured(_Model):
     """The measurements of the run. None, or empty, means not measured yet.
 
     ``step_ratio`` is stable over unfrozen step time; ``planned_ratio`` the same for the planned step, with the measured
-    part that is no pipeline computation. Below 1 is faster. ``forward_pace`` is how many times as long forwards take in
+    part that is no pipeline computation. Both are over steps of monitoring, which may be slower than the host:
+    neither says what a run gains. ``forward_pace`` is how many times as long forwards take in
     the stable phase as when the plan's times were measured: they do not freeze, so that is the machine. ``speedup`` is
     over the host alone: the median of ``control_steps`` comparisons, with its 95% interval. ``host_step_ms`` is the
-    median control step.
+    median step of the host in them.
     """
 
     step_ms_unfrozen: Milliseconds | None = None
@@ -241,15 +243,28 @@ class Report(_Model):
         return self.plan is not None and self.plan.schedule not in (None, self.schedule)
 
     @property
-    def is_exact(self) -> bool:
-        """Return whether the plan has an order of its own and freezes nothing."""
-        plan = self.plan
-        return plan is not None and self.has_own_order and bool(plan.deferrable_share) and not plan.mean_freeze_ratio
+    def baseline(self) -> str:
+        """What control steps run, in words. The host alone can run neither a V nor our GPipe."""
+        order = "V" if self.config.get("placement") == "v" else "GPipe"
+        if order == "GPipe" and self.config.get("schedule") != "gpipe":
+            return "the host alone"
+        return f"the same {order} {'with nothing skipped' if self.freezes else 'without deferral'}"
 
     @property
-    def baseline(self) -> str:
-        """What control steps run, in words. The host alone cannot run stages in a V."""
-        return "the same V without deferral" if self.config.get("placement") == "v" else "the host alone"
+    def speed(self) -> str:
+        """The measured speedup in words, or why there is none. It is always the one over control steps."""
+        measured, plan = self.measured, self.plan
+        if measured.speedup is not None and measured.speedup_interval is not None:
+            low, high = measured.speedup_interval
+            return (
+                f"{measured.speedup:.2f}x as fast as {self.baseline} ({low:.2f}x to {high:.2f}x; "
+                f"{measured.host_step_ms:.1f} ms in {measured.control_steps} control steps)"
+            )
+        if plan is not None and not plan.changes(self.schedule):
+            return f"every step runs as {self.baseline}"
+        if plan is None or self.schedule.splits_backwards:
+            return f"the speed over {self.baseline} is not measured"
+        return f"the speed over {self.baseline} is not known yet ({measured.control_steps} of {LEAST} control steps)"
 
     @property
     def max_freeze_ratio(self) -> float | None:

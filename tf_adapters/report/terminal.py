@@ -13,9 +13,9 @@ from tf_adapters.report.schema import Batches, Report, SampledTokens
 from tf_adapters.schedule.deferral import backward_of
 from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.training.batch_words import milliseconds as _ms
-from tf_adapters.training.batch_words import speed_unknown
 
 _NOTHING = "-"
+_NO_GAIN = 1.005  # the largest speedup that is called none
 _SAME_PACE = 0.03  # a smaller change of pace is not mentioned
 _HEADER = (
     *("stage", "rank", "planned to skip", "really skipped"),
@@ -45,31 +45,14 @@ def _headline(report: Report) -> str:
     if _only_measures(report) and (headline := bubble_headline(report)):
         return headline
     unfrozen, stable = measured.step_ms_unfrozen, measured.step_ms_stable
-    if stable is not None and report.is_exact:
-        return _over_host(report, stable)
-    planned = f"{1 / measured.planned_ratio:.2f}x planned" if measured.planned_ratio else ""
+    if stable is not None:
+        return f"step {_ms(stable)}: {report.speed}"
     if unfrozen is None:
-        return "step time not measured yet" + (f"; {planned}" if planned else "")
-    if stable is None:
-        wait = "not run" if report.status in ("disabled", "failed") else "still to be measured"
-        promise = f"{planned}, " if planned else ""
-        baseline, steps = (" with nothing frozen", "freezing") if report.freezes else ("", "steps")
-        return f"step {_ms(unfrozen)}{baseline}; {promise}stable {steps} {wait}"
-    ratio = measured.step_ratio or (stable / unfrozen if unfrozen else 0.0)
-    factors = [f"{1 / ratio:.2f}x measured" if ratio else "", planned]
-    return f"step {_ms(unfrozen)} -> {_ms(stable)}: {', '.join(filter(None, factors))}"
-
-
-def _over_host(report: Report, stable_ms: float) -> str:
-    """The headline of a run that freezes nothing: its speed over that of its control steps."""
-    measured = report.measured
-    if measured.speedup is None or measured.speedup_interval is None or measured.host_step_ms is None:
-        return f"step {_ms(stable_ms)}; {speed_unknown(measured.control_steps, report.baseline)}"
-    low, high = measured.speedup_interval
-    return (
-        f"step {_ms(measured.host_step_ms)} with {report.baseline} -> {_ms(stable_ms)}: "
-        f"{measured.speedup:.2f}x measured ({low:.2f}x to {high:.2f}x in {measured.control_steps} control steps)"
-    )
+        return "step time not measured yet"
+    wait = "not run" if report.status in ("disabled", "failed") else "still to be measured"
+    promise = f"{_ms(measured.planned_step_ms)} planned, " if measured.planned_step_ms else ""
+    baseline, steps = (" with nothing frozen", "freezing") if report.freezes else ("", "steps")
+    return f"step {_ms(unfrozen)}{baseline} while monitoring; {promise}stable {steps} {wait}"
 
 
 def _facts(report: Report) -> Iterable[tuple[str, str]]:
@@ -119,11 +102,10 @@ def _plan_facts(report: Report) -> Iterable[tuple[str, str]]:
         yield "solver", f"{solver.name}, {solver.status.value.lower()} in {solver.seconds:.2f} s: {gap}"
     if report.batches:
         yield "batches", _batches(report.batches)
-    pace, ratio = report.measured.forward_pace, report.measured.step_ratio
-    if pace and ratio and abs(pace - 1.0) >= _SAME_PACE:
+    pace = report.measured.forward_pace
+    if pace and abs(pace - 1.0) >= _SAME_PACE:
         still = ", which do not freeze," if report.freezes else ""
-        forwards = f"forwards{still} take {pace:.2f}x what they took while monitoring"
-        yield "pace", f"{forwards}: {pace / ratio:.2f}x measured at the same pace"
+        yield "pace", f"forwards{still} take {pace:.2f}x what they took while monitoring"
 
 
 def _spans(report: Report, spans: Makespan) -> str:
@@ -140,11 +122,9 @@ def _spans(report: Report, spans: Makespan) -> str:
 
 def _batches(batches: Mapping[str, Batches]) -> str:
     planned = ", ".join(
-        f"{number} microbatches {of.step_ms_unfrozen / of.planned_step_ms:.2f}x in {of.steps} steps"
-        for number, of in batches.items()
-        if of.planned_step_ms > 0.0
+        f"{number} microbatches {_ms(of.planned_step_ms)} in {of.steps} steps" for number, of in batches.items()
     )
-    return f"planned speedup: {planned}; all other lines are for the number that most steps had"
+    return f"planned: {planned}; all other lines are for the number that most steps had"
 
 
 def _tokens(stages: Collection[SampledTokens]) -> str:
@@ -205,8 +185,8 @@ def _per_microbatch(actions: list[str], times: dict[str, float], microbatches: i
 
 
 def _remarks(report: Report) -> tuple[str, ...]:
-    ratio, pace = report.measured.step_ratio, report.measured.forward_pace or 1.0
-    if ratio is None or ratio < 0.995 * pace or _only_measures(report) or not report.freezes:
+    speedup = report.measured.speedup
+    if speedup is None or speedup > _NO_GAIN or not report.freezes:
         return report.note
     return ("freezing has not made the step faster", *report.note)
 

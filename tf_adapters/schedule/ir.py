@@ -142,6 +142,11 @@ class PipelineSchedule:
         """One more than the highest microbatch; 0 without actions."""
         return max((action.microbatch for action in self.actions), default=-1) + 1
 
+    @cached_property
+    def splits_backwards(self) -> bool:
+        """Whether weight gradients have actions of their own."""
+        return any(action.kind is Kind.WEIGHT_GRAD for action in self.actions)
+
     def rank_of(self, stage: int) -> int:
         """The rank that holds ``stage``. Raises ScheduleError when none does."""
         if stage not in self.home:

@@ -122,7 +122,11 @@ def compare(
     ``held_out`` returns the held-out losses of both, the host's alone first. It is called after the detach.
     """
     controller = adapter.controller
-    pairs = in_turn(alone, attached, lambda: controller.phase.value, steps)
+
+    def phase() -> str:
+        return "control" if controller.state.is_control(controller.step) else controller.phase.value
+
+    pairs = in_turn(alone, attached, phase, steps)
     mask_ms = time_masks(controller)
     adapter.detach()
     assert controller.forecast is not None

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from tf_adapters.measuring.batch_times import BatchTimes, EdgeTimes
-from tf_adapters.measuring.control_steps import LEAST
 from tf_adapters.schedule.ir import Kind
 
 KINDS = {
@@ -108,8 +107,3 @@ def _counts(batch: BatchTimes, ms: float) -> bool:
 
 def _of(batch: BatchTimes, ms: float) -> str:
     return f"{ms / batch.span_ms if batch.span_ms else 0.0:.0%}"
-
-
-def speed_unknown(control_steps: int, baseline: str) -> str:
-    """Say that there are too few control steps to know the speed over the ``baseline``."""
-    return f"the speed over {baseline} is not known yet ({control_steps} of {LEAST} control steps)"

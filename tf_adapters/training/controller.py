@@ -20,7 +20,7 @@ from tf_adapters.errors import UnsupportedError
 from tf_adapters.log import announce
 from tf_adapters.measuring.layer_times import LayerTimer
 from tf_adapters.measuring.memory import MemoryMeter
-from tf_adapters.measuring.phase import Phase
+from tf_adapters.measuring.phase import LAYER_STEPS, Phase
 from tf_adapters.measuring.timer import ActionTimer, NvtxTimer, clock_for, is_capturing
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.schedule.deferral import first_half
@@ -41,9 +41,6 @@ from tf_adapters.training.tap_checks import TapChecks
 from tf_adapters.training.tapped_actions import TappedActions
 from tf_adapters.weight_gradients.activations import ActivationGraphs
 from tf_adapters.weight_gradients.parameters import ParameterMask, any_compiled
-
-_LAYER_STEPS = 4
-"""Number of steps in which layers are timed. They are the last of the warm-up, and no plan is made from them."""
 
 
 class Controller:
@@ -377,7 +374,7 @@ class Controller:
 
     def _times_layers(self) -> bool:
         last = self.state.phases.warmup_end
-        return self.phase is Phase.WARMUP and last - _LAYER_STEPS < self.step <= last
+        return self.phase is Phase.WARMUP and last - LAYER_STEPS < self.step <= last
 
     def _forget_measured(self) -> None:
         """Drop measurements, and a plan that is being made from them. They are of another run or schedule."""

@@ -10,7 +10,8 @@ from tf_adapters.collectives import decide_from_all
 from tf_adapters.errors import TimelyFreezeError
 from tf_adapters.log import announce
 from tf_adapters.measuring.control_steps import EARLY_KNOWN, NEIGHBOURS, Speedup, is_control, speedup
-from tf_adapters.measuring.phase import Phase
+from tf_adapters.measuring.estimates import median
+from tf_adapters.measuring.phase import LAYER_STEPS, Phase
 from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.stability import StabilityChecks
@@ -170,10 +171,14 @@ class Decisions:
             self.say(batch_words.log_line(known.batch_times, known.unfrozen_step_ms))
 
     def _compare_with_host(self, state: RunState) -> None:
-        """After a control step and its neighbours: leave the run to the host if planned steps are slower for sure."""
+        """After a control step and its neighbours: leave the run to the host if planned steps are slower for sure.
+
+        A run that freezes stays as it is, since its results must not depend on the clock.
+        """
         step = state.completed_steps
         stable = step - state.phases.progressive_end
-        if state.left_to_host or stable < EARLY_KNOWN or not is_control(stable - NEIGHBOURS):
+        exact = state.plan is not None and not state.plan.mean_freeze_ratio
+        if state.left_to_host or not exact or stable < EARLY_KNOWN or not is_control(stable - NEIGHBOURS):
             return
         slower = decide_from_all(self._collectives, self._speedup, _slower_than_host)
         if slower is None:
@@ -275,11 +280,11 @@ class Decisions:
         if job.reason:
             state.measure(job.measurement, (job.reason,))
             self._unplanned.clear()
-        self._adopt(state, job.measurement.schedule, planned)
+        self._adopt(state, job.measurement.schedule, planned, renewed=bool(job.reason))
         if first or job.reason:
             self._report()
 
-    def _adopt(self, state: RunState, schedule: PipelineSchedule, planned: Planned) -> None:
+    def _adopt(self, state: RunState, schedule: PipelineSchedule, planned: Planned, *, renewed: bool) -> None:
         plan = planned.plan
         state.adopt(schedule, planned)
         self._timer.controls.forget(schedule.num_microbatches)  # they compare with the plan before
@@ -290,9 +295,10 @@ class Decisions:
         if plan.deferrable_share:
             self.say(f"deferral: {describe_deferral(plan, schedule)}")
             self._say_memory(batch)
+        host_ms = 0.0 if renewed else self._slowest_ms(Phase.WARMUP, schedule.num_microbatches, _AS_HOST)
         known, why = state.measured_for(schedule), self._pipeline.meetings
         meeting = log_lines.meeting(known, plan, why, is_clear=self._meets_clearly)
-        for line in (log_lines.planned(plan, batch.forecast), *([meeting] if meeting else []), *planned.notes):
+        for line in (log_lines.planned(plan, batch.forecast, host_ms), *([meeting] if meeting else []), *planned.notes):
             self.say(line)
 
     def _say_memory(self, batch: BatchPlan) -> None:
@@ -351,18 +357,18 @@ class Decisions:
             return
         after = self._checks.run(before, step, start)
         if not self._config.plans and not state.measurement.unfrozen_step_ms and any(after.stable.values()):
-            state.measurement = replace(state.measurement, unfrozen_step_ms=self._slowest_unfrozen_ms())
+            state.measurement = replace(state.measurement, unfrozen_step_ms=self._slowest_ms(Phase.MONITORING_UPPER))
         state.stability = after
         if after.checks > before.checks:
             shares = {stage: self._masks.share(stage, units) for stage, units in after.stable.items()}
             self.say(log_lines.checked(after, self._config, shares))
 
-    def _slowest_unfrozen_ms(self) -> float:
-        """The median unfrozen step of the rank where it is longest."""
+    def _slowest_ms(self, phase: Phase, microbatches: int | None = None, part: slice = slice(None)) -> float:
+        """Return the median of a phase's steps, or of ``part`` of them, on the slowest rank, in ms; 0 without any."""
 
         def median_ms() -> float:
             self._timer.drain()
-            return self._timer.step_ms(Phase.MONITORING_UPPER) or 0.0
+            return median(self._timer.steps_ms(phase, microbatches)[part]) or 0.0
 
         return decide_from_all(self._collectives, median_ms, lambda steps_ms: max(steps_ms))
 
@@ -378,6 +384,9 @@ class Decisions:
                 raise
             announce(self._collectives.rank, f"{error}; training goes on as the host alone", logging.WARNING)
 
+
+_AS_HOST = slice(1, -LAYER_STEPS)
+"""The warm-up's steps that run as the host alone. The first one checks taps, and the last ones time layers."""
 
 _SURE = 0.99
 """Confidence of the interval that must lie below 1 before a run is left to the host."""

@@ -45,7 +45,7 @@ class FreezeRatios:
             return compiling[action.microbatch].share
         if self._config.plans and state.phases.phase(step).monitors:
             return self._monitoring_ratio(state, step, action) if self._monitors_with_masks(state) else 0.0
-        if not state.freezes(self._config):
+        if not state.freezes(self._config) or state.is_control(step):
             return 0.0
         if not self._config.plans:
             return self._masks.share(action.stage, self.stable(state, step, action.stage))

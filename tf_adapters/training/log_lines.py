@@ -158,18 +158,18 @@ def with_more_memory(more: int, plans: tuple[FreezePlan, FreezePlan], promised: 
     """Say what ``more`` microbatches in memory would bring. ``plans`` are the one in force and the one with them."""
     held = [max(map(most_held, plan.schedule.ranks)) for plan in plans if plan.schedule]
     memory = f", and ranks hold {held[1]} microbatches at most instead of {held[0]}" if len(held) == 2 else ""
-    return (
-        f"with extra_microbatches {more} a step would take {promised.planned_ms:.1f} ms "
-        f"({1 / promised.ratio:.2f}x), with the same bits{memory}"
-    )
+    return f"with extra_microbatches {more} a step would take {promised.planned_ms:.1f} ms, with the same bits{memory}"
 
 
-def planned(plan: FreezePlan, forecast: Forecast) -> str:
-    """Say the measured and the planned time of a step, and the freeze ratios if there are any."""
+def planned(plan: FreezePlan, forecast: Forecast, host_ms: float) -> str:
+    """Say the planned time of a step, its gain over ``host_ms`` of the warm-up unless 0, and its ratios."""
     stages = ", ".join(f"stage {stage}: {ratio:.2f}" for stage, ratio in sorted(plan.stage_freeze_ratio.items()))
     ratios = f" at mean freeze ratio {plan.mean_freeze_ratio:.2f} ({stages})" if plan.mean_freeze_ratio else ""
+    gain = ""
+    if host_ms and forecast.planned_ms > 0.0:
+        gain = f", {host_ms / forecast.planned_ms:.2f}x of the {host_ms:.1f} ms that the host alone took in the warm-up"
     return (
-        f"measured {forecast.unfrozen_ms:.1f} ms a step; plan: {forecast.planned_ms:.1f} ms "
-        f"({1 / forecast.ratio:.2f}x){ratios}; "
+        f"measured {forecast.unfrozen_ms:.1f} ms a step while monitoring; "
+        f"plan: {forecast.planned_ms:.1f} ms{ratios}{gain}; "
         f"{plan.solver.name} {plan.solver.status.value} in {plan.solver.seconds:.2f} s"
     )

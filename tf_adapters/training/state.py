@@ -15,7 +15,7 @@ from tf_adapters.measuring.measurement import NOTHING_MEASURED, Measurement
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.schedule.ir import Kind, PipelineSchedule
+from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.stability import StabilityState, without_evidence
 from tf_adapters.training.batches import BatchPlan, BatchPlans, carried_over, same_pipeline
@@ -121,25 +121,22 @@ class RunState:
         """Begin the next step. ``in_host_order`` asks for the host's order, ``may_control`` allows a control step."""
         step = self.completed_steps + 1
         self.host_order_step = step if in_host_order else None
-        self.control_step = step if may_control and self._is_control(step) else None
+        self.control_step = step if may_control and self.is_control(step) else None
 
     def runs_as_host(self, step: int) -> bool:
         """Return whether ``step`` runs as the host alone would."""
         return self.left_to_host or step == self.control_step
 
-    def _is_control(self, step: int) -> bool:
-        """Return whether ``step`` is a control step. A plan that only defers must be fully in force.
+    def is_control(self, step: int) -> bool:
+        """Return whether ``step`` is a control step: nothing is deferred or frozen. The plan must be fully in force.
 
-        A step that freezes nothing changes training where the others freeze, so runs that freeze have no control steps.
-        Nor has a host that splits backwards itself: its own way of doing so cannot be taken in one step.
+        A host that splits backwards itself has none: where taps are at work, its own way of doing so cannot be taken
+        in one step.
         """
         stable = self.phases.phase(step) is Phase.STABLE and is_control(step - self.phases.progressive_end)
         if not stable or self.plan is None or self.failure or self.left_to_host:
             return False
-        if self.plan.mean_freeze_ratio > 0.0:
-            return False
-        splits = any(action.kind is Kind.WEIGHT_GRAD for action in self.schedule.actions)
-        return not splits and self.plan.schedule not in (None, self.schedule)
+        return not self.schedule.splits_backwards and self.plan.changes(self.schedule)
 
     def freezes(self, config: TimelyFreezeConfig) -> bool:
         """Return whether the run freezes anything once it has been monitored."""

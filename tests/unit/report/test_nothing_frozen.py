@@ -51,7 +51,7 @@ UNPLANNED = {"plan": None, "measured": {"step_ms_unfrozen": 812.0}}
     [
         {},
         {"measured": {"step_ms_unfrozen": 1.0, "step_ms_stable": 1.2, "step_ratio": 1.2, "forward_pace": 1.5}},
-        {"status": "planned", "measured": {"step_ms_unfrozen": 812.0, "planned_ratio": 0.8}},
+        {"status": "planned", "measured": {"step_ms_unfrozen": 812.0, "planned_step_ms": 650.0}},
         {"status": "planning", **UNPLANNED},
         {"status": "monitoring", **UNPLANNED},
         {"status": "warmup", "times": {}, "plan": None, "measured": None},

@@ -103,7 +103,7 @@ def test_the_result_is_logged_once_in_stable_freezing_and_at_the_end(
     controller.close()
     lines = [record.getMessage() for record in caplog.records if "stable freezing: " in record.getMessage()]
     assert len(lines) == 2
-    assert "ms a step over 18 steps" in lines[-1]
+    assert "ms a step over 16 steps" in lines[-1]
     assert "planned" in lines[-1]
     assert report_of(tmp_path).step == 25
 

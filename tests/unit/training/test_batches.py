@@ -298,4 +298,4 @@ def test_the_report_is_of_the_number_that_most_steps_had_and_lists_all(tmp_path:
     assert set(report.times) == {str(action) for action in order(6).actions}
     assert report.measured.step_ms_unfrozen == pytest.approx(6 * 2 * 30.0 + 5.0, rel=1e-3)
     assert report.measured.step_ms_stable == pytest.approx(report.measured.planned_step_ms, rel=0.05)
-    assert "planned speedup: 4 microbatches" in as_text(page(report))
+    assert "planned: 4 microbatches" in as_text(page(report))

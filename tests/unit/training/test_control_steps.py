@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from pathlib import Path
 
+import one_rank
 import pytest
 import torch
 from clocks import FakeClock
@@ -131,20 +132,33 @@ def test_control_steps_are_few() -> None:
     assert len(steps) / 10_000 < 0.012
 
 
-def test_a_control_step_counts_between_two_planned_ones_of_its_size() -> None:
+def test_a_control_step_counts_among_planned_ones_of_its_size() -> None:
     pairs = ControlPairs()
     for number, microbatches, ms, is_host in [
         (1, 4, 10.0, False),
-        (2, 4, 12.0, True),
-        (3, 4, 14.0, False),  # counts
-        (4, 4, 12.0, True),
-        (5, 2, 7.0, False),  # other batches
-        (6, 2, 9.0, True),
-        (8, 2, 7.0, False),  # a step between them was none of both
+        (2, 4, 15.0, True),
+        (3, 4, 12.0, False),
+        (4, 4, 14.0, False),  # counts
+        (5, 4, 12.0, True),
+        (6, 2, 7.0, False),  # other batches
+        (7, 2, 7.0, False),
+        (8, 2, 9.0, True),
+        (10, 2, 7.0, False),  # a step between them was none of both
+        (11, 2, 7.0, False),
     ]:
         pairs.add(number, microbatches, ms, is_control=is_host)
-    assert pairs.of(None) == pairs.of(4) == (Pair(4, 12.0, 12.0),)
+    assert pairs.of(None) == pairs.of(4) == (Pair(4, 15.0, 12.0),)
     assert pairs.of(2) == ()
+
+
+def test_ranks_whose_steps_overlap_find_the_same_speedup() -> None:
+    """Two ranks, in units of a forward: the host's step takes 15, the planned one 12. Rank 1 is behind."""
+    early, late = [12.0, 15.0, 12.0, 12.0], [12.0, 12.0, 15.0, 12.0]
+    for durations in (early, late):
+        pairs = ControlPairs()
+        for number, ms in enumerate(durations):
+            pairs.add(number, 4, ms, is_control=number == 1)
+        assert [pair.ratio for pair in pairs.of(4)] == [15.0 / 12.0]
 
 
 def test_a_speedup_needs_six_control_steps_and_holds_out_against_outliers() -> None:
@@ -167,10 +181,25 @@ def test_a_plan_of_the_hosts_own_order_has_no_control_steps(tmp_path: Path, monk
     assert not run.controller.state.left_to_host
 
 
+def test_a_freezing_run_has_control_steps_that_train_everything_also_after_a_resume(tmp_path: Path) -> None:
+    run = one_rank.controller_of(gpipe(1, 4), tmp_path, monitoring="halves")
+    before = 7  # steps until the plan is fully in force
+    shares = one_rank.train(run, before + EARLY_KNOWN + 10)
+    controls = [step - before for step in range(before + 1, len(shares) + 1) if not shares[step - 1]]
+    assert controls == [12, 16, 20, 24, 28, 32, 36, 40]
+    run.close()
+    share = shares[-1]
+    assert Report.read(run.report_path).measured.speedup == pytest.approx(2.0 / (2.0 - 0.5 * share), rel=0.02)
+    again = one_rank.controller_of(gpipe(1, 4), tmp_path, monitoring="halves")
+    again.load_state_dict(run.state_dict())
+    for step in (before + 11, before + 12, before + 13):
+        assert again.frozen_parameters(step, 0, 0) == run.frozen_parameters(step, 0, 0)
+
+
 def test_a_new_plan_drops_the_comparison_with_the_one_before() -> None:
     pairs = ControlPairs()
-    for number in range(1, 7):
-        pairs.add(number, 4 if number < 4 else 2, 10.0, is_control=number % 3 == 2)
+    for number in range(1, 9):
+        pairs.add(number, 4 if number < 5 else 2, 10.0, is_control=number % 4 == 2)
     assert [len(pairs.of(microbatches)) for microbatches in (4, 2)] == [1, 1]
     pairs.forget(2)
     assert [len(pairs.of(microbatches)) for microbatches in (4, 2)] == [1, 0]

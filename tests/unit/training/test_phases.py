@@ -117,7 +117,14 @@ def test_a_plan_of_goal_exact_is_said_without_freeze_ratios():
     schedule = one_f_one_b(2, 4)
     times = {action: Bounds(1.0, 2.0) for action in schedule.actions}
     for ratio in (0.0, 0.8):
-        line = log_lines.planned(plan(schedule, times, ratio), Forecast(10.0, 8.0))
-        assert line.startswith(
-            "measured 10.0 ms a step; plan: 8.0 ms (1.25x)" + ("; " if ratio == 0.0 else " at mean freeze")
-        )
+        line = log_lines.planned(plan(schedule, times, ratio), Forecast(10.0, 8.0), host_ms=0.0)
+        start = "measured 10.0 ms a step while monitoring; plan: 8.0 ms"
+        assert line.startswith(start + ("; " if ratio == 0.0 else " at mean freeze"))
+
+
+def test_the_planned_gain_is_over_the_host_alone_and_not_over_monitored_steps():
+    schedule = one_f_one_b(2, 4)
+    made = plan(schedule, {action: Bounds(1.0, 2.0) for action in schedule.actions}, 0.0)
+    line = log_lines.planned(made, Forecast(10.0, 8.0), host_ms=8.8)
+    assert "plan: 8.0 ms, 1.10x of the 8.8 ms that the host alone took in the warm-up" in line
+    assert "1.25x" not in line
