@@ -64,6 +64,7 @@ class Decisions:
         state.taps = findings = replace(findings, first_step=first_step, good_step=good_step)
         findings.apply(self._pipeline.taps, self._masks)
         self.plan_maker.keeps_forwards = findings.keeps_forwards
+        self.plan_maker.keeps_stages = findings.keeps_stages
         self._give_up_moved_forwards(state)
         if before is not None:
             for line in findings.changed_lines(before):

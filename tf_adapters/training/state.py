@@ -15,6 +15,7 @@ from tf_adapters.measuring.measurement import NOTHING_MEASURED, Measurement
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.schedule.deferral import holds_within, memory_limits
 from tf_adapters.schedule.ir import Kind, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.stability import StabilityState, without_evidence
@@ -131,12 +132,16 @@ class RunState:
         """Return whether ``step`` is a control step. A plan that only defers must be fully in force.
 
         A step that freezes nothing changes training where the others freeze, so runs that freeze have no control steps.
-        Nor has a host that splits backwards itself: its own way of doing so cannot be taken in one step.
+        Nor has a host that splits backwards itself: its own way of doing so cannot be taken in one step. Nor has a run
+        whose memory the host's order exceeds.
         """
         stable = self.phases.phase(step) is Phase.STABLE and is_control(step - self.phases.progressive_end)
         if not stable or self.plan is None or self.failure or self.left_to_host:
             return False
         if self.plan.mean_freeze_ratio > 0.0 or self.plan.frontier:
+            return False
+        limits = memory_limits(self.schedule, 0, self.measurement.fitting_microbatches)
+        if not holds_within(self.schedule, limits):
             return False
         splits = any(action.kind is Kind.WEIGHT_GRAD for action in self.schedule.actions)
         return not splits and self.plan.schedule not in (None, self.schedule)
