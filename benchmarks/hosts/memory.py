@@ -65,17 +65,21 @@ def held(host: str, freezing: PairedSettings) -> dict[str, int]:
     training = start(host, freezing, size=SIZE)
     for _ in range(freezing.steps):
         training.step()
-    controller = training.adapter.controller
-    meter, stage = controller.memory, min(controller.parameter_masks)
-    model, planned = meter.held(Phase.MONITORING_UPPER), controller.state.batch.planned_peak_bytes(meter, stage)
-    bytes_ = {
-        "base": round(model.base),
-        "host": meter.peak_bytes(Phase.MONITORING_UPPER),
-        "planned": planned or model.peak_bytes(controller.schedule.ranks[stage]),
-        "measured": meter.peak_bytes(Phase.STABLE),
-    }
+    bytes_ = held_bytes(training.adapter.controller)
     training.detach()
     return bytes_
+
+
+def held_bytes(controller: Any) -> dict[str, int]:
+    """Bytes of this rank between batches, and its peaks: in the host's order, planned, measured."""
+    meter, stage = controller.memory, min(controller.parameter_masks)
+    model, planned = meter.held(Phase.MONITORING_UPPER), controller.state.batch.planned_peak_bytes(meter, stage)
+    return {
+        "base": round(model.base),
+        "host": meter.peak_bytes(Phase.MONITORING_UPPER),
+        "planned": planned or model.peak_bytes(controller.schedule.ranks[controller.schedule.rank_of(stage)]),
+        "measured": meter.peak_bytes(Phase.STABLE),
+    }
 
 
 def table(hosts: Mapping[str, Mapping[str, Sequence[Mapping[str, int]]]]) -> str:

@@ -14,7 +14,10 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
+
 from benchmarks.hosts.alternatives import of_all
+from benchmarks.hosts.memory import held_bytes
 from benchmarks.hosts.overlapping import MAX_NORM, RATES, SETTLE, step_ms, train
 from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
@@ -44,15 +47,23 @@ WAYS: dict[str, dict[str, Any]] = {
     "interleaved, the host alone": {"looped": 2, "exact": False},
     "interleaved, exact": {"looped": 2},
     "V, exact": {"looped": 2, "in_v": True},
+    "V, exact, 5/8 of the memory": {"looped": 2, "in_v": True, "extra": -3},
+    "V, exact, half of the memory": {"looped": 2, "in_v": True, "extra": -4},
 }
-"""What a way changes: ``exact`` is ours, the rest is the size's."""
+"""What a way changes: ``exact`` and ``extra``, microbatches of a stage more than the host's, are ours.
+
+The rest is the size's. The ways with less memory are for 4 x 8 on DeepSpeed, where gradients are clipped.
+"""
+LESS = "of the memory"
+LESS_ON = "deepspeed, 4 x 8, clipped"
 ROWS = [
     f"{host}, {size}, {clipping}, {way}"
     for host in HOSTS
     for size in SIZES
     for clipping in CLIPPING
     for way in WAYS
-    if host == "megatron-core" or not way.startswith("interleaved")
+    if (host == "megatron-core" or not way.startswith("interleaved"))
+    and (not way.endswith(LESS) or f"{host}, {size}, {clipping}" == LESS_ON)
 ]
 
 
@@ -61,11 +72,12 @@ def main() -> None:
     parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["4 x 8"])
     parser.add_argument("--clipping", nargs="+", choices=CLIPPING, default=list(CLIPPING))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--table", action="store_true", help="measure nothing")
     args = parser.parse_args()
     for name in [] if args.table else ROWS:
-        host, size, clipping, _ = name.split(", ", 3)
-        if host in args.hosts and size in args.sizes and clipping in args.clipping:
+        host, size, clipping, way = name.split(", ", 3)
+        if way in args.ways and host in args.hosts and size in args.sizes and clipping in args.clipping:
             measure(name)
     text = table(read_rows())
     put_table(PAGE, "placement", text)
@@ -90,11 +102,12 @@ def run(name: str) -> dict[str, Any]:
     """The step in stable freezing, or of the host alone, and the losses. Called on all ranks at once."""
     host, of_size, clipping, way = name.split(", ", 3)
     changed = dict(WAYS[way])
-    exact = changed.pop("exact", True)
+    exact, extra = changed.pop("exact", True), changed.pop("extra", 0)
     size = replace(SIZES[of_size], clip=MAX_NORM[host] if clipping == "clipped" else 0.0, **changed)
     settings = {
         "goal": "exact",
         "placement": "v" if size.in_v else "host",
+        "extra_microbatches": extra,
         "monitoring_precision": 0.02,
         "replan_threshold": 0.0,
     }
@@ -102,11 +115,12 @@ def run(name: str) -> dict[str, Any]:
     with EmulatedDevice(RATES[host], real_time=True) as device:
         training = start(host, freezing, alone=not exact, size=size)
         begins, losses = train(training, freezing.steps)
-        settled, planned = SETTLE, None
+        settled, planned, peaks = SETTLE, None, []
         if exact:
             state = training.adapter.controller.state
             order, planned = state.plan.schedule or state.schedule, state.plan.span_ms.planned
             settled += state.phases.progressive_end
+            peaks = _gathered(held_bytes(training.adapter.controller))
         elif size.looped:
             order = training.attach().controller.schedule
         else:
@@ -118,9 +132,16 @@ def run(name: str) -> dict[str, Any]:
         "step_ms": step,
         "planned_ms": planned,
         "held": whole_microbatches_held(order),
+        "bytes": peaks,
         "losses": losses,
         "emulation_error": device.error,
     }
+
+
+def _gathered(of_rank: dict[str, int]) -> list[dict[str, int]]:
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, of_rank)
+    return ranks
 
 
 def table(rows: dict[str, Any]) -> str:

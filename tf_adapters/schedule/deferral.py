@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import fmean
 from typing import NamedTuple
 
 from tf_adapters.schedule.dag import PipelineDag
@@ -42,6 +43,16 @@ class DeferralTimes:
     communication: Mapping[Edge, float]
     overhead: Mapping[Action, float]
     between_steps: Mapping[int, float] | None = None
+
+    def evened(self) -> DeferralTimes:
+        """Return times in which all actions of a kind take their mean, and nothing is communicated.
+
+        With little memory an order made from these is often better, also with the real times: list scheduling takes
+        turns regularly, and not in the order of small differences.
+        """
+        kinds = {kind: [ms for action, ms in self.durations.items() if action.kind is kind] for kind in Kind}
+        means = {kind: fmean(values) for kind, values in kinds.items() if values}
+        return DeferralTimes({action: means[action.kind] for action in self.durations}, {}, {})
 
     def span_ms(self, order: PipelineSchedule) -> float:
         """The makespan of an order, or its period where steps overlap."""
@@ -116,12 +127,13 @@ def defer(
     most = memory_limits(schedule, extra_microbatches, fitting)
     fits = holds_within(schedule, most)
     best, shortest = (own, times.span_ms(own)) if fits else (None, math.inf)
-    rules = _rules(moves_forwards, overlap=times.between_steps is not None)
+    tried = [(numbered, rule) for rule in _rules(moves_forwards, overlap=times.between_steps is not None)]
     if moves_forwards and moves_stages and not fits:
-        rules += _RULES_BY_STAGE
+        by_stage = (numbered, _Numbered(own, times.evened()))
+        tried += [(each, rule) for each in by_stage for rule in _RULES_BY_STAGE]
     for limits in _tried_limits(schedule, most) if fitting else [most]:
-        for rule in rules:
-            order = _Simulation(numbered, limits, rule).run()
+        for each, rule in tried:
+            order = _Simulation(each, limits, rule).run()
             if order is not None and (span := times.span_ms(order)) < shortest * (1.0 - 1e-9):
                 shortest, best = span, order  # on a tie keep the order that needs less
     return best
