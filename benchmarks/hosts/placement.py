@@ -14,10 +14,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
 from benchmarks.hosts.alternatives import of_all
-from benchmarks.hosts.memory import held_bytes
 from benchmarks.hosts.overlapping import MAX_NORM, RATES, SETTLE, step_ms, train
 from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, keep_row, markdown_table, put_table, read_part, result_file
@@ -115,12 +112,11 @@ def run(name: str) -> dict[str, Any]:
     with EmulatedDevice(RATES[host], real_time=True) as device:
         training = start(host, freezing, alone=not exact, size=size)
         begins, losses = train(training, freezing.steps)
-        settled, planned, peaks = SETTLE, None, []
+        settled, planned = SETTLE, None
         if exact:
             state = training.adapter.controller.state
             order, planned = state.plan.schedule or state.schedule, state.plan.span_ms.planned
             settled += state.phases.progressive_end
-            peaks = _gathered(held_bytes(training.adapter.controller))
         elif size.looped:
             order = training.attach().controller.schedule
         else:
@@ -132,16 +128,9 @@ def run(name: str) -> dict[str, Any]:
         "step_ms": step,
         "planned_ms": planned,
         "held": whole_microbatches_held(order),
-        "bytes": peaks,
         "losses": losses,
         "emulation_error": device.error,
     }
-
-
-def _gathered(of_rank: dict[str, int]) -> list[dict[str, int]]:
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, of_rank)
-    return ranks
 
 
 def table(rows: dict[str, Any]) -> str:
