@@ -99,15 +99,15 @@ class TimelyFreezeConfig(BaseModel):
         description="in_place: each backward computes them, as the host does; deferred: they are computed while the "
         "rank would idle (exact: the same gradients), and only those that do not fit there may be frozen",
     )
-    extra_microbatches: Literal["auto"] | Annotated[_Steps, Field(ge=0)] = Field(
+    extra_microbatches: Literal["auto"] | Annotated[_Steps, Field(ge=-(10**9))] = Field(
         0,
-        description='deferred: how many microbatches more than the host\'s fullest rank a rank may hold; "auto" takes '
-        "as many as fit into each rank's memory",
+        description="deferred: how many microbatches more than the host's fullest rank a rank may hold; below 0, so "
+        'many fewer; "auto" takes as many as fit into each rank\'s memory',
     )
     memory_limit: Annotated[float, Field(gt=0, le=_MOST_GIB)] | None = Field(
         None,
-        description='extra_microbatches "auto": GiB that the tensors of a rank may fill; by default nine tenths of '
-        "what its device has for them",
+        description='extra_microbatches "auto": GiB that the tensors of a rank may fill, also below what the host '
+        "needs; by default nine tenths of what its device has for them",
     )
     gradient_scale: Literal["skipped_as_zero", "computed_mean"] = Field(
         "skipped_as_zero",
@@ -211,6 +211,11 @@ class TimelyFreezeConfig(BaseModel):
     @property
     def fills_memory(self) -> bool:
         return self.extra_microbatches == "auto"
+
+    @property
+    def saves_memory(self) -> bool:
+        """Return whether ranks may hold fewer microbatches than the host's fullest one."""
+        return self.extra_microbatches != "auto" and self.extra_microbatches < 0
 
     @property
     def deferral_limits(self) -> dict[str, Any]:

@@ -40,9 +40,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--extra-microbatches",
         metavar="N",
-        type=_count,
+        type=_integer,
         default=0,
-        help="with --defer: microbatches more than the fullest rank of INPUT that a rank may hold (default: 0)",
+        help="with --defer: microbatches more than the fullest rank of INPUT that a rank may hold; below 0, so many "
+        "fewer (default: 0)",
     )
     parser.add_argument(
         "--steps",
@@ -72,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 0")
+def _integer(text: str) -> int:
+    if not text.removeprefix("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer")
     return int(text)
 
 

@@ -19,6 +19,7 @@ _EXPECTED = {
     **dict.fromkeys(("forward_ms", "backward_ms", "communication_ms"), _TIMES),
     **dict.fromkeys(("weight_share", "max_freeze_ratio", "sweep"), _RATIOS),
     "steps": "meet or overlap",
+    "extra_microbatches": "a whole number from -1000000 to 1000000",
     "tflops": "a finite number of TFLOP/s of at least 0.000001",
 }
 """Allowed values by argument, for error texts; those of other arguments are whole numbers from 1 to 1000000."""
@@ -57,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     freezing.add_argument(
         "--extra-microbatches",
         metavar="N",
-        help="with --defer: microbatches that a rank may hold beyond the schedule's fullest rank [0, or as recorded]",
+        help="with --defer: microbatches that a rank may hold beyond the schedule's fullest rank; below 0, so many "
+        "fewer [0, or as recorded]",
     )
     freezing.add_argument(
         "--steps",

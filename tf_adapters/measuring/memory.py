@@ -63,9 +63,16 @@ class HeldMemory:
 
     def most_microbatches(self, limit_bytes: float) -> int:
         """Return how many microbatches, each of the stage that holds most, this rank can hold within a limit."""
-        of_one = max(max(self.in_flight[stage], self.waiting[stage]) for stage in self.in_flight)
-        left = limit_bytes - self.base - sum(self.gradients.values())
-        return max(0, int(left // of_one)) if of_one > 0.0 else 0
+        left = limit_bytes - self.needed_bytes(0)
+        return max(0, int(left // self._of_one)) if self._of_one > 0.0 else 0
+
+    def needed_bytes(self, microbatches: int) -> float:
+        """Return the bytes with this many microbatches, each of the stage that holds most, and with all gradients."""
+        return self.base + sum(self.gradients.values()) + microbatches * self._of_one
+
+    @property
+    def _of_one(self) -> float:
+        return max(max(self.in_flight[stage], self.waiting[stage]) for stage in self.in_flight)
 
 
 class _Sample(NamedTuple):
@@ -135,18 +142,29 @@ class MemoryMeter:
         )
         return HeldMemory(base, in_flight, waiting=waiting, gradients=gradients)
 
-    def most_microbatches(self, phase: str, limit_bytes: float | None) -> int | None:
+    def most_microbatches(self, phase: str, limit_bytes: float | None, own: int) -> int | None:
         """Return how many microbatches this rank can hold, as measured in a phase; None if that is not known.
 
         ``limit_bytes`` is the memory that tensors may fill. None stands for 90% of the memory that the device has for
         them. Memory can be higher during an action than at its end. If the device has counted that difference, it is
-        left free.
+        left free. The phase held up to ``own`` microbatches, which fit if its peak was within ``limit_bytes``.
         """
         held, limit = self.held(phase), limit_bytes or _capacity_bytes(self._device)
         if held is None or limit is None:
             return None
-        inside = max(0, _most_allocated(self._device) - max(self._peaks.values()))
-        return held.most_microbatches(limit - inside)
+        fitting = held.most_microbatches(limit - self._inside)
+        own_fits = limit_bytes is None or self._peaks[phase] + self._inside <= limit_bytes
+        return max(fitting, own) if own_fits else fitting
+
+    def needed_bytes(self, phase: str, microbatches: int) -> float | None:
+        """Return the smallest limit with which ``most_microbatches`` says at least this number."""
+        held = self.held(phase)
+        return None if held is None else held.needed_bytes(microbatches) + self._inside
+
+    @property
+    def _inside(self) -> int:
+        """Bytes that an action needs only while it runs, as far as the device has counted them."""
+        return max(0, _most_allocated(self._device) - max(self._peaks.values()))
 
 
 def _capacity_bytes(device: torch.device) -> float | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import fmean
 
+from tf_adapters.errors import PlanInputError
 from tf_adapters.measuring.estimates import grouped
 from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.planner.forecast import gaps_in
@@ -15,7 +16,9 @@ from tf_adapters.schedule.deferral import (
     DeferralTimes,
     defer,
     first_half,
+    holds_within,
     joined,
+    memory_limits,
     most_in_flight,
     second_half,
 )
@@ -33,12 +36,14 @@ _SAME = 1e-6
 
 
 def plan_deferred(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePlan]) -> FreezePlan:
-    """The best plan found over rewritten orders; the host's own order where that is no worse.
+    """The best plan found over rewritten orders; the host's own order where that is no worse and within the limits.
 
     A B is split into an I and a W. The I takes the B's lower bound, and the W takes the time that full freezing saves.
     Freezing shortens the W, and this changes the best order. Order and ratios are therefore computed in turn.
     ``solve`` makes the plan for one order. In the result, ``schedule`` is the order to run, ``makespan_ms.host`` is the
     makespan of the host's order with nothing frozen, and ``deferrable_share`` is set.
+
+    Raises PlanInputError if no order is within the limits on microbatches.
     """
     measurement = problem.measurement
     host, times = measurement, _times(measurement.times)
@@ -53,7 +58,8 @@ def plan_deferred(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePla
         best = _named(last, rewritten, host)
     assert best is not None
     best = replace(best, deferrable_share=_deferrable_share(measurement.times))
-    if few or best.span_ms.unfrozen >= host.span_ms * (1.0 - _SAME):
+    fits = not saves_memory(problem)
+    if fits and (few or best.span_ms.unfrozen >= host.span_ms * (1.0 - _SAME)):
         in_place = _in_place(problem)
         own = _named(solve(in_place), in_place, host)
         if not _is_better(best, own, problem):
@@ -61,15 +67,21 @@ def plan_deferred(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePla
     return best
 
 
+def saves_memory(problem: PlanProblem) -> bool:
+    """Return whether the limits on microbatches exclude the host's order. The problem defers."""
+    return not holds_within(problem.measurement.schedule, _memory_limits(problem))
+
+
 def describe_deferral(plan: FreezePlan, host: PipelineSchedule) -> str:
     """Describe a deferral: the share that can wait, the saving, and the memory. The plan has a ``deferrable_share``."""
     shares = plan.deferrable_share.values()
     spans, order = plan.span_ms, plan.schedule or host
-    saved = f"{(spans.host or spans.unfrozen) - spans.unfrozen:.1f} ms a step"
+    saved_ms = (spans.host or spans.unfrozen) - spans.unfrozen
+    saved = f"{'saves' if saved_ms >= 0.0 else 'costs'} {abs(saved_ms):.1f} ms a step"
     saved += " with nothing frozen" if plan.mean_freeze_ratio else ""
     return (
         f"weight gradients that can wait are {min(shares):.0%} to {max(shares):.0%} of a stage's backwards; "
-        f"their order saves {saved}; a rank holds {most_in_flight(order)} "
+        f"their order {saved}; a rank holds {most_in_flight(order)} "
         f"microbatches at most, in the host's order {most_in_flight(host)}"
     )
 
@@ -120,18 +132,11 @@ def _rewritten(problem: PlanProblem, times: dict[Action, Bounds], last: FreezePl
         for action, ratio in last.freeze_ratio.items():
             weights = second_half(action)
             durations[weights] = (1.0 - ratio) * times[weights].upper + ratio * times[weights].lower
-    host, limits = problem.measurement, problem.limits
+    host = problem.measurement
     gaps = host.gaps.renamed(first_half, times)
-    order = joined(
-        defer(
-            host.schedule,
-            DeferralTimes(durations, gaps.communication, gaps.overhead, host.between_steps if host.overlap else None),
-            extra_microbatches=limits.extra_microbatches,
-            fitting=host.fitting_microbatches if limits.fills_memory else {},
-            moves_forwards=limits.moves_forwards,
-        ),
-        host.times,
-    )
+    between = host.between_steps if host.overlap else None
+    rewritten = _deferred(problem, DeferralTimes(durations, gaps.communication, gaps.overhead, between))
+    order = joined(rewritten, host.times)
     ordered = replace(
         host,
         schedule=order,
@@ -139,3 +144,41 @@ def _rewritten(problem: PlanProblem, times: dict[Action, Bounds], last: FreezePl
         **gaps_in(order, host.schedule, host.gaps)._asdict(),
     )
     return _in_place(replace(problem, measurement=ordered))
+
+
+def _deferred(problem: PlanProblem, times: DeferralTimes) -> PipelineSchedule:
+    """Return the best order within the limits. Raises PlanInputError, with the lowest ones, if there is none."""
+    limits, host = problem.limits, problem.measurement
+    fitting = host.fitting_microbatches if limits.fills_memory else {}
+
+    def within(more: int) -> PipelineSchedule | None:
+        return defer(
+            host.schedule,
+            times,
+            extra_microbatches=limits.extra_microbatches + more,
+            fitting={rank: count + more for rank, count in fitting.items()},
+            moves_forwards=limits.moves_forwards,
+            moves_stages=limits.moves_stages,
+        )
+
+    if (order := within(0)) is not None:
+        return order
+    more = max(1, 1 - min(_memory_limits(problem)))
+    while within(more) is None:  # it ends at the latest where the host's order is within the limits
+        more += 1
+    if fitting:
+        raise PlanInputError(
+            f"fitting_microbatches: {dict(fitting)}: no order of this schedule holds so few microbatches; "
+            f"{more} more on each rank would be enough"
+        )
+    raise PlanInputError(
+        f"extra_microbatches: {limits.extra_microbatches}: no order of this schedule holds so few microbatches; "
+        f"allowed is at least {limits.extra_microbatches + more}"
+    )
+
+
+def _memory_limits(problem: PlanProblem) -> tuple[int, ...]:
+    """Return how many microbatches each rank may hold."""
+    measurement, limits = problem.measurement, problem.limits
+    fitting = measurement.fitting_microbatches if limits.fills_memory else {}
+    return memory_limits(measurement.schedule, limits.extra_microbatches, fitting)

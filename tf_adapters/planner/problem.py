@@ -17,6 +17,7 @@ from tf_adapters.schedule.durations import Ratio, Time
 from tf_adapters.values import Value
 
 _MOST_FROZEN = 0.9
+_MOST_MICROBATCHES = 10**9
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,13 @@ class Limits(Value):
         max_action_freeze_ratio: the largest freeze ratio of any one B or W action, in [0, 1].
         max_microbatch_freeze_ratio: the largest mean freeze ratio of a microbatch over the stages, in [0, 1].
         defer: let weight gradients wait. A B becomes an I, which takes the B's lower bound, and a W, which takes the
-            time that full freezing saves. The next three limits count only with ``defer``.
-        extra_microbatches: how many microbatches more than the host's fullest rank a rank may hold.
+            time that full freezing saves. The next four limits count only with ``defer``.
+        extra_microbatches: how many microbatches more than the host's fullest rank a rank may hold; below 0, so many
+            fewer.
         fills_memory: let each rank hold as many microbatches as the measurement's ``fitting_microbatches`` says
             instead, if the measurement has them.
         moves_forwards: whether forwards and input gradients may also change their order.
+        moves_stages: whether the stages of a rank may then change their order, too, to need less memory.
     """
 
     max_freeze_ratio: Ratio
@@ -42,9 +45,10 @@ class Limits(Value):
     max_action_freeze_ratio: Ratio = 1.0
     max_microbatch_freeze_ratio: Ratio = 1.0
     defer: StrictBool = False
-    extra_microbatches: Annotated[int, Field(ge=0, strict=True)] = 0
+    extra_microbatches: Annotated[int, Field(ge=-_MOST_MICROBATCHES, le=_MOST_MICROBATCHES, strict=True)] = 0
     fills_memory: StrictBool = False
     moves_forwards: StrictBool = True
+    moves_stages: StrictBool = True
 
     @classmethod
     def of_training(cls, max_freeze_ratio: float, **others: Any) -> Limits:

@@ -3,7 +3,8 @@
 No other action of the batch needs a weight gradient. Deferring it therefore lets the batch end earlier with the same
 gradients (zero-bubble pipelines: Qi et al. 2024). ``defer`` is list scheduling: in the order of time, each rank runs
 its first action whose input has arrived, and a weight gradient if there is no such action. The number of microbatches
-that a rank may hold limits how many weight gradients are deferred.
+that a rank may hold limits how many weight gradients are deferred. It may also be lower than in the host's order, which
+makes the batch longer (pipelines with controllable memory: Qi et al. 2024, arXiv 2405.15362).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections import deque
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import fmean
 from typing import NamedTuple
 
 from tf_adapters.schedule.dag import PipelineDag
@@ -41,6 +43,16 @@ class DeferralTimes:
     communication: Mapping[Edge, float]
     overhead: Mapping[Action, float]
     between_steps: Mapping[int, float] | None = None
+
+    def evened(self) -> DeferralTimes:
+        """Return times in which all actions of a kind take their mean, and nothing is communicated.
+
+        With little memory an order made from these is often better, also with the real times: list scheduling takes
+        turns regularly, and not in the order of small differences.
+        """
+        kinds = {kind: [ms for action, ms in self.durations.items() if action.kind is kind] for kind in Kind}
+        means = {kind: fmean(values) for kind, values in kinds.items() if values}
+        return DeferralTimes({action: means[action.kind] for action in self.durations}, {}, {})
 
     def span_ms(self, order: PipelineSchedule) -> float:
         """The makespan of an order, or its period where steps overlap."""
@@ -98,42 +110,61 @@ def defer(
     extra_microbatches: int = 0,
     moves_forwards: bool = True,
     *,
+    moves_stages: bool = True,
     fitting: Mapping[int, int] | None = None,
-) -> PipelineSchedule:
-    """Return the best order found: with the earliest end, or the shortest period where steps overlap.
+) -> PipelineSchedule | None:
+    """Return the best order found within the ranks' ``memory_limits``; None if none was found.
 
-    It is never worse than the order with each W right after its I.
+    It has the earliest end, or the shortest period where steps overlap. It is never worse than the order with each W
+    right after its I, if that one is within the limits.
 
-    No rank holds more than ``extra_microbatches`` microbatches above the maximum of the host's order. With ``fitting``,
-    which has a number for each rank, each rank holds no more than that, except for what it holds in the host's order.
-
-    With ``moves_forwards``, F and I may also move relative to each other; F stay in their order, and so do I. Each
-    stage's W are in the order of its I, in which the host accumulates gradients.
+    With ``moves_forwards``, F and I may also move relative to each other; F stay in their order, and so do I. If the
+    host's order is not within the limits, ``moves_stages`` allows a rank's stages to move relative to each other, too.
+    Each stage's W are in the order of its I, in which the host accumulates gradients.
     """
-    best = split(schedule)
-    numbered = _Numbered(best, times)
-    shortest = times.span_ms(best)
-    rules = _rules(moves_forwards, overlap=times.between_steps is not None)
-    for limits in _limits(schedule, extra_microbatches, fitting or {}):
-        for rule in rules:
-            order = _Simulation(numbered, limits, rule).run()
+    own = split(schedule)
+    numbered = _Numbered(own, times)
+    most = memory_limits(schedule, extra_microbatches, fitting)
+    fits = holds_within(schedule, most)
+    best, shortest = (own, times.span_ms(own)) if fits else (None, math.inf)
+    tried = [(numbered, rule) for rule in _rules(moves_forwards, overlap=times.between_steps is not None)]
+    if moves_forwards and moves_stages and not fits:
+        by_stage = (numbered, _Numbered(own, times.evened()))
+        tried += [(each, rule) for each in by_stage for rule in _RULES_BY_STAGE]
+    for limits in _tried_limits(schedule, most) if fitting else [most]:
+        for each, rule in tried:
+            order = _Simulation(each, limits, rule).run()
             if order is not None and (span := times.span_ms(order)) < shortest * (1.0 - 1e-9):
                 shortest, best = span, order  # on a tie keep the order that needs less
     return best
 
 
-def _limits(schedule: PipelineSchedule, extra: int, fitting: Mapping[int, int]) -> list[tuple[int, ...]]:
-    """Return limits to try, the lowest first. Each has the number of microbatches that each rank may hold.
+def memory_limits(
+    schedule: PipelineSchedule, extra_microbatches: int, fitting: Mapping[int, int] | None = None
+) -> tuple[int, ...]:
+    """Return how many microbatches each rank may hold.
 
-    There are several limits only with ``fitting``. The lower ones are tried, too, because list scheduling may begin
-    microbatches too early if a rank may hold more than its order needs.
+    It is the maximum of the host's order plus ``extra_microbatches``, which may be negative, or what ``fitting`` has
+    for the rank.
+    """
+    if not fitting:
+        return (most_in_flight(schedule) + extra_microbatches,) * len(schedule.ranks)
+    return tuple(fitting.get(rank, most_held(row)) for rank, row in enumerate(schedule.ranks))
+
+
+def holds_within(schedule: PipelineSchedule, limits: tuple[int, ...]) -> bool:
+    """Return whether no rank holds more microbatches than its limit."""
+    return all(most_held(row) <= most for row, most in zip(schedule.ranks, limits, strict=True))
+
+
+def _tried_limits(schedule: PipelineSchedule, most: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return limits to try, the lowest first.
+
+    List scheduling may begin microbatches too early if a rank may hold more than its order needs.
     """
     fullest = most_in_flight(schedule)
-    if not fitting:
-        return [(fullest + extra,) * len(schedule.ranks)]
-    most = [max(most_held(row), fitting.get(rank, 0)) for rank, row in enumerate(schedule.ranks)]
     tried = [tuple(min(each, fullest + round(share * fullest)) for each in most) for share in _SHARES_MORE]
-    return list(dict.fromkeys((*tried, tuple(most))))
+    return list(dict.fromkeys((*tried, most)))
 
 
 def most_held(row: tuple[Action, ...]) -> int:
@@ -149,11 +180,27 @@ class _Rules(NamedTuple):
     """How a rank chooses its next action. ``patience`` and ``forward_patience`` are shares of ``_PATIENCE``.
 
     They apply before a W and before an F. The second counts only if F and I move relative to each other (``moves``).
+
+    With ``reserved``, a rank's stages move relative to each other, too. Its last stage may then fill all of the rank's
+    memory, and each earlier one leaves so many microbatches free, and one more for each stage in between. This never
+    deadlocks: the pipeline's last stage returns what it got, then the one before it, and so on. ``last_first`` says
+    which stage's input gradients come first.
     """
 
     patience: float
     moves: bool = False
     forward_patience: float = 0.0
+    reserved: int = 0
+    last_first: bool = True
+
+
+_RULES_BY_STAGE = [
+    _Rules(patience, moves=True, reserved=reserved, last_first=last_first)
+    for patience in _PATIENCE
+    for reserved in (1, 2)
+    for last_first in (True, False)
+]
+"""Rules for less memory than the host's order needs."""
 
 
 def _rules(moves_forwards: bool, overlap: bool) -> list[_Rules]:
@@ -188,6 +235,34 @@ class _Numbered:
             self.targets[index[source]].append(index[target])
 
 
+class _Queue(NamedTuple):
+    """Actions that keep their order. A forward starts only if its rank holds fewer than ``most`` microbatches."""
+
+    actions: deque[int]
+    most: int
+
+
+def _queues(row: list[int], numbered: _Numbered, most: int, rules: _Rules) -> list[_Queue]:
+    """Return the queues of a rank, the first one to run first. ``most`` is how many microbatches the rank may hold."""
+    own = [number for number in row if numbered.kind[number] is not Kind.WEIGHT_GRAD]
+    if not rules.moves:
+        return [_Queue(deque(own), most)]
+    input_grads = [number for number in own if numbered.kind[number] is Kind.INPUT_GRAD]
+    forwards = [number for number in own if numbered.kind[number] is Kind.FORWARD]
+    if not rules.reserved:
+        return [_Queue(deque(input_grads), most), _Queue(deque(forwards), most)]
+    backward_queues: list[_Queue] = []
+    forward_queues: list[_Queue] = []
+    for later, stage in enumerate(sorted({numbered.actions[number].stage for number in own}, reverse=True)):
+        free = rules.reserved + later - 1 if later else 0
+        for queues, numbers in ((backward_queues, input_grads), (forward_queues, forwards)):
+            of_stage = deque(number for number in numbers if numbered.actions[number].stage == stage)
+            queues.append(_Queue(of_stage, most - free))
+    if not rules.last_first:
+        backward_queues.reverse()
+    return backward_queues + forward_queues
+
+
 class _Rank:
     """One rank during the simulation: its remaining actions, and the microbatches that it holds.
 
@@ -195,13 +270,8 @@ class _Rank:
     wait for it.
     """
 
-    def __init__(self, row: list[int], kind: list[Kind], moves: bool) -> None:
-        own = [number for number in row if kind[number] is not Kind.WEIGHT_GRAD]
-        if moves:
-            input_grads = deque(number for number in own if kind[number] is Kind.INPUT_GRAD)
-            self.queues = [input_grads, deque(number for number in own if kind[number] is Kind.FORWARD)]
-        else:
-            self.queues = [deque(own)]
+    def __init__(self, queues: list[_Queue]) -> None:
+        self.queues = queues
         self.weights: deque[int] = deque()
         self.order: list[int] = []
         self.held = 0
@@ -212,8 +282,9 @@ class _Simulation:
     """List scheduling in the order of time."""
 
     def __init__(self, numbered: _Numbered, limits: tuple[int, ...], rules: _Rules) -> None:
-        self._n, self._limits, self._rules = numbered, limits, rules
-        self._ranks = [_Rank(row, numbered.kind, rules.moves) for row in numbered.rows]
+        self._n, self._rules = numbered, rules
+        rows = zip(numbered.rows, limits, strict=True)
+        self._ranks = [_Rank(_queues(row, numbered, most, rules)) for row, most in rows]
         self._end: list[float | None] = [None] * len(numbered.actions)
         self._free: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(self._ranks))]
 
@@ -222,15 +293,15 @@ class _Simulation:
         while self._free:
             now, number = heapq.heappop(self._free)
             self._act(self._ranks[number], number, now)
-        if any(rank.weights or any(rank.queues) for rank in self._ranks):
+        if any(rank.weights or any(queue.actions for queue in rank.queues) for rank in self._ranks):
             return None
         actions = self._n.actions
         return PipelineSchedule(tuple(tuple(actions[number] for number in rank.order) for rank in self._ranks))
 
     def _act(self, rank: _Rank, number: int, now: float) -> None:
         next_input = math.inf
-        for queue in rank.queues:
-            if not queue or (self._n.kind[queue[0]] is Kind.FORWARD and rank.held >= self._limits[number]):
+        for queue, most in rank.queues:
+            if not queue or (self._n.kind[queue[0]] is Kind.FORWARD and rank.held >= most):
                 continue
             ready = self._ready(queue[0])
             if ready > now:

@@ -42,7 +42,7 @@ class Options(BaseModel):
     communication_ms: _Time | None = None
     max_freeze_ratio: _Ratio | None = None
     sweep: Annotated[tuple[_Ratio, ...], _SPLIT] = ()
-    extra_microbatches: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    extra_microbatches: Annotated[int, Field(ge=-1_000_000, le=1_000_000)] | None = None
     steps: Steps | None = None
 
     @property

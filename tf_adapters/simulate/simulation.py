@@ -140,8 +140,8 @@ def simulate(
     """Plan ``pipeline`` at ``max_freeze_ratio`` and at every ratio of ``sweep``, all in [0, 1].
 
     With ``extra_microbatches`` weight gradients may be deferred, and a rank may hold that many microbatches more than
-    the fullest rank of the schedule. ``progress`` gets lines of text. Raises PlanInputError, ScheduleError and
-    SolverError as ``tf_adapters.planner.plan`` does.
+    the fullest rank of the schedule; below 0, so many fewer. ``progress`` gets lines of text. Raises PlanInputError,
+    ScheduleError and SolverError as ``tf_adapters.planner.plan`` does.
     """
     asked = dict.fromkeys((max_freeze_ratio, *sweep, *([] if extra_microbatches is None else [0.0])))
     solved = {ratio: _plan(pipeline, ratio, progress, extra_microbatches) for ratio in asked}

@@ -94,7 +94,7 @@ def _recorded_extra(report: Report) -> int | None:
     if extra == "auto":
         order, host = report.plan and report.plan.schedule, report.schedule
         extra = max(0, most_in_flight(order) - most_in_flight(host)) if order else 0
-    return extra if deferred and isinstance(extra, int) and extra >= 0 else None
+    return extra if deferred and isinstance(extra, int) else None
 
 
 def _from_input(path: str, data: Any) -> Request:

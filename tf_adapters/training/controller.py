@@ -128,7 +128,7 @@ class Controller:
             )
         if self.config.splits_backwards and not self.state.failure and not self.state.left_to_host:
             self._checks.begin_step(self.step, self.phase, self.state.taps, waits=self.waits_for_update)
-        self.state.begin_step(in_host_order, may_control=not self._checks.run)
+        self.state.begin_step(in_host_order, may_control=not self._checks.run and not self.config.saves_memory)
         self._ran_here = True
         self._executed.clear()
         self.memory.start_step()

@@ -16,8 +16,9 @@ from tf_adapters.planner.deferred import describe_deferral
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.stability import StabilityChecks
 from tf_adapters.training import batch_words, log_lines, tap_findings
-from tf_adapters.training.batches import BatchPlan, most_seen
+from tf_adapters.training.batches import most_seen
 from tf_adapters.training.overlap_trial import REASON, OverlapTrial
+from tf_adapters.training.peak_memory import peak_memory_line
 from tf_adapters.training.plan_maker import PlanJob, PlanMaker, Planned, RunSetup
 from tf_adapters.training.replanning import Replanning
 from tf_adapters.training.state import RunState
@@ -30,7 +31,7 @@ class Decisions:
 
     def __init__(self, setup: RunSetup, checks: StabilityChecks, report: Callable[[], None]) -> None:
         self._config, self._masks, self._collectives = setup.config, setup.masks, setup.collectives
-        self._pipeline, self._timer, self._memory = setup.pipeline, setup.timer, setup.memory
+        self._pipeline, self._timer = setup.pipeline, setup.timer
         self._checks, self._report = checks, report
         self._verified: dict[int, PipelineSchedule | None] = {}  # by number of microbatches; None: the host's own order
         self._monitored: list[PipelineSchedule] = []  # of each monitored step that froze nothing
@@ -69,6 +70,7 @@ class Decisions:
         state.taps = findings = replace(findings, first_step=first_step, good_step=good_step)
         findings.apply(self._pipeline.taps, self._masks)
         self.plan_maker.keeps_forwards = findings.keeps_forwards
+        self.plan_maker.keeps_stages = findings.keeps_stages
         self._give_up_moved_forwards(state)
         if before is not None:
             for line in findings.changed_lines(before):
@@ -294,29 +296,14 @@ class Decisions:
             self.say(f"batches of {schedule.num_microbatches} microbatches have a plan of their own:")
         if plan.deferrable_share:
             self.say(f"deferral: {describe_deferral(plan, schedule)}")
-            self._say_memory(batch)
+            line = peak_memory_line(self._setup, batch)
+            if line is not None:
+                self.say(line)
         host_ms = 0.0 if renewed else self._slowest_ms(Phase.WARMUP, schedule.num_microbatches, _AS_HOST)
         known, why = state.measured_for(schedule), self._pipeline.meetings
         meeting = log_lines.meeting(known, plan, why, is_clear=self._meets_clearly)
         for line in (log_lines.planned(plan, batch.forecast, host_ms), *([meeting] if meeting else []), *planned.notes):
             self.say(line)
-
-    def _say_memory(self, batch: BatchPlan) -> None:
-        """Log the memory of the fullest rank in the host's order and in the plan's."""
-
-        def local() -> tuple[int, int] | None:
-            held = self._memory.peak_bytes(Phase.MONITORING_UPPER)
-            planned = batch.planned_peak_bytes(self._memory, min(self._pipeline.parameters))
-            return None if held is None or planned is None else (held, planned)
-
-        def fullest(ranks: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
-            held, planned = zip(*(rank for rank in ranks if rank), strict=True) if any(ranks) else ((), ())
-            return (max(held), max(planned)) if held else None
-
-        peaks = decide_from_all(self._collectives, local, fullest)
-        if peaks is not None:
-            held, planned = (f"{peak / 2**20:,.1f} MiB" for peak in peaks)
-            self.say(f"memory of the fullest rank: {held} now, at most {planned} planned")
 
     def _renew_plan(self, state: RunState) -> None:
         """Plan again if the most frequent batches no longer take the times of their plan."""

@@ -12,8 +12,8 @@ from tf_adapters.measuring.estimates import grouped
 from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.planner.forecast import Forecast, cost_of_meeting
 from tf_adapters.planner.freeze_plan import FreezePlan
-from tf_adapters.schedule.deferral import most_held
-from tf_adapters.schedule.ir import Kind, PipelineSchedule
+from tf_adapters.schedule.deferral import most_held, most_in_flight
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.selection.stability import StabilityState
 from tf_adapters.training.phases import PhaseSchedule
 
@@ -152,6 +152,24 @@ def filled_memory(known: Measurement, plan: FreezePlan) -> str:
         for rank, fitting in known.fitting_microbatches.items()
     )
     return f'extra_microbatches "auto": microbatches held at most, of those that fit the memory: {held}'
+
+
+def saved_memory(config: TimelyFreezeConfig, host: PipelineSchedule, plan: FreezePlan, promised: Forecast) -> str:
+    """Say what a limit below the memory of the host's order costs."""
+    order = plan.schedule or host
+    limit = f"memory_limit {config.memory_limit:g}" if config.memory_limit else ""
+    limit = limit or f"extra_microbatches {config.extra_microbatches}"
+    moved = any(_forwards(one) != _forwards(other) for one, other in zip(order.ranks, host.ranks, strict=True))
+    dropout = "; the stages of a rank take turns in another order, so dropout draws other numbers" if moved else ""
+    return (
+        f"{limit}: a rank holds {most_in_flight(order)} microbatches at most, in the host's order "
+        f"{most_in_flight(host)}; a step takes {promised.planned_ms:.1f} ms as planned, {promised.unfrozen_ms:.1f} ms "
+        f"in the host's order; no control steps run, since they would need the host's memory{dropout}"
+    )
+
+
+def _forwards(row: Sequence[Action]) -> list[Action]:
+    return [action for action in row if action.kind is Kind.FORWARD]
 
 
 def with_more_memory(more: int, plans: tuple[FreezePlan, FreezePlan], promised: Forecast) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from tf_adapters.collectives import Collectives, decide_from_all, on_one_rank
-from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.errors import TimelyFreezeError
+from tf_adapters.config import SECTION, TimelyFreezeConfig
+from tf_adapters.errors import PlanInputError, TimelyFreezeError
 from tf_adapters.measuring.batch_times import batch_times, with_replicas
 from tf_adapters.measuring.between_steps import between_steps
 from tf_adapters.measuring.compact import PackedBounds, PackedTraces
@@ -21,11 +22,13 @@ from tf_adapters.measuring.replica_bounds import merge_bounds, slowest_durations
 from tf_adapters.measuring.timer import ActionTimer
 from tf_adapters.measuring.token_cost import TokenCost, slower_cost
 from tf_adapters.measuring.transfers import complete_steps, local_traces, measure_gaps
+from tf_adapters.planner.deferred import saves_memory
 from tf_adapters.planner.forecast import Forecast, forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
 from tf_adapters.planner.problem import Limits, PlanProblem
 from tf_adapters.planner.solve import solve
 from tf_adapters.planner.worker import BackgroundPlan
+from tf_adapters.schedule.deferral import most_held
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.ir import Action, PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
@@ -95,13 +98,15 @@ class _Local:
 
     A rank of the traced pipeline sends bounds and traces of each action, any other the mean bounds of its groups.
     ``typical_ms`` tells a slow replica. ``fitting`` is how many microbatches fit the memory of this rank, if known.
+    ``needed_bytes`` is the lowest limit of memory that this rank can keep, if the given one is lower.
     """
 
     step_ms: float
     typical_ms: Mapping[Group, float]
     token_costs: Mapping[int, TokenCost]
     rank: int  # of the pipeline
-    fitting: int | None
+    fitting: int | None = None
+    needed_bytes: float | None = None
     means: Mapping[Group, Bounds] = field(default_factory=dict)
     bounds: PackedBounds | None = None
     traces: PackedTraces | None = None
@@ -113,6 +118,7 @@ class PlanMaker:
     def __init__(self, run: RunSetup) -> None:
         self._run, self._config, self._collectives = run, run.config, run.collectives
         self.keeps_forwards = False  # whether forwards keep the host's order relative to backwards
+        self.keeps_stages = False  # whether the stages of a rank keep the host's order relative to each other
         self.job: PlanJob | None = None  # whose plan is being made
         self._worker: BackgroundPlan | None = None  # on rank 0
         self._steps: Sequence[Mapping[Action, float]] = ()  # durations, ms; on rank 0
@@ -135,6 +141,7 @@ class PlanMaker:
         """Return what the monitored steps show. Raises TimelyFreezeError, the same on every rank."""
 
         def merge(ranks: Sequence[_Local]) -> tuple[Packed, tuple[str, ...], Mapping[int, float]]:
+            self._check_memory(ranks)
             detailed = [rank.bounds.unpack(schedule) for rank in ranks if rank.bounds]
             bounds, notes = merge_bounds(schedule, detailed, [rank.means for rank in ranks])
             times = findings.without_overhead(bounds)
@@ -209,11 +216,10 @@ class PlanMaker:
         timer, number = self._run.timer, schedule.num_microbatches
         timer.drain(wait=True)
         times = self._times(schedule)
-        step_ms, fitting = timer.step_ms(Phase.MONITORING_UPPER, number) or 0.0, None
-        if self._config.fills_memory:
-            fitting = self._run.memory.most_microbatches(Phase.MONITORING_UPPER, self._config.memory_limit_bytes)
+        step_ms = timer.step_ms(Phase.MONITORING_UPPER, number) or 0.0
         rank = schedule.rank_of(min(self._run.pipeline.parameters))
-        local = _Local(step_ms, times.typical_ms(), times.token_costs, rank=rank, fitting=fitting)
+        figures = times.typical_ms(), times.token_costs
+        local = self._with_memory(_Local(step_ms, *figures, rank=rank), schedule)
         if not self._run.pipeline.traced:
             return replace(local, means=times.means())
         return replace(
@@ -221,6 +227,32 @@ class PlanMaker:
             bounds=PackedBounds.of(schedule, times.bounds()),
             traces=PackedTraces.of(schedule, local_traces(timer, Phase.MONITORING_UPPER, number), timer.until_next()),
         )
+
+    def _with_memory(self, local: _Local, schedule: PipelineSchedule) -> _Local:
+        """Add how many microbatches fit the memory of this rank, if the settings ask for that."""
+        if not self._config.fills_memory:
+            return local
+        memory, own = self._run.memory, most_held(schedule.ranks[local.rank])
+        fitting = memory.most_microbatches(Phase.MONITORING_UPPER, self._config.memory_limit_bytes, own)
+        fewest = len(schedule.stages_of(local.rank)) if self._moves_forwards else own
+        needed = None
+        if fitting is not None and fitting < fewest:
+            needed = memory.needed_bytes(Phase.MONITORING_UPPER, fewest)
+        return replace(local, fitting=fitting, needed_bytes=needed)
+
+    @property
+    def _moves_forwards(self) -> bool:
+        return self._run.pipeline.moves_forwards and not self.keeps_forwards
+
+    def _check_memory(self, ranks: Sequence[_Local]) -> None:
+        """Raise PlanInputError if a rank cannot run any order within ``memory_limit``."""
+        needed = max(local.needed_bytes or 0.0 for local in ranks)
+        if needed:
+            least = math.ceil(needed / 2**30 * 1_000) / 1_000
+            raise PlanInputError(
+                f"{SECTION}.memory_limit is {self._config.memory_limit:g}, and no order of this schedule fits into so "
+                f"few GiB: allowed is at least {least:g} GiB"
+            )
 
     def _times(self, schedule: PipelineSchedule) -> StageTimes:
         return measured_times(
@@ -245,7 +277,8 @@ class PlanMaker:
             config.max_freeze_ratio,
             target_makespan_ms=max(0.0, known.span_ms - (known.unfrozen_step_ms - target)) if target else 0.0,
             **config.deferral_limits,
-            moves_forwards=self._run.pipeline.moves_forwards and not self.keeps_forwards,
+            moves_forwards=self._moves_forwards,
+            moves_stages=not self.keeps_stages,
         )
         return PlanProblem(known, limits)
 
@@ -265,6 +298,9 @@ class PlanMaker:
             yield log_lines.out_of_reach(target, promised, self._config.max_freeze_ratio)
         if self._config.fills_memory:
             yield log_lines.filled_memory(known, plan)
+        problem = self._problem(known)
+        if problem.limits.defer and saves_memory(problem):
+            yield log_lines.saved_memory(self._config, known.schedule, plan, promised)
 
     def _with_more_memory(self, known: Measurement, promised: Forecast, plan: FreezePlan) -> Iterator[str]:
         """Say how much faster the first exact plan would be with more microbatches in memory, if solved at once."""

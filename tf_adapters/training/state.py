@@ -15,6 +15,7 @@ from tf_adapters.measuring.measurement import NOTHING_MEASURED, Measurement
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.planner.forecast import Forecast
 from tf_adapters.planner.freeze_plan import FreezePlan
+from tf_adapters.schedule.deferral import holds_within, memory_limits
 from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.selection.masks import StageMasks
 from tf_adapters.selection.stability import StabilityState, without_evidence
@@ -131,10 +132,13 @@ class RunState:
         """Return whether ``step`` is a control step: nothing is deferred or frozen. The plan must be fully in force.
 
         A host that splits backwards itself has none: where taps are at work, its own way of doing so cannot be taken
-        in one step.
+        in one step. Nor has a run whose memory the host's order exceeds.
         """
         stable = self.phases.phase(step) is Phase.STABLE and is_control(step - self.phases.progressive_end)
         if not stable or self.plan is None or self.failure or self.left_to_host:
+            return False
+        limits = memory_limits(self.schedule, 0, self.measurement.fitting_microbatches)
+        if not holds_within(self.schedule, limits):
             return False
         return not self.schedule.splits_backwards and self.plan.changes(self.schedule)
 

@@ -41,6 +41,8 @@ class TapFindings(Value):
         others: by stage, the types of the layers without a tap, those with most work first.
         keeps_forwards: whether forwards must keep their order among backwards. Either weights change within a batch, as
             where an optimizer steps in backward hooks, or a forward or a loss accumulates gradients.
+        keeps_stages: whether the stages of a rank must keep their order, because they share a weight. Their gradients
+            are added up in that order.
         first_step: the step of this process's first check.
         good_step: the newest step that checked all layers that have a tap.
     """
@@ -49,6 +51,7 @@ class TapFindings(Value):
     shares: Mapping[int, Share] = field(default_factory=dict)
     others: Mapping[int, Sequence[str]] = field(default_factory=dict)
     keeps_forwards: bool = False
+    keeps_stages: bool = False
     first_step: int = 0
     good_step: int = 0
 
@@ -136,9 +139,11 @@ def agree(collectives: Collectives, pipeline: HostPipeline, accumulates_early: b
             if reason is not None:
                 others[stage] = [OWN_BACKWARD]
         reasons = {reason for found in left.values() for reason in found.values()}
-        parameters = [parameter for of_stage in pipeline.parameters.values() for parameter in of_stage.values()]
+        by_stage = pipeline.parameters.values()
+        parameters = [parameter for of_stage in by_stage for parameter in of_stage.values()]
         keeps_forwards = accumulates_early or CHANGES in reasons or may_update_in_backward(parameters)
-        return TapFindings(left, shares, others, keeps_forwards)
+        keeps_stages = len({*map(id, parameters)}) < sum(len({*map(id, p.values())}) for p in by_stage)
+        return TapFindings(left, shares, others, keeps_forwards=keeps_forwards, keeps_stages=keeps_stages)
 
     return decide_from_all(collectives, local, _merge)
 
@@ -156,7 +161,8 @@ def _merge(ranks: Sequence[TapFindings]) -> TapFindings:
         {stage: dict(sorted(left[stage].items())) for stage in sorted(left) if left[stage]},
         {stage: shares[stage] for stage in sorted(shares)},
         others,
-        any(rank.keeps_forwards for rank in ranks),
+        keeps_forwards=any(rank.keeps_forwards for rank in ranks),
+        keeps_stages=any(rank.keeps_stages for rank in ranks),
     )
 
 

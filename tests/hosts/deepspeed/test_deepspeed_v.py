@@ -10,6 +10,8 @@ from deepspeed_oracle import BF16, CHECKPOINTS_ON_CPU, REENTRANT, ZERO1, check_o
 from deepspeed_orders import EXACT, SAME_BITS, in_random_orders
 from deepspeed_ranks import Case, build_engine, train
 
+from tf_adapters.schedule.deferral import most_in_flight
+from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.schedule.orders import v_with_whole_backwards
 
 pytestmark = pytest.mark.distributed
@@ -57,6 +59,21 @@ def test_any_order_is_the_host_to_the_bit(pools, name):
     assert all(sum(rank["moved"]) > case.steps / 2 for rank in ours)
     for mine, theirs in zip(ours, alone, strict=True):
         assert mine["losses"] == theirs["losses"]
+        for weight, value in theirs["parameters"].items():
+            assert torch.equal(mine["parameters"][weight], value), weight
+
+
+@pytest.mark.parametrize("name", ["four ranks", "four ranks, zero1, bf16"])
+def test_with_half_of_the_memory_it_is_the_host_to_the_bit(pools, name):
+    case = replace(SAME_BITS[name], steps=3, ratios=0.0)
+    ours = pools(4).run(train, replace(case, section={**V, "extra_microbatches": -4}))
+    alone = pools(4).run(
+        train, replace(case, section={"placement": "v", "method": "none", "max_freeze_ratio": 0.0}, ratios=None)
+    )
+    for mine, theirs in zip(ours, alone, strict=True):
+        assert mine["status"] is None
+        assert most_in_flight(PipelineSchedule.from_text(mine["plan"]["ranks"])) == 4
+        assert [step["loss"] for step in mine["steps"]] == [step["loss"] for step in theirs["steps"]]
         for weight, value in theirs["parameters"].items():
             assert torch.equal(mine["parameters"][weight], value), weight
 

@@ -54,7 +54,12 @@ EXTRA = {
     "pipeline 4": 4,
 }
 """Where forwards are moved as well."""
-MORE = [("1f1b", 0), ("1f1b", 4), ("pipeline 4", 0), ("pipeline 4", 2), ("interleaved", 0)]
+MORE = [
+    *(("1f1b", extra) for extra in (0, 4, -1)),
+    *(("pipeline 4", extra) for extra in (0, 2, -2)),
+    *(("pipeline 4, interleaved", extra) for extra in (-4,)),
+    ("interleaved", 0),
+]
 
 
 def deferred(case: Case, extra: int = 0, **settings: Any) -> Case:

@@ -11,6 +11,8 @@ import torch
 from torch_oracle import PLANS, REPLICATED, check_oracle
 from torch_ranks import SCHEDULES, Case, attached, pool, train
 
+from tf_adapters.schedule.deferral import most_in_flight
+from tf_adapters.schedule.ir import PipelineSchedule
 from tf_adapters.testing.ranks import RanksFailed
 
 pytestmark = pytest.mark.distributed
@@ -48,6 +50,29 @@ def test_nothing_frozen_is_the_host_to_the_bit(name: str) -> None:
         assert [step["loss"] for step in mine["steps"]] == [step["loss"] for step in theirs["steps"]]
         assert mine["plan"]["ranks"] != mine["schedule"] or "zb" in name or "zero" in name  # good already
         assert mine["failure"] is None
+        for weight, value in theirs["parameters"].items():
+            assert torch.equal(mine["parameters"][weight], value), weight
+
+
+@pytest.mark.parametrize(
+    ("schedule", "fewer"),
+    [
+        ("Schedule1F1B", 2),
+        ("ScheduleInterleaved1F1B", 4),
+        ("ScheduleInterleavedZeroBubble", 4),
+        ("ScheduleZBVZeroBubble", 4),
+    ],
+)
+def test_with_less_memory_it_is_the_host_to_the_bit(schedule: str, fewer: int) -> None:
+    case = Case(schedule=schedule, ranks=4, section={**DEFERRED, "extra_microbatches": -fewer}, ratios=0.0, steps=3)
+    ours = pool(4).run(train, case)
+    alone = pool(4).run(train, replace(case, section=None, ratios=None))
+    for mine, theirs in zip(ours, alone, strict=True):
+        assert mine["failure"] is None
+        rows = mine["plan"]["ranks"], mine["schedule"]
+        held, hosts = map(most_in_flight, map(PipelineSchedule.from_text, rows))
+        assert held == hosts - fewer
+        assert [step["loss"] for step in mine["steps"]] == [step["loss"] for step in theirs["steps"]]
         for weight, value in theirs["parameters"].items():
             assert torch.equal(mine["parameters"][weight], value), weight
 

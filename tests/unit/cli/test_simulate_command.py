@@ -387,7 +387,7 @@ def test_a_report_of_a_run_that_defers_is_simulated_so(tmp_path: Path, capsys: p
     ("arguments", "words"),
     [
         (("--extra-microbatches", "2"), "--extra-microbatches 2: goes with --defer"),
-        (("--defer", "--extra-microbatches", "-1"), "--extra-microbatches '-1': expected a whole number"),
+        (("--defer", "--extra-microbatches", "-1.5"), "'-1.5': expected a whole number from -1000000 to 1000000"),
     ],
 )
 def test_wrong_deferral_is_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str) -> None:

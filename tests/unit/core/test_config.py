@@ -95,7 +95,7 @@ class ManyLines:
         ),
         (
             {"extra_microbatches": "all"},
-            ["extra_microbatches is 'all'", '"auto" or an integer from 0 to 1,000,000,000'],
+            ["extra_microbatches is 'all'", '"auto" or an integer from -1,000,000,000 to 1,000,000,000'],
         ),
         ({"enabled": "yes"}, ["enabled is 'yes'", "true or false"]),
         ({"method": "apf2"}, ["method is 'apf2'", '"timely", "timely+apf", "timely+autofreeze", "apf", "auto']),

@@ -126,13 +126,18 @@ def test_a_meter_says_how_many_fit_if_the_limit_or_the_device_is_known(meter, mo
     meter, held = meter
     watched(meter, held, ["0F0", "0F1", "0I0", "0W0", "0F2", "0I1", "0W1", "0I2", "0W2"])
     limit = BASE + GRADIENTS + 5 * IN_FLIGHT + 1
-    assert meter.most_microbatches("upper", limit) == 5
-    assert meter.most_microbatches("upper", None) is None  # a CPU's memory is not ours alone
-    assert meter.most_microbatches("another", limit) is None
-    monkeypatch.setattr(memory, "_capacity_bytes", lambda device: float(limit))
+    assert meter.most_microbatches("upper", limit, 2) == 5
+    assert meter.most_microbatches("upper", None, 2) is None  # a CPU's memory is not ours alone
+    assert meter.most_microbatches("another", limit, 2) is None
     peak = meter.peak_bytes("upper")
+    assert meter.most_microbatches("upper", peak, 2) == 2  # although each is counted at its largest
+    assert meter.most_microbatches("upper", peak - 1, 2) < 2
+    needed = meter.needed_bytes("upper", 3)
+    assert [meter.most_microbatches("upper", needed + more, 0) for more in (1, -1)] == [3, 2]
+    assert meter.needed_bytes("another", 3) is None
+    monkeypatch.setattr(memory, "_capacity_bytes", lambda device: float(limit))
     monkeypatch.setattr(memory, "_most_allocated", lambda device: peak + 2 * IN_FLIGHT)
-    assert meter.most_microbatches("upper", None) == 3  # an action fills the rest in its midst
+    assert meter.most_microbatches("upper", None, 2) == 3  # an action fills the rest in its midst
 
 
 def test_tensors_may_fill_a_share_of_a_device(monkeypatch):

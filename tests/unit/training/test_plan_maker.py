@@ -19,10 +19,11 @@ from schedules import gpipe
 import tf_adapters.training.plan_maker as planning
 from tf_adapters.collectives import Collectives
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.errors import SolverError
+from tf_adapters.errors import PlanInputError, SolverError
 from tf_adapters.measuring.memory import MemoryMeter
 from tf_adapters.measuring.phase import Phase
 from tf_adapters.planner.worker import BackgroundPlan
+from tf_adapters.schedule.deferral import most_held
 from tf_adapters.schedule.durations import Bounds
 from tf_adapters.schedule.orders import one_forward_one_backward
 from tf_adapters.selection.freeze_units import FreezeUnit
@@ -226,6 +227,23 @@ def test_what_more_memory_would_bring_is_said_once_and_only_of_exact_plans():
     assert again is not None
     assert sampled is not None
     assert again.notes == sampled.notes == ()
+
+
+def test_a_plan_for_less_memory_says_what_it_costs():
+    planned = planner_of(**EXACT, extra_microbatches=-2).start(exact_job())
+    assert planned is not None
+    assert planned.plan.schedule is not None
+    assert max(map(most_held, planned.plan.schedule.ranks)) == 2
+    assert planned.notes == (
+        "extra_microbatches -2: a rank holds 2 microbatches at most, in the host's order 4; a step takes "
+        f"{planned.step_ms:.1f} ms as planned, 330.0 ms in the host's order; no control steps run, since they would "
+        "need the host's memory",
+    )
+
+
+def test_a_limit_that_no_order_keeps_ends_planning_with_the_lowest_one():
+    with pytest.raises(PlanInputError, match=r"^extra_microbatches: -4: .*; allowed is at least -3$"):
+        planner_of(**EXACT, extra_microbatches=-4).start(exact_job())
 
 
 def test_a_failure_to_say_what_more_memory_would_bring_leaves_the_plan(monkeypatch):
