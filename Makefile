@@ -17,7 +17,7 @@ else
 SHOW := --quiet
 endif
 
-.PHONY: demo test test-programs check fuzz faults soak docs bench gpu study test-matrix clean
+.PHONY: demo test test-programs check fuzz faults soak docs bench gpu gpu-wheels study test-matrix clean
 
 demo: $(VENV)/ready
 	@$(RUN) examples/deepspeed_gpt/demo.py
@@ -71,9 +71,16 @@ bench: $(VENV)/ready
 	$(RUN) -m benchmarks.core.selection
 	$(RUN) -m benchmarks.hosts.monitoring
 
-# What only a GPU can show: at most ten minutes for each part; a part that has its result is not run again.
+# What only a GPU can show, what matters most first; a part that has its result is not run again.
 gpu: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpu.acceptance
+
+# For a machine with a GPU, torch and no network: 47 MiB in build/gpu/wheels. There run benchmarks/gpu/bare.sh.
+GPU_PYTHON := 3.12
+gpu-wheels:
+	$(PYTHON) -m pip download --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) -d build/gpu/wheels \
+	  $(foreach tag,manylinux_2_28 manylinux_2_27 manylinux2014,--platform $(tag)_x86_64) -c constraints.txt \
+	  numpy ortools pydantic pydantic-core annotated-types typing-inspection
 
 # The accuracy study, of several hours: cut off, it goes on where it stopped. The packages hold its model and its text.
 study: $(VENV)/ready

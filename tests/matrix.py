@@ -31,7 +31,7 @@ FOLDER = ROOT / "build" / "matrix"
 RESULTS = result_file("hosts/matrix.json")
 PAGE = ROOT / "docs" / "compatibility.md"
 ENGINE = SupportedHost("Transformer Engine", "transformer-engine", "2.4.0", "2.20.2", on="megatron-core")
-BETWEEN = [(ENGINE.package, "2.10.0")]
+BETWEEN = [("torch", "2.11"), (ENGINE.package, "2.10.0")]
 PACKAGES = {host.package: host for host in (*HOSTS, *TRAINERS, ENGINE)}
 HOST_TESTS = {
     "deepspeed": "deepspeed",

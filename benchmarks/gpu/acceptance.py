@@ -1,6 +1,8 @@
-"""Acceptance on GPUs, part by part: what tests on CPUs cannot show. At most ten minutes for each part.
+"""Acceptance on GPUs, part by part: what tests on CPUs cannot show. What matters most comes first.
 
-A part that lacks something is skipped, with the reason; one that has its result is not run again without --again.
+Each part has its minutes, and its checks are written as they come: one that fails or runs out of time keeps them, and
+the next one runs. A part that lacks something is skipped, with the reason; one that has its result is not run again
+without --again. With --minutes no part starts or runs after so many minutes.
 ``--device cpu --tiny`` runs the parts where there is no GPU, to prove the script: figures of time and memory are then
 shown and not judged. Exits with 1 if a check failed.
 
@@ -10,37 +12,45 @@ Writes results/gpu/acceptance.json, part by part, and the table into docs/gpu.md
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from benchmarks.gpu.parts import NOT_RUN, Check, Options, Part, Skipped, join
+from benchmarks.gpu import pipeline_on_one_gpu
+from benchmarks.gpu.parts import NOT_RUN, Options, Part, Skipped, join
+from benchmarks.gpu.quarters import mps
 from benchmarks.shared.commands import command_line
 from benchmarks.shared.files import ROOT, markdown_table, put_table, result_file, write_json
 from benchmarks.shared.measuring import machine
-from tf_adapters.testing import RankPool, RanksFailed
+from tf_adapters.testing import RankPool
 
 MODULES = {
+    "probe": "probe",
+    "pipeline-one-gpu": "pipeline_on_one_gpu",
+    "hot-path": "hot_path",
+    "memory": "memory",
+    "backward-time": "backward_time",
     "oracle": "oracle",
     "same-bits": "same_bits",
-    "hot-path": "hot_path",
-    "backward-time": "backward_time",
     "recompilations": "recompilations",
-    "memory": "memory",
-    "two-processes": "two_processes",
     "optimizer-step": "optimizer_step",
-    "several-gpus": "several",
+    "several-gpus": "several_gpus",
 }
-"""By the name of each part its module, which has its ``PART``."""
-LIMIT_S = 600.0
+"""By the name of each part its module, which has its ``PART``; in order of value."""
+LEAST_S = 20.0
+"""Seconds that must be left for a part to start."""
 HEADINGS = ("part", "on a GPU", "on a CPU, tiny sizes")
 Results = dict[str, dict[str, Any]]
 """By where it ran ("cuda", "cuda, tiny", "cpu, tiny", ...), then by part."""
@@ -54,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="also what has its result")
     parser.add_argument("--results", type=Path, default=result_file("gpu/acceptance.json"))
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gpu.md")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="for all parts together")
     args = parser.parse_args(arguments)
+    end = time.monotonic() + 60 * args.minutes
     options = Options(args.device, args.tiny)
     results = read(args.results)
     where = place(options)
@@ -65,13 +77,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name}: has its result ({old['status']}); --again runs it again", flush=True)
             outcomes.append(old)
             continue
-        record = run_part(part_of(name), options)
+        record = run_part(part_of(name), options, end - time.monotonic())
         print(described(name, record), flush=True)
         outcomes.append(record)
         if old is None or record["status"] != "skipped":  # a machine without a GPU takes no result away
             results.setdefault(where, {})[name] = record
             write_json(args.results, results)
             put_table(args.page, "gpu", table(results))
+            put_table(args.page, "one-gpu", one_gpu_table(results))
     return int(any(record["status"] == "failed" for record in outcomes))
 
 
@@ -88,35 +101,67 @@ def part_of(name: str) -> Part:
     return part
 
 
-def run_part(part: Part, options: Options) -> dict[str, Any]:
-    """The part's record: its status, and why, or its checks."""
+def run_part(part: Part, options: Options, left_s: float = math.inf) -> dict[str, Any]:
+    """Return the part's record: its status, and its checks or the reason. ``left_s`` seconds are left for all."""
     reason = part.missing(options)
+    if reason is None and left_s < LEAST_S:
+        reason = "no time is left"
     if reason is not None:
         return {"status": "skipped", "reason": reason}
     os.environ["DS_ACCELERATOR"] = options.device  # the ranks inherit it
     begin = time.monotonic()
+    written = Path(tempfile.mkdtemp(prefix="gpu-checks-")) / "checks.jsonl"
+    failure: str | None = None
     try:
-        with RankPool(part.ranks(options), partial(join, options, part.backend)) as ranks:
-            outcome = ranks.run(on_rank, part.run, options, timeout_s=LIMIT_S)[0]
-    except RanksFailed as error:
-        return {"status": "failed", "reason": str(error), "on": device(options)}
-    if isinstance(outcome, str):
-        return {"status": "skipped", "reason": outcome}
-    failed = any(check.passed is False for check in outcome)
-    return {
-        "status": "failed" if failed else "passed",
-        "on": device(options),
-        "seconds": round(time.monotonic() - begin, 1),
-        "checks": [asdict(check) | {"passed": check.passed} for check in outcome],
-    }
+        with beside(part, options) as shared, pool(part, shared) as ranks:
+            skipped = ranks.run(on_rank, part.run, shared, written, timeout_s=min(60 * part.minutes, left_s))[0]
+            if skipped is not None:
+                return {"status": "skipped", "reason": skipped}
+    except Exception as error:  # the next part still runs
+        failure = f"{type(error).__name__}: {error}"
+    checks = read_checks(written)
+    failed = failure is not None or any(check["passed"] is False for check in checks.values())
+    record: dict[str, Any] = {"status": "failed" if failed else "passed", "on": device(options)}
+    if failure is not None:
+        record["reason"] = failure
+    if checks:
+        record["checks"] = list(checks.values())
+    return {**record, "seconds": round(time.monotonic() - begin, 1)}
 
 
-def on_rank(run: Any, options: Options) -> list[Check] | str:
-    """Return the checks of a rank, or the reason why the part was skipped."""
+def beside(part: Part, options: Options) -> AbstractContextManager[Options]:
+    """MPS for a part whose ranks share one GPU. Its value are the options of the ranks."""
+    return with_mps(options) if part.shares and options.cuda else nullcontext(options)
+
+
+@contextmanager
+def with_mps(options: Options) -> Iterator[Options]:
+    """Run MPS inside the block."""
+    with mps() as reason:
+        yield replace(options, no_mps=reason)
+
+
+def pool(part: Part, options: Options) -> RankPool:
+    return RankPool(part.ranks(options), partial(join, options, part.backend))
+
+
+def on_rank(run: Any, options: Options, written: Path) -> str | None:
+    """Write each check as it comes, on rank 0. Return the reason why the part was skipped, if it was."""
     try:
-        return list(run(options))
+        for check in run(options):
+            if dist.get_rank() == 0:
+                with written.open("a") as lines:
+                    lines.write(json.dumps(asdict(check) | {"passed": check.passed}) + "\n")
     except Skipped as reason:
         return str(reason)
+    return None
+
+
+def read_checks(written: Path) -> dict[str, dict[str, Any]]:
+    """Return the checks by name. A figure that was measured again replaces the earlier one."""
+    lines = written.read_text().splitlines() if written.exists() else []
+    checks = (json.loads(line) for line in lines)
+    return {check["name"]: check for check in checks}
 
 
 def device(options: Options) -> dict[str, Any]:
@@ -163,11 +208,22 @@ def table(results: Results) -> str:
     return markdown_table(HEADINGS, lines)
 
 
+def one_gpu_table(results: Results) -> str:
+    """The ways of the pipeline on one GPU; without a GPU's result, those of the rehearsal."""
+    for where in ("cuda", "cpu, tiny"):
+        record = results.get(where, {}).get("pipeline-one-gpu", {})
+        rows = pipeline_on_one_gpu.table(record.get("checks", []))
+        if rows:
+            place = record["on"].get("gpu", f"a CPU, tiny sizes, {record['on']['cores']} core(s): a rehearsal")
+            return f"On {place}.\n\n" + markdown_table(pipeline_on_one_gpu.HEADINGS, rows)
+    return "Not run."
+
+
 def cell(record: dict[str, Any] | None) -> str:
     """One record in a line; a long reason is in the JSON."""
     if record is None:
         return "not run"
-    if "checks" not in record:
+    if "checks" not in record or "reason" in record:
         reason = record["reason"].strip().splitlines()[-1]
         return f"{'not run' if record['status'] == 'skipped' else record['status']}: {reason}"
     judged = [check for check in record["checks"] if check["passed"] is not None]

@@ -73,4 +73,4 @@ def picture(times: dict[float, float], start: float, slope: float) -> None:
     figure.savefig(PICTURES / "gpu_backward_time.png", dpi=120, bbox_inches="tight")
 
 
-PART = Part("backward time against the frozen share, layers of LLaMA's size", run, no_gpu)
+PART = Part("backward time against the frozen share, layers of LLaMA's size", run, no_gpu, minutes=1.5)

@@ -12,9 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.parts import WAYS, Check, Options, Part, no_gpu
-from benchmarks.gpu.pipeline import Training
+from benchmarks.gpu.pipeline import TINY, Training
 from tf_adapters.measuring.phase import Phase
-from tf_adapters.schedule.ir import Kind
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
+from tf_adapters.testing import force_order
 from tf_adapters.testing.paired import on_and_off
 
 PROFILED = 3  # steps
@@ -53,13 +54,16 @@ def waits(options: Options, step: Callable[[], None]) -> str:
     return ""
 
 
-def run(options: Options) -> list[Check]:
+def run(options: Options) -> Iterator[Check]:
     """Each way's stable steps, in one process."""
-    checks = [waiting(options, "host alone", None)]
+    yield waiting(options, "host alone", None)
     for name, settings in WAYS.items():
-        checks.append(waiting(options, name, settings))
-    checks += [overhead(options, name, settings) for name, settings in WAYS.items()]
-    return [*checks, *kernels(options)]
+        yield waiting(options, name, settings)
+    yield from kernels(options)
+    yield from launches(options)
+    yield per_tap(options)
+    for name, settings in WAYS.items():
+        yield overhead(options, name, settings)
 
 
 def waiting(options: Options, name: str, settings: dict[str, Any] | None) -> Check:
@@ -76,9 +80,8 @@ def waiting(options: Options, name: str, settings: dict[str, Any] | None) -> Che
 
 
 def overhead(options: Options, name: str, settings: dict[str, Any]) -> Check:
-    """Median of pairs of steps, attached at freeze ratio 0 to alone."""
+    """Return how much longer a step takes with a way at freeze ratio 0 than alone."""
     training = Training(options)
-    pairs = 4 if options.tiny else 40
     training.attach_planned(0.0, **settings)
     for _ in range(3):
         training.step()
@@ -91,15 +94,69 @@ def overhead(options: Options, name: str, settings: dict[str, Any]) -> Check:
         training.detach()
         training.step()
 
-    measured = on_and_off(
-        training.step,
-        attach=attach,
-        detach=detach,
-        phase="stable",
-        pairs=pairs,
-    )
+    pairs = 4 if options.tiny else 20
+    measured = on_and_off(training.step, attach=attach, detach=detach, phase="stable", pairs=pairs)
     most = 0.5 if options.judged and name == "tensors" else None  # the other ways compute differently, also at 0
     return Check(f"slower at freeze ratio 0, {name}", 100 * (measured.ratio("stable") - 1), "%", most=most)
+
+
+def per_tap(options: Options) -> Check:
+    """Return the host's time for each layer and microbatch whose weight gradient is deferred.
+
+    Tensors are tiny, so that a step takes as long as its Python code and its launches, on a GPU too.
+    """
+    training = Training(options, TINY)
+    deferred(training)
+
+    def detach() -> None:
+        training.detach()
+        training.step()
+
+    pairs = on_and_off(
+        training.step,
+        attach=lambda: deferred(training),
+        detach=detach,
+        phase="stable",
+        pairs=4 if options.tiny else 40,
+    )
+    linear = sum(isinstance(layer, torch.nn.Linear) for module in training.modules for layer in module.modules())
+    longer_ms = statistics.median(pairs.attached["stable"]) - statistics.median(pairs.alone["stable"])
+    return Check("longer for each tap", 1e3 * longer_ms / (linear * TINY.microbatches), "us")
+
+
+def launches(options: Options) -> Iterator[Check]:
+    """Yield how many kernels a step launches with each way; on a CPU how many operators it runs."""
+    ways: dict[str, Callable[[Training], Any]] = {
+        "host alone": lambda training: None,
+        "tensors, half frozen": lambda training: training.attach_planned(0.5),
+        "deferred, nothing frozen": deferred,
+        "tokens, half sampled": lambda training: training.attach_planned(0.5, **WAYS["tokens"]),
+    }
+    for name, prepare in ways.items():
+        training = Training(options, TINY)
+        prepare(training)
+        for _ in range(3):
+            training.step()
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            training.step()
+        names = ("cudaLaunchKernel", "cuLaunchKernel") if options.cuda else ("aten::",)
+        count = sum(event.count for event in profiled.key_averages() if event.key.startswith(names))
+        yield Check(f"launches of a step, {name}", count)
+
+
+def deferred(training: Training) -> None:
+    """Attach, and run every W one microbatch late: a single rank would never wait, and defer nothing."""
+    controller = training.attach(goal="exact").controller
+    order: list[Action] = []
+    late: list[Action] = []
+    for action in controller.schedule.ranks[0]:
+        if action.kind is Kind.FORWARD:
+            order.append(action)
+            continue
+        order += [Action(action.stage, Kind.INPUT_GRAD, action.microbatch), *late]
+        late = [Action(action.stage, Kind.WEIGHT_GRAD, action.microbatch)]
+    force_order(controller, PipelineSchedule((tuple(order + late),)))
+    training.step()
 
 
 def kernels(options: Options) -> list[Check]:
@@ -139,4 +196,9 @@ def kernel_ms(profiled: Any, options: Options) -> float:
     return sum(e.self_cpu_time_total for e in profiled.key_averages()) / 1e3
 
 
-PART = Part("hot path: no waiting for the device, overhead at ratio 0, events against kernels", run, no_gpu)
+PART = Part(
+    title="hot path: no waiting for the device, launches, time for each tap, overhead at ratio 0, events and kernels",
+    run=run,
+    missing=no_gpu,
+    minutes=3.0,
+)

@@ -1,4 +1,4 @@
-"""Allocator and peak memory over 300 steps in stable freezing, beside the host alone."""
+"""Allocator and peak memory over 120 steps in stable freezing, beside the host alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.gpu.parts import Check, Options, Part, no_gpu
 from benchmarks.gpu.pipeline import Training
 from benchmarks.shared.measuring import resident
 
-STEPS, TINY_STEPS, LOOKS = 300, 12, 6
+STEPS, TINY_STEPS, LOOKS = 120, 12, 6
 
 
 def run(options: Options) -> list[Check]:
@@ -61,4 +61,4 @@ def look(options: Options) -> dict[str, float]:
     }
 
 
-PART = Part("allocator and peak memory over 300 steps", run, no_gpu)
+PART = Part("allocator and peak memory over 120 steps", run, no_gpu, minutes=2.5)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu.one_gpu_group import BACKEND, join_one_gpu
 from benchmarks.shared.files import ROOT
 
 PICTURES = ROOT / "docs" / "images"
@@ -32,11 +33,15 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """Where the parts run: ``device`` is "cuda" or "cpu"; ``tiny`` sizes prove the script, and their times nothing."""
+    """Where the parts run: ``device`` is "cuda" or "cpu"; ``tiny`` sizes prove the script, and their times nothing.
+
+    ``no_mps`` is the reason why processes cannot compute side by side on one GPU; "" where they can.
+    """
 
     device: str = "cuda"
     tiny: bool = False
     folder: str = "runs/gpu"
+    no_mps: str = ""
 
     @property
     def cuda(self) -> bool:
@@ -77,17 +82,21 @@ class Part:
 
     Attributes:
         title: what it shows, in a line.
-        run: called on all ranks at once; rank 0's checks count. Raises Skipped.
+        run: called on all ranks at once; yields checks, of which rank 0's count. Raises Skipped.
         missing: why it cannot run with these options; None where it can.
         ranks: how many processes run it.
         backend: of the process group on a GPU.
+        minutes: after which it is stopped. The checks that it has yielded stay.
+        shares: whether its ranks share one GPU.
     """
 
     title: str
-    run: Callable[[Options], list[Check]]
+    run: Callable[[Options], Iterable[Check]]
     missing: Callable[[Options], str | None]
     ranks: Callable[[Options], int] = field(default=lambda options: 1)
     backend: str = "cpu:gloo,cuda:nccl"
+    minutes: float = 10.0
+    shares: bool = False
 
 
 def no_gpu(options: Options) -> str | None:
@@ -108,12 +117,17 @@ def join(options: Options, backend: str) -> None:
     logging.getLogger("tf_adapters").setLevel(logging.WARNING)
     if options.cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        dist.init_process_group(backend)
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"
+    if backend == BACKEND:
+        join_one_gpu()
+    elif options.cuda:
+        dist.init_process_group(backend)
 
 
 def section(options: Options, **settings: Any) -> dict[str, Any]:
     """Settings of a run whose plan is given: no replanning, errors are raised."""
-    fixed = {"max_freeze_ratio": 0.8, "on_error": "raise", "replan_threshold": 0.0}
-    return {"output_dir": options.folder, **fixed, **settings}
+    fixed: dict[str, Any] = {"output_dir": options.folder, "on_error": "raise", "replan_threshold": 0.0}
+    if "goal" not in settings:
+        fixed["max_freeze_ratio"] = 0.8
+    return {**fixed, **settings}

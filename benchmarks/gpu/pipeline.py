@@ -6,6 +6,8 @@ gradient goes through all of it.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +22,7 @@ from benchmarks.gpu.parts import Options, section
 from tf_adapters.testing import force_plan
 
 BATCHES = 2  # that training goes through in turn
+ADAM = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
 SCHEDULES = {
     "1F1B": schedules.Schedule1F1B,
     "GPipe": schedules.ScheduleGPipe,
@@ -79,46 +82,43 @@ class Layer(nn.Module):
 
 
 class Stage(nn.Module):
-    """Layers whose input always requires a gradient. ``passes`` of 2 takes twice as long: a stage that got slower."""
+    """Layers whose input always requires a gradient."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(size) for _ in range(size.layers))
-        self.passes = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x if x.requires_grad else x.detach().requires_grad_()
-        for _ in range(self.passes):
-            for layer in self.layers:
-                x = layer(x)
+        for layer in self.layers:
+            x = layer(x)
         return x
 
 
 class Training:
-    """This rank's stages, what trains them, and the adapter once there is one. ``stage`` is the first of them."""
+    """This rank's stages, what trains them, and the adapter once there is one."""
 
-    def __init__(self, options: Options, size: Size | None = None, schedule: str = "1F1B") -> None:
+    def __init__(
+        self,
+        options: Options,
+        size: Size | None = None,
+        schedule: str = "1F1B",
+        optimizer: Callable[..., torch.optim.Optimizer] = ADAM,
+    ) -> None:
         self.options, self.size = options, size or (TINY if options.tiny else LLAMA_1B)
         self.rank, self.ranks, self.device = dist.get_rank(), dist.get_world_size(), options.target()
         dtype = torch.bfloat16 if options.cuda else torch.float32
-        whole = (self.size.microbatches * self.size.rows, self.size.context, self.size.width)
-        generator = torch.Generator(self.device).manual_seed(1)
-        self._batches = [
-            [torch.randn(whole, device=self.device, generator=generator).to(dtype) for _ in range(2)]
-            for _ in range(BATCHES)
-        ]
+        self._batches = batches(self.size, self.device, dtype)
         torch.manual_seed(self.rank)
         indices = stages_of_rank(schedule, self.rank, self.ranks)
         of_stage = smaller(self.size, self.size.layers // len(indices))
         with self.device:
-            modules = [Stage(of_stage).to(dtype) for _ in indices]
-        self.stage = modules[0]
-        stages: list[Any] = [self._stage(*each, len(indices)) for each in zip(modules, indices, strict=True)]
+            self.modules = [Stage(of_stage).to(dtype) for _ in indices]
+        stages: list[Any] = [self._stage(*each, len(indices)) for each in zip(self.modules, indices, strict=True)]
         self._first, self._last = any(s.is_first for s in stages), any(s.is_last for s in stages)
         given = stages[0] if len(stages) == 1 else stages
         self.schedule: Any = SCHEDULES[schedule](given, n_microbatches=self.size.microbatches, loss_fn=mean_square)
-        parameters = [parameter for module in modules for parameter in module.parameters()]
-        self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+        self.optimizer = optimizer([parameter for module in self.modules for parameter in module.parameters()])
         self.finished = 0
         self.loss: torch.Tensor | None = None  # of the newest step, where the last stage is
         self.adapter: Any = None
@@ -164,6 +164,16 @@ class Training:
     def detach(self) -> None:
         self.adapter.detach()
         self.adapter = None
+
+
+@functools.cache
+def batches(size: Size, device: torch.device, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    """Return the inputs and targets of each batch, the same on every rank. Trainings share them."""
+    whole = (size.microbatches * size.rows, size.context, size.width)
+    generator = torch.Generator(device).manual_seed(1)
+    return [
+        [torch.randn(whole, device=device, generator=generator).to(dtype) for _ in range(2)] for _ in range(BATCHES)
+    ]
 
 
 def stages_of_rank(schedule: str, rank: int, ranks: int) -> tuple[int, ...]:

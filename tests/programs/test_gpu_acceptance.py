@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from tf_adapters.testing.ranks import HANG_S
 
 STARTED = "recompilations"
 """The part that is started as a script; the others' ranks are forked from a process that has imported everything."""
-PAGE = "before\n<!-- gpu: python -m benchmarks.gpu.acceptance -->\nold\n<!-- end of gpu -->\nafter\n"
+PAGE = "before\n<!-- gpu: x -->\nold\n<!-- end of gpu -->\n<!-- one-gpu: x -->\n<!-- end of one-gpu -->\nafter\n"
 WITHOUT_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
@@ -43,7 +44,7 @@ def given(monkeypatch: pytest.MonkeyPatch, checks: list[Check] | None) -> list[i
     """Every part becomes one that counts its runs and has these checks; None: it lacks something."""
     ran: list[int] = []
 
-    def run_part(part: Part, options: Options) -> dict[str, Any]:
+    def run_part(part: Part, options: Options, left_s: float) -> dict[str, Any]:
         ran.append(1)
         if checks is None:
             return {"status": "skipped", "reason": "no CUDA device"}
@@ -107,6 +108,33 @@ def test_a_check_that_failed_is_the_exit_status_and_is_shown(monkeypatch: pytest
     assert gpu.main([*files, "--part", "memory"]) == 1  # also from its result
 
 
+def late(options: Options) -> Iterator[Check]:
+    """A part that yields a figure twice, then fails."""
+    yield Check("a figure", 1.0, most=2.0)
+    yield Check("a figure", 1.5, most=2.0)
+    raise RuntimeError("the device is gone")
+
+
+@pytest.mark.programs
+def test_a_part_that_fails_keeps_its_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "RankPool", partial(RankPool, preload=PRELOAD))
+    record = gpu.run_part(Part("late", late, lambda options: None), Options("cpu", tiny=True))
+    assert record["status"] == "failed"
+    assert "the device is gone" in record["reason"]
+    assert [check["value"] for check in record["checks"]] == [1.5]
+
+
+def test_without_time_left_a_part_does_not_start() -> None:
+    record = gpu.run_part(Part("late", late, lambda options: None), Options("cpu", tiny=True), left_s=5.0)
+    assert record == {"status": "skipped", "reason": "no time is left"}
+
+
+def test_parts_in_order_of_value_fit_a_quarter_of_an_hour() -> None:
+    first = list(gpu.MODULES)[:5]
+    assert first == ["probe", "pipeline-one-gpu", "hot-path", "memory", "backward-time"]
+    assert sum(gpu.part_of(name).minutes for name in first) <= 15
+
+
 def test_the_page_says_how_many_cases_were_left_out(monkeypatch: pytest.MonkeyPatch, files: list[str]) -> None:
     given(monkeypatch, [Check("fp8: not run", 1.0, note="no Transformer Engine"), Check("a figure", 1.0, most=2.0)])
     gpu.main([*files, "--part", "oracle"])
@@ -146,7 +174,9 @@ def test_what_a_part_lacks_is_said_before_anything_starts(name: str, monkeypatch
 
 
 def test_the_page_shows_the_committed_results() -> None:
-    assert gpu.table(gpu.read(result_file("gpu/acceptance.json"))) in (ROOT / "docs" / "gpu.md").read_text()
+    results, page = gpu.read(result_file("gpu/acceptance.json")), (ROOT / "docs" / "gpu.md").read_text()
+    assert gpu.table(results) in page
+    assert gpu.one_gpu_table(results) in page
 
 
 def test_the_page_tells_of_every_part() -> None:
