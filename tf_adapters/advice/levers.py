@@ -24,8 +24,8 @@ from tf_adapters.schedule.ir import Action, Kind
 from tf_adapters.simulate.goal_comparison import MOST_ACTIONS, PAPER, WORTH_MEMORY
 from tf_adapters.simulate.model_costs import action_bounds
 from tf_adapters.simulate.named_schedules import Sizes, named_order
-from tf_adapters.simulate.simulated_pipeline import carried_gaps, recut, stage_times
-from tf_adapters.simulate.simulation_page import GRADIENTS, held_text
+from tf_adapters.simulate.simulated_pipeline import carried_gaps, in_v, recut, stage_times
+from tf_adapters.simulate.simulation_page import GRADIENTS, IN_V, held_text
 from tf_adapters.simulate.sources import PROMISED
 
 _MOST_DEFERRED = 4_096  # actions up to which an order with deferral takes a second or two
@@ -123,13 +123,21 @@ class _Run:
     # --- plans of the host's order -----------------------------------------------------------------------------
 
     def deferral(self) -> Iterator[Lever]:
-        """Defer weight gradients and freeze nothing; also with more memory if that helps."""
+        """Defer weight gradients and freeze nothing; also with more memory if that helps, and in a V. Fastest first."""
         exact = self._planned("goal exact", 0.0, GRADIENTS["exact"])
-        yield exact
         more = len(self.schedule.ranks)
         roomy = self._planned(f"goal exact, extra_microbatches {more}", 0.0, GRADIENTS["exact"], extra=more)
-        if roomy.step_ms < exact.step_ms - WORTH_MEMORY * self._step_ms:
-            yield roomy
+        found = [exact, *([roomy] if roomy.step_ms < exact.step_ms - WORTH_MEMORY * self._step_ms else [])]
+        if self._report.forwards_may_move and (cut := in_v(self._known)) is not None:
+            found.append(self._in_v(cut))
+        yield from sorted(found, key=lambda lever: (round(lever.step_ms, 6), lever.held))
+
+    def _in_v(self, cut: Measurement) -> Lever:
+        name = f"goal exact{IN_V}"
+        self._progress(name)
+        plan = solve(PlanProblem(cut, Limits.of_training(0.0, defer=True)))
+        step = self._with_batch(plan.span_ms.planned - self._known.span_ms)
+        return Lever(name, step, whole_microbatches_held(plan.schedule or cut.schedule), GRADIENTS["exact"])
 
     def freezing(self) -> Iterator[Lever]:
         """The goal that freezes, then frozen tensors and sampled tokens within the run's own limit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
 
@@ -11,7 +12,8 @@ from tf_adapters.measuring.estimates import grouped
 from tf_adapters.measuring.measurement import Measurement
 from tf_adapters.measuring.transfers import Gaps
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
-from tf_adapters.simulate.model_costs import StageCost
+from tf_adapters.schedule.orders import v_with_whole_backwards
+from tf_adapters.simulate.model_costs import StageCost, action_bounds
 
 _NOTHING = StageCost(0.0, 0.0, 0.0)
 
@@ -79,4 +81,26 @@ def recut(pieces: Sequence[StageCost], stages: int) -> tuple[StageCost, ...]:
         return tuple(sum(pieces[first : first + joined], _NOTHING) for first in range(0, len(pieces), joined))
     raise ConfigError(
         f"times of {len(pieces)} stages cannot become those of {stages}: one must be a multiple of the other"
+    )
+
+
+def in_v(measured: Measurement) -> Measurement | None:
+    """Return the pipeline with two stages on each rank in a V, of half the layers each.
+
+    None if it has one rank, other stages than one on each rank, or split backwards.
+    """
+    schedule, ranks = measured.schedule, len(measured.schedule.ranks)
+    if ranks < 2 or schedule.num_stages != ranks or schedule.splits_backwards:
+        return None
+    order = v_with_whole_backwards(ranks, schedule.num_microbatches)
+    times = action_bounds(order, recut(stage_times(measured), order.num_stages), 1.0)
+    gaps = carried_gaps(measured, order)
+    return replace(
+        measured,
+        schedule=order,
+        times=times,
+        **gaps._asdict(),
+        token_costs={},
+        batch_times=None,
+        fitting_microbatches={},
     )

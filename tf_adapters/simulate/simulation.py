@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,16 +48,21 @@ class SweepPoint:
     mean_freeze_ratio: float
 
 
+Placement = Literal["host", "v"]
+
+
 @dataclass(frozen=True, slots=True)
 class GoalPoint:
     """The plan of a goal, with ``extra_microbatches`` more in memory than the host holds.
 
+    With ``placement`` "v" each rank has two stages, as in the setting of that name.
     ``held`` is the largest number of microbatches in a rank's memory, each of all the rank's layers.
     ``mean_freeze_ratio`` in [0, 1] is the share of weight gradients that is skipped, or of their time that is saved.
     """
 
     goal: str
     extra_microbatches: int
+    placement: Placement
     batch: Gain
     held: float
     mean_freeze_ratio: float

@@ -88,6 +88,7 @@ _GAIN = "in throughput, over the same schedule with nothing frozen"
 _EXACT = "weight gradients deferred, nothing frozen, the same bits"
 _MOST = "with everything frozen, which no r_max can beat"
 _STABLE = "where all of stage 0 is frozen its backward is gone, also where the plan does not count on it"
+IN_V = ", placement v (on torch: ZBV)"
 _GOALS = ("goal", "planned", "gain", "microbatches held", "weight gradients")
 _COMPARED = (
     *("schedule", "ranks", "stages", "nothing frozen", "planned", "gain"),
@@ -162,6 +163,7 @@ def _digit(ratio: float) -> str:
 
 def _goal_row(point: GoalPoint) -> tuple[str, ...]:
     extra = f", extra_microbatches {point.extra_microbatches}" if point.extra_microbatches else ""
+    extra += IN_V if point.placement == "v" else ""
     return (
         f"{point.goal}{extra}",
         *(_ms(point.batch.ms), _percent(point.batch.gain)),

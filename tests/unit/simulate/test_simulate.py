@@ -18,7 +18,7 @@ from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.schedule.orders import named_schedule
 from tf_adapters.simulate.goal_comparison import goal_points
 from tf_adapters.simulate.model_costs import StageCost, action_bounds
-from tf_adapters.simulate.simulated_pipeline import Pipeline, between_ranks, carried_gaps, recut, stage_times
+from tf_adapters.simulate.simulated_pipeline import Pipeline, between_ranks, carried_gaps, in_v, recut, stage_times
 from tf_adapters.simulate.simulation import held_by, simulate
 from tf_adapters.simulate.simulation_page import simulation_page
 
@@ -210,9 +210,16 @@ def test_steps_that_overlap_show_two_steps_and_the_rank_that_holds_the_period() 
 
 def test_each_goal_is_planned_from_the_same_times() -> None:
     whole = pipeline(one_f_one_b(4, 8))
-    exact, roomy, paper = goal_points(Pipeline("overlap", replace(whole.measurement, steps="overlap")))
-    assert [point.goal for point in (exact, roomy, paper)] == ["exact", "exact", "paper"]
-    assert (exact.extra_microbatches, roomy.extra_microbatches) == (0, 4)
+    points = goal_points(Pipeline("overlap", replace(whole.measurement, steps="overlap")))
+    cut, roomy, exact, paper = points  # as fast as with more memory, but without it
+    assert [(point.goal, point.extra_microbatches, point.placement) for point in points] == [
+        ("exact", 0, "v"),
+        ("exact", 4, "host"),
+        ("exact", 0, "host"),
+        ("paper", 0, "host"),
+    ]
+    assert cut.held == 4
+    assert cut.batch.ms == pytest.approx(roomy.batch.ms)
     assert exact.mean_freeze_ratio == roomy.mean_freeze_ratio == 0.0
     assert exact.held == paper.held == 4
     assert 4 < roomy.held <= 8
@@ -225,7 +232,13 @@ def test_goals_are_on_the_page_and_in_the_json() -> None:
     found = replace(simulate(whole, 0.8), goals=goal_points(whole))
     page = simulation_page(found, "given", (), width=120)
     table = next(table for table in page.tables if table.title == "What each goal would bring")
-    assert [row[0] for row in table.rows] == ["exact", "paper"]
+    assert [row[0] for row in table.rows] == ["exact, placement v (on torch: ZBV)", "exact", "paper"]
     assert table.rows[0][-1] == "all, the same bits"
     (exact, *_) = json.loads(json.dumps(found.to_json()))["goals"]
     assert exact["batch"]["ms"] == found.goals[0].batch.ms
+
+
+def test_a_v_is_planned_only_from_one_stage_on_each_rank() -> None:
+    assert in_v(pipeline(one_f_one_b(4, 8)).measurement) is not None
+    assert in_v(pipeline(split_gpipe(2, 4)).measurement) is None
+    assert in_v(pipeline(one_f_one_b(1, 4)).measurement) is None
