@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
+from weakref import WeakSet
 
 import deepspeed
 import torch
@@ -136,10 +137,12 @@ class DeepSpeedAdapter(HostAdapter):
         }
         shared = set.intersection(*modules.values())
 
-        def of_stage(own: set[torch.nn.Module], module: torch.nn.Module) -> Any:
+        def of_stage(own: WeakSet[torch.nn.Module], module: torch.nn.Module) -> Any:
             return layer(module) if module in own else None
 
-        return {stage: StageTaps(self.engine.module, partial(of_stage, own - shared)) for stage, own in modules.items()}
+        # Weak: the taps of a run that failed keep no layer alive.
+        own_layers = {stage: WeakSet(own - shared) for stage, own in modules.items()}
+        return {stage: StageTaps(self.engine.module, partial(of_stage, own)) for stage, own in own_layers.items()}
 
     def ties(self, pipeline: HostPipeline) -> tuple[Tie, ...]:
         """Return tied weights. Stages share their names, but also the names of a tied module's other weights."""

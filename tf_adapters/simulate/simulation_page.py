@@ -88,7 +88,7 @@ _GAIN = "in throughput, over the same schedule with nothing frozen"
 _EXACT = "weight gradients deferred, nothing frozen, the same bits"
 _MOST = "with everything frozen, which no r_max can beat"
 _STABLE = "where all of stage 0 is frozen its backward is gone, also where the plan does not count on it"
-IN_V = ", placement v (on torch: ZBV)"
+IN_V = ", placement v (ZBV on torch)"
 _GOALS = ("goal", "planned", "gain", "microbatches held", "weight gradients")
 _COMPARED = (
     *("schedule", "ranks", "stages", "nothing frozen", "planned", "gain"),

@@ -66,9 +66,11 @@ def layers_with_taps(stage: torch.nn.Module, sampled: bool) -> Callable[[torch.n
     Under tensor parallelism, also together with FSDP, a layer computes with a DTensor: it has no tap.
     """
 
+    is_sharded = isinstance(stage, FSDPModule)  # the taps of a run that failed keep no stage alive
+
     def layer(module: torch.nn.Module) -> TappedLayer | None:
         weight = vars(module)["_parameters"].get("weight")  # a parametrization would compute it
-        if not (isinstance(stage, FSDPModule) and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1):
+        if not (is_sharded and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1):
             return linear_layer(module, sampled)
         if type(module).__bases__ == (FSDPModule, torch.nn.Linear):  # fully_shard was applied to the layer itself
             return LinearTap(module) if weight.requires_grad else None

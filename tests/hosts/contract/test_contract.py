@@ -623,7 +623,7 @@ def test_a_run_that_only_measures_finds_the_slow_replica(ranks, host, tmp_path):
     assert [failure for failure, *_ in outcomes] == [None] * 2 * STAGES
     rows = [line for *_, log in outcomes for line in log if "timely_freeze: goal " in line]
     names = [row.split(":")[1].strip() for row in rows]
-    assert (names[0][:10], names[-1]) == ("goal exact", "goal paper")
+    assert (names[0], names[-1]) == ("goal exact, placement v (ZBV on torch)", "goal paper")
     batch = Report.read(tmp_path / "timely_freeze" / "report.json").batch_times
     assert batch is not None
     assert batch.replicas == 2

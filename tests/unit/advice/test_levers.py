@@ -58,7 +58,7 @@ def test_the_lines_of_the_goals_are_their_rows_of_the_page():
     found = levers(report)
     rows = [lever for lever in found.others if lever.name.startswith("goal ")]
     lines = goal_lines(report)
-    assert [row.name for row in rows] == ["goal exact, placement v (on torch: ZBV)", "goal exact", "goal paper"]
+    assert [row.name for row in rows] == ["goal exact, placement v (ZBV on torch)", "goal exact", "goal paper"]
     steps = [f"{row.name}: planned {row.step_ms:,.1f} ms a step, {100.0 / row.step_ms:.2f}x" for row in rows]
     assert lines[:3] == [f"{step}; weight gradients: {row.gradients}" for step, row in zip(steps, rows, strict=True)]
     assert lines[3:] == [note for note in found.notes if "drawing tokens" not in note]

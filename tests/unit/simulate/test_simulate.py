@@ -232,7 +232,7 @@ def test_goals_are_on_the_page_and_in_the_json() -> None:
     found = replace(simulate(whole, 0.8), goals=goal_points(whole))
     page = simulation_page(found, "given", (), width=120)
     table = next(table for table in page.tables if table.title == "What each goal would bring")
-    assert [row[0] for row in table.rows] == ["exact, placement v (on torch: ZBV)", "exact", "paper"]
+    assert [row[0] for row in table.rows] == ["exact, placement v (ZBV on torch)", "exact", "paper"]
     assert table.rows[0][-1] == "all, the same bits"
     (exact, *_) = json.loads(json.dumps(found.to_json()))["goals"]
     assert exact["batch"]["ms"] == found.goals[0].batch.ms
