@@ -1,4 +1,4 @@
-"""DeepSpeed training in a V in which every step has another random order, and transfers begin late."""
+"""DeepSpeed training in which every step has another random order, and transfers begin late."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from random_orders import late, random_order
 from tf_adapters.schedule.deferral import keeps_order
 from tf_adapters.testing import force_order
 
-EXACT = {"goal": "exact", "max_freeze_ratio": 0.0, "placement": "v"}
+ONE_STAGE = {"goal": "exact", "max_freeze_ratio": 0.0}
+EXACT = {**ONE_STAGE, "placement": "v"}
 ON_FOUR = {"gradient_accumulation_steps": 8}
 SAME_BITS = {
+    "four ranks, one stage each": Case(stages=4, section=ONE_STAGE, config=ON_FOUR, steps=7),
     "two ranks": Case(dualpipev=True, section=EXACT, steps=7),
     "two ranks, zero1": Case(dualpipev=True, section=EXACT, config=ZERO1, steps=7),
     "four ranks": Case(stages=4, dualpipev=True, section=EXACT, config=ON_FOUR, steps=7),
@@ -28,13 +30,13 @@ SAME_BITS = {
 def in_random_orders(case: Case) -> dict[str, Any]:
     """Train, every step in another order, with transfers that begin late and an evaluation in between."""
     import tf_adapters.deepspeed
-    from tf_adapters.deepspeed.v_execution import VTransfers
+    from tf_adapters.hosts.links import Links
 
     losses: list[float] = []
     moved: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VTransfers, "_send", late(VTransfers._send, dist.get_rank()))
-        patch.setattr(VTransfers, "begin_receive", late(VTransfers.begin_receive, 100 + dist.get_rank()))
+        patch.setattr(Links, "send", late(Links.send, dist.get_rank()))
+        patch.setattr(Links, "receive", late(Links.receive, 100 + dist.get_rank()))
         engine = build_engine(case)
         adapter = tf_adapters.deepspeed.attach(engine) if case.section is not None else None
         for step in range(case.steps):

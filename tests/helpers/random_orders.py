@@ -6,6 +6,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from tf_adapters.schedule.deferral import split
@@ -75,5 +76,16 @@ def late(transfer: Callable[..., Any], seed: int) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         time.sleep(draw.choice((0.0, 0.0, 0.001, 0.003)))
         return transfer(*args, **kwargs)
+
+    return run
+
+
+def blocking(transfer: Callable[..., Any]) -> Callable[..., Any]:
+    """A way to send or receive that returns once the tensor has arrived."""
+
+    def run(*args: Any) -> Any:
+        begun = transfer(*args)
+        begun.wait()
+        return begun._replace(work=SimpleNamespace(wait=lambda: None, is_completed=lambda: True))
 
     return run

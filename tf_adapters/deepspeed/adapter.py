@@ -22,12 +22,11 @@ from tf_adapters.collectives import Collectives, holds_first_rank
 from tf_adapters.config import TimelyFreezeConfig
 from tf_adapters.deepspeed.checkpoints import keep_in_checkpoints
 from tf_adapters.deepspeed.execution import (
-    TRANSFERS,
-    BeginReceive,
-    FinishSends,
     InputGradients,
+    OrderedBatch,
     OrderedSchedule,
-    Transfers,
+    RunRow,
+    VBatch,
     WeightGradients,
 )
 from tf_adapters.deepspeed.late_loss import LateLoss, loss_can_be_late, meetings
@@ -49,8 +48,8 @@ from tf_adapters.deepspeed.stages import (
     units_by_stage,
 )
 from tf_adapters.deepspeed.support import refuse_another, refuse_compiled
-from tf_adapters.deepspeed.v_execution import VSchedule, VTransfers
 from tf_adapters.hosts.adapter import HostAdapter
+from tf_adapters.hosts.runner import RowRunner
 from tf_adapters.hosts.waiting import WaitingWeights
 from tf_adapters.measuring.timer import clock_for
 from tf_adapters.overrides import Overrides
@@ -86,7 +85,6 @@ class DeepSpeedAdapter(HostAdapter):
         self._tracker = MicrobatchTracker()
         self._losses: dict[int, Any] = {}
         self._running: tuple[int, int] | None = None
-        self._transfers: Transfers | VTransfers | None = None  # of the current batch, if it runs in a plan's order
         self._waiting: WaitingWeights | None = None  # of the current batch, if only weight gradients move
         self._late_loss: LateLoss | None = None
         self._shapes_known = False
@@ -199,7 +197,8 @@ class DeepSpeedAdapter(HostAdapter):
             wrapped |= {
                 InputGradients: partial(self._backward, Kind.INPUT_GRAD),
                 WeightGradients: lambda _, stage, microbatch: controller.compute_weight_gradients(stage, microbatch),
-                **{kind: partial(self._transfer, kind) for kind in (*TRANSFERS, BeginReceive, FinishSends)},
+                RunRow: lambda _, runner: runner.finish(),
+                **{kind: partial(self._receive, kind) for kind in (host.RecvActivation, host.RecvGrad)},
             }
             overrides.wrap(engine, "reset_activation_shape", self._reset_activation_shape)
         if self._late_loss is not None:
@@ -227,7 +226,7 @@ class DeepSpeedAdapter(HostAdapter):
         try:
             run(self._begin_step())
         finally:
-            self._transfers = self._waiting = None
+            self._waiting = None
         self._shapes_known = True
 
     def _begin_step(self) -> host.PipeSchedule:
@@ -243,16 +242,14 @@ class DeepSpeedAdapter(HostAdapter):
         controller.begin_step(in_host_order)
         size = {"micro_batches": engine.micro_batches, "stages": engine.num_stages, "stage_id": engine.stage_id}
         order = controller.execution
-        if self._in_v:
-            receives = self.receives(order)
-            self._transfers = VTransfers(engine, order, receives.taken)
-            return VSchedule(order, receives, engine.micro_batches, engine.stage_id)
-        row, rewritten = order.ranks[engine.stage_id], order is not controller.schedule
-        if (rewritten or self._is_gpipe) and self._shapes_known and controller.pipeline.moves_forwards:
-            receives = self.receives(order)
-            self._transfers = Transfers(engine, receives.taken)
-            return OrderedSchedule(row, **size, receives=receives.before)
+        rewritten = order is not controller.schedule
+        may_move = self._shapes_known and controller.pipeline.moves_forwards
+        if self._in_v or ((rewritten or self._is_gpipe) and may_move):
+            batch = (VBatch if self._in_v else OrderedBatch)(engine, order)
+            runner = RowRunner(order, self.receives(order), engine.stage_id, host=batch)
+            return OrderedSchedule(runner, batch.num_buffers, **size)
         if rewritten:
+            row = order.ranks[engine.stage_id]
             self._waiting = WaitingWeights(row, lambda a, _: controller.compute_weight_gradients(a.stage, a.microbatch))
         return self._schedule_type(**size)
 
@@ -299,19 +296,9 @@ class DeepSpeedAdapter(HostAdapter):
             else:
                 self._host_instructions[host.BackwardPass](engine, buffer_id, **kwargs)
 
-    def _transfer(self, kind: type, engine: Any, *args: Any, **kwargs: Any) -> None:
-        """Run an instruction that sends or receives. In a rewritten order it does not block the rank."""
-        if self._transfers is None:
-            if kind in (host.RecvActivation, host.RecvGrad):
-                self._compute_waiting()
-            self._host_instructions[kind](engine, *args, **kwargs)
-        elif kind is BeginReceive:
-            self._transfers.begin_receive(*args, **kwargs)
-        elif kind is FinishSends:
-            self._transfers.finish()
-        else:
-            call = partial(self._host_instructions[kind], engine, *args, **kwargs)
-            self._transfers.run(kind, call, **kwargs)
+    def _receive(self, kind: type, engine: Any, *args: Any, **kwargs: Any) -> None:
+        self._compute_waiting()
+        self._host_instructions[kind](engine, *args, **kwargs)
 
     def _reset_activation_shape(self, run: Callable[[], None]) -> None:
         """After a reset of shapes, on all ranks, run the next batch in the engine's order, which exchanges shapes."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from deepspeed.runtime.pipe import schedule as host
 
-from tf_adapters.deepspeed.execution import BATCH_ENDING, OrderedSchedule
+from tf_adapters.deepspeed.execution import BATCH_ENDING
 from tf_adapters.deepspeed.stages import stage_of
 from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
@@ -55,7 +55,7 @@ def _actions(stream: host.PipeSchedule) -> Iterator[Action]:
                 yield Action(stage, Kind.BACKWARD, tracker.backward(instruction.buffer_id))
 
 
-class GPipeSchedule(OrderedSchedule):
+class GPipeSchedule(host.PipeSchedule):  # type: ignore[misc]
     """All forwards, then all backwards in the same order (GPipe), for DeepSpeed's engine.
 
     Two stages, three microbatches, time to the right. ::
@@ -68,12 +68,19 @@ class GPipeSchedule(OrderedSchedule):
     shapes are known, the adapter runs the same row with transfers that begin early.
     """
 
-    ending = BATCH_ENDING
+    def steps(self) -> Iterator[list[host.PipeInstruction]]:
+        """Yield the instructions of each action, then the instructions that end the batch."""
+        first, last = self.is_first_stage, self.is_last_stage
+        forward = {host.RecvActivation: not first, host.LoadMicroBatch: first or last}
+        forward |= {host.ForwardPass: True, host.SendActivation: not last}
+        backward = {host.RecvGrad: not last, host.BackwardPass: True, host.SendGrad: not first}
+        for instructions in (forward, backward):
+            for buffer in range(self.micro_batches):
+                yield [instruction(buffer) for instruction, is_needed in instructions.items() if is_needed]
+        yield [instruction() for instruction in BATCH_ENDING]
 
-    def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
-        kinds = (Kind.FORWARD, Kind.BACKWARD)
-        row = tuple(Action(stage_id, kind, microbatch) for kind in kinds for microbatch in range(micro_batches))
-        super().__init__(row, micro_batches, stages=stages, stage_id=stage_id)
+    def num_pipe_buffers(self) -> int:
+        return int(self.micro_batches)
 
 
 SCHEDULES: dict[str, type[host.PipeSchedule]] = {"1f1b": host.TrainSchedule, "gpipe": GPipeSchedule}

@@ -23,7 +23,7 @@ from megatron.core.utils import get_model_config, get_model_type
 
 from megatron_patches.forward_backward import Batch
 from tf_adapters.errors import UnsupportedError
-from tf_adapters.hosts.links import Links
+from tf_adapters.hosts.links import Links, Message
 from tf_adapters.hosts.runner import RowRunner
 from tf_adapters.hosts.support import refuse
 from tf_adapters.megatron.chunks import Chunk, device_of
@@ -87,7 +87,8 @@ class OrderedBatch:
         self._gradients = {chunk.stage: chunk.gradients for chunk in chunks}
         self._last, self._reduces_early = order.num_microbatches - 1, _reduces_early(config, position)
         self._host_run, self._compute = run, compute
-        self._runner = RowRunner(order, receives, links, host=self)
+        self._order, self._links = order, links
+        self._runner = RowRunner(order, receives, links.rank, host=self)
         self._window = most_held(order.ranks[links.rank])
         self._forward_step: Callable[..., Any] = host.forward_step
         self._arguments: dict[str, Any] = {}  # arguments of the host's first forward
@@ -98,6 +99,7 @@ class OrderedBatch:
         self._forwards = 0  # number that have run
         self._in_flight: dict[tuple[int, int], _InFlight] = {}  # by stage and microbatch
         self._tokens: dict[tuple[int, int], Any] = {}
+        self._passed: dict[Action, torch.Tensor] = {}  # inputs, by the action of this or another rank that takes them
 
     @contextmanager
     def without_transfers(self) -> Iterator[None]:
@@ -150,7 +152,36 @@ class OrderedBatch:
 
     # --- what the runner requests ------------------------------------------------------------------------------
 
-    def forward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor:
+    def begin_receive(self, action: Action) -> Message:
+        forward = action.kind is Kind.FORWARD
+        shape = self._input_shape if forward else self._output_shapes[action.stage]
+        dtype = self._arguments["config"].pipeline_dtype
+        buffer = torch.empty(shape, dtype=dtype, device=self._device, requires_grad=forward)
+        return [self._links.receive(buffer, self._order.home[self._order.source[action].stage])]
+
+    def end_receive(self, action: Action, message: Message) -> None:
+        (transfer,) = message
+        self._passed[action] = transfer.wait()
+
+    def compute(self, action: Action) -> None:
+        if action.kind is Kind.WEIGHT_GRAD:
+            self._compute(action, action.microbatch == self._last)
+            return
+        forward, received = action.kind is Kind.FORWARD, self._passed.pop(action, None)
+        result = self._forward(action, received) if forward else self._backward(action, received)
+        target = self._order.target.get(action)
+        if target is None:
+            return
+        self._passed[target] = result.detach().requires_grad_() if forward else result
+        if forward:
+            host.deallocate_output_tensor(result, self._arguments["config"].deallocate_pipeline_outputs)
+
+    def send(self, action: Action) -> Message:
+        target = self._order.target[action]
+        return [self._links.send(self._passed.pop(target), self._order.home[target.stage])]
+
+    def _forward(self, action: Action, received: torch.Tensor | None) -> Any:
+        """Run a forward on its input (None on the first stage). Return its output."""
         inputs = [received]
         call = functools.partial(self._forward_step, **{**self._arguments, **self._arguments_of(action, inputs)})
         place = action.stage, action.microbatch
@@ -159,9 +190,10 @@ class OrderedBatch:
         self._output_shapes[action.stage] = outputs[0].shape
         if not self._batch.forward_only:
             self._in_flight[place] = _InFlight(inputs, outputs)
-        return outputs[0]  # type: ignore[no-any-return]
+        return outputs[0]
 
-    def backward(self, action: Action, received: torch.Tensor | None) -> torch.Tensor | None:
+    def _backward(self, action: Action, received: torch.Tensor | None) -> Any:
+        """Run a B or I on the gradient of the output (None on the last stage). Return the gradient of the input."""
         of = self._in_flight.pop((action.stage, action.microbatch))
         call = functools.partial(
             host.backward_step,
@@ -171,24 +203,12 @@ class OrderedBatch:
             **self._of_backward,
         )
         (gradient,) = self._run(call, action)
-        return gradient  # type: ignore[no-any-return]
-
-    def weight_gradients(self, action: Action) -> None:
-        self._compute(action, action.microbatch == self._last)
+        return gradient
 
     def _run(self, call: Callable[[], Any], action: Action) -> Any:
         """Run a forward or backward. The gradients of the last microbatch are reported as such."""
         with self._gradients[action.stage].reported(self._reduces_early and action.microbatch == self._last):
             return self._host_run(call, action)
-
-    def buffer(self, action: Action) -> torch.Tensor:
-        forward = action.kind is Kind.FORWARD
-        shape = self._input_shape if forward else self._output_shapes[action.stage]
-        dtype = self._arguments["config"].pipeline_dtype
-        return torch.empty(shape, dtype=dtype, device=self._device, requires_grad=forward)
-
-    def sent(self, action: Action, output: torch.Tensor) -> None:
-        host.deallocate_output_tensor(output, self._arguments["config"].deallocate_pipeline_outputs)
 
     def _arguments_of(self, action: Action, inputs: list[Any]) -> dict[str, Any]:
         """Return the arguments of an action's forward that differ from those of the host's first forward."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from deepspeed_oracle import CASES, CHECKPOINTS_ON_CPU, REPLICATED, check_oracle
 from deepspeed_ranks import CONTEXT, Case, batch, build_engine, parameters_of, train
+from random_orders import blocking
 
 from tf_adapters.testing import force_plan
 
@@ -96,7 +96,7 @@ def test_nothing_frozen_is_the_host_to_the_bit_when(pools, event, case, ran_host
 def train_through(case: Case, event: str) -> dict[str, Any]:
     """Four steps, with something before the third or all the time."""
     import tf_adapters.deepspeed
-    from tf_adapters.deepspeed import execution
+    from tf_adapters.hosts.links import Links
 
     outcome: dict[str, Any] = {"losses": [], "host_order": [], "failure": None}
     engine = build_engine(case)
@@ -105,7 +105,8 @@ def train_through(case: Case, event: str) -> dict[str, Any]:
         force_plan(adapter.controller, case.ratios)
     with pytest.MonkeyPatch.context() as patch:
         if event == "blocking":
-            patch.setattr(execution, "dist", Blocking)
+            patch.setattr(Links, "send", blocking(Links.send))
+            patch.setattr(Links, "receive", blocking(Links.receive))
         for step in range(4):
             if step == 2 and event == "new shapes":
                 engine.reset_activation_shape()
@@ -123,17 +124,3 @@ def train_through(case: Case, event: str) -> dict[str, Any]:
 
 def cut(sample: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(tensor[:, : CONTEXT // 2] for tensor in sample)
-
-
-class Blocking:
-    """Transfers that return once the tensor has arrived."""
-
-    @staticmethod
-    def isend(tensor: torch.Tensor, rank: int) -> Any:
-        torch.distributed.send(tensor, rank)
-        return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
-
-    @staticmethod
-    def irecv(tensor: torch.Tensor, rank: int) -> Any:
-        torch.distributed.recv(tensor, rank)
-        return SimpleNamespace(wait=lambda: None)

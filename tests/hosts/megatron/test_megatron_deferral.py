@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron_oracle import FOUR_RANKS, TWO_RANKS, check_oracle, check_same
 from megatron_ranks import Case, by_name, run_batch, start, train, train_step, values
+from random_orders import blocking
 
 from tf_adapters.schedule.deferral import keeps_order
 from tf_adapters.schedule.ir import Action, PipelineSchedule
@@ -192,17 +192,6 @@ def train_through(case: Case, event: str) -> dict[str, Any]:
         }
         adapter.detach()
     return outcome
-
-
-def blocking(transfer: Any) -> Any:
-    """A way to send or receive that returns once the tensor has arrived."""
-
-    def run(*args: Any) -> Any:
-        message = transfer(*args)
-        message.wait()
-        return message._replace(work=SimpleNamespace(wait=lambda: None, is_completed=lambda: True))
-
-    return run
 
 
 class _Forgetful(list[Action]):
