@@ -186,7 +186,8 @@ def planned(plan: FreezePlan, forecast: Forecast, host_ms: float) -> str:
     gain = ""
     if host_ms and forecast.planned_ms > 0.0:
         speed = host_ms / forecast.planned_ms
-        gain = f", {speed:.2f}x as fast as the warm-up's steps, which ran as the host alone ({host_ms:.1f} ms)"
+        warm_up = f"the host alone in the warm-up ({host_ms:.1f} ms; control steps measure the speed more precisely)"
+        gain = f", {speed:.2f}x as fast as {warm_up}"
     return (
         f"measured {forecast.unfrozen_ms:.1f} ms a step while monitoring; "
         f"plan: {forecast.planned_ms:.1f} ms{ratios}{gain}; "
