@@ -1,10 +1,10 @@
 """Acceptance on GPUs, part by part: what tests on CPUs cannot show. What matters most comes first.
 
-Each part has its minutes, and its checks are written as they come: one that fails or runs out of time keeps them, and
-the next one runs. A part that lacks something is skipped, with the reason; one that has its result is not run again
-without --again. With --minutes no part starts or runs after so many minutes.
-``--device cpu --tiny`` runs the parts where there is no GPU, to prove the script: figures of time and memory are then
-shown and not judged. Exits with 1 if a check failed.
+Each part has a time limit, and each check is written as soon as it has run. If a part fails or runs out of time, its
+checks stay, and the next part runs. A part that lacks something is skipped, with the reason. A part that has a result
+is skipped, too, unless --again is given. --minutes is the time limit for all parts together. ``--device cpu --tiny``
+runs the parts without a GPU, to test the script: times and memory are then shown and not judged. Exits with 1 if a
+check failed.
 
 Writes results/gpu/acceptance.json, part by part, and the table into docs/gpu.md.
 """
@@ -48,12 +48,12 @@ MODULES = {
     "optimizer-step": "optimizer_step",
     "several-gpus": "several_gpus",
 }
-"""By the name of each part its module, which has its ``PART``; in order of value."""
+"""The module of each part, which has a ``PART``, by the part's name. The most valuable part comes first."""
 LEAST_S = 20.0
 """Seconds that must be left for a part to start."""
 HEADINGS = ("part", "on a GPU", "on a CPU, tiny sizes")
 Results = dict[str, dict[str, Any]]
-"""By where it ran ("cuda", "cuda, tiny", "cpu, tiny", ...), then by part."""
+"""Records by place ("cuda", "cuda, tiny", "cpu, tiny", ...), then by part."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--part", nargs="+", choices=MODULES, default=list(MODULES), help="by default all")
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU can run")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--again", action="store_true", help="also what has its result")
+    parser.add_argument("--again", action="store_true", help="repeat parts that have a result")
     parser.add_argument("--results", type=Path, default=result_file("gpu/acceptance.json"))
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gpu.md")
     parser.add_argument("--minutes", type=float, default=math.inf, help="for all parts together")
@@ -130,7 +130,7 @@ def run_part(part: Part, options: Options, left_s: float = math.inf) -> dict[str
 
 
 def beside(part: Part, options: Options) -> AbstractContextManager[Options]:
-    """MPS for a part whose ranks share one GPU. Its value are the options of the ranks."""
+    """Return a context that yields the ranks' options. It runs MPS if the part's ranks share one GPU."""
     return with_mps(options) if part.shares and options.cuda else nullcontext(options)
 
 
@@ -200,7 +200,7 @@ def bounds(check: dict[str, Any]) -> str:
 
 
 def table(results: Results) -> str:
-    """Parts down; on a GPU at full size, and on a CPU."""
+    """Return one row for each part, with its result on a GPU at full size and on a CPU."""
     lines = []
     for name in MODULES:
         records = (results.get(where, {}).get(name) for where in ("cuda", "cpu, tiny"))
@@ -209,7 +209,7 @@ def table(results: Results) -> str:
 
 
 def one_gpu_table(results: Results) -> str:
-    """The ways of the pipeline on one GPU; without a GPU's result, those of the rehearsal."""
+    """Return the table of the pipeline on one GPU; without a GPU's result, the one of the rehearsal on a CPU."""
     for where in ("cuda", "cpu, tiny"):
         record = results.get(where, {}).get("pipeline-one-gpu", {})
         rows = pipeline_on_one_gpu.table(record.get("checks", []))
@@ -220,7 +220,7 @@ def one_gpu_table(results: Results) -> str:
 
 
 def cell(record: dict[str, Any] | None) -> str:
-    """One record in a line; a long reason is in the JSON."""
+    """Return a record as one line. A longer reason is in the JSON."""
     if record is None:
         return "not run"
     if "checks" not in record or "reason" in record:

@@ -18,7 +18,7 @@ SHARES = tuple(tenth / 10 for tenth in range(10))
 
 
 def run(options: Options) -> list[Check]:
-    """Steps at every share in turn; the line through the medians."""
+    """Run steps at every share in turn, and fit a line through the medians."""
     times = backward_times(options)
     shares, ms = np.array(list(times)), np.array(list(times.values()))
     slope, start = np.polyfit(shares, ms, 1)
@@ -36,7 +36,7 @@ def run(options: Options) -> list[Check]:
 
 
 def backward_times(options: Options) -> dict[float, float]:
-    """Median ms of a backward by the share of its weight-gradient work that was frozen, to two digits."""
+    """Return a backward's median ms, by the share of its weight-gradient work that was frozen (two digits)."""
     training = Training(options)
     controller = training.attach_planned(0.0).controller
     for _ in range(3):
@@ -57,7 +57,7 @@ def backward_times(options: Options) -> dict[float, float]:
 
 
 def picture(times: dict[float, float], start: float, slope: float) -> None:
-    """Times and line, where matplotlib is installed."""
+    """Draw times and line, if matplotlib is installed."""
     if importlib.util.find_spec("matplotlib") is None:
         return
     import matplotlib

@@ -1,8 +1,8 @@
-"""One process drives four streams of one GPU, a quarter of the SMs each: where MPS does not start.
+"""One process drives four streams of one GPU, each with a quarter of the SMs. Used if MPS does not start.
 
 Kernels are real, and so are their durations. The engine is not the host's: this process queues the actions of all
-ranks, in the order of 1F1B and in the orders that ``tf-adapters plan --defer`` makes of the measured times. Events are
-the edges between stages.
+ranks, in the order of 1F1B and in the orders that ``tf-adapters plan --defer`` makes of the measured times. Events make
+a stage wait for its neighbour's result.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def queue_order(rows: Rows) -> Iterator[Action]:
 
 
 def split(rows: Rows) -> list[list[Action]]:
-    """Return the order with each B as I and W in a row, which shows how long they take."""
+    """Return the order with each B as an I and a W right after it, to time both."""
     parts: list[list[Action]] = []
     for row in rows:
         parts.append([])
@@ -151,7 +151,7 @@ def split(rows: Rows) -> list[list[Action]]:
 
 
 def run(options: Options) -> Iterator[Check]:
-    """1F1B and its deferred orders, in rotation; gradients are compared to the bit."""
+    """Run 1F1B and its deferred orders in rotation, and compare gradients to the bit."""
     four = FourStages(options)
     host = one_forward_one_backward(RANKS, four.size.microbatches)
     repeats = 3 if options.tiny else 30

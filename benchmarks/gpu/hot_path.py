@@ -1,4 +1,4 @@
-"""The hot path on a GPU: nothing waits for the device, nothing is slower, and events tell what kernels take."""
+"""The hot path on a GPU: a step never waits for the device and is not slower; events measure the kernels' time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROFILED = 3  # steps
 
 
 class Reads(TorchDispatchMode):
-    """On a CPU: refuses what would wait for a GPU, reading a tensor or a size that depends on its values."""
+    """Raise on a CPU where a GPU would be waited for: to read a tensor, or a size that depends on its values."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if str(function.overloadpacket) in ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select"):
@@ -55,7 +55,7 @@ def waits(options: Options, step: Callable[[], None]) -> str:
 
 
 def run(options: Options) -> Iterator[Check]:
-    """Each way's stable steps, in one process."""
+    """Check each way's stable steps, in one process."""
     yield waiting(options, "host alone", None)
     for name, settings in WAYS.items():
         yield waiting(options, name, settings)
@@ -67,7 +67,7 @@ def run(options: Options) -> Iterator[Check]:
 
 
 def waiting(options: Options, name: str, settings: dict[str, Any] | None) -> Check:
-    """Check if a step waits for the device: the host's step (not judged), or one in stable freezing."""
+    """Check whether a step waits for the device: the host's step (not judged), or a step in stable freezing."""
     training = Training(options)
     if settings is not None:
         training.attach_planned(0.5, **settings)
@@ -145,7 +145,7 @@ def launches(options: Options) -> Iterator[Check]:
 
 
 def deferred(training: Training) -> None:
-    """Attach, and run every W one microbatch late: a single rank would never wait, and defer nothing."""
+    """Attach, and run every W one microbatch late: a single rank never idles, so its own plan would defer nothing."""
     controller = training.attach(goal="exact").controller
     order: list[Action] = []
     late: list[Action] = []
@@ -160,7 +160,7 @@ def deferred(training: Training) -> None:
 
 
 def kernels(options: Options) -> list[Check]:
-    """Times of actions, from our events, to the sum of all kernels of the same batches."""
+    """Compare the actions' times, from our events, with the sum of all kernels of the same batches."""
     training = Training(options)
     adapter = training.attach_planned(0.5)
     for _ in range(3):
@@ -185,7 +185,7 @@ def kernels(options: Options) -> list[Check]:
 
 
 def kernel_ms(profiled: Any, options: Options) -> float:
-    """All kernels' times, ms; on a CPU those of all operators."""
+    """Return the sum of all kernels' times in ms; on a CPU that of all operators."""
     if options.cuda:
         on_device = [
             event

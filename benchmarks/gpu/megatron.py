@@ -34,7 +34,7 @@ class Case:
 
 
 def prepare(options: Options, engine: bool = True) -> None:
-    """Before anything of Megatron is imported. ``engine``: with Transformer Engine where it can run."""
+    """Prepare the process. Called before Megatron is imported. ``engine`` takes Transformer Engine where it can run."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from tf_adapters.testing import megatron_on_cpu, transformer_engine_on_cpu
@@ -52,7 +52,7 @@ def prepare(options: Options, engine: bool = True) -> None:
 
 
 def engine_available(options: Options) -> bool:
-    """Whether there is a Transformer Engine; on the CPU its Python is enough."""
+    """Return whether Transformer Engine is installed; on a CPU its Python code is enough."""
     if options.cuda:
         return importlib.util.find_spec("transformer_engine") is not None
     from tf_adapters.testing import transformer_engine_on_cpu
@@ -65,7 +65,7 @@ def context(options: Options) -> int:
 
 
 def build(options: Options, case: Case) -> tuple[Any, Any]:
-    """A wrapped model and its optimizer."""
+    """Return a wrapped model and its optimizer."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -106,9 +106,9 @@ def build(options: Options, case: Case) -> tuple[Any, Any]:
 
 
 def force_waiting_plan(controller: Controller, ratio: float) -> None:
-    """Stable freezing at this freeze ratio. Where weight gradients are deferred, all of them wait for the batch's end.
+    """Begin stable freezing at this freeze ratio. Deferred weight gradients all wait for the batch's end.
 
-    One stage is never idle, so no plan of ours would let them wait.
+    One stage is never idle, so none of our plans would defer them.
     """
     force_plan(controller, ratio)
     plan = controller.state.plan
@@ -124,14 +124,14 @@ def force_waiting_plan(controller: Controller, ratio: float) -> None:
 
 
 def named(model: Any) -> dict[str, Any]:
-    """Parameters by the names that the controller gives them."""
+    """Return the parameters by the names that the controller gives them."""
     from tf_adapters.megatron.chunks import innermost
 
     return dict(innermost(model).named_parameters())
 
 
 def run_batch(options: Options, model: Any, step: int, microbatches: Sequence[int]) -> None:
-    """Gradients of some microbatches of a step, in ``main_grad``."""
+    """Compute the gradients of some microbatches of a step, in ``main_grad``."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     model.zero_grad_buffer()
@@ -147,13 +147,13 @@ def run_batch(options: Options, model: Any, step: int, microbatches: Sequence[in
 
 
 def update(optimizer: Any) -> None:
-    """The rest of a step: gradients of an fp32 model would be added to the next step's."""
+    """Finish a step. Without ``zero_grad`` an fp32 model would add its gradients to the next step's."""
     optimizer.step()
     optimizer.zero_grad()
 
 
 def batches(options: Options, step: int, microbatches: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens and labels: a pure function of step and microbatch."""
+    """Yield tokens and labels. They depend on step and microbatch only."""
     for microbatch in microbatches:
         generator = torch.Generator().manual_seed(1000 * step + microbatch)
         tokens = torch.randint(VOCABULARY, (ROWS, context(options) + 1), generator=generator)

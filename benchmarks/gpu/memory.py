@@ -1,4 +1,4 @@
-"""Allocator and peak memory over 120 steps in stable freezing, beside the host alone."""
+"""Allocator and peak memory over 120 steps in stable freezing, compared with the host alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS, TINY_STEPS, LOOKS = 120, 12, 6
 
 
 def run(options: Options) -> list[Check]:
-    """The host alone, then with half of each backward frozen."""
+    """Run the host alone, then with half of each backward frozen."""
     alone, attached = (looks(options, ratio) for ratio in (None, 0.5))
     growth = 100 * (attached[-1]["reserved"] / attached[LOOKS // 2 - 1]["reserved"] - 1)
     peak = max(look["peak"] for look in attached) / max(look["peak"] for look in alone)
@@ -30,7 +30,7 @@ def run(options: Options) -> list[Check]:
 
 
 def looks(options: Options, ratio: float | None) -> list[dict[str, float]]:
-    """Return the allocator's figures at equal distances; ``ratio`` None is the host alone."""
+    """Return the allocator's figures at regular intervals; ``ratio`` None is the host alone."""
     training = Training(options)
     if ratio is not None:
         training.attach_planned(ratio)
@@ -50,7 +50,7 @@ def looks(options: Options, ratio: float | None) -> list[dict[str, float]]:
 
 
 def look(options: Options) -> dict[str, float]:
-    """Bytes reserved, peak bytes allocated, retries so far; on a CPU the process's resident memory."""
+    """Return bytes reserved, peak bytes allocated and retries so far; on a CPU the process's resident memory."""
     if not options.cuda:
         return {"reserved": resident("VmRSS"), "peak": resident("VmHWM"), "retries": 0}
     stats = torch.cuda.memory_stats()

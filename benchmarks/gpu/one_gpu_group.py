@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 BACKEND = "one_gpu"
 SLOTS = 32
-"""Messages from one rank to another that may be on their way: more than a step has."""
+"""Messages from one rank to another that may be in flight at once: more than a step sends."""
 WAIT_S = 120.0
 SPINS = 100
 
@@ -48,7 +48,7 @@ class Mailbox:
 
     def __init__(self, folder: Path, source: int, target: int, slot_bytes: int) -> None:
         self.name, self._folder, self._bytes = f"{source}-{target}", folder, slot_bytes
-        self._to_itself = source == target  # torch 2.11 connects the stages of a V so, once
+        self._to_itself = source == target  # torch 2.11 sends once from a rank to itself in a V
         self._sent = self._received = 0
         self._slots: Any = None  # opened at the first message
         self._ready: list[Any] = []  # events of the sender, by slot: the message is in it
@@ -72,7 +72,7 @@ class Mailbox:
         return Done()
 
     def receive(self, tensor: torch.Tensor, store: Any) -> Work:
-        """Return the work whose ``wait`` queues the copy out of the slot."""
+        """Return a work object. Its ``wait`` queues the copy out of the slot."""
         number, slot = self._received, self._received % SLOTS
         self._received += 1
 
@@ -121,7 +121,7 @@ class Mailbox:
 
 
 class Done(Work):
-    """A send: it needs no wait, since its tensor was copied in the stream that made it."""
+    """A send. It needs no wait, because its tensor is copied in the stream that made it."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -131,7 +131,7 @@ class Done(Work):
 
 
 class Receive(Work):
-    """A receive that is queued when it is waited for, once."""
+    """A receive that is queued at its first ``wait``."""
 
     def __init__(self, take: Callable[[], None]) -> None:
         super().__init__()

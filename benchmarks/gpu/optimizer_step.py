@@ -22,7 +22,7 @@ STEPS = 4
 
 
 class Allocated(TorchDispatchMode):
-    """On a CPU: bytes of all tensors that are made, views not counted; more than the peak."""
+    """Count on a CPU the bytes of all new tensors except views. This is more than the peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Allocated(TorchDispatchMode):
 
 @contextmanager
 def measured(options: Options, peaks: list[int]) -> Iterator[None]:
-    """Add the peak of what the block allocates, bytes."""
+    """Append the peak bytes that the block allocates to ``peaks``."""
     if not options.cuda:
         with Allocated() as allocated:
             yield
@@ -51,7 +51,7 @@ def measured(options: Options, peaks: list[int]) -> Iterator[None]:
 
 
 def run(options: Options) -> list[Check]:
-    """The host alone, then with nearly everything held."""
+    """Run the host alone, then with nearly all parameters held."""
     size = replace(TINY if options.tiny else smaller(LLAMA_1B, 4), microbatches=2)
     alone, parameters, _ = peak_of_step(options, size, freezing=False)
     attached, _, held = peak_of_step(options, size, freezing=True)
@@ -65,7 +65,7 @@ def run(options: Options) -> list[Check]:
 
 
 def peak_of_step(options: Options, size: Size, freezing: bool) -> tuple[int, int, float]:
-    """The least of the later steps' peaks, the number of parameters, and which share of them was held."""
+    """Return the least of the later steps' peaks, the number of parameters, and the share of them that was held."""
     engine, adapter = build(options, size, freezing)
     peaks: list[int] = []
     held: list[float] = []
@@ -91,7 +91,7 @@ def peak_of_step(options: Options, size: Size, freezing: bool) -> tuple[int, int
 
 
 def batches(options: Options, size: Size) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The same microbatch for ever."""
+    """Yield the same microbatch forever."""
     shape = (size.rows, size.context, size.width)
     dtype = torch.bfloat16 if options.cuda else torch.float32
     inputs, target = (torch.randn(shape, dtype=dtype, device=options.target()) for _ in range(2))
@@ -100,7 +100,7 @@ def batches(options: Options, size: Size) -> Iterator[tuple[torch.Tensor, torch.
 
 
 def build(options: Options, size: Size, freezing: bool) -> tuple[Any, Any]:
-    """An engine and its adapter."""
+    """Return an engine and its adapter."""
     os.environ["DS_ACCELERATOR"] = options.device
     import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule

@@ -56,7 +56,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 def run(options: Options) -> list[Check]:
-    """Every case that this machine can run; of the others a line that says why not."""
+    """Check every case that this machine can run. For each other case, return a line with the reason."""
     prepare(options)
     checks = []
     for name, case in {**OWN_LAYERS, **FUSED, **RECOMPUTED, **ENGINE}.items():
@@ -67,7 +67,7 @@ def run(options: Options) -> list[Check]:
 
 
 def attempted(options: Options, name: str, case: Case) -> list[Check]:
-    """A case's checks; one that raises has failed, and the others still run."""
+    """Return a case's checks. If the case raises, it has failed, and the other cases still run."""
     try:
         return of_case(options, name, case)
     except Exception as error:
@@ -75,7 +75,7 @@ def attempted(options: Options, name: str, case: Case) -> list[Check]:
 
 
 def missing(options: Options, case: Case) -> str:
-    """Why a case cannot run here; "" where it can."""
+    """Return the reason why a case cannot run here; "" if it can."""
     major = torch.cuda.get_device_capability()[0] if options.cuda else 0
     recipe = case.model.get("fp8_recipe")
     if case.engine and not engine_available(options):
@@ -86,7 +86,7 @@ def missing(options: Options, case: Case) -> str:
 
 
 def of_case(options: Options, name: str, case: Case) -> list[Check]:
-    """Two steps under masks; the second one is compared, then updated."""
+    """Run two steps under masks. The second step's gradients are compared before its update."""
     import tf_adapters.megatron
 
     model, optimizer = build(options, case)
@@ -128,7 +128,7 @@ def gradients(model: Any) -> Gradients:
 
 
 def full_gradients(options: Options, case: Case, weights: Gradients, samples: list[Samples]) -> list[Gradients]:
-    """Each microbatch's gradients, from a copy without adapter, recomputation and fused weight gradients."""
+    """Return each microbatch's gradients, from a copy without adapter, recomputation and fused weight gradients."""
     own = {
         key: value for key, value in case.model.items() if not key.startswith(("recompute_", "gradient_accumulation_"))
     }
@@ -146,7 +146,7 @@ def full_gradients(options: Options, case: Case, weights: Gradients, samples: li
 
 
 def worst(found: Gradients, full: list[Gradients], frozen: list[tuple[str, ...]]) -> float:
-    """The largest relative error of a parameter; what is next to nothing beside the largest is measured by that."""
+    """Return the largest relative error of a gradient. A norm counts as at least 1/1,000 of the largest norm."""
     masks = [set(names) for names in frozen]
     expected = {
         name: sum((f[name] for f, mask in zip(full, masks, strict=True) if name not in mask), torch.zeros_like(value))

@@ -24,18 +24,18 @@ WAYS: dict[str, dict[str, Any]] = {
 """Settings by name: the granularity of skipping, and deferral."""
 
 NOT_RUN = ": not run"
-"""How the name of a check ends that tells of a case that is left out; its note says why."""
+"""End of a check's name for a case that did not run. The check's note has the reason."""
 
 
 class Skipped(Exception):
-    """A part cannot run here; the message says why."""
+    """Raised if a part cannot run here. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Where the parts run: ``device`` is "cuda" or "cpu"; ``tiny`` sizes prove the script, and their times nothing.
+    """Where the parts run: ``device`` is "cuda" or "cpu". ``tiny`` sizes test only the script.
 
-    ``no_mps`` is the reason why processes cannot compute side by side on one GPU; "" where they can.
+    ``no_mps`` is the reason why processes cannot compute side by side on one GPU; "" if they can.
     """
 
     device: str = "cuda"
@@ -81,12 +81,12 @@ class Part:
     """One part of the acceptance.
 
     Attributes:
-        title: what it shows, in a line.
-        run: called on all ranks at once; yields checks, of which rank 0's count. Raises Skipped.
-        missing: why it cannot run with these options; None where it can.
-        ranks: how many processes run it.
-        backend: of the process group on a GPU.
-        minutes: after which it is stopped. The checks that it has yielded stay.
+        title: one line that says what it checks.
+        run: called on all ranks at once. It yields checks, and those of rank 0 count. It may raise Skipped.
+        missing: returns the reason why it cannot run with these options; None if it can.
+        ranks: returns the number of processes that run it.
+        backend: the process group's backend on a GPU.
+        minutes: its time limit. The checks that it has yielded until then stay.
         shares: whether its ranks share one GPU.
     """
 
@@ -100,20 +100,20 @@ class Part:
 
 
 def no_gpu(options: Options) -> str | None:
-    """Why nothing runs on the device that is asked for."""
+    """Return the reason why nothing can run on the chosen device; None if it can."""
     if options.cuda and not torch.cuda.is_available():
         return "no CUDA device"
     return None
 
 
 def no_package(options: Options, *packages: str) -> str | None:
-    """The first thing that is missing: the device, or one of these packages."""
+    """Return the first thing that is missing: the device, or one of these packages. None if nothing is."""
     missing = (f"{name} is not installed" for name in packages if importlib.util.find_spec(name) is None)
     return no_gpu(options) or next(missing, None)
 
 
 def join(options: Options, backend: str) -> None:
-    """Join the ranks of a pool, each on a GPU of its own as long as there are some."""
+    """Join the ranks of a pool. Ranks share a GPU only if there are fewer GPUs than ranks."""
     logging.getLogger("tf_adapters").setLevel(logging.WARNING)
     if options.cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())

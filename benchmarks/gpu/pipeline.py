@@ -21,7 +21,7 @@ import tf_adapters.torch_pipelining
 from benchmarks.gpu.parts import Options, section
 from tf_adapters.testing import force_plan
 
-BATCHES = 2  # that training goes through in turn
+BATCHES = 2  # used in turn
 ADAM = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
 SCHEDULES = {
     "1F1B": schedules.Schedule1F1B,
@@ -96,7 +96,7 @@ class Stage(nn.Module):
 
 
 class Training:
-    """This rank's stages, what trains them, and the adapter once there is one."""
+    """This rank's stages, their schedule and optimizer, and the adapter once there is one."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Training:
         return PipelineStage(module, index, of_rank * self.ranks, self.device, input_args=taken, output_args=of_others)
 
     def batch(self) -> None:
-        """Forward and backward of a step."""
+        """Run the forwards and backwards of a step."""
         inputs, target = self._batches[self.finished % BATCHES]
         losses: list[torch.Tensor] = []
         arguments = (inputs,) if self._first else ()
@@ -139,24 +139,24 @@ class Training:
             self.loss = torch.stack([loss.detach() for loss in losses]).mean()
 
     def update(self) -> None:
-        """The rest of a step."""
+        """Run the rest of a step."""
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.finished += 1
 
     def step(self) -> None:
-        """A whole training step."""
+        """Run a whole training step."""
         self.batch()
         self.update()
 
     def attach(self, **settings: Any) -> Any:
-        """Freeze from here on. Called on all ranks at once."""
+        """Attach an adapter. Called on all ranks at once."""
         given = section(self.options, **settings)
         self.adapter = tf_adapters.torch_pipelining.attach(self.schedule, given, optimizer=self.optimizer)
         return self.adapter
 
     def attach_planned(self, ratio: float, **settings: Any) -> Any:
-        """Freeze stably from here on, ``ratio`` of every backward."""
+        """Attach an adapter in stable freezing, with ``ratio`` of every backward frozen."""
         adapter = self.attach(**settings)
         force_plan(adapter.controller, ratio)
         return adapter

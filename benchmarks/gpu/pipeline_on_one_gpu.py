@@ -2,7 +2,7 @@
 
 Layers of LLaMA 3.2 1B, 4 on each rank, 8 microbatches of 2,048 tokens, bf16, plain SGD. All ways train in the same
 processes, block by block in rotation. A block is some steps in a row, so that steps overlap where nothing makes ranks
-meet. Losses are compared to the bit. What shows that figures mean nothing is named (``void_reasons``).
+meet. Losses are compared to the bit. ``void_reasons`` returns the reasons for which the times mean nothing.
 
     python -m benchmarks.gpu.acceptance --part pipeline-one-gpu
 
@@ -36,7 +36,7 @@ from tf_adapters.measuring.timer import clock_for
 RANKS = 4
 LLAMA = replace(LLAMA_1B, layers=4, rows=1)
 SGD = functools.partial(torch.optim.SGD, lr=1e-4)
-"""Without state: ten trainings fit in the memory of one GPU."""
+"""An optimizer without state: ten trainings fit in the memory of one GPU."""
 EXACT = {"goal": "exact", "monitoring_precision": 0.02}
 
 
@@ -81,12 +81,12 @@ class Lengths:
 
 
 FULL, SHORT = Lengths(2, 12, 8, 5, 6), Lengths(2, 6, 4, 2, 3)
-"""5 blocks of 8 steps: from each the first interval is left out, so that 30 intervals count."""
+"""At full size, 5 blocks of 8 steps. The first interval of each block is left out, so that 30 intervals count."""
 
 
 @dataclass
 class Facts:
-    """Measured on all ranks: SMs and interference by rank; by way, busy time and time without gaps, ms by rank."""
+    """Measurements of all ranks: SMs and interference by rank; by way, each rank's busy ms and ms without gaps."""
 
     sms: list[list[int]]
     interference: list[dict[str, float]]
@@ -120,7 +120,7 @@ def void_reasons(facts: Facts) -> list[str]:
 
 
 class Running:
-    """One way's training on this rank, its intervals from step to step, and its losses."""
+    """The training of one way on this rank, its times from step to step, and its losses."""
 
     def __init__(self, options: Options, name: str, size: Size, lengths: Lengths) -> None:
         self.way, self.rounds, self.losses = WAYS[name], list[list[float]](), list[torch.Tensor]()
@@ -190,7 +190,7 @@ class Running:
 
 
 def run(options: Options) -> Iterator[Check]:
-    """Four processes on one GPU; one process with four streams if MPS did not start."""
+    """Run four processes on one GPU, or one process with four streams if MPS did not start."""
     if options.no_mps:
         yield Check("one process drives four streams, not the host's engine", 1.0, note=options.no_mps)
         yield from four_streams.run(options)
@@ -208,7 +208,7 @@ def run(options: Options) -> Iterator[Check]:
 
 
 def run_several(options: Options) -> Iterator[Check]:
-    """A GPU for each rank: no rank takes SMs or time of another."""
+    """Run with a GPU for each rank, so that no rank takes SMs or time of another."""
     deterministic(options)
     size = TINY if options.tiny else LLAMA_1B
     ranks = dist.get_world_size()
@@ -222,7 +222,7 @@ def facts_of(options: Options) -> Facts:
 
 
 def compared(options: Options, size: Size, facts: Facts) -> Iterator[Check]:
-    """All ways in rotation. Called on all ranks at once."""
+    """Run all ways in rotation. Called on all ranks at once."""
     lengths = SHORT if options.tiny else FULL
     running = {name: Running(options, name, size, lengths) for name in WAYS}
     for way in running.values():
@@ -260,7 +260,7 @@ def deterministic(options: Options) -> None:
 
 
 def checks_of(options: Options, name: str, running: Running, steps: dict[str, list[float]]) -> Iterator[Check]:
-    """The step measured and planned, and its speedup over 1F1B alone and over its own schedule alone."""
+    """Yield the step, measured and planned, and its speedup over 1F1B alone and over its own schedule alone."""
     own = statistics.median(steps[name])
     yield Check(f"{name}: step", own, "ms")
     if name != ALONE:
@@ -331,7 +331,7 @@ HEADINGS = ("way", "step, ms", "planned, ms", "speed", "losses")
 
 
 def several_missing(options: Options) -> str | None:
-    """Several GPUs."""
+    """Return the reason why there are not several GPUs; None if there are."""
     if options.cuda and torch.cuda.is_available() and torch.cuda.device_count() < 2:
         return "one GPU only"
     return no_gpu(options)

@@ -1,4 +1,4 @@
-"""Whether four processes can compute side by side on this GPU, in a minute: MPS, disjoint SMs, CUDA IPC."""
+"""Check in a minute whether four processes can compute side by side on this GPU: MPS, disjoint SMs, CUDA IPC."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MESSAGES = 40  # more than a mailbox has slots
 
 
 def run(options: Options) -> Iterator[Check]:
-    """Four ranks, each in its quarter. Called on all ranks at once."""
+    """Check four ranks, each in its quarter. Called on all ranks at once."""
     if options.no_mps:
         raise Skipped(options.no_mps)
     take_quarter(options)
@@ -34,7 +34,7 @@ def run(options: Options) -> Iterator[Check]:
 
 
 def transfers(options: Options) -> float:
-    """Send messages around the ring of ranks. Return how many came right, on the rank where fewest did."""
+    """Send messages around the ring of ranks. Return the smallest number that arrived intact on a rank."""
     group, device = dist.group.WORLD, options.target()
     assert isinstance(group, OneGpuGroup)
     rank, ranks = dist.get_rank(), dist.get_world_size()

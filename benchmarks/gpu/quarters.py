@@ -1,9 +1,9 @@
-"""Quarters of one GPU: disjoint sets of multiprocessors (SMs) for several processes, and what shows that they are.
+"""Quarters of one GPU: disjoint sets of multiprocessors (SMs) for several processes, and checks that they are disjoint.
 
 MPS lets kernels of several processes run at the same time. It changes no setting of the card. Its percentage limits
-the SMs of a process; *green contexts* reserve them. All are split off at once, and each rank takes one: four splits,
-each made alone, would overlap. A rank computes in a stream of its green context, because backwards run in another
-thread, which takes the stream of the forward and not its context.
+the SMs of a process; *green contexts* reserve them. Each rank splits off all sets at once and takes one of them: sets
+that were split off one by one would overlap. A rank computes in a stream of its green context, because backwards run in
+another thread, which takes the stream of the forward and not its context.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SPIN = r"""extern "C" __global__ void which_sm(int* seen, int cycles) {
   long long begin = clock64();
   while (clock64() - begin < cycles) {}
 }"""
-_CONTEXTS: list[Any] = []  # kept: a stream ends with its context
+_CONTEXTS: list[Any] = []  # a stream lives only as long as its context
 
 
 def control_program() -> str | None:
@@ -116,7 +116,7 @@ def seen_sms(options: Options) -> list[int]:
 
 
 def timed_ms(options: Options, function: Callable[[], Any], times: int) -> float:
-    """Mean time of a call in this rank's stream, ms."""
+    """Return the mean time of a call in this rank's stream, in ms."""
     function()
     clock = clock_for(options.target())
     clock.synchronize()
@@ -129,7 +129,7 @@ def timed_ms(options: Options, function: Callable[[], Any], times: int) -> float
 
 
 def alone_and_together(options: Options, function: Callable[[], Any], times: int) -> tuple[float, float]:
-    """Mean time of a call while other ranks wait, and while all run it, ms. Called on all ranks at once."""
+    """Return a call's mean ms while the other ranks wait, and while all ranks run it. Called on all ranks at once."""
     alone = 0.0
     for turn in range(dist.get_world_size()):
         dist.barrier()
@@ -140,7 +140,7 @@ def alone_and_together(options: Options, function: Callable[[], Any], times: int
 
 
 def interference(options: Options) -> dict[str, float]:
-    """Time together over time alone, on this rank: matrix products, and passes through memory."""
+    """Return this rank's time together over its time alone, for matrix products and for passes through memory."""
     device, dtype = options.target(), torch.bfloat16 if options.cuda else torch.float32
     width, long = (4096, 1 << 27) if options.cuda else (128, 1 << 16)
     left, right = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))

@@ -1,4 +1,4 @@
-"""How often torch.compile compiles Megatron's fused functions under masks: no more once training runs."""
+"""Number of graphs that torch.compile makes of Megatron's fused functions under masks: it must stop growing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 40
 
 
 def run(options: Options) -> list[Check]:
-    """Graphs that were compiled for the host alone, then under another mask in each step."""
+    """Count the graphs that are compiled for the host alone, then with another mask in each step."""
     if not options.cuda:  # Inductor would build C++ for minutes; what counts is dynamo
         os.environ["TORCHDYNAMO_DISABLE"] = "0"
         torch.compile = partial(torch.compile, backend="eager")  # type: ignore[assignment]

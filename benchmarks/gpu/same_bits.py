@@ -38,7 +38,7 @@ CASES = {
 
 
 def run(options: Options) -> list[Check]:
-    """Every case that this machine can run; of the others a line that says why not."""
+    """Check every case that this machine can run. For each other case, return a line with the reason."""
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -52,7 +52,7 @@ def run(options: Options) -> list[Check]:
 
 
 def attempted(options: Options, name: str, case: Case) -> list[Check]:
-    """A case's checks; one that raises has failed, and the others still run."""
+    """Return a case's checks. If the case raises, it has failed, and the other cases still run."""
     try:
         return of_case(options, name, case)
     except Exception as error:
@@ -60,7 +60,7 @@ def attempted(options: Options, name: str, case: Case) -> list[Check]:
 
 
 def of_case(options: Options, name: str, case: Case) -> list[Check]:
-    """The host twice, then with deferral."""
+    """Train the host alone twice, then with deferral."""
     alone, again = (trained(options, case) for _ in range(2))
     with waiting() as waited:
         deferred = trained(options, case, deferred=True)
@@ -74,7 +74,7 @@ def of_case(options: Options, name: str, case: Case) -> list[Check]:
 
 @contextmanager
 def waiting() -> Iterator[list[Any]]:
-    """Collect an entry for each weight gradient that is put off in the block."""
+    """Collect an entry for each weight gradient that is deferred in the block."""
     waited: list[Any] = []
     keep, overrides = StageTaps.keep, Overrides()
 
@@ -90,7 +90,7 @@ def waiting() -> Iterator[list[Any]]:
 
 
 def trained(options: Options, case: Case, deferred: bool = False) -> dict[str, torch.Tensor]:
-    """The weights after some steps."""
+    """Return the weights after some steps."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     import tf_adapters.megatron

@@ -1,9 +1,10 @@
 """Speed of exact steps with replicas, whose gradients are reduced over a slow link, on emulated devices.
 
-Four stages of torch.distributed.pipelining, two replicas each, 1F1B, in DistributedDataParallel with a bucket for each
-layer. Ranks of a replica meet after each batch, as they do for the norm of gradients. Every operation sleeps as long as
-a slow device would compute, and each reduction takes its bytes' time on a link of its own. Order, communication and
-waiting are torch's own. Durations are emulated, and no figure says anything about a GPU.
+1F1B of torch.distributed.pipelining runs on four stages with two replicas each, in DistributedDataParallel with a
+bucket for each layer. Ranks of a replica meet after each batch, as they do for the norm of gradients. Every operation
+sleeps as long as a slow device would compute. Each rank has a link for its reductions, and a reduction takes as long as
+its bytes need on that link. Order, communication and waiting are torch's own. Durations are emulated, so no figure is
+one of a GPU.
 
 Writes results/hosts/reductions.json and the table into docs/deferral.md.
 """
@@ -35,7 +36,7 @@ PAGE = ROOT / "docs" / "deferral.md"
 STAGES, REPLICAS, MICROBATCHES = 4, 2, 8
 LAYERS, WIDTH, ROWS = 4, 64, 32
 RATE = 2 * LAYERS * ROWS * WIDTH**2 / 0.03
-"""FLOP/s, at which a forward of a stage takes 30 ms."""
+"""FLOP/s of a device. A forward of a stage then takes 30 ms."""
 BATCH_S = 0.03 * 3 * (MICROBATCHES + STAGES - 1)
 SHARES = (0.0, 0.2)
 """How long a stage's reductions take, as shares of a batch of the host alone."""
@@ -66,7 +67,7 @@ def setup() -> None:
 class Link:
     """Carries one rank's reductions, one after the other.
 
-    ``bytes_per_s`` is how fast, None for at once.
+    ``bytes_per_s`` is its speed; None adds no time to a reduction.
     """
 
     group: Any
@@ -92,7 +93,7 @@ class Link:
 
 
 def run(share: float, exact: bool) -> dict[str, Any]:
-    """The step of the host alone or of exact steps, and a sum over the weights. Called on all ranks at once."""
+    """Return the step in ms, with or without exact steps, and a sum of the weights. Called on all ranks at once."""
     mesh = init_device_mesh("cpu", (REPLICAS, STAGES), mesh_dim_names=("dp", "pp"))
     replicas, pipeline = mesh["dp"].get_group(), mesh["pp"].get_group()
     stage = pipeline.rank()
@@ -128,7 +129,7 @@ def run(share: float, exact: bool) -> dict[str, Any]:
 
 
 def table(rows: dict[str, Any]) -> str:
-    """One line for each link. The last column compares the speed with the speed without reductions."""
+    """Return a row for each link speed. A column has the speed divided by the speed without reductions."""
     free = None
     lines = []
     for share, row in rows.items():
@@ -137,7 +138,7 @@ def table(rows: dict[str, Any]) -> str:
         steps = [f"{row[way]['step_ms']:.0f} ms" for way in ("alone", "exact")]
         same = "yes" if row["same_weights"] else "**no**"
         lines.append([f"{float(share):.0%} of a batch", *steps, f"{speed:.3f}x", f"{speed / free:.2f}", same])
-    head = ["a stage's reductions take", "1F1B alone", "exact", "speed", "of the speed without", "same weights"]
+    head = ["a stage's reductions take", "1F1B alone", "exact", "speed", "speed / without reductions", "same weights"]
     return markdown_table(head, lines)
 
 

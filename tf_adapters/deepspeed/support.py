@@ -72,7 +72,7 @@ def check(engine: Any, settings: TimelyFreezeConfig) -> None:
 def refuse_compiled(engine: Any, settings: TimelyFreezeConfig) -> None:
     """Raise UnsupportedError if the engine itself has been compiled: a cheap check for every step.
 
-    With nothing masked its layers can be compiled one by one, as ``engine.compile()`` does, but not its backward.
+    With nothing masked, its layers can be compiled one by one, as ``engine.compile()`` does. Its backward cannot.
     """
     if not getattr(engine, "is_compiled", False):
         return
@@ -146,7 +146,7 @@ def _optimizer_problem(engine: Any) -> Problem:
 
 
 def _scaled_problem(inner: torch.optim.Optimizer) -> Problem:
-    """Return a problem if moments have scales per block, which frozen and updated elements would share."""
+    """Return a problem if the moments have one scale for a block: frozen and updated elements would share it."""
     name = type(inner).__name__
     dtypes = [getattr(inner, f"{moment}_dtype", None) for moment in ("exp_avg", "exp_avg_sq")]  # of FusedAdam
     scaled = (

@@ -1,4 +1,4 @@
-"""Plans in which weight gradients wait: the order is rewritten, and only what still does not fit is frozen."""
+"""Plans in which weight gradients wait: the order is rewritten, and freezing removes only the idle time left."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SAME = 1e-6
 
 
 def plan_deferred(problem: PlanProblem, solve: Callable[[PlanProblem], FreezePlan]) -> FreezePlan:
-    """The best plan found over rewritten orders; the host's own order where that is no worse and within the limits.
+    """Return the best plan found over rewritten orders, or the host's own order if no plan within the limits is better.
 
     A B is split into an I and a W. The I takes the B's lower bound, and the W takes the time that full freezing saves.
     Freezing shortens the W, and this changes the best order. Order and ratios are therefore computed in turn.
@@ -87,14 +87,14 @@ def describe_deferral(plan: FreezePlan, host: PipelineSchedule) -> str:
 
 
 def _named(plan: FreezePlan, problem: PlanProblem, host: Measurement) -> FreezePlan:
-    """The plan with its order, and with the spans of the host's order."""
+    """Return the plan with its order, and with the spans of the host's order."""
     makespan = replace(plan.makespan_ms, host=host.dag.makespan(host.upper))
     period = plan.period_ms and replace(plan.period_ms, host=host.span_ms)
     return replace(plan, schedule=problem.measurement.schedule, makespan_ms=makespan, period_ms=period)
 
 
 def _deferrable_share(times: Mapping[Action, Bounds]) -> dict[int, float]:
-    """The share of each stage's backwards, by time, that is weight gradients which can wait."""
+    """Return, for each stage, the share of its backwards' time that is weight gradients which can wait."""
     backwards = grouped((a.stage, bounds) for a, bounds in times.items() if a.kind is Kind.BACKWARD)
     whole = {stage: sum(bounds.upper for bounds in of_stage) for stage, of_stage in backwards.items()}
     return {
@@ -126,7 +126,7 @@ def _times(host: Mapping[Action, Bounds]) -> dict[Action, Bounds]:
 
 
 def _rewritten(problem: PlanProblem, times: dict[Action, Bounds], last: FreezePlan | None) -> PlanProblem:
-    """The problem with its order rewritten for what a ``last`` plan leaves to compute, else for nothing frozen."""
+    """Return the problem with its order rewritten for what a ``last`` plan computes; without one nothing is frozen."""
     durations = {action: bounds.upper for action, bounds in times.items()}
     if last is not None:
         for action, ratio in last.freeze_ratio.items():
@@ -147,7 +147,7 @@ def _rewritten(problem: PlanProblem, times: dict[Action, Bounds], last: FreezePl
 
 
 def _deferred(problem: PlanProblem, times: DeferralTimes) -> PipelineSchedule:
-    """Return the best order within the limits. Raises PlanInputError, with the lowest ones, if there is none."""
+    """Return the best order within the limits. Raises PlanInputError, with the lowest limits, if there is none."""
     limits, host = problem.limits, problem.measurement
     fitting = host.fitting_microbatches if limits.fills_memory else {}
 

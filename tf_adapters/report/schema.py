@@ -264,7 +264,8 @@ class Report(_Model):
             return f"every step runs as {self.baseline}"
         if plan is None or self.schedule.splits_backwards:
             return f"the speed over {self.baseline} is not measured"
-        return f"the speed over {self.baseline} is not known yet ({measured.control_steps} of {LEAST} control steps)"
+        unknown = f"the speed over {self.baseline} is not known yet"
+        return f"{unknown}: {measured.control_steps} of {LEAST} control steps have run"
 
     @property
     def max_freeze_ratio(self) -> float | None:

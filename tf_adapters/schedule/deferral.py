@@ -47,15 +47,15 @@ class DeferralTimes:
     def evened(self) -> DeferralTimes:
         """Return times in which all actions of a kind take their mean, and nothing is communicated.
 
-        With little memory an order made from these is often better, also with the real times: list scheduling takes
-        turns regularly, and not in the order of small differences.
+        With little memory an order made from these times is often better, also when it runs with the real ones. List
+        scheduling then alternates regularly, and small differences do not change its order.
         """
         kinds = {kind: [ms for action, ms in self.durations.items() if action.kind is kind] for kind in Kind}
         means = {kind: fmean(values) for kind, values in kinds.items() if values}
         return DeferralTimes({action: means[action.kind] for action in self.durations}, {}, {})
 
     def span_ms(self, order: PipelineSchedule) -> float:
-        """The makespan of an order, or its period where steps overlap."""
+        """Return the makespan of an order, or its period where steps overlap."""
         dag = PipelineDag.from_schedule(order, self.communication, self.overhead)
         if self.between_steps is not None:
             dag = PeriodicDag.of(dag, order, self.between_steps)
@@ -97,9 +97,9 @@ def most_in_flight(schedule: PipelineSchedule) -> int:
 
 
 def whole_microbatches_held(schedule: PipelineSchedule) -> float:
-    """Return the most microbatches that any rank holds at once, of all of a rank's layers.
+    """Return the most microbatches that any rank holds at once, counted in all layers of the rank.
 
-    One that a rank holds in half of its stages counts half.
+    A microbatch that a rank holds in half of its stages counts one half.
     """
     return most_in_flight(schedule) * len(schedule.ranks) / max(1, schedule.num_stages)
 
@@ -182,9 +182,9 @@ class _Rules(NamedTuple):
     They apply before a W and before an F. The second counts only if F and I move relative to each other (``moves``).
 
     With ``reserved``, a rank's stages move relative to each other, too. Its last stage may then fill all of the rank's
-    memory, and each earlier one leaves so many microbatches free, and one more for each stage in between. This never
-    deadlocks: the pipeline's last stage returns what it got, then the one before it, and so on. ``last_first`` says
-    which stage's input gradients come first.
+    memory. Each earlier stage leaves ``reserved`` microbatches free, and one more for each stage in between. This never
+    deadlocks: the pipeline's last stage can always finish its microbatches, then the stage before it, and so on. With
+    ``last_first`` the input gradients of a rank's last stage come first, without it those of its first stage.
     """
 
     patience: float
@@ -204,7 +204,7 @@ _RULES_BY_STAGE = [
 
 
 def _rules(moves_forwards: bool, overlap: bool) -> list[_Rules]:
-    """The rules to try. Waits before an F pay where steps overlap: they keep the ranks' parts of a step compact."""
+    """Return the rules to try. Waits before an F pay where steps overlap: each rank's part of a step stays compact."""
     rules = [_Rules(patience) for patience in _PATIENCE]
     if moves_forwards:
         rules += [_Rules(patience, True, wait) for wait in (_PATIENCE if overlap else (0.0,)) for patience in _PATIENCE]

@@ -35,7 +35,7 @@ def inside_replica(module: torch.nn.Module) -> torch.nn.Module:
 def trained_replica(module: torch.nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     """Return those names of an FSDP module whose parameters train now; nothing for another module.
 
-    Called before a mask is in force: what does not train then was frozen by the user, and must stay so.
+    Called before a mask is in force: a parameter that does not train then was frozen by the user, and must stay frozen.
     """
     if not isinstance(module, FSDPModule):
         return ()
@@ -160,8 +160,8 @@ def reduce_gradients(module: Any, except_for: Collection[torch.nn.Parameter] = (
 
     The reducer has the buckets, the communication hook and the sums that it would have in the last backward. It takes
     the gradients from ``.grad``, so they need not come from a backward. All backwards of the batch must have run
-    without a reduction (``no_sync``). Gradients ``except_for`` which more follows are reduced once that is accumulated.
-    As at the end of a backward, all gradients are reduced when the last one has been given.
+    without a reduction (``no_sync``). Parameters in ``except_for`` still get more gradients, and are reduced after
+    these have been added. As at the end of a backward, all are reduced when the last gradient has been given.
     """
     module.reducer.prepare_for_backward([])
     later = set(map(id, except_for))

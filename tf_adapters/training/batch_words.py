@@ -57,8 +57,8 @@ def waits(batch: BatchTimes) -> str | None:
     if edge is None or not _counts(batch, edge.waiting_ms + edge.transfer_ms):
         return None
     return (
-        f"longest for {_edge(edge)}: {milliseconds(edge.waiting_ms)} a batch for their computation, "
-        f"{milliseconds(edge.transfer_ms)} for their transfer"
+        f"stage {edge.target} waits longest for {_sent(edge)}: {milliseconds(edge.waiting_ms)} a batch for their "
+        f"computation, {milliseconds(edge.transfer_ms)} for their transfer"
     )
 
 
@@ -67,7 +67,7 @@ def late_receives(batch: BatchTimes) -> Iterator[str]:
     worst = sorted(batch.edges, key=lambda edge: -edge.late_ms)[:_PARTS]
     for edge in (edge for edge in worst if _counts(batch, edge.late_ms)):
         lost = f"{milliseconds(edge.late_ms)} ({_of(batch, edge.late_ms)}) of a batch"
-        yield f"{_edge(edge)} are received late: for {lost} they had been sent and the rank was free"
+        yield f"stage {edge.target} receives {_sent(edge)} late: for {lost} they had been sent and its rank was free"
 
 
 def stragglers(batch: BatchTimes, step_ms: float) -> Iterator[str]:
@@ -90,15 +90,15 @@ def log_line(batch: BatchTimes, step_ms: float) -> str:
     said = [
         f"bubble {batch.bubble:.1%} of a batch of {milliseconds(batch.span_ms)} ({bubbles(batch)})",
         f"critical path: {held_by(batch)}",
-        *([f"ranks wait {text}"] if (text := waits(batch)) else []),
+        *([text] if (text := waits(batch)) else []),
         *list(late_receives(batch))[:1],
         *(f"straggler: {text}" for text in slow),
     ]
     return ". ".join(said)
 
 
-def _edge(edge: EdgeTimes) -> str:
-    return f"stage {edge.source}'s {KINDS[edge.kind]} on stage {edge.target}"
+def _sent(edge: EdgeTimes) -> str:
+    return f"stage {edge.source}'s {KINDS[edge.kind]}"
 
 
 def _counts(batch: BatchTimes, ms: float) -> bool:

@@ -127,8 +127,8 @@ def meeting(known: Measurement, plan: FreezePlan, meetings: Sequence[str], is_cl
         return f"{_UNCLEAR}. A trial of a few steps shows whether a plan for ranks that do not meet is faster"
     if plan.period_ms is not None:
         return (
-            f"ranks do not meet between steps: a new step begins every {plan.period_ms.planned:.1f} ms, "
-            f"but one batch takes {plan.makespan_ms.planned:.1f} ms from its first action to its last"
+            f"ranks do not meet between steps: as planned, a new step begins every {plan.period_ms.planned:.1f} ms, "
+            f"and a batch takes {plan.makespan_ms.planned:.1f} ms from its first action to its last"
         )
     cost = cost_of_meeting(known, plan)
     if cost <= _WORTH_SAYING * plan.makespan_ms.planned:
@@ -185,9 +185,11 @@ def planned(plan: FreezePlan, forecast: Forecast, host_ms: float) -> str:
     ratios = f" at mean freeze ratio {plan.mean_freeze_ratio:.2f} ({stages})" if plan.mean_freeze_ratio else ""
     gain = ""
     if host_ms and forecast.planned_ms > 0.0:
-        gain = f", {host_ms / forecast.planned_ms:.2f}x of the {host_ms:.1f} ms that the host alone took in the warm-up"
+        speed = host_ms / forecast.planned_ms
+        warm_up = f"the host alone in the warm-up ({host_ms:.1f} ms; control steps measure the speed more precisely)"
+        gain = f", {speed:.2f}x as fast as {warm_up}"
     return (
         f"measured {forecast.unfrozen_ms:.1f} ms a step while monitoring; "
         f"plan: {forecast.planned_ms:.1f} ms{ratios}{gain}; "
-        f"{plan.solver.name} {plan.solver.status.value} in {plan.solver.seconds:.2f} s"
+        f"solver {plan.solver.name}: {plan.solver.status.value}, {plan.solver.seconds:.2f} s"
     )

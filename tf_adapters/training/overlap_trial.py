@@ -3,8 +3,8 @@
     steps       6 in stable training    6                           then
     plan        for ranks that meet     for steps that overlap      the faster one
 
-The trial has no part if the plan for steps that overlap promises next to nothing more. Its steps train like all others.
-A resumed run goes on with the plan that was in force.
+There is no trial if the plan for steps that overlap promises almost no shorter step. The trial's steps train like all
+others. A resumed run goes on with the plan that was in force.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tf_adapters.training.plan_maker import PlanJob, Planned, RunSetup
 from tf_adapters.training.state import RunState
 
 STEPS = 6
-"""Steps of each plan."""
+"""Number of steps that run with each plan."""
 
 _TIMED = 4
-"""The newest of these steps, whose median counts. The first step of a plan is slower."""
+"""The median of this many of the newest steps counts. The first step of a plan is slower."""
 
 _PAYS = 0.99
 """A plan is tried if its planned step takes at most this share of the step that is planned now."""
@@ -47,11 +47,11 @@ class OverlapTrial:
         self._timer, self._collectives = run.timer, run.collectives
         self.job = PlanJob(overlapping, REASON)
         self.kept: BeforeTrial | None = None
-        self._plan: FreezePlan | None = None  # whose steps are counted
+        self._plan: FreezePlan | None = None  # the plan whose steps are counted
         self._steps: list[int] = []
 
     def goes_on(self, job: PlanJob, planned: Planned, state: RunState) -> bool:
-        """Return whether the trial goes on with this new plan: it is the trial's own, and is worth one."""
+        """Return whether the trial runs this new plan: the plan is for this trial, and its step is short enough."""
         batch = state.batch
         return job is self.job and batch is not None and planned.step_ms <= _PAYS * batch.planned_step_ms
 
@@ -64,7 +64,7 @@ class OverlapTrial:
             self._plan, self._steps = batch.plan, []
         if step > batch.planned_at and state.phases.phase(step) is Phase.STABLE and not state.runs_as_host(step):
             self._steps.append(step)
-        if len(self._steps) <= STEPS:  # only the begin of a further step ends the last one's time
+        if len(self._steps) <= STEPS:  # a step's time ends when the next step begins
             return None
         return decide_from_all(self._collectives, self._own_ms, lambda ranks: max(ranks))
 

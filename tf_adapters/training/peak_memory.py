@@ -1,4 +1,4 @@
-"""What a plan changes in the memory of the fullest rank."""
+"""A log line about the memory of the fullest rank, in the host's order and in the plan's."""
 
 from __future__ import annotations
 

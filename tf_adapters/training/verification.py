@@ -10,14 +10,14 @@ from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 
 
 def verify_schedule(collectives: Collectives, schedule: PipelineSchedule, executed: Sequence[Action]) -> None:
-    """Raise ScheduleError, on all ranks, where what a rank ran in a step is not what the schedule says.
+    """Raise ScheduleError on all ranks if a rank did not run its row of the schedule in a step.
 
-    A weight gradient may have run earlier than planned, where the host wanted to reduce it.
+    A weight gradient may have run earlier than planned, because the host needed it for a reduction.
     """
     expected = [_without_weights(row) for row in schedule.ranks]
 
     def local() -> int | tuple[Action, ...]:
-        """The row of the schedule that this rank ran, or what it ran instead."""
+        """Return the index of the schedule's row that this rank ran, or its actions if they are no such row."""
         actions = tuple(executed)
         row = _without_weights(actions)
         return expected.index(row) if actions and row in expected else actions

@@ -99,7 +99,7 @@ def test_a_receive_that_is_posted_late_is_told_from_a_transfer():
     assert worst.late_ms == pytest.approx(7.0)
     assert sum(edge.late_ms for edge in batch.edges) == pytest.approx(7.0)
     assert batch.ranks[1].overhead_ms == pytest.approx(7.0)
-    assert "stage 0's forwards on stage 1 are received late: for 7 ms" in log_line(batch, 200.0)
+    assert "stage 1 receives stage 0's forwards late: for 7 ms" in log_line(batch, 200.0)
 
 
 @pytest.mark.parametrize("ahead", [(0.0, 0.0), (0.0, 1000.0)], ids=["one clock", "clocks apart"])

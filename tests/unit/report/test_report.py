@@ -134,7 +134,7 @@ def test_a_speedup_is_over_control_steps_or_not_known() -> None:
     exact = {**PLAN, "freeze_ratio": {}, "mean_freeze_ratio": 0.0, "deferrable_share": {"0": 0.5}, "ranks": ranks}
     own = {**exact, "ranks": None}
     early = {**MEASURED, "speedup": None, "speedup_interval": None, "host_step_ms": None, "control_steps": 2}
-    unknown = "step 601 ms: the speed over the host alone is not known yet (2 of 6 control steps)"
+    unknown = "step 601 ms: the speed over the host alone is not known yet: 2 of 6 control steps have run"
     for plan, line in (
         (exact, unknown),
         (PLAN, unknown),
@@ -204,7 +204,7 @@ def test_split_backwards_add_up_their_halves() -> None:
         ({"status": "disabled", "plan": None, "times": {}}, ["disabled: the host trains as if"]),
         (
             {"measured": {"step_ms_unfrozen": 100.0, "step_ms_stable": 125.0, "step_ratio": 1.25}},
-            ["step 125 ms: the speed over the host alone is not known yet (0 of 6 control steps)"],
+            ["step 125 ms: the speed over the host alone is not known yet: 0 of 6 control steps have run"],
         ),
         (
             {"measured": {"step_ms_unfrozen": 1.0, "step_ms_stable": 1.2, "step_ratio": 1.2, "forward_pace": 1.5}},

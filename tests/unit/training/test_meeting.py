@@ -28,8 +28,8 @@ def line(of: PlanProblem, *meetings: str) -> str:
 
 def test_steps_that_overlap():
     assert line(problem(4, "overlap")) == (
-        "ranks do not meet between steps: a new step begins every 260.0 ms, "
-        "but one batch takes 286.0 ms from its first action to its last"
+        "ranks do not meet between steps: as planned, a new step begins every 260.0 ms, "
+        "and a batch takes 286.0 ms from its first action to its last"
     )
 
 
