@@ -93,7 +93,8 @@ class ControlPairs:
         before, control, after, later = self._steps
         if later.number - before.number == 3 and len({step.microbatches for step in self._steps}) == 1:
             planned_ms = fmean((before.ms, later.ms))
-            self._pairs.append(Pair(microbatches, control.ms + after.ms - planned_ms, planned_ms))
+            host_ms = max(0.0, control.ms + after.ms - planned_ms)  # a slow neighbour would leave less than nothing
+            self._pairs.append(Pair(microbatches, host_ms, planned_ms))
 
     def of(self, microbatches: int | None) -> tuple[Pair, ...]:
         """Return the pairs with this number of microbatches; None asks for all."""

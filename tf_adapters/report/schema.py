@@ -256,6 +256,9 @@ class Report(_Model):
         measured, plan = self.measured, self.plan
         if measured.speedup is not None and measured.speedup_interval is not None:
             low, high = measured.speedup_interval
+            if low < 1.0 < high:
+                found = f"{measured.control_steps} control steps ({low:.2f}x to {high:.2f}x)"
+                return f"no difference to {self.baseline} is shown by {found}"
             return (
                 f"{measured.speedup:.2f}x as fast as {self.baseline} ({low:.2f}x to {high:.2f}x; "
                 f"{measured.host_step_ms:.1f} ms in {measured.control_steps} control steps)"

@@ -135,6 +135,10 @@ def test_a_speedup_is_over_control_steps_or_not_known() -> None:
     own = {**exact, "ranks": None}
     early = {**MEASURED, "speedup": None, "speedup_interval": None, "host_step_ms": None, "control_steps": 2}
     unknown = "step 601 ms: the speed over the host alone is not known yet: 2 of 6 control steps have run"
+    noisy = {**MEASURED, "speedup": 1.41, "speedup_interval": [0.0, 2.14]}
+    assert report(measured=noisy, plan=PLAN).speed == (
+        "no difference to the host alone is shown by 8 control steps (0.00x to 2.14x)"
+    )
     for plan, line in (
         (exact, unknown),
         (PLAN, unknown),

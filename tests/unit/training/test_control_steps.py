@@ -161,6 +161,13 @@ def test_ranks_whose_steps_overlap_find_the_same_speedup() -> None:
         assert [pair.ratio for pair in pairs.of(4)] == [15.0 / 12.0]
 
 
+def test_a_control_step_beside_a_slow_one_takes_no_less_than_nothing() -> None:
+    pairs = ControlPairs()
+    for number, ms in enumerate((40.0, 10.0, 10.0, 40.0)):
+        pairs.add(number, 4, ms, is_control=number == 1)
+    assert [pair.host_ms for pair in pairs.of(4)] == [0.0]
+
+
 def test_a_speedup_needs_six_control_steps_and_holds_out_against_outliers() -> None:
     ratios = [1.1, 1.2, 1.1, 1.2, 1.15, 9.0, 0.1, 1.1, 1.2]
     pairs = [Pair(4, 10.0 * ratio, 10.0) for ratio in ratios]
