@@ -421,6 +421,7 @@ def train(case: Case) -> dict[str, Any]:
             "schedule": controller.schedule.to_text(),
             "failure": controller.state.failure,
             "plan": controller.state.plan and controller.state.plan.to_json(),
+            "sent_bytes": dict(controller.pipeline.sent_bytes),
             "step": controller.step,
         }
     return result

@@ -10,7 +10,7 @@ import ctypes
 import resource
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,22 +40,32 @@ class HeldMemory:
     """The memory of a rank with nothing frozen, in bytes.
 
     Attributes:
-        base: memory between batches: weights, optimizer state and the like.
+        base: memory between batches: weights, optimizer state and the like. It includes the largest error of the fit,
+            so that no measured value is above the model.
         in_flight: by stage, memory of a microbatch from its forward to the end of its input gradient.
         waiting: by stage, memory of a microbatch from then until its weight gradients are computed.
         gradients: by stage, memory of all weight gradients from the first one on.
+        sent: by stage, sent tensors of a microbatch that stay from its input gradient to the end of the batch. The
+            measured order does not keep them.
+        batch: number of microbatches of the measured batches.
     """
 
     base: float
     in_flight: Mapping[int, float]
     waiting: Mapping[int, float]
     gradients: Mapping[int, float]
+    sent: Mapping[int, float] = field(default_factory=dict)
+    batch: int = 0
 
     def peak_bytes(self, row: Iterable[Action]) -> int:
         """Return the peak over the ends of these actions, in bytes, if the rank runs them in this order."""
         most = self.base
-        for in_flight, waiting, having in _holdings(row):
-            held = sum(self.in_flight.get(stage, 0.0) * count for stage, count in in_flight.items())
+        kept = 0.0
+        actions = tuple(row)
+        for action, (in_flight, waiting, having) in zip(actions, _holdings(actions), strict=True):
+            if action.kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
+                kept += self.sent.get(action.stage, 0.0)
+            held = kept + sum(self.in_flight.get(stage, 0.0) * count for stage, count in in_flight.items())
             held += sum(self.waiting.get(stage, 0.0) * count for stage, count in waiting.items())
             held += sum(self.gradients.get(stage, 0.0) for stage in having)
             most = max(most, self.base + held)
@@ -68,7 +78,8 @@ class HeldMemory:
 
     def needed_bytes(self, microbatches: int) -> float:
         """Return the bytes with this many microbatches, each of the stage that holds most, and with all gradients."""
-        return self.base + sum(self.gradients.values()) + microbatches * self._of_one
+        sent = self.batch * sum(self.sent.values())
+        return self.base + sum(self.gradients.values()) + sent + microbatches * self._of_one
 
     @property
     def _of_one(self) -> float:
@@ -86,11 +97,13 @@ class MemoryMeter:
     """Measures the peak memory of each phase, in bytes. Without a counter it measures nothing.
 
     On an accelerator it counts bytes of tensors. On a CPU tensors have no separate allocator, so it counts the C
-    library's allocated bytes, or else the resident memory of the process.
+    library's allocated bytes, or else the resident memory of the process. ``sent_bytes`` is
+    ``HostPipeline.sent_bytes``.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, sent_bytes: Mapping[tuple[int, Kind], int] | None = None) -> None:
         self._device, self._held = device, _reader(device)
+        self._sent_bytes = {} if sent_bytes is None else sent_bytes
         self.clear()
 
     def clear(self) -> None:
@@ -134,13 +147,19 @@ class MemoryMeter:
             for step in steps
             for in_flight, waiting, having in _holdings(ran.action for ran in step)
         ]
-        seen = [ran.held for step in steps for ran in step]
-        base, *of_stages = np.linalg.lstsq(np.array(rows, float), np.array(seen, float), rcond=None)[0].tolist()
+        known, seen = np.array(rows, float), np.array([ran.held for step in steps for ran in step], float)
+        fitted = np.linalg.lstsq(known, seen, rcond=None)[0]
+        base, *of_stages = fitted.tolist()
+        base += float(max(seen - known @ fitted))
         in_flight, waiting, gradients = (
             dict(zip(stages, of_stages[start : start + len(stages)], strict=True))
             for start in range(0, 3 * len(stages), len(stages))
         )
-        return HeldMemory(base, in_flight, waiting=waiting, gradients=gradients)
+        sent = Counter[int]()
+        for (stage, _), size in self._sent_bytes.items():
+            sent[stage] += size
+        batch = len({ran.action.microbatch for ran in steps[-1]})
+        return HeldMemory(base, in_flight, waiting=waiting, gradients=gradients, sent=sent, batch=batch)
 
     def most_microbatches(self, phase: str, limit_bytes: float | None, own: int) -> int | None:
         """Return how many microbatches this rank can hold, as measured in a phase; None if that is not known.

@@ -66,7 +66,7 @@ def _facts(report: Report) -> Iterable[tuple[str, str]]:
     memory = report.measured.peak_memory_bytes
     if memory.unfrozen:
         peaks = " -> ".join(_gib(max(of_ranks)) for of_ranks in (memory.unfrozen, memory.stable) if of_ranks)
-        counted = "of the process" if host.emulated or host.device == "cpu" else "of tensors"
+        counted = "allocated by the process" if host.emulated or host.device == "cpu" else "of tensors"
         planned = f", at most {_gib(max(memory.planned))} planned" if memory.planned else ""
         yield "memory", f"peak {counted} on the fullest rank {peaks}{planned}"
 

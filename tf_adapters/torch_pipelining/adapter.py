@@ -8,6 +8,7 @@ Source: torch/distributed/pipelining/schedules.py and stage.py.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -76,6 +77,7 @@ class TorchPipeliningAdapter(HostAdapter):
     ) -> None:
         self.schedule = schedule
         self._scaler_checked = False
+        self._sent_bytes: dict[tuple[int, Kind], int] = {}
         self._in_batch = False  # whether a training batch runs
         self._backwards: Counter[int] = Counter()  # by stage, in this batch
         self._scaled: list[tuple[torch.Tensor, float]] = []  # scaled gradients and their scales
@@ -102,6 +104,7 @@ class TorchPipeliningAdapter(HostAdapter):
                 taps={stage.stage_index: self._taps(stage) for stage in tapped},
                 host_backwards=self._replaced,
                 moves_forwards=True,
+                sent_bytes=self._sent_bytes,
                 traced=holds_first_rank(self._stages[0].group),
                 meetings=meetings,
                 warmup_steps=DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps,
@@ -136,6 +139,9 @@ class TorchPipeliningAdapter(HostAdapter):
         if self.config.defers:
             rewritten = RewrittenOrder(self.schedule, self._loss)
             overrides.wrap(self.schedule, "_step_microbatches", functools.partial(self._batch, rewritten))
+            kinds = (("get_fwd_send_ops", Kind.FORWARD), ("get_bwd_send_ops", Kind.BACKWARD))
+            for stage, (name, kind) in itertools.product(self._stages if rewritten.keeps_sent else (), kinds):
+                overrides.wrap(stage, name, functools.partial(self._sends, (stage.stage_index, kind)))
         overrides.wrap(self.schedule, "_maybe_compute_loss", self._loss)
         for stage in self._stages:
             overrides.wrap(stage, "forward_one_chunk", functools.partial(self._forward, stage))
@@ -241,6 +247,11 @@ class TorchPipeliningAdapter(HostAdapter):
     def _forward(self, stage: Any, run: Callable[..., Any], fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._action(stage, Kind.FORWARD, fwd_chunk_id):
             return run(fwd_chunk_id, *args, **kwargs)
+
+    def _sends(self, place: tuple[int, Kind], run: Callable[[int], list[Any]], microbatch: int) -> list[Any]:
+        operations = run(microbatch)
+        self._sent_bytes[place] = sum(operation.tensor.nbytes for operation in operations)
+        return operations
 
     def _loss(
         self,

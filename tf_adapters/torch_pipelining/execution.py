@@ -38,6 +38,14 @@ class RewrittenOrder:
         self._order: PipelineSchedule | None = None
         self._lowered: Any = None
 
+    @property
+    def keeps_sent(self) -> bool:
+        """Return whether sent tensors stay to the end of a batch here and not in the schedule object's own loop.
+
+        torch's runtime for lists of actions waits for all sends at the end.
+        """
+        return self._single
+
     def run(self, order: PipelineSchedule, *args: Any, **kwargs: Any) -> Any:
         """Run one batch in ``order``. The arguments are those of the schedule's ``_step_microbatches``.
 

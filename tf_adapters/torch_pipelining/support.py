@@ -30,7 +30,7 @@ from tf_adapters.torch_pipelining.schedules import stages_of, translate
 SCHEDULE_CLASSES = ("_PipelineSchedule", "_PipelineScheduleRuntime", "PipelineScheduleSingle", "Schedule1F1B")
 STAGE_NAMES = (
     *("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk", "device"),
-    *("dw_builder", "group", "is_first", "submod"),
+    *("dw_builder", "get_bwd_send_ops", "get_fwd_send_ops", "group", "is_first", "submod"),
 )
 BACKWARD_NAMES = ("backward_one_chunk", "backward_weight_one_chunk", "backward_maybe_with_nosync")
 REDUCER_NAMES = ("_delay_all_reduce_params", "_use_python_reducer", "mixed_precision", "no_sync", "reducer")

@@ -56,7 +56,7 @@ class BatchPlan(Value):
     def planned_peak_bytes(self, memory: MemoryMeter, stage: int) -> int | None:
         """The most that the rank of ``stage`` is to hold under the plan; None where the host's own order stays.
 
-        At most: it counts what a microbatch keeps with nothing frozen.
+        At most: it counts what a microbatch keeps with nothing frozen, but no messages in transit.
         """
         order = self.plan.schedule
         if order is None or order == self.schedule:

@@ -60,7 +60,7 @@ class Controller:
         clock = pipeline.clock or clock_for(pipeline.device)
         timer = NvtxTimer if config.nvtx else ActionTimer
         self.timer, self._layers = timer(clock), LayerTimer(pipeline.layers, clock)
-        self.memory = MemoryMeter(pipeline.device)
+        self.memory = MemoryMeter(pipeline.device, pipeline.sent_bytes)
         self.state = RunState.fresh(config, pipeline.warmup_steps)
         self.state.turn_to(pipeline.schedule.validate())
         self.parameter_masks = {stage: ParameterMask(of_stage) for stage, of_stage in pipeline.parameters.items()}

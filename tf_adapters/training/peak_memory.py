@@ -32,4 +32,4 @@ def peak_memory_line(setup: RunSetup, batch: BatchPlan) -> str | None:
     if peaks is None:
         return None
     held, planned = (f"{peak / 2**20:,.1f} MiB" for peak in peaks)
-    return f"memory of the fullest rank: {held} now, at most {planned} planned"
+    return f"memory of the fullest rank: {held} now, at most {planned} planned; messages in transit come on top"

@@ -12,7 +12,7 @@ import torch
 from tf_adapters.errors import ConfigError
 from tf_adapters.measuring.layer_times import Layers
 from tf_adapters.measuring.timer import Clock
-from tf_adapters.schedule.ir import PipelineSchedule
+from tf_adapters.schedule.ir import Kind, PipelineSchedule
 from tf_adapters.selection.freeze_units import FreezeUnit, Tie
 from tf_adapters.selection.sampling import HeldValues
 from tf_adapters.weight_gradients.taps import StageTaps
@@ -42,6 +42,8 @@ class HostPipeline:
         layers: this rank's layers by stage and name. The model could be cut between them.
         accumulating: a context in which weight gradients computed later go where the host's backward puts them.
         moves_forwards: whether the host can run forwards and input gradients in another order, too.
+        sent_bytes: what a microbatch's forward or backward sends to other ranks, by stage and kind, if the host keeps
+            it to the end of a batch in an order that is not its own. The host fills it in while it trains.
         microbatch_size: samples of a microbatch, as the host's settings have them; None where they do not say it.
         traced: whether transfers are measured on this rank's pipeline: true of one replica of the pipeline.
         meetings: the reasons why all ranks meet between two steps, as far as the host's settings show them.
@@ -61,6 +63,7 @@ class HostPipeline:
     layers: Mapping[int, Layers] = field(default_factory=dict)
     accumulating: Callable[[], AbstractContextManager[None]] = nullcontext
     moves_forwards: bool = False
+    sent_bytes: Mapping[tuple[int, Kind], int] = field(default_factory=dict)
     microbatch_size: int | None = None
     traced: bool = True
     meetings: Sequence[str] = ()

@@ -12,7 +12,7 @@ from torch_oracle import PLANS, REPLICATED, check_oracle
 from torch_ranks import SCHEDULES, Case, attached, pool, train
 
 from tf_adapters.schedule.deferral import most_in_flight
-from tf_adapters.schedule.ir import PipelineSchedule
+from tf_adapters.schedule.ir import Kind, PipelineSchedule
 from tf_adapters.testing.ranks import RanksFailed
 
 pytestmark = pytest.mark.distributed
@@ -52,6 +52,17 @@ def test_nothing_frozen_is_the_host_to_the_bit(name: str) -> None:
         assert mine["failure"] is None
         for weight, value in theirs["parameters"].items():
             assert torch.equal(mine["parameters"][weight], value), weight
+
+
+@pytest.mark.parametrize(("name", "kept"), [("1f1b", True), ("interleaved", False)])
+def test_a_run_knows_the_sent_tensors_that_only_its_own_order_keeps(name: str, *, kept: bool) -> None:
+    first, last = pool(2).run(train, replace(CASES[name], section=DEFERRED, ratios=0.0, steps=2))
+    if not kept:
+        assert first["sent_bytes"] == last["sent_bytes"] == {}  # the host's loop keeps them, too
+        return
+    size = first["sent_bytes"][0, Kind.FORWARD]
+    assert size == last["sent_bytes"][1, Kind.BACKWARD] > 0
+    assert sum(first["sent_bytes"].values()) == sum(last["sent_bytes"].values()) == size
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 import tf_adapters.measuring.memory as memory
 from tf_adapters.measuring.memory import HeldMemory, MemoryMeter
 from tf_adapters.schedule.deferral import split
-from tf_adapters.schedule.ir import Action, PipelineSchedule
+from tf_adapters.schedule.ir import Action, Kind, PipelineSchedule
 from tf_adapters.schedule.orders import one_forward_one_backward
 
 FORWARD = Action.parse("0F0")
@@ -83,6 +83,32 @@ def test_what_another_order_holds_follows_from_what_the_hosts_order_held(meter):
     )
     other = ["0F0", "0F1", "0F2", "0I0", "0I1", "0W0", "0I2", "0W1", "0W2"]
     assert model.peak_bytes(map(Action.parse, other)) == max(bytes_after(other))
+
+
+def test_no_measured_value_is_above_the_model(meter):
+    meter, held = meter
+    row = [f"0{kind}{m}" for m in range(4) for kind in "FIW"]
+    seen = [bytes_ + 2 * place for place, bytes_ in enumerate(bytes_after(row))]  # something else grows
+    for text, held[0] in zip(row, seen, strict=True):
+        meter.look("upper", Action.parse(text))
+    meter.stop_step("upper")
+    model = meter.held("upper")
+    assert (max(seen), model.peak_bytes(map(Action.parse, row))) == (1_388, 1_391)
+    for end in range(1, len(row) + 1):
+        assert model.peak_bytes(map(Action.parse, row[:end])) >= max(seen[:end])
+
+
+def test_sent_tensors_stay_to_the_end_of_the_batch_if_the_host_keeps_them(meter):
+    _, held = meter
+    sent = {}
+    meter = MemoryMeter(torch.device("cpu"), sent)
+    model = watched(meter, held, ["0F0", "0F1", "0I0", "0W0", "0F2", "0I1", "0W1", "0I2", "0W2"])
+    sent |= {(0, Kind.FORWARD): 6, (0, Kind.BACKWARD): 5}  # a host that fills it in later
+    keeping = meter.held("upper")
+    row = ["0F0", "0I0", "0F1", "0I1", "0W0", "0F2", "0I2", "0W1", "0W2"]
+    peaks = [one.peak_bytes(map(Action.parse, row)) for one in (model, keeping)]
+    assert peaks == [BASE + GRADIENTS + IN_FLIGHT + WAITING, BASE + GRADIENTS + IN_FLIGHT + WAITING + 2 * 11]
+    assert keeping.needed_bytes(2) - model.needed_bytes(2) == pytest.approx(3 * 11)
 
 
 def test_a_backward_whose_halves_are_seen_apart_holds_what_waits_in_its_midst(meter):
