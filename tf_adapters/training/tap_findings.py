@@ -83,7 +83,7 @@ class TapFindings(Value):
         for stage, share in self.shares.items():
             if share < _LITTLE and OWN_BACKWARD not in self.others.get(stage, ()):
                 lines.append(
-                    f"stage {stage}: only {share:.0%} of the weight-gradient work can be deferred or sampled; no tap "
+                    f"stage {stage}: only {share:.0%} of the weight-gradient work can wait; no tap "
                     f"for {shown(self.others.get(stage, ()))}. torch.nn.Linear and the linear layers of Megatron-Core "
                     "and Transformer Engine have one; "
                     'else use weight_gradients "in_place" with granularity "tensor"'
@@ -116,7 +116,7 @@ class TapFindings(Value):
             return None
         shares = dict.fromkeys(f"{share:.0%}" for share in sorted(self.shares.values()))
         span = " to ".join(list(shares)[:: max(1, len(shares) - 1)])
-        return f"{span} of a stage's weight-gradient work can be deferred or sampled"
+        return f"{span} of a stage's weight-gradient work can wait"
 
 
 def agree(collectives: Collectives, pipeline: HostPipeline, accumulates_early: bool) -> TapFindings:

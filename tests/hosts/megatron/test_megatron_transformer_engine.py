@@ -199,7 +199,7 @@ def test_a_measured_run_shows_the_share_that_can_wait(engine, tmp_path, model):
     assert report.host.device == "emulated"
     assert min(report.tapped_share[stage] for stage in ("0", "1")) >= 0.8
     shares = dict.fromkeys(f"{share:.0%}" for share in sorted(report.tapped_share.values()))
-    line = f"{' to '.join(shares)} of a stage's weight-gradient work can be deferred or sampled"
+    line = f"{' to '.join(shares)} of a stage's weight-gradient work can wait"
     assert f"timely_freeze: {line}" in said
     assert report.plan is not None
     assert min(report.plan.deferrable_share.values()) > 0.0

@@ -76,7 +76,7 @@ def test_a_stage_with_its_own_backward_has_the_hosts_bits(name: str, how: str) -
 def test_only_the_stage_with_its_own_backward_is_left_to_the_host() -> None:
     lines = pool(2).run(train_summed, Case(section=EXACT), "a subclass", 1)[0][1]
     assert [line.split(":")[1].strip() for line in lines if "not torch's own" in line] == ["stage 1"]
-    assert any("0% to 9" in line and "can be deferred or sampled" in line for line in lines)
+    assert any("0% to 9" in line and "can wait" in line for line in lines)
 
 
 def train_summed(case: Case, how: str, only: int | None = None) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
