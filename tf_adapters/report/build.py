@@ -70,12 +70,19 @@ def build_report(run: RunView, ranks: Sequence[LocalMeasurements]) -> Report:
         parameter_freeze_ratio={str(s): dict(of) for rank in ranks for s, of in rank.parameter_freeze_ratio.items()},
         tapped_share={str(stage): share for stage, share in state.taps.shares.items()} if state.taps else {},
         copied_bytes={str(stage): copied for rank in ranks for stage, copied in sorted(rank.copied_bytes.items())},
+        compilations=_compilations(ranks),
         tokens=_tokens(state.plan, known.token_costs),
         batches=_batches(state.plans),
         layers={str(s): of for rank in ranks for s, of in sorted(rank.layers.items())},
         batch_times=known.batch_times,
         moves_forwards=run.moves_forwards,
     )
+
+
+def _compilations(ranks: Sequence[LocalMeasurements]) -> dict[str, int]:
+    """Return the counts of the rank that has compiled most since its first step; nothing if no rank compiles."""
+    counts = [dict(rank.compilations) for rank in ranks if any(rank.compilations.values())]
+    return max(counts, key=lambda of_rank: of_rank["later"], default={})
 
 
 def _batches(plans: BatchPlans) -> dict[str, Batches]:

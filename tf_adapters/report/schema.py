@@ -153,12 +153,13 @@ class Report(_Model):
     stage and name, the share of stable freezing's microbatches in which a parameter was frozen (a tied weight: on all
     of its stages). ``tapped_share`` is by stage, where weight gradients are deferred or sampled: the share of their
     work that can be. ``copied_bytes`` is by stage: what a step copies since others could have changed what waits for
-    its weight gradient. ``tokens`` is by stage, where they are sampled. ``layers`` holds, by stage, the times of its
-    layers in the warm-up. ``batches`` is by number of microbatches, where they are mixed: all else is of the number
-    that most steps had. ``batch_times`` is where the ranks' time goes with nothing frozen. ``steps`` says whether ranks
-    "meet" between steps or steps "overlap"; if they overlap, ``between_steps`` has each rank's time between steps in
-    ms. ``moves_forwards`` says whether a plan may change the host's order of forwards and input gradients. All may be
-    left out.
+    its weight gradient. ``compilations`` counts the graphs that torch.compile has made up to the "first_step" of the
+    process and "later", on the rank with most of the latter; empty without any. ``tokens`` is by stage, where they
+    are sampled. ``layers`` holds, by stage, the times of its layers in the warm-up. ``batches`` is by number of
+    microbatches, where they are mixed: all else is of the number that most steps had. ``batch_times`` is where the
+    ranks' time goes with nothing frozen. ``steps`` says whether ranks "meet" between steps or steps "overlap"; if
+    they overlap, ``between_steps`` has each rank's time between steps in ms. ``moves_forwards`` says whether a plan
+    may change the host's order of forwards and input gradients. All may be left out.
     """
 
     format: Literal[1] = FORMAT
@@ -180,6 +181,7 @@ class Report(_Model):
     parameter_freeze_ratio: dict[str, dict[str, Share]] = Field(default_factory=dict)
     tapped_share: dict[str, Share] = Field(default_factory=dict)
     copied_bytes: dict[str, int] = Field(default_factory=dict)
+    compilations: dict[str, Count] = Field(default_factory=dict)
     tokens: dict[str, SampledTokens] = Field(default_factory=dict)
     layers: dict[str, StageLayers] = Field(default_factory=dict)
     batches: dict[str, Batches] = Field(default_factory=dict)

@@ -69,6 +69,9 @@ def _facts(report: Report) -> Iterable[tuple[str, str]]:
         counted = "allocated by the process" if host.emulated or host.device == "cpu" else "of tensors"
         planned = f", at most {_gib(max(memory.planned))} planned" if memory.planned else ""
         yield "memory", f"peak {counted} on the fullest rank {peaks}{planned}"
+    if report.compilations:
+        first, later = (report.compilations.get(part, 0) for part in ("first_step", "later"))
+        yield "compiler", f"{first} graphs up to the first step, {later} later"
 
 
 def _status(report: Report) -> str:

@@ -33,10 +33,11 @@ class LocalMeasurements:
     """The measurements of one rank, by phase: median steps in ms, and the points of each freezable action.
 
     Ranks that are not traced have only steps and memory: the rest is the same on each replica. ``forward_ms`` holds
-    the medians of stable freezing's forwards. ``stage`` is any stage of the rank, and shows its place in the pipeline.
-    ``notes`` are about its own layers. ``copied_bytes``, by stage, is what the newest step copied since others could
-    have changed what waits. ``controls`` compare this rank's control steps with the planned steps around them.
-    ``peak_bytes`` was measured, by phase; ``planned_peak_bytes`` is expected under the plan.
+    the medians of stable freezing's forwards. ``stage`` is any stage of the rank, and shows its place in the
+    pipeline. ``notes`` are about its own layers. ``copied_bytes``, by stage, is what the newest step copied since
+    others could have changed what waits. ``compilations`` counts graphs of torch.compile. ``controls`` compare this
+    rank's control steps with the planned steps around them. ``peak_bytes`` was measured, by phase;
+    ``planned_peak_bytes`` is expected under the plan.
     """
 
     stage: int
@@ -50,6 +51,7 @@ class LocalMeasurements:
     layers: Mapping[int, StageLayers]
     notes: tuple[str, ...]
     copied_bytes: Mapping[int, int]
+    compilations: Mapping[str, int]
     controls: tuple[Pair, ...] = ()
 
 
@@ -75,6 +77,7 @@ class RunView:
         self._masks, self._timer, self._memory = setup.masks, setup.timer, setup.memory
         self._state, self._ratios, self._layers, self._tally = state, ratios, layers, tally
         self._notes, self._copied_bytes = checks.notes, checks.copied_bytes
+        self._compilations = checks.compilations
 
     def state(self) -> RunState:
         """Return a copy of the run's state, for the number of microbatches that most steps had."""
@@ -119,6 +122,7 @@ class RunView:
             layers=self._layers.times() if self._traced else {},
             notes=tuple(self._notes),
             copied_bytes=dict(self._copied_bytes),
+            compilations=dict(self._compilations),
             controls=timer.controls.of(number),
         )
 

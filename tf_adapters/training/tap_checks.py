@@ -8,6 +8,7 @@ each audit checks all layers again, since the user's code may use a gradient in 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,12 @@ AUDITED = (Phase.PLANNING, Phase.PROGRESSIVE, Phase.STABLE)
 """Phases with audits. The other phases have few steps, and the plan is made from their times."""
 
 
+def compilations() -> int:
+    """Return how many graphs torch.compile has made in this process."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return int(counters.get("stats", {}).get("unique_graphs", 0))
+
+
 class TapChecks:
     """The checks of one rank's taps."""
 
@@ -35,6 +42,7 @@ class TapChecks:
         self._taps = taps
         self.notes: list[str] = []
         self.copied_bytes: dict[int, int] = {}
+        self.compilations: dict[str, int] = {}  # of this process: up to its first step, and later
         self.all = False  # whether the step that runs checks all layers
         self.again = False  # whether it only tries again the layers that are not proven
         self.accumulates_early = False  # whether a forward or a loss has accumulated gradients, in any check
@@ -85,7 +93,10 @@ class TapChecks:
             taps.begin_batch()
 
     def end_step(self, step: int) -> None:
-        """Say what taps have seen in a step for the first time, and note what they have copied."""
+        """Say what taps have seen in a step for the first time. Note what they have copied, and what was compiled."""
+        compiled = compilations()
+        first = self.compilations.setdefault("first_step", compiled)
+        self.compilations["later"] = compiled - first
         for stage, taps in self._taps.items():
             taps.stop_watching()
             self.copied_bytes[stage], taps.copied_bytes = taps.copied_bytes, 0

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch_oracle import PLANS, check_oracle
 from torch_ranks import Case, attached, pool, train
+
+from tf_adapters.report.schema import Report
 
 pytestmark = pytest.mark.distributed
 
@@ -37,14 +41,27 @@ def test_exact_steps_are_the_compiled_host_to_the_bit(name: str) -> None:
             assert torch.equal(mine["parameters"][weight], value), weight
 
 
+def test_gradients_from_sampled_tokens_of_compiled_layers_are_those_of_the_draws() -> None:
+    section = {"granularity": "token", "weight_gradients": "deferred"}
+    case = replace(CASES["1f1b"], section=section, ratios=PLANS, steps=len(PLANS))
+    ranks = pool(2).run(train, case)
+    check_oracle(case, ranks)
+    drawn = {name for rank in ranks for of_action in rank["draws"].values() for name in of_action}
+    assert {"layers.3.up.weight", "layers.6.down.weight"} <= drawn
+    assert [rank["failure"] for rank in ranks] == [None, None]
+
+
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "fsdp of blocks, resharded"])
-def test_every_block_is_tapped_and_nothing_is_compiled_after_the_first_step(name: str) -> None:
+def test_every_block_is_tapped_and_nothing_is_compiled_after_the_first_step(name: str, tmp_path: Path) -> None:
     section = {**EXACT, "warmup_steps": 2, "monitoring_steps": 4, "progressive_steps": 2}
-    case = replace(CASES[name], section=section, microbatches=8)
+    case = replace(CASES[name], section=section, microbatches=8, output_dir=str(tmp_path))
     for tapped, compiled, failure in pool(4 if case.replicas else 2).run(compilations, case):
         assert failure is None
         assert tapped == 1.0
         assert compiled[1:] == [compiled[0]] * (len(compiled) - 1)
+    found = Report.read(tmp_path / "timely_freeze" / "report.json").compilations
+    assert found["first_step"] > 0
+    assert found["later"] == 0
 
 
 def compilations(case: Case) -> tuple[float, list[int], str | None]:

@@ -129,6 +129,12 @@ def test_summary_leads_with_what_was_gained() -> None:
     assert "3.00 GiB -> 2.00 GiB" in text
 
 
+def test_compilations_are_shown_where_there_are_any() -> None:
+    compiled = report(measured=MEASURED, compilations={"first_step": 4, "later": 1})
+    assert "4 graphs up to the first step, 1 later" in as_text(page(compiled))
+    assert "graphs up to" not in as_text(page(report(measured=MEASURED)))
+
+
 def test_a_speedup_is_over_control_steps_or_not_known() -> None:
     ranks = [["0F0", "0F1", "0I0", "0B1", "0W0"], ["1F0", "1B0", "1F1", "1B1"]]
     exact = {**PLAN, "freeze_ratio": {}, "mean_freeze_ratio": 0.0, "deferrable_share": {"0": 0.5}, "ranks": ranks}
