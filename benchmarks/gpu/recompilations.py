@@ -21,6 +21,7 @@ def run(options: Options) -> list[Check]:
     if not options.cuda:  # Inductor would build C++ for minutes; what counts is dynamo
         os.environ["TORCHDYNAMO_DISABLE"] = "0"
         torch.compile = partial(torch.compile, backend="eager")  # type: ignore[assignment]
+    torch.compile(run)  # torch lists its own functions once, and must do so before a stand-in replaces some
     prepare(options, engine=False)  # its stand-in for Triton is not enough for torch.compile
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     alone = graphs_of(options, freezing=False)
