@@ -262,6 +262,11 @@ class TimelyFreezeConfig(BaseModel):
         return self.granularity == "token"
 
     @property
+    def masks_parameters(self) -> bool:
+        """Return whether whole parameters may be frozen, for which torch.compile would compile again."""
+        return self.max_freeze_ratio != 0.0 and not self.samples_tokens
+
+    @property
     def freezes_blocks(self) -> bool:
         return self.granularity == "block"
 

@@ -36,7 +36,6 @@ class WeightGradients(host.PipeInstruction):  # type: ignore[misc]
     """The deferred weight gradients of a microbatch (``stage``, ``microbatch``)."""
 
 
-TRANSFERS = (host.SendActivation, host.RecvActivation, host.SendGrad, host.RecvGrad)
 BATCH_ENDING = (host.ReduceTiedGrads, host.ReduceGrads, host.OptimizerStep)
 _BACKWARD = {Kind.BACKWARD: host.BackwardPass, Kind.INPUT_GRAD: InputGradients}
 

@@ -17,9 +17,10 @@ from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe import schedule as host
 
 from tf_adapters.config import TimelyFreezeConfig
-from tf_adapters.deepspeed.execution import TRANSFERS
 from tf_adapters.deepspeed.schedules import own_schedule
 from tf_adapters.hosts.support import Problem, foreign_module, module_of
+
+_TRANSFERS = (host.SendActivation, host.RecvActivation, host.SendGrad, host.RecvGrad)
 
 
 def replaced_problem(engine: Any, settings: TimelyFreezeConfig) -> Problem:
@@ -52,7 +53,7 @@ def _replaced(engine: Any) -> str | None:
     schedule = own_schedule(engine)
     functions = {
         "_exec_schedule": engine._exec_schedule,
-        **{kind.__name__: engine._INSTRUCTION_MAP.get(kind) for kind in TRANSFERS},
+        **{kind.__name__: engine._INSTRUCTION_MAP.get(kind) for kind in _TRANSFERS},
         "p2p.send": p2p.send,
         "p2p.recv": p2p.recv,
     }

@@ -17,7 +17,7 @@ from tf_adapters.deepspeed.partitions import misplaced
 from tf_adapters.deepspeed.replaced import replaced_problem
 from tf_adapters.deepspeed.stages import is_dualpipev, layers_by_stage
 from tf_adapters.hosts.agreement import refuse_other_schedules, refuse_v
-from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, masks_parameters, missing_name, refuse
+from tf_adapters.hosts.support import Problem, compiled_problem, first_problem, missing_name, refuse
 from tf_adapters.weight_gradients.parameters import COMPILED
 
 ENGINE_NAMES = (
@@ -76,7 +76,7 @@ def refuse_compiled(engine: Any, settings: TimelyFreezeConfig) -> None:
     """
     if not getattr(engine, "is_compiled", False):
         return
-    refuse(COMPILED if masks_parameters(settings) else None)
+    refuse(COMPILED if settings.masks_parameters else None)
     if getattr(engine, "_is_compiled_autograd_enabled", False):
         refuse("engine.compile was called with compiled_autograd_enabled=True, which compiles the whole backward")
     refuse("DeepCompile reduces gradients inside compiled graphs; leave it off" if _is_deepcompiled(engine) else None)

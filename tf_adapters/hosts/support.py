@@ -61,11 +61,6 @@ def missing_name(owner: Any, names: Iterable[str], called: str = "") -> Problem:
     return None
 
 
-def masks_parameters(settings: TimelyFreezeConfig) -> bool:
-    """Return whether whole parameters may be frozen, for which torch.compile would compile again."""
-    return settings.max_freeze_ratio != 0.0 and not settings.samples_tokens
-
-
 def compiled_problem(
     wrapped: torch.nn.Module,
     model: torch.nn.Module,
@@ -78,7 +73,7 @@ def compiled_problem(
     ``layers`` are those of ``model``, the stage's module inside the host's wrappers. Without settings, every compiled
     part is a problem. If the host's compiled layers can have taps, no part is one as long as nothing is masked.
     """
-    if has_taps and settings is not None and not masks_parameters(settings):
+    if has_taps and settings is not None and not settings.masks_parameters:
         return None
     names = {id(part): name for name, part in model.named_modules()}
     compiled = [names.get(id(part), "") for part in wrapped.modules() if is_compiled(part)]
